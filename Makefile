@@ -1,0 +1,50 @@
+# make train    sets up .venv, and trains a small transformer on the source of Python's standard library
+# make test     sets up .venv with what development needs, and passes every check that CI makes
+#
+# What a target needs is set up once: a second call does no set-up work again.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+EXTRAS := dev,hf,parquet,tensorboard
+
+.PHONY: train test test-long lint bench clean
+
+train: $(VENV)/.ready
+	$(BIN)/shoal train $(ARGS)
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+test-long: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing Shoal and PyTorch into $(VENV) (once, a minute or more)"
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing Shoal, PyTorch and what its tests need into $(VENV) (once, a minute or more)"
+	$(INSTALL) --editable '.[$(EXTRAS)]'
+	@touch $@ $(VENV)/.ready
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: there is no $(PYTHON). Install it: sudo apt-get install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $(PYTHON) is $$($(PYTHON) -V), and Shoal needs 3.11 or newer." \
+	       "Install one: sudo apt-get install python3.11 python3.11-venv; then: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: $(PYTHON) has no venv. Install it: sudo apt-get install python3-venv"; exit 1; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

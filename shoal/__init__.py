@@ -1,0 +1,29 @@
+"""Shoal: distributed training for PyTorch that accounts for every millisecond of communication.
+
+`parallelize` lays a model over the ranks as a `Plan` says; `Trainer` trains one. Names load when they are used,
+so that what needs no torch does not import it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.parallel import parallelize
+    from shoal.plan import Plan
+    from shoal.train import Trainer
+
+__all__ = ["Plan", "Trainer", "parallelize"]
+
+_HOMES = {"Plan": "shoal.plan", "Trainer": "shoal.train", "parallelize": "shoal.parallel"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

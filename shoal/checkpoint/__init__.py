@@ -1,0 +1,41 @@
+"""Checkpoints: saved, verified, loaded on any number of ranks, and kept or deleted.
+
+Nouns: Piece (an interval of a flattened tensor, on one rank), Manifest (what a checkpoint holds, and the
+hash of every file), Exchange (the ranks that save or load together), FileSystem (what the protocol does to
+the disk). The trainer saves and loads, `shoal checkpoint` lists and verifies.
+"""
+
+from shoal.checkpoint.directory import checkpoints, resolve, step_of
+from shoal.checkpoint.exchange import Exchange, ProcessGroupExchange, SingleProcess
+from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
+from shoal.checkpoint.load import load
+from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
+from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.retain import retain
+from shoal.checkpoint.save import save
+from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
+
+__all__ = [
+    "REAL_FILES",
+    "Exchange",
+    "FileRecord",
+    "FileSystem",
+    "Manifest",
+    "Piece",
+    "ProcessGroupExchange",
+    "RealFiles",
+    "SingleProcess",
+    "StoredPiece",
+    "TensorRecord",
+    "check_sizes",
+    "checkpoints",
+    "latest",
+    "load",
+    "newest_verified",
+    "read_manifest",
+    "resolve",
+    "retain",
+    "save",
+    "step_of",
+    "verify",
+]

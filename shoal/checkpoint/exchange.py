@@ -1,0 +1,121 @@
+"""How the ranks that share a checkpoint agree.
+
+Every part of a protocol is an attempt that each rank makes, followed by one exchange in which all learn how
+it went: so all go on, or all raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+import torch.distributed
+
+from shoal.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["Exchange", "ProcessGroupExchange", "SingleProcess", "attempt_on_rank_zero", "attempt_together"]
+
+T = TypeVar("T")
+
+
+class Exchange(Protocol):
+    """The ranks that save or load one checkpoint together, on a file system that all of them see."""
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The picklable `value` of every rank, in rank order. Raises if a rank has died."""
+        ...
+
+
+class SingleProcess:
+    """An Exchange of one rank."""
+
+    rank = 0
+    size = 1
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The value alone."""
+        return [value]
+
+
+class ProcessGroupExchange:
+    """An Exchange over a `torch.distributed` process group.
+
+    Args:
+        group: The group; None is the default group. Prefer one whose backend works on the CPU: what is
+            exchanged are small Python objects.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = torch.distributed.get_rank(group)
+        self.size = torch.distributed.get_world_size(group)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """The value of every rank of the group, in rank order."""
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
+
+
+@dataclass(frozen=True)
+class _Failure:
+    reason: str
+    corrupt: bool
+
+
+def attempt_together(exchange: Exchange, purpose: str, attempt: Callable[[], T]) -> list[T]:
+    """Makes the same attempt on every rank; either all succeed or all raise the same error.
+
+    Args:
+        exchange: The ranks.
+        purpose: What cannot be done if it fails, such as "cannot save step 100"; opens the message.
+        attempt: What this rank does. Its result is sent to every rank.
+
+    Returns:
+        The result of every rank, in rank order.
+
+    Raises:
+        CorruptCheckpointError: A rank found the checkpoint corrupt.
+        CheckpointError: A rank failed in any other way; the first such rank and its reason are named.
+    """
+    outcome: T | _Failure
+    cause: Exception | None = None
+    try:
+        outcome = attempt()
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        cause = error
+        outcome = _Failure(_reason(error), isinstance(error, CorruptCheckpointError))
+    results: list[T] = []
+    for rank, other in enumerate(exchange.all_gather_object(outcome)):
+        if not isinstance(other, _Failure):
+            results.append(other)
+        elif other.corrupt:
+            raise CorruptCheckpointError(other.reason) from cause
+        else:
+            raise CheckpointError(f"{purpose}: rank {rank}: {other.reason}") from cause
+    return results
+
+
+def attempt_on_rank_zero(exchange: Exchange, purpose: str, attempt: Callable[[], T]) -> T:
+    """Makes an attempt on rank 0 alone and gives every rank its result; raises as `attempt_together`."""
+    results = attempt_together(exchange, purpose, lambda: attempt() if exchange.rank == 0 else None)
+    return cast(T, results[0])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror is not None:
+        return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"
+    return f"{type(error).__name__}: {error}"

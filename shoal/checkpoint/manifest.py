@@ -1,0 +1,241 @@
+"""The manifest: what a checkpoint holds, where, and how to tell that it is still what was written.
+
+`manifest.json`, format 1, is one JSON object:
+
+    format   1
+    step     the optimizer step after which it was saved
+    files    {file: {"size": bytes, "sha256": hexadecimal}}
+    tensors  {name: {"dtype": "BF16", "shape": [...], "pieces": [{"file", "start", "stop"}, ...]}}
+    state    the JSON object that the caller gave: position, plan, seeds
+    sha256   of all of the above, as compact JSON with sorted keys
+
+A piece is the elements [start, stop) of the tensor, flattened in row-major order. Its key in the safetensors
+file follows from them (`StoredPiece.key`) and is not stored: with many tensors, the pieces are most of the
+file. dtypes have the names that safetensors gives them.
+
+A reader ignores members that it does not know, so a later version may add some, such as the block that a
+piece is of a tensor cut along several dims. Where an older reader would misread the result, it leaves out
+`start`, without which such a reader refuses, or raises `format`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "StoredPiece", "TensorRecord", "merge", "read_manifest"]
+
+MANIFEST_NAME = "manifest.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file: its size in bytes and the SHA-256 of its content, in hexadecimal."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredPiece:
+    """The elements [start, stop) of a flattened tensor, and the file that holds them."""
+
+    file: str
+    start: int
+    stop: int
+
+    def key(self, name: str, shape: Sequence[int]) -> str:
+        """What the tensor `name` of `shape` is called in this piece's file.
+
+        A whole tensor keeps its name and its shape, so that other readers of safetensors find what they
+        expect; a part is one-dimensional and called "name[start:stop]".
+        """
+        whole = self.start == 0 and self.stop == math.prod(shape)
+        return name if whole else f"{name}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor: its dtype in safetensors' names, its global shape and where its elements are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`.
+
+    Args:
+        step: The optimizer step after which it was saved.
+        files: By name within the checkpoint's directory.
+        tensors: By name.
+        state: What the caller gave to save beside the tensors.
+    """
+
+    step: int
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord]
+    state: Mapping[str, Any]
+
+    @property
+    def size(self) -> int:
+        """The bytes of all files together, without the manifest."""
+        return sum(file.size for file in self.files.values())
+
+    def check_coverage(self) -> None:
+        """Checks that the pieces of each tensor hold each of its elements exactly once.
+
+        Raises:
+            CheckpointError: They do not; the tensor is named.
+        """
+        for name, tensor in self.tensors.items():
+            reached = 0
+            for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
+                if piece.start != reached:
+                    fault = "are in no piece" if piece.start > reached else "are in two pieces"
+                    first, last = sorted((piece.start, reached))
+                    raise CheckpointError(f"elements [{first}, {last}) of tensor {name!r} {fault}")
+                reached = piece.stop
+            if reached != math.prod(tensor.shape):
+                raise CheckpointError(
+                    f"elements [{reached}, {math.prod(tensor.shape)}) of tensor {name!r} are in no piece"
+                )
+
+    def to_json(self) -> bytes:
+        """The bytes of `manifest.json`.
+
+        Raises:
+            CheckpointError: `state` is not JSON.
+        """
+        body = {
+            "format": _FORMAT,
+            "step": self.step,
+            "files": {name: asdict(file) for name, file in self.files.items()},
+            "tensors": {
+                name: {
+                    "dtype": tensor.dtype,
+                    "shape": list(tensor.shape),
+                    "pieces": [asdict(piece) for piece in tensor.pieces],
+                }
+                for name, tensor in self.tensors.items()
+            },
+        }
+        try:
+            # Read back before it is hashed: JSON makes text of keys that are numbers, which sorts otherwise.
+            body["state"] = json.loads(json.dumps(dict(self.state), allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the state to save is not JSON: {error}") from error
+        return _compact({"sha256": _digest(body), **body})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Manifest:
+        """Reads `manifest.json`.
+
+        Raises:
+            CorruptCheckpointError: It is torn, altered, or of another format.
+        """
+        try:
+            body = json.loads(text)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"is not JSON: {error}") from error
+        if not isinstance(body, dict) or body.get("format") != _FORMAT:
+            found = body.get("format") if isinstance(body, dict) else None
+            raise CorruptCheckpointError(f"has format {found!r}; this version reads format {_FORMAT}")
+        if body.pop("sha256", None) != _digest(body):
+            raise CorruptCheckpointError("is not what was written: its sha256 differs")
+        try:
+            manifest = cls(
+                step=body["step"],
+                files={name: _file_record(file) for name, file in body["files"].items()},
+                tensors={name: _tensor_record(tensor) for name, tensor in body["tensors"].items()},
+                state=body["state"],
+            )
+            manifest.check_coverage()
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CorruptCheckpointError(f"is not laid out as format {_FORMAT}: {error!r}") from error
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
+        return manifest
+
+
+def merge(
+    step: int,
+    files: Mapping[str, FileRecord],
+    tensors: Iterable[Mapping[str, TensorRecord]],
+    state: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of a checkpoint of which each rank wrote a part.
+
+    Args:
+        step: The optimizer step after which it is saved.
+        files: The files of all ranks.
+        tensors: For each rank, the tensors of which it wrote pieces.
+        state: What the caller saves beside the tensors.
+
+    Raises:
+        CheckpointError: The ranks disagree on a dtype or a shape, or the pieces of a tensor have a gap or
+            overlap; the tensor is named.
+    """
+    merged: dict[str, tuple[TensorRecord, list[StoredPiece]]] = {}
+    for rank, records in enumerate(tensors):
+        for name, record in records.items():
+            first, pieces = merged.setdefault(name, (record, []))
+            if (record.dtype, record.shape) != (first.dtype, first.shape):
+                raise CheckpointError(
+                    f"tensor {name!r} is {record.dtype} {list(record.shape)} on rank {rank}, "
+                    f"and {first.dtype} {list(first.shape)} on a rank before it"
+                )
+            pieces.extend(record.pieces)
+    manifest = Manifest(
+        step,
+        dict(files),
+        {
+            name: TensorRecord(first.dtype, first.shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
+            for name, (first, pieces) in merged.items()
+        },
+        state,
+    )
+    manifest.check_coverage()
+    return manifest
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads the manifest of the checkpoint in the directory `path`; reads none of its tensors.
+
+    Raises:
+        CorruptCheckpointError: It is missing, torn, altered, of another format, or does not cover a tensor.
+    """
+    file = path / MANIFEST_NAME
+    try:
+        return Manifest.from_json(file.read_bytes())
+    except OSError as error:
+        raise CorruptCheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{file} {error}") from error
+
+
+def _file_record(body: Mapping[str, Any]) -> FileRecord:
+    return FileRecord(body["size"], body["sha256"])
+
+
+def _tensor_record(body: Mapping[str, Any]) -> TensorRecord:
+    pieces = tuple(StoredPiece(piece["file"], piece["start"], piece["stop"]) for piece in body["pieces"])
+    return TensorRecord(body["dtype"], tuple(body["shape"]), pieces)
+
+
+def _compact(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), sort_keys=True).encode()
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_compact(body)).hexdigest()

@@ -1,0 +1,65 @@
+"""Retention: old checkpoints are deleted, but never the last one that verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.checkpoint.directory import checkpoints, delete, sweep
+from shoal.checkpoint.exchange import Exchange, attempt_on_rank_zero
+from shoal.checkpoint.files import REAL_FILES, FileSystem
+from shoal.checkpoint.verify import newest_verified
+from shoal.errors import ConfigError
+
+__all__ = ["retain"]
+
+
+def retain(
+    directory: Path,
+    keep: int,
+    exchange: Exchange,
+    say: Callable[[str], object] = lambda _: None,
+    files: FileSystem = REAL_FILES,
+) -> list[Path]:
+    """Deletes the oldest checkpoints beyond `keep`; called by all ranks together.
+
+    Before anything is deleted, one of those that stay has been verified. If none of the newest `keep` is
+    sound, the newest sound one among the older stays as well; if none at all is, nothing is deleted.
+
+    Args:
+        directory: The directory of checkpoints.
+        keep: How many of the newest stay, at least 1.
+        exchange: The ranks, which share the verification.
+        say: Called on rank 0 with one line for each corrupt checkpoint that is found on the way.
+        files: Where they are deleted.
+
+    Returns:
+        The directories that were deleted, newest first, the same on every rank.
+
+    Raises:
+        ConfigError: `keep` is less than 1.
+        CheckpointError: On all ranks alike: the disk refused.
+    """
+    if keep < 1:
+        raise ConfigError(
+            f"keep={keep} would delete the only checkpoint",
+            possible="1 or more",
+            change="say how many of the newest checkpoints shall stay",
+        )
+    purpose = f"cannot delete old checkpoints in {directory}"
+    found = attempt_on_rank_zero(exchange, purpose, lambda: _list_and_sweep(directory, files))
+    kept, surplus = found[:keep], found[keep:]
+    if not surplus:
+        return []
+    if newest_verified(kept, exchange, say) is None:
+        survivor = newest_verified(surplus, exchange, say)
+        surplus = [path for path in surplus if path != survivor] if survivor is not None else []
+    attempt_on_rank_zero(exchange, purpose, lambda: delete(surplus, files))
+    return surplus
+
+
+def _list_and_sweep(directory: Path, files: FileSystem) -> list[Path]:
+    found = checkpoints(directory)
+    if found:
+        sweep(directory, files)
+    return found

@@ -1,0 +1,98 @@
+"""`shoal checkpoint`: list the checkpoints of a run, and find out whether they are still what was written.
+
+Exit codes: 0, all are sound; 1, one is corrupt, or there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from shoal.errors import CorruptCheckpointError
+from shoal.units import format_bytes
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command and its subcommands to the program's."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list checkpoints, and verify them",
+        description="Lists the checkpoints of a run, newest first, and verifies them.",
+    )
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for action, path_help, text in (
+        (
+            "ls",
+            "a run, a directory of checkpoints, or one checkpoint",
+            "Lists checkpoints, newest first. Reads manifests and file sizes only, so that it is fast; "
+            "exit code 1 if these show one to be corrupt.",
+        ),
+        (
+            "verify",
+            "one checkpoint, a directory of checkpoints, or a run",
+            "Reads checkpoints in full and compares every file with its hash; exit code 1 if one is corrupt.",
+        ),
+    ):
+        action_parser = actions.add_parser(action, help=text.partition(".")[0], description=text)
+        action_parser.add_argument("path", metavar="PATH", type=Path, help=path_help)
+        action_parser.add_argument("--json", action="store_true", help="print a JSON array")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One checkpoint, as both subcommands print it; what a corrupt one does not tell is None."""
+
+    step: int
+    path: str
+    files: int | None
+    tensors: int | None
+    bytes: int | None
+    problem: str | None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one row for each checkpoint that the path means; 1 if one of them is corrupt.
+
+    Raises:
+        CheckpointError: The path holds no checkpoint.
+    """
+    # Imported here because it brings torch, which `--help` should not wait for.
+    from shoal.checkpoint import check_sizes, resolve, verify
+
+    check = verify if args.action == "verify" else check_sizes
+    rows = [_row(path, check) for path in resolve(args.path)]
+    print(json.dumps([asdict(row) for row in rows], indent=2) if args.json else _table(rows))
+    return 1 if any(row.problem for row in rows) else 0
+
+
+def _row(path: Path, check: Callable[[Path], object]) -> _Row:
+    from shoal.checkpoint import read_manifest, step_of
+
+    step = step_of(path)
+    try:
+        manifest = read_manifest(path)
+    except CorruptCheckpointError as error:
+        return _Row(step, str(path), None, None, None, str(error))
+    row = _Row(step, str(path), len(manifest.files), len(manifest.tensors), manifest.size, None)
+    try:
+        check(path)
+    except CorruptCheckpointError as error:
+        return replace(row, problem=str(error))
+    return row
+
+
+def _table(rows: list[_Row]) -> str:
+    lines = [f"{'step':>10}  {'size':>9}  {'files':>5}  {'tensors':>7}  checkpoint"]
+    for row in rows:
+        size = "-" if row.bytes is None else format_bytes(row.bytes)
+        files, tensors = ("-" if count is None else count for count in (row.files, row.tensors))
+        lines.append(f"{row.step:>10}  {size:>9}  {files:>5}  {tensors:>7}  {row.path}")
+        if row.problem:
+            lines.append(f"{'':>10}  corrupt: {row.problem}")
+    return "\n".join(lines)

@@ -1,0 +1,53 @@
+"""The program `shoal`: finds the command, and tells errors without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from shoal.cli import checkpoint, report, sample, train
+from shoal.errors import ShoalError, WorkerError
+
+__all__ = ["main"]
+
+_COMMANDS = (train, sample, report, checkpoint)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: Of the command line; the process's own by default.
+
+    Returns:
+        The exit code: 0; 1 for a failure; 2 for something given that cannot work; others as the command's
+        help says.
+    """
+    parser = argparse.ArgumentParser(
+        prog="shoal",
+        description="Trains one PyTorch model on many devices, and accounts for every millisecond.",
+    )
+    parser.add_argument("--version", action="version", version=f"shoal {version('shoal')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        if isinstance(error, WorkerError) and error.detail:
+            print(f"\n{error.detail}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # whoever read the output has read enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""`shoal report RUN`: where the time of a run went, how fast it was, what it reached."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shoal.errors import RunError, UserError
+from shoal.run import Run, json_number
+from shoal.timeline import Breakdown, CollectiveFigures, Parts, Timeline, explain, write_chrome_trace
+from shoal.units import format_bytes, format_count, format_seconds
+
+__all__ = ["add_parser", "run", "summarise"]
+
+_WARM_UP_STEPS = 2
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "report",
+        help="explain a run: where its time went, how fast it was, what it reached",
+        description="Explains a run: where the time of a step went, how fast it was, what loss it reached.",
+    )
+    parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rank", metavar="R", type=int, help="explain the time of this rank only")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the report of a run.
+
+    Raises:
+        RunError: The path is not a run, or the run has no such rank, or no timeline for a trace.
+        UserError: The trace cannot be written.
+        ShoalError: A file of the run is malformed.
+    """
+    opened = Run.open(args.path)
+    timeline = Timeline.read(opened.timeline)
+    breakdown = explain(timeline) if timeline.steps() else None
+    if args.rank is not None:
+        _require_rank(opened, breakdown, args.rank)
+    summary = summarise(opened, breakdown, rank=args.rank)
+    if args.trace is not None:
+        _write_trace(opened, timeline, args.rank, args.trace)
+    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    return 0
+
+
+def summarise(run: Run, breakdown: Breakdown | None, *, rank: int | None = None) -> dict[str, Any]:
+    """The report as an object that JSON can hold; what the run does not tell is None.
+
+    Args:
+        run: The run.
+        breakdown: Its timeline, explained; None if it has none.
+        rank: The rank whose time to show; all ranks if None.
+    """
+    metrics = run.metrics()
+    return {
+        "run": str(run.path),
+        **{key: run.description.get(key) for key in ("name", "plan", "world_size", "model", "device")},
+        **_progress(metrics),
+        **_speed(metrics, run.description),
+        "breakdown": None if breakdown is None else _breakdown(breakdown, rank),
+    }
+
+
+def _progress(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    trained = [values for values in metrics if "loss" in values]
+    validated = [values for values in metrics if "validation_loss" in values]
+    return {
+        "steps": len(trained),
+        "loss": _first_and_last(trained, "loss"),
+        "validation_loss": _first_and_last(validated, "validation_loss"),
+    }
+
+
+def _first_and_last(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any] | None:
+    if not metrics:
+        return None
+    return {
+        end: {"step": values["step"], "value": json_number(values[name])}
+        for end, values in (("first", metrics[0]), ("last", metrics[-1]))
+    }
+
+
+def _speed(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens/s of the median step after warm-up, and the share of the device's peak that this takes.
+
+    The description gives the FLOP of a token forward and backward, and the peak of one device.
+    """
+    rates = [values["tokens_per_second"] for values in metrics if "tokens_per_second" in values]
+    total = median(rates[_WARM_UP_STEPS:] or rates) if rates else None
+    world_size = description.get("world_size")
+    flops_per_token = (description.get("model") or {}).get("flops_per_token")
+    peak_flops = (description.get("device") or {}).get("peak_flops")
+    per_device = total / world_size if total is not None and world_size else None
+    mfu = None
+    if per_device is not None and flops_per_token and peak_flops:
+        mfu = per_device * flops_per_token / peak_flops
+    return {"tokens_per_second": total, "tokens_per_second_per_device": per_device, "mfu": mfu}
+
+
+def _breakdown(breakdown: Breakdown, rank: int | None) -> dict[str, Any]:
+    if rank is None:
+        shown, parts, collectives = breakdown.ranks, breakdown.parts, breakdown.collectives
+    else:
+        of_rank = breakdown.of(rank)
+        shown, parts, collectives = (of_rank,), of_rank.parts, of_rank.collectives
+    return {
+        **_parts(parts),
+        "ranks": {
+            str(each.rank): {"steps": len(each.steps), "counted": len(each.counted), **_parts(each.parts)}
+            for each in shown
+        },
+        "collectives": {operation: _collective(figures) for operation, figures in collectives.items()},
+    }
+
+
+def _parts(parts: Parts) -> dict[str, Any]:
+    totals = {name: value for name, value in asdict(parts).items() if name not in parts.disjoint()}
+    return {"parts": parts.disjoint(), **totals}
+
+
+def _collective(figures: CollectiveFigures) -> dict[str, Any]:
+    return {**asdict(figures), "algbw": figures.algbw}
+
+
+def _require_rank(run: Run, breakdown: Breakdown | None, rank: int) -> None:
+    explained = [each.rank for each in breakdown.ranks] if breakdown is not None else []
+    if rank not in explained:
+        raise RunError(
+            f"the timeline of {run.path} holds no finished step of rank {rank}",
+            possible=f"the ranks that finished one: {', '.join(map(str, explained)) or 'none'}",
+            change="give one of these, or leave out --rank",
+        )
+
+
+def _write_trace(run: Run, timeline: Timeline, rank: int | None, path: Path) -> None:
+    if not len(timeline):
+        raise RunError(
+            f"{run.path} has no timeline, so there is nothing to trace",
+            possible="a run that recorded its timeline",
+            change="leave out --trace, or train with recording on",
+        )
+    try:
+        write_chrome_trace(timeline if rank is None else Timeline(timeline.of(rank)), path)
+    except OSError as error:
+        raise UserError(
+            f"the trace cannot be written to {path}: {error.strerror}",
+            possible="a file in a directory that can be written to",
+            change="give another FILE to --trace",
+        ) from error
+    print(f"trace written to {path}; open it in https://ui.perfetto.dev", file=sys.stderr)
+
+
+def _text(summary: Mapping[str, Any]) -> str:
+    paragraphs = [_heading(summary)]
+    if (breakdown := summary["breakdown"]) is None:
+        paragraphs.append("No timeline: where the time went is not known.")
+    else:
+        paragraphs.append(_parts_text(breakdown))
+        if len(breakdown["ranks"]) > 1:
+            paragraphs.append(_ranks_text(breakdown["ranks"]))
+        if breakdown["collectives"]:
+            paragraphs.append(_collectives_text(breakdown["collectives"]))
+    return "\n\n".join(paragraphs)
+
+
+def _heading(summary: Mapping[str, Any]) -> str:
+    rows = [("run", summary["run"])]
+    if summary["plan"]:
+        rows.append(("plan", summary["plan"]))
+    if (summary["model"] or {}).get("parameters"):
+        rows.append(("model", f"{format_count(summary['model']['parameters'])} parameters"))
+    rows.append(("steps", str(summary["steps"])))
+    for name in ("loss", "validation_loss"):
+        if (ends := summary[name]) is not None:
+            first, last = (f"{float(ends[end]['value']):.4f}" for end in ("first", "last"))
+            rows.append(
+                (
+                    _words(name),
+                    f"{first} at step {ends['first']['step']}, {last} at step {ends['last']['step']}",
+                )
+            )
+    if summary["tokens_per_second"] is not None:
+        rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
+    if summary["tokens_per_second_per_device"] is not None:
+        rows.append(("tokens/s/device", f"{summary['tokens_per_second_per_device']:,.0f}"))
+    if summary["mfu"] is not None:
+        rows.append(("MFU", f"{summary['mfu']:.1%}"))
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def _parts_text(breakdown: Mapping[str, Any]) -> str:
+    wall = breakdown["wall"]
+    rows = [
+        [_words(name), f"{seconds:.6f}", f"{seconds / wall:.1%}"]
+        for name, seconds in [*breakdown["parts"].items(), ("step", wall)]
+    ]
+    table = _table(["where a step's time went", "seconds", "share"], rows)
+    communication = breakdown["communication"]
+    if communication == 0:
+        return table
+    overlapped = breakdown["overlapped_communication"] / communication
+    moved = format_bytes(round(breakdown["bytes"]))
+    return f"{table}\n\n" + (
+        f"communication: {format_seconds(communication)} a step, {overlapped:.1%} of it overlapped; "
+        f"{moved} a step and rank"
+    )
+
+
+def _ranks_text(ranks: Mapping[str, Any]) -> str:
+    names = list(next(iter(ranks.values()))["parts"])
+    rows = [
+        [rank, f"{each['wall']:.6f}", *(f"{each['parts'][name] / each['wall']:.1%}" for name in names)]
+        for rank, each in ranks.items()
+    ]
+    return _table(["rank", "step seconds", *map(_words, names)], rows)
+
+
+def _collectives_text(collectives: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            operation or "(unnamed)",
+            f"{each['count']:.4g}",
+            format_bytes(round(each["bytes"])),
+            f"{each['seconds']:.6f}",
+            f"{each['exposed_seconds']:.6f}",
+            f"{each['algbw'] / 1e9:.3g} GB/s" if each["algbw"] is not None else "-",
+        ]
+        for operation, each in collectives.items()
+    ]
+    return _table(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns two blanks apart: the first to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells))
+    return "\n".join(lines)

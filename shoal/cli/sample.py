@@ -1,0 +1,62 @@
+"""`shoal sample RUN`: prints text that the model of a run makes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "sample",
+        help="print what a trained model writes",
+        description="Continues a prompt with the model of a run, from its newest sound checkpoint.",
+    )
+    parser.add_argument("path", metavar="RUN", type=Path, help="a run, or one of its checkpoints")
+    parser.add_argument("--prompt", default="\n", help="what to continue (default: a new line)")
+    parser.add_argument("--tokens", type=int, default=300, help="how many tokens to add (default: 300)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
+    parser.add_argument("--top-k", type=int, help="draw from this many likeliest tokens only")
+    parser.add_argument("--seed", type=int, default=0, help="fixes what is drawn (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the prompt and its continuation.
+
+    Raises:
+        UserError: The path is not a run, or a number is out of range.
+        CheckpointError: The run has no sound checkpoint.
+    """
+    import torch
+
+    from shoal.data import open_tokenizer
+    from shoal.models import generate
+    from shoal.train import load_model
+
+    model, config = load_model(args.path, lambda text: print(text, file=sys.stderr))
+    tokenizer = open_tokenizer(config.data.tokenizer)
+    prompt = torch.tensor(tokenizer.encode(args.prompt).tolist(), dtype=torch.int64)
+    tokens = prompt.tolist()
+    shown = ""
+    for token in generate(
+        model,
+        prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        context=config.sequence,
+    ):
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        # The end may be a part of a character yet.
+        if not text.endswith("\ufffd"):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+    print(tokenizer.decode(tokens)[len(shown) :])
+    return 0

@@ -1,0 +1,107 @@
+"""`shoal train`: trains a model; starts ranks on this machine, or joins those that a launcher started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.train import Job
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Trains a model. With no arguments: a small transformer, on the source of Python's standard library, on as many
+local ranks as this machine has cores. Under torchrun, srun or accelerate it joins the ranks that are there.
+
+Exit codes: 0 all steps made; 1 a rank failed; 2 something given cannot work; 75 stopped by Ctrl-C or SIGTERM,
+and the state is saved (go on with --resume); 130 stopped before the state was saved.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "train",
+        help="train a model, on this machine or as part of a cluster",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="the configuration")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="settings",
+        help="change one key, such as optimizer.learning_rate=1e-3; may be given several times",
+    )
+    parser.add_argument(
+        "--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero1; same as --set plan="
+    )
+    parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine")
+    parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="the new run's directory")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH",
+        help="go on with a run: its directory, one of its checkpoints, or auto for --run or the newest",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains.
+
+    Raises:
+        UserError: Something given cannot work; nothing was started.
+        WorkerError: A rank failed.
+    """
+    from shoal.elastic import World, find_world, launch, run_rank
+    from shoal.train import check, execute
+
+    sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
+    world = find_world()
+    if world is not None:
+        return run_rank(world.rank, partial(execute, partial(_checked_job, args, world.ranks), world))
+    job = _job(args, None)
+    check(job)
+    if job.plan.ranks == 1:
+        alone = World(rank=0, ranks=1, local_rank=0, master=("", 0))
+        return run_rank(0, partial(execute, lambda: job, alone))
+    with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
+        file.write(pickle.dumps(job))
+        file.flush()
+        return launch([sys.executable, "-m", "shoal.train", file.name], job.plan.ranks)
+
+
+def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
+    from shoal.train import check
+
+    job = _job(args, ranks)
+    check(job)
+    return job
+
+
+def _job(args: argparse.Namespace, ranks: int | None) -> Job:
+    """What the command line asks for, for the ranks that are there; None where they are to be started."""
+    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, resolve_plan
+
+    resume = find_resume(args.resume, args.directory)
+    before = resume.run.description if resume is not None else {}
+    settings = [*args.settings, *([f'plan="{args.plan}"'] if args.plan is not None else [])]
+    config = load_config(args.config, settings, before.get("config"))
+    if ranks is None:
+        as_before = before.get("world_size") if args.plan is None else None
+        ranks = choose_ranks(config, args.nproc if args.nproc is not None else as_before)
+    return Job(
+        config=config,
+        plan=resolve_plan(config, ranks),
+        path=choose_path(args.directory, resume, config),
+        resume=resume,
+    )

@@ -1,0 +1,31 @@
+"""Resumable input for language-model training.
+
+A Tokenizer turns text into ids. `prepare` turns what a DataConfig names (files, folders, the standard
+library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
+fixed-length window of a split. A Loader deals samples out: one global order, a function of seed and
+epoch only, whose whole state is the global position, so that a run continues on any number of ranks.
+A Prefetcher prepares the next micro-batches in a thread. `train/` and users' own loops call this.
+"""
+
+from shoal.data.config import DataConfig
+from shoal.data.corpus import Corpus, Split, prepare
+from shoal.data.loader import Loader
+from shoal.data.permutation import order
+from shoal.data.prefetch import Prefetcher
+from shoal.data.samples import MapSamples, Samples, TokenSamples
+from shoal.data.tokenizer import Tokenizer, open_tokenizer
+
+__all__ = [
+    "Corpus",
+    "DataConfig",
+    "Loader",
+    "MapSamples",
+    "Prefetcher",
+    "Samples",
+    "Split",
+    "TokenSamples",
+    "Tokenizer",
+    "open_tokenizer",
+    "order",
+    "prepare",
+]

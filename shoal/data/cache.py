@@ -1,0 +1,120 @@
+"""Keeps token streams on disk between runs.
+
+An entry is one file: a header of fixed size, which is JSON filled up with spaces, then the tokens as they
+are memory-mapped. It is written under another name and renamed when it is complete and on disk, so that a
+file with an entry's name is a whole entry, unless the disk or another program damaged it; then its
+header or its size does not fit, and it counts as absent. Writers of one entry take turns on a lock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.stream import StreamInfo
+
+__all__ = ["default_directory", "read_or_write_entry"]
+
+_HEADER_BYTES = 4096  # a page, so that the tokens are aligned for any dtype
+
+Entry = tuple[StreamInfo, NDArray[np.integer]]
+
+
+def default_directory() -> Path:
+    """$SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
+
+    Raises:
+        OSError: No variable names a directory, and this user has no home.
+    """
+    if given := os.environ.get("SHOAL_CACHE"):
+        return Path(given)
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "shoal"
+    try:
+        return Path.home() / ".cache" / "shoal"
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+def read_or_write_entry(
+    directory: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo]
+) -> Entry:
+    """The entry `key`, which `write` makes if it is not there.
+
+    Any number of processes may call this at the same moment: one writes, and the others wait for it.
+
+    Args:
+        directory: Holds the entries; made if it is missing.
+        key: Names what was tokenized, and how; safe as a file name.
+        write: Writes the tokens to the first file, from where it stands; the second is for its own use.
+
+    Raises:
+        OSError: The directory cannot be used, or is full; nothing half-written is left.
+    """
+    path = directory / f"{key}.tokens"
+    entry = _read_entry(path, key)
+    if entry is None:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _lock(path.with_suffix(".lock")):
+            entry = _read_entry(path, key)  # another process may have written it by now
+            if entry is None:
+                _write_entry(path, key, write)
+                entry = _read_entry(path, key)
+    if entry is None:
+        raise OSError(f"{path} did not read back as it was written")
+    return entry
+
+
+def _read_entry(path: Path, key: str) -> Entry | None:
+    """The entry, or None if it is not there, not whole, or not one of these."""
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(_HEADER_BYTES))
+            if header.pop("key") != key:
+                return None
+            info = StreamInfo(**header)
+            dtype = np.dtype(info.dtype)
+            if os.fstat(file.fileno()).st_size != _HEADER_BYTES + info.tokens * dtype.itemsize:
+                return None
+            return info, np.memmap(file, dtype=dtype, mode="r", offset=_HEADER_BYTES)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _write_entry(path: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo]) -> None:
+    unfinished = path.with_suffix(".tmp")  # one name: under the lock, a leftover is overwritten
+    try:
+        with open(unfinished, "wb") as file:
+            file.seek(_HEADER_BYTES)
+            with tempfile.TemporaryFile(dir=path.parent) as second:
+                info = write(file, second)
+            file.seek(0)
+            file.write(json.dumps({"key": key, **asdict(info)}).encode().ljust(_HEADER_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the system releases it if that process dies."""
+    with open(path, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

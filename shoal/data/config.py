@@ -1,0 +1,57 @@
+"""What text to train on, and how it becomes tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+__all__ = ["DataConfig"]
+
+
+class DataConfig(BaseModel):
+    """What text to train on, and how it becomes tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    source: str | tuple[str, ...] = "stdlib"
+    """A file, a folder, or several; "stdlib" is the source of Python's own standard library."""
+
+    tokenizer: str = "bytes"
+    """"bytes", the path of a Hugging Face tokenizer.json, or "ids:N" for ids below N made elsewhere."""
+
+    field: str = "text"
+    """The field of each .jsonl line, or the column of each .parquet file, that holds the text."""
+
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """The type of the ids in .bin files, which do not say it themselves; little-endian."""
+
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".parquet")
+    """Which files of a folder are read; a file that is named itself is read whatever its suffix."""
+
+    validation_fraction: float = Field(default=0.05, gt=0, lt=1)
+    """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
+
+    cache: Path | None = None
+    """Where tokens are kept: by default $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal."""
+
+    @field_validator("source", "suffixes")
+    @classmethod
+    def _is_not_empty(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        if not value or "" in tuple(value):
+            raise ValueError("must not be empty")
+        return value
+
+    @field_validator("suffixes")
+    @classmethod
+    def _start_with_a_dot(cls, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        for suffix in suffixes:
+            if not suffix.startswith("."):
+                raise ValueError(f"{suffix!r} must start with a dot, as in '.{suffix}'")
+        return suffixes
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """`source`, always as several."""
+        return (self.source,) if isinstance(self.source, str) else self.source

@@ -1,0 +1,125 @@
+"""A Corpus: all tokens as one stream, cut into train and validation."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.cache import default_directory, read_or_write_entry
+from shoal.data.config import DataConfig
+from shoal.data.samples import TokenSamples
+from shoal.data.sources import SourceFile, find_files
+from shoal.data.stream import StreamInfo, write_stream
+from shoal.data.tokenizer import Tokenizer, open_tokenizer
+from shoal.errors import ConfigError, DataError, nearest
+
+__all__ = ["Corpus", "Split", "prepare"]
+
+Split = Literal["train", "validation"]
+
+_FORMAT = 1  # of cache entries and of what is in them; a change makes all entries anew
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """All tokens as one stream: the training documents, then the validation documents."""
+
+    tokens: NDArray[np.integer]
+    """The stream, `[length]`, usually memory-mapped."""
+    documents_end: int
+    """Where the training documents end and the validation documents begin."""
+    validation_fraction: float
+    """The share of the stream that validation gets where documents cannot be told apart."""
+    fingerprint: str
+    """Equal for equal tokens and documents: tells whether a run resumes on the data it began with."""
+    tokenizer: Tokenizer
+    """What made the tokens."""
+
+    def samples(self, split: Split, sequence: int) -> TokenSamples:
+        """The samples of a split.
+
+        Args:
+            split: "train" or "validation".
+            sequence: Tokens that the model sees at once.
+
+        Raises:
+            ConfigError: There is no such split, or `sequence` is not positive.
+            DataError: The split is shorter than one sample.
+        """
+        if split not in get_args(Split):
+            raise ConfigError(
+                f"there is no split {split!r}{nearest(split, get_args(Split))}",
+                possible="train, validation",
+                change="name one of these",
+            )
+        if len(self.tokens) < 2 * (sequence + 1):
+            raise DataError(
+                f"the corpus has {len(self.tokens)} tokens; train and validation need a sample each, and "
+                f"one sample takes {sequence + 1}",
+                possible=f"at least {2 * (sequence + 1)} tokens",
+                change="give more data, or a shorter sequence length",
+            )
+        boundary = self.boundary(sequence)
+        part = self.tokens[:boundary] if split == "train" else self.tokens[boundary:]
+        return TokenSamples(part, sequence)
+
+    def boundary(self, sequence: int) -> int:
+        """Where train ends and validation begins in the stream, for samples of a sequence length.
+
+        This is where the validation documents begin, unless they are shorter than one sample or more than
+        half of the stream, as happens with few documents; then it is the tail of the stream, at least one
+        sample long, that is validation.
+        """
+        length = len(self.tokens)
+        if sequence + 1 <= length - self.documents_end <= length / 2:
+            return self.documents_end
+        return length - max(sequence + 1, round(self.validation_fraction * length))
+
+
+def prepare(config: DataConfig) -> Corpus:
+    """Tokenizes what `config` names, or finds that it is done already.
+
+    Tokens are kept in the cache directory under a key made of the files' paths, sizes and times, the
+    tokenizer and the configuration. Several processes may call this at the same moment; one does the
+    work. Where the cache cannot be written, the tokens are kept in memory, with a warning.
+
+    Raises:
+        DataError: A source or the tokenizer is missing, empty or unreadable.
+        MissingExtraError: A format or the tokenizer needs an optional package.
+    """
+    tokenizer = open_tokenizer(config.tokenizer)
+    files = find_files(config.sources, config.suffixes)
+
+    def write(output: BinaryIO, validation_output: BinaryIO) -> StreamInfo:
+        return write_stream(files, config, tokenizer, output, validation_output)
+
+    try:
+        directory = config.cache.expanduser() if config.cache else default_directory()
+        info, tokens = read_or_write_entry(directory, _cache_key(files, config, tokenizer), write)
+    except OSError as error:
+        warnings.warn(f"tokens are kept in memory, as they cannot be cached: {error}", stacklevel=2)
+        memory = io.BytesIO()
+        info = write(memory, io.BytesIO())
+        tokens = np.frombuffer(memory.getbuffer(), dtype=info.dtype)
+    return Corpus(tokens, info.boundary, config.validation_fraction, info.fingerprint, tokenizer)
+
+
+def _cache_key(files: Sequence[SourceFile], config: DataConfig, tokenizer: Tokenizer) -> str:
+    """Differs whenever the tokens may differ."""
+    content = {
+        "format": _FORMAT,
+        "tokenizer": tokenizer.identity,
+        "field": config.field,
+        "dtype": config.dtype,
+        "validation_fraction": config.validation_fraction,
+        "files": [(str(file.path), file.name, file.size, file.modified) for file in files],
+    }
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

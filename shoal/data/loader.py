@@ -1,0 +1,130 @@
+"""Deals samples out to ranks: one global order, whose whole state is the global position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.data.permutation import order
+from shoal.data.samples import Samples
+from shoal.errors import ConfigError, DataError, PlanError
+
+__all__ = ["Loader"]
+
+Batch = TypeVar("Batch")
+
+
+class Loader(Generic[Batch]):
+    """Gives each data-parallel rank its part of each batch.
+
+    The position is the number of samples consumed so far by all ranks together. Position `p` holds the
+    sample that stands at `p % n` in the order of epoch `p // n`, where `n` is the number of samples. A
+    batch is the next `batch_size` positions, whatever the number of ranks and the micro-batch are. The
+    loader keeps no position: whoever trains keeps it, and saves it in the checkpoint.
+
+    Args:
+        samples: What to deal out.
+        seed: Chooses the order.
+        batch_size: Samples that one optimizer step sees, over all ranks.
+
+    Raises:
+        ConfigError: `batch_size` is not positive.
+        DataError: There are no samples.
+    """
+
+    def __init__(self, samples: Samples[Batch], *, seed: int, batch_size: int) -> None:
+        if batch_size < 1:
+            raise ConfigError(
+                f"the batch size is {batch_size}",
+                possible="a positive number of samples",
+                change="set the batch size to 1 or more",
+            )
+        if len(samples) < 1:
+            raise DataError(
+                "the data has no samples",
+                possible="at least one sample",
+                change="give data that is not empty",
+            )
+        self.samples = samples
+        self.seed = seed
+        self.batch_size = batch_size
+
+    def indices(self, position: int, count: int) -> NDArray[np.int64]:
+        """The samples at the global positions `[position, position + count)`, `[count]`.
+
+        Raises:
+            ValueError: `position` or `count` is negative.
+        """
+        if position < 0 or count < 0:
+            raise ValueError(f"position {position} and count {count} must not be negative")
+        size = len(self.samples)
+        parts = [np.empty(0, dtype=np.int64)]
+        end = position + count
+        while position < end:
+            epoch, start = divmod(position, size)
+            stop = min(size, start + end - position)
+            parts.append(order(self.seed, epoch, size, np.arange(start, stop, dtype=np.int64)))
+            position += stop - start
+        return np.concatenate(parts)
+
+    def accumulation(self, ranks: int, microbatch: int) -> int:
+        """How many micro-batches each rank takes for one batch.
+
+        Args:
+            ranks: The whole data-parallel degree.
+            microbatch: Samples that one forward sees on one rank.
+
+        Raises:
+            PlanError: The batch size is not a multiple of `ranks * microbatch`.
+        """
+        if ranks < 1 or microbatch < 1:
+            raise PlanError(
+                f"{ranks} data-parallel ranks with a micro-batch of {microbatch} cannot share a batch",
+                possible="at least one rank and at least one sample in a micro-batch",
+                change="set both to 1 or more",
+            )
+        unit = ranks * microbatch
+        whole, rest = divmod(self.batch_size, unit)
+        if rest:
+            legal = [str(size) for size in (whole * unit, (whole + 1) * unit) if size]
+            raise PlanError(
+                f"the batch size {self.batch_size} cannot be shared evenly by {ranks} data-parallel ranks "
+                f"with micro-batches of {microbatch}",
+                possible=f"a multiple of {ranks} * {microbatch} = {unit}",
+                change=f"set the batch size to {' or '.join(legal)}, or change the micro-batch",
+            )
+        return whole
+
+    def microbatches(self, position: int, rank: int, ranks: int, microbatch: int) -> Iterator[Batch]:
+        """The micro-batches that one rank takes from the batch that starts at `position`, in order.
+
+        Micro-batch `j` holds the positions `position + (j * ranks + rank) * microbatch + [0, microbatch)`.
+
+        Args:
+            position: The global position at which the batch starts.
+            rank: This rank's place along the data-parallel axis.
+            ranks: The whole data-parallel degree.
+            microbatch: Samples that one forward sees on one rank.
+
+        Raises:
+            PlanError: The batch size is not a multiple of `ranks * microbatch`.
+            ValueError: `rank` is not in `range(ranks)`.
+        """
+        accumulation = self.accumulation(ranks, microbatch)
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} is not in range({ranks})")
+        starts = (position + (j * ranks + rank) * microbatch for j in range(accumulation))
+        return (self.samples.batch(self.indices(start, microbatch)) for start in starts)
+
+    def stream(self, position: int, rank: int, ranks: int, microbatch: int) -> Iterator[Batch]:
+        """The micro-batches of one rank for batch after batch from `position` on, without end.
+
+        This is what a Prefetcher reads, so that it runs on across batches. Arguments and errors are those
+        of `microbatches`.
+        """
+        while True:
+            yield from self.microbatches(position, rank, ranks, microbatch)
+            position += self.batch_size

@@ -1,0 +1,86 @@
+"""The global sample order: a keyed permutation that is computed, never stored.
+
+A Feistel network permutes the numbers of a whole number of bits: the number is cut into a high and a low
+part, and each part in turn is xor-ed with a hash of the other, which can be undone step by step whatever
+the hash is (Luby and Rackoff, "How to construct pseudorandom permutations", 1988). To permute `count`
+numbers where `count` is not a power of two, cycle walking applies the network again to each result that
+is not below `count` (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). The network has
+fewer than twice `count` numbers, so two applications are enough on average.
+
+All arithmetic is on 64-bit unsigned integers written out here, so the order is the same on every machine
+and with every version of numpy.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["order"]
+
+_ROUNDS = 12  # 4 suffice for wide halves; a handful of samples has halves of one or two bits, and 8 do not
+_MAXIMUM_COUNT = 1 << 62
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def order(seed: int, epoch: int, count: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+    """The sample that stands at each position of an epoch.
+
+    For a fixed seed and epoch this is a permutation of `range(count)`. It takes no memory beyond that of
+    `positions`.
+
+    Args:
+        seed: Any integer; its low 64 bits count.
+        epoch: Any integer; its low 64 bits count.
+        count: How many samples an epoch has, from 1 to 2**62.
+        positions: Positions within the epoch, `[n]`, each in `range(count)`.
+
+    Returns:
+        Sample indices, `[n]`, each in `range(count)`.
+
+    Raises:
+        ValueError: `count` or a position is out of range.
+    """
+    if not 1 <= count <= _MAXIMUM_COUNT:
+        raise ValueError(f"count is {count}; it must be from 1 to 2**62")
+    if positions.size and not 0 <= positions.min() <= positions.max() < count:
+        raise ValueError(f"positions must lie in range({count})")
+    bits = (count - 1).bit_length()
+    keys = _round_keys(seed, epoch)
+
+    permuted = _feistel(positions.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(permuted >= np.uint64(count))
+    while outside.size:
+        permuted[outside] = _feistel(permuted[outside], bits, keys)
+        outside = outside[permuted[outside] >= np.uint64(count)]
+    return permuted.astype(np.int64)
+
+
+def _feistel(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:
+    """Permutes `range(2**bits)`, value by value; the parts may differ by one bit in width."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << bits // 2) - 1)
+    high_mask = np.uint64((1 << bits - bits // 2) - 1)
+    low, high = values & low_mask, values >> low_bits
+    for high_key, low_key in zip(keys[::2], keys[1::2], strict=True):
+        high = high ^ (_mix(low ^ np.uint64(high_key)) & high_mask)
+        low = low ^ (_mix(high ^ np.uint64(low_key)) & low_mask)
+    return (high << low_bits) | low
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014); numpy arrays wrap modulo 2**64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
+    return values ^ (values >> np.uint64(31))
+
+
+def _round_keys(seed: int, epoch: int) -> list[int]:
+    """One key a round, unrelated between any two (seed, epoch) pairs."""
+    words = np.array([seed & _MASK], dtype=np.uint64)
+    words = _mix(words + np.uint64(_GOLDEN)) ^ np.uint64(epoch & _MASK)
+    steps = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return [int(key) for key in _mix(_mix(words + np.uint64(_GOLDEN)) + steps)]

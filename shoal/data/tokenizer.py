@@ -1,0 +1,216 @@
+"""Tokenizers: text to ids and back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal.errors import DataError, MissingExtraError, nearest
+
+__all__ = ["ByteTokenizer", "FileTokenizer", "IdTokenizer", "Tokenizer", "open_tokenizer"]
+
+_END_OF_TEXT_NAMES = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eos|>",
+    "<eos>",
+    "</s>",
+    "<｜end▁of▁sentence｜>",  # noqa: RUF001  (DeepSeek's own spelling)
+    "[EOS]",
+    "[SEP]",
+)
+"""The first of these that a tokenizer file holds ends a document."""
+
+
+class Tokenizer(Protocol):
+    """Turns text into ids, and ids into text."""
+
+    @property
+    def name(self) -> str:
+        """What the configuration calls it."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Differs between tokenizers that give different ids."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below this."""
+        ...
+
+    @property
+    def end_of_text(self) -> int | None:
+        """The id that ends each document; None where documents cannot be told apart."""
+        ...
+
+    def encode(self, text: str | bytes) -> NDArray[np.integer]:
+        """The ids of `text`, `[length]`; bytes that are not UTF-8 are replaced where they cannot be kept."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`."""
+        ...
+
+
+@final
+class ByteTokenizer:
+    """Each byte of the UTF-8 text is an id; byte 0, which text does not use, ends a document."""
+
+    name = "bytes"
+    identity = "bytes"
+    vocab_size = 256
+    end_of_text = 0
+
+    def encode(self, text: str | bytes) -> NDArray[np.uint8]:
+        """The bytes themselves, `[length]`, UTF-8 or not; lone surrogates in a str become "?"."""
+        return np.frombuffer(_to_bytes(text), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these bytes; what is not UTF-8 becomes U+FFFD.
+
+        Raises:
+            ValueError: An id is not in `range(256)`.
+        """
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@final
+class IdTokenizer:
+    """Ids that were made elsewhere, written as decimal numbers: for .npy and .bin files without a tokenizer.
+
+    Args:
+        vocab_size: Every id is below this.
+    """
+
+    end_of_text = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.name = self.identity = f"ids:{vocab_size}"
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str | bytes) -> NDArray[np.int64]:
+        """The numbers in `text`, `[length]`, which spaces separate.
+
+        Raises:
+            DataError: The text holds something else, or a number that is no id.
+        """
+        words = _to_bytes(text).decode("utf-8", errors="replace").split()
+        for word in words:
+            if not (word.isascii() and word.isdigit() and int(word) < self.vocab_size):
+                raise DataError(
+                    f"{word!r} is not an id of the tokenizer {self.name!r}",
+                    possible=f"numbers from 0 to {self.vocab_size - 1}, separated by spaces",
+                    change="write ids, or give the tokenizer that reads text",
+                )
+        return np.array([int(word) for word in words], dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The numbers, separated by spaces."""
+        return " ".join(str(int(one)) for one in ids)
+
+
+@final
+class FileTokenizer:
+    """A Hugging Face `tokenizers` file.
+
+    Args:
+        path: The file, or a folder that holds a `tokenizer.json`.
+
+    Raises:
+        DataError: The file is missing, is not a tokenizer, or has no token that ends a text.
+        MissingExtraError: The package `tokenizers` is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            hint = nearest(str(path), ["bytes"])
+            raise DataError(
+                f"the tokenizer {str(path)!r} cannot be read: {error.strerror}{hint}",
+                possible="'bytes', 'ids:N', or the path of a tokenizer.json",
+                change="correct the path, or use 'bytes'",
+            ) from error
+        self.name = str(path)
+        self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        self._tokenizer = _load(content, file)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        self.end_of_text = _find_end_of_text(vocabulary, file)
+
+    def encode(self, text: str | bytes) -> NDArray[np.uint32]:
+        """The ids of `text`, `[length]`, without the tokens that some tokenizers add around it."""
+        clean = _to_bytes(text).decode("utf-8", errors="replace")
+        return np.array(self._tokenizer.encode(clean, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included; an id that the file does not hold gives no text."""
+        text: str = self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=False)
+        return text
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that a configuration names.
+
+    Args:
+        name: "bytes", "ids:N", or the path of a Hugging Face `tokenizers` file.
+
+    Raises:
+        DataError: There is no such tokenizer, or it cannot be used.
+        MissingExtraError: A tokenizer file needs the package `tokenizers`.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name.startswith("ids:"):
+        size = name.removeprefix("ids:")
+        if not (size.isascii() and size.isdigit() and 1 <= int(size) <= 1 << 32):
+            raise DataError(
+                f"the tokenizer {name!r} has no vocabulary size",
+                possible="'ids:N', with N from 1 to 2**32",
+                change="write the size of the vocabulary, as in 'ids:50257'",
+            )
+        return IdTokenizer(int(size))
+    return FileTokenizer(Path(os.path.expanduser(name)))
+
+
+def _to_bytes(text: str | bytes) -> bytes:
+    return text.encode("utf-8", errors="replace") if isinstance(text, str) else text
+
+
+def _load(content: bytes, file: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise MissingExtraError("a tokenizer file", package="tokenizers", extra="hf") from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(
+            f"{str(file)!r} is not a tokenizer: {error}",
+            possible="a tokenizer.json as the package `tokenizers` writes it",
+            change="give the tokenizer.json of a model, or use 'bytes'",
+        ) from error
+    # Settings meant for sentence models, which would cut documents short or fill them up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _find_end_of_text(vocabulary: dict[str, int], file: Path) -> int:
+    for token in _END_OF_TEXT_NAMES:
+        if token in vocabulary:
+            return vocabulary[token]
+    raise DataError(
+        f"the tokenizer {str(file)!r} has no token that ends a text, so documents cannot be separated",
+        possible="one of the tokens " + ", ".join(_END_OF_TEXT_NAMES),
+        change="add one to the file with Tokenizer.add_special_tokens, and save it",
+    )

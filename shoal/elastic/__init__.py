@@ -1,0 +1,22 @@
+"""Which ranks there are, how they start, and how their end is told.
+
+Nouns: World (the ranks that this process is one of), Outcome (how a rank ended), StopSignal. `shoal train`
+calls `launch` where nobody else started ranks; the trainer's processes call `join` and `run_rank`.
+"""
+
+from shoal.elastic.launch import launch
+from shoal.elastic.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.elastic.worker import StopSignal, run_rank
+from shoal.elastic.world import World, find_world, join
+
+__all__ = [
+    "EXIT_STOPPED",
+    "Outcome",
+    "StopSignal",
+    "World",
+    "find_world",
+    "join",
+    "launch",
+    "root_cause",
+    "run_rank",
+]

@@ -1,0 +1,101 @@
+"""How each rank ended, and which rank's end was the cause of the others'.
+
+When one rank dies, the others fail a moment later in the collective that it left. What the user needs is the
+first: so each rank writes how it ended, and says whether it failed in a collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import CommunicationError, ShoalError, UserError, WorkerError
+
+__all__ = ["EXIT_STOPPED", "Outcome", "root_cause"]
+
+EXIT_STOPPED = 75
+"""Exit code of a run that a signal stopped and that saved its state to be resumed; BSD's EX_TEMPFAIL."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        rank: The global rank.
+        exit_code: What its process exits with.
+        error: Its error in the words for the user; empty if there was none.
+        detail: The traceback; empty for an error that the user can mend.
+        in_collective: Whether it failed in a collective, and so perhaps because of another rank.
+        when: Seconds since the epoch.
+    """
+
+    rank: int
+    exit_code: int
+    error: str = ""
+    detail: str = ""
+    in_collective: bool = False
+    when: float = dataclasses.field(default_factory=time.time)
+
+    @classmethod
+    def of_error(cls, rank: int, error: BaseException) -> Outcome:
+        """The outcome of a rank that raised."""
+        known = isinstance(error, ShoalError)
+        return cls(
+            rank=rank,
+            exit_code=error.exit_code if isinstance(error, ShoalError) else 1,
+            error=f"{type(error).__name__}: {error}",
+            detail="" if isinstance(error, UserError) else "".join(traceback.format_exception(error)),
+            in_collective=known and isinstance(error, CommunicationError),
+        )
+
+    def write(self, folder: Path) -> None:
+        """Leaves the outcome for the launcher."""
+        (folder / f"rank-{self.rank:05d}.json").write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def read_all(cls, folder: Path) -> list[Outcome]:
+        """What the ranks left, by rank."""
+        return [cls(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json"))]
+
+
+def root_cause(outcomes: Sequence[Outcome], exit_codes: Mapping[int, int]) -> WorkerError:
+    """The failure that came before the others.
+
+    In this order: the earliest error outside of a collective, a rank that a signal killed, a rank that ended
+    without a word, the earliest error in a collective.
+
+    Args:
+        outcomes: What ranks left.
+        exit_codes: Of the ranks that failed; negative for a signal, as `subprocess` gives them.
+    """
+    failures = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: outcome.when)
+    for outcome in failures:
+        if not outcome.in_collective:
+            return _as_error(outcome)
+    told = {outcome.rank for outcome in outcomes}
+    silent = {rank: code for rank, code in exit_codes.items() if rank not in told}
+    killed = {rank: code for rank, code in silent.items() if code < 0 and -code != signal.SIGTERM}
+    for rank, code in (killed or silent).items():
+        if code < 0:
+            number = signal.Signals(-code)
+            return WorkerError(rank, f"killed by {number.name}{_HINTS.get(number, '')}")
+        return WorkerError(rank, f"its process ended with exit code {code}", exit_code=1)
+    return _as_error(failures[0])
+
+
+_HINTS = {
+    signal.SIGKILL: " (by a person, or by the system because memory ran out: see `dmesg`)",
+    signal.SIGSEGV: " (a fault in native code)",
+    signal.SIGBUS: " (often a full /dev/shm or disk)",
+}
+
+
+def _as_error(outcome: Outcome) -> WorkerError:
+    return WorkerError(outcome.rank, outcome.error, detail=outcome.detail, exit_code=outcome.exit_code)

@@ -1,0 +1,126 @@
+"""The ranks that this process is one of, as its launcher's environment describes them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import ConfigError
+
+__all__ = ["World", "find_world", "join"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The ranks that this process is one of.
+
+    Attributes:
+        rank: This process among all.
+        ranks: How many there are.
+        local_rank: This process among those of its host.
+        master: Host and port where the ranks meet.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    master: tuple[str, int]
+
+
+def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
+    """Reads what torchrun, accelerate or srun say of this process; None if none of them started it.
+
+    torchrun and accelerate set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. srun sets
+    SLURM_PROCID and its like, from which the meeting point follows: the first host of the step, and a port
+    made of the job's number, unless MASTER_ADDR or MASTER_PORT say otherwise.
+
+    Raises:
+        ConfigError: The environment is incomplete.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return World(
+            rank=_number(environment, "RANK"),
+            ranks=_number(environment, "WORLD_SIZE"),
+            local_rank=_number(environment, "LOCAL_RANK"),
+            master=(_text(environment, "MASTER_ADDR"), _number(environment, "MASTER_PORT")),
+        )
+    if "SLURM_STEP_NUM_TASKS" in environment:  # set by srun for its tasks alone, not in a batch script
+        host = environment.get("MASTER_ADDR") or _first_host(_text(environment, "SLURM_STEP_NODELIST"))
+        port = int(environment.get("MASTER_PORT") or 20000 + _number(environment, "SLURM_JOB_ID") % 20000)
+        return World(
+            rank=_number(environment, "SLURM_PROCID"),
+            ranks=_number(environment, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_number(environment, "SLURM_LOCALID"),
+            master=(host, port),
+        )
+    return None
+
+
+def join(
+    world: World,
+    device: torch.device,
+    *,
+    timeout: float,
+    environment: MutableMapping[str, str] = os.environ,
+) -> None:
+    """Forms the default process group of all ranks: NCCL between GPUs, gloo between CPUs.
+
+    Args:
+        world: The ranks.
+        device: What this rank computes on.
+        timeout: Seconds after which a collective that not all ranks came to fails.
+        environment: Gets MASTER_ADDR and MASTER_PORT, which torch reads.
+    """
+    if world.ranks == 1:
+        return
+    environment["MASTER_ADDR"], environment["MASTER_PORT"] = world.master[0], str(world.master[1])
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=world.rank,
+        world_size=world.ranks,
+        timeout=timedelta(seconds=timeout),
+    )
+
+
+def _first_host(hosts: str) -> str:
+    """The first of Slurm's list of hosts, such as `node[003-007,12],login1`.
+
+    >>> _first_host("node[003-007,12]-ib,login1"), _first_host("a,b")
+    ('node003-ib', 'a')
+    """
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,]*))?", hosts)
+    if match is None:
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={hosts!r} names no host",
+            possible="a list such as node[01-04]",
+            change="set MASTER_ADDR to the first host",
+        )
+    prefix, first, suffix = match.groups()
+    return prefix if first is None else f"{prefix}{first}{suffix}"
+
+
+def _text(environment: Mapping[str, str], name: str) -> str:
+    if name not in environment:
+        raise ConfigError(
+            f"the launcher's environment has no {name}",
+            possible="the environment of torchrun, accelerate or srun",
+            change=f"set {name}, or unset RANK and WORLD_SIZE to start ranks on this machine",
+        )
+    return environment[name]
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = _text(environment, name)
+    if not text.isdigit():
+        raise ConfigError(
+            f"{name}={text!r} in the launcher's environment is not a number",
+            possible="a number from 0",
+            change=f"set {name} as torchrun does",
+        )
+    return int(text)

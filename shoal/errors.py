@@ -1,0 +1,155 @@
+"""Every error that Shoal raises on purpose.
+
+ShoalError                    anything that Shoal itself reports; exit code 1
+├── UserError                 what was given cannot work; exit code 2, no traceback
+│   ├── ConfigError           a key or a value of the configuration
+│   ├── PlanError             a Plan that is malformed, or does not fit the ranks, batch or model
+│   ├── DataError             text or tokens that are missing, empty or unreadable
+│   ├── ModelError            a preset, factory or checkpoint that does not give a model
+│   ├── RunError              a run directory that exists, is missing, or is not one
+│   └── MissingExtraError     an optional package that is not installed
+├── CheckpointError           a checkpoint could not be written or found
+│   └── CorruptCheckpointError    it is there, but not what its manifest says
+├── CommunicationError        a collective failed, most often because another rank did
+├── TrainingError             training cannot go on, such as after a loss that is not a number
+└── WorkerError               a rank failed; names the rank that failed first
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "CommunicationError",
+    "ConfigError",
+    "CorruptCheckpointError",
+    "DataError",
+    "MissingExtraError",
+    "ModelError",
+    "PlanError",
+    "RunError",
+    "ShoalError",
+    "TrainingError",
+    "UserError",
+    "WorkerError",
+    "nearest",
+]
+
+
+class ShoalError(Exception):
+    """The root of the tree above."""
+
+    exit_code = 1
+
+
+class UserError(ShoalError):
+    """Something the user gave cannot work, and the user can change it.
+
+    Args:
+        given: What was given and why it cannot work, as one sentence.
+        possible: What would be accepted.
+        change: What to change, as an instruction.
+    """
+
+    exit_code = 2
+
+    def __init__(self, given: str, *, possible: str, change: str) -> None:
+        super().__init__(given, possible, change)
+        self.given = given
+        self.possible = possible
+        self.change = change
+
+    def __str__(self) -> str:
+        return f"{self.given}\n  possible: {self.possible}\n  change: {self.change}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_user_error, (type(self), self.given, self.possible, self.change)
+
+
+class ConfigError(UserError):
+    """A key or a value of the configuration cannot be used."""
+
+
+class PlanError(UserError):
+    """A Plan is malformed, or does not fit the ranks, the batch or the model."""
+
+
+class DataError(UserError):
+    """Text or tokens are missing, empty or unreadable."""
+
+
+class ModelError(UserError):
+    """A preset, a factory or a saved model does not give a model."""
+
+
+class RunError(UserError):
+    """A run directory exists where a new one was asked for, is missing, or is not one."""
+
+
+class MissingExtraError(UserError):
+    """An optional package is not installed.
+
+    Args:
+        purpose: What needs the package, such as "reading parquet".
+        package: The module that could not be imported.
+        extra: The extra of Shoal that installs it.
+    """
+
+    def __init__(self, purpose: str, *, package: str, extra: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed",
+            possible=f"the extra {extra!r} installs it",
+            change=f"run: pip install 'shoal[{extra}]'",
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_user_error, (UserError, self.given, self.possible, self.change)
+
+
+class CheckpointError(ShoalError):
+    """A checkpoint could not be written or found."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """A checkpoint is there, but is not what its manifest says."""
+
+
+class CommunicationError(ShoalError):
+    """A collective failed on this rank, most often because another rank of its group is gone."""
+
+
+class TrainingError(ShoalError):
+    """Training cannot go on."""
+
+
+class WorkerError(ShoalError):
+    """A rank failed, and the run with it.
+
+    Args:
+        rank: The rank that failed first.
+        reason: Its error, in one line.
+        detail: What else is known, such as its traceback.
+        exit_code: What the process that reports this should exit with.
+    """
+
+    def __init__(self, rank: int, reason: str, *, detail: str = "", exit_code: int = 1) -> None:
+        super().__init__(rank, reason)
+        self.rank = rank
+        self.reason = reason
+        self.detail = detail
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed: {self.reason}"
+
+
+def nearest(given: str, options: Iterable[str]) -> str:
+    """The text " (did you mean 'x'?)" for the option closest to `given`, or "" if none is close."""
+    close = difflib.get_close_matches(given, list(options), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _rebuild_user_error(kind: type[UserError], given: str, possible: str, change: str) -> UserError:
+    return kind(given, possible=possible, change=change)

@@ -1,0 +1,30 @@
+"""The order of the packages: each imports only from the lines above its own.
+
+Packages on one line do not import each other. `tests/test_layers.py` holds the code to this list,
+and the architecture page of the docs prints it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["LAYERS", "TORCH_FREE"]
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "units", "layers"),
+    ("plan", "cluster", "workload", "timeline", "run"),
+    ("cost",),
+    ("simulate",),
+    ("planner",),
+    ("collectives",),
+    ("models", "data", "record", "probe"),
+    ("checkpoint",),
+    ("parallel",),
+    ("server",),
+    ("elastic",),
+    ("train",),
+    ("web", "cli"),
+    ("testing",),
+)
+"""Top to bottom. `run` is the directory on disk, beside the other nouns that it holds."""
+
+TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:5] for name in line)
+"""Packages that never import torch, so that planning and reporting start in well under a second."""

@@ -1,0 +1,25 @@
+"""Plain single-device models, and how a name becomes one. Nothing here knows of ranks.
+
+`TransformerConfig` is a shape, `preset` names the known ones, `Transformer` is the module. `build` turns
+the `model` of a configuration (a preset, a factory, a Hugging Face folder) into a module; the trainer
+calls it, then trains on `next_token_loss`. `generate` samples from what was trained.
+"""
+
+from shoal.models.config import TransformerConfig
+from shoal.models.loading import build
+from shoal.models.loss import logits_of, next_token_loss
+from shoal.models.presets import preset, preset_names
+from shoal.models.sampling import generate
+from shoal.models.transformer import Block, Transformer
+
+__all__ = [
+    "Block",
+    "Transformer",
+    "TransformerConfig",
+    "build",
+    "generate",
+    "logits_of",
+    "next_token_loss",
+    "preset",
+    "preset_names",
+]

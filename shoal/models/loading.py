@@ -1,0 +1,185 @@
+"""From the text that names a model to the model."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import MissingExtraError, ModelError, nearest
+from shoal.models.config import TransformerConfig
+from shoal.models.presets import preset
+from shoal.models.transformer import Transformer
+
+__all__ = ["build"]
+
+
+def build(
+    spec: str,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Builds the model that a text names.
+
+    ==========================  ==========================================  ==============================
+    spec                        gives                                       overrides are
+    ==========================  ==========================================  ==============================
+    `llama3-8b`                 a `Transformer` with a preset's shape       fields of `TransformerConfig`
+    `package.module:function`   the module that your function returns       its keyword arguments
+    `hf:PATH`                   Hugging Face's causal model for a folder    entries of its configuration
+                                with `config.json`, or for such a file
+    ==========================  ==========================================  ==============================
+
+    A preset gives a model without the weights that training starts from: call its `initialize`. A Hugging
+    Face folder that holds weights gives those, in fp32.
+
+    Args:
+        spec: One of the above.
+        overrides: Changes to what the spec says.
+        device: Where the parameters are created; "meta" creates none.
+
+    Raises:
+        ModelError: The spec names nothing, an override fits nothing, or what it names is no module.
+        MissingExtraError: `hf:` without the extra `hf`.
+    """
+    changes = dict(overrides or {})
+    if spec.startswith("hf:"):
+        return _from_hugging_face(Path(spec.removeprefix("hf:")), changes, torch.device(device))
+    if ":" in spec:
+        return _from_factory(spec, changes, torch.device(device))
+    config = TransformerConfig(**(preset(spec).model_dump() | changes))
+    with torch.device(device):
+        return Transformer(config)
+
+
+def _from_factory(spec: str, arguments: dict[str, Any], device: torch.device) -> nn.Module:
+    factory = _find_factory(spec)
+    try:
+        with device:
+            model = factory(**arguments)
+    except Exception as error:
+        raise ModelError(
+            f"the factory {spec} raised {type(error).__name__}: {error}",
+            possible=f"a call {_signature(factory)} that returns a torch.nn.Module",
+            change="correct the factory, or the arguments given to it",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the factory {spec} returned {type(model).__name__}, which is not a torch.nn.Module",
+            possible="a function or class that gives a torch.nn.Module",
+            change="return the module from it",
+        )
+    return model
+
+
+def _find_factory(spec: str) -> Callable[..., object]:
+    module_name, _, function_name = spec.partition(":")
+    module = _import(module_name)
+    factory: object = getattr(module, function_name, None)
+    if not callable(factory):
+        callables = [name for name, value in vars(module).items() if callable(value) and name[0] != "_"]
+        problem = "is not a function" if hasattr(module, function_name) else "does not exist"
+        raise ModelError(
+            f"{function_name!r} in the module {module_name!r} {problem}{nearest(function_name, callables)}",
+            possible=", ".join(callables) or "nothing: the module holds no function",
+            change="write package.module:function with a function of that module",
+        )
+    return factory
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{name}.".startswith(f"{missing}."):
+            raise ModelError(
+                f"there is no module {missing!r}{nearest(missing, _siblings(missing))}",
+                possible="a module that Python can import here",
+                change="correct its name, install it, or put its folder on PYTHONPATH",
+            ) from None
+        raise ModelError(
+            f"importing the module {name!r} raised {type(error).__name__}: {error}",
+            possible="a module that can be imported",
+            change=f"correct what `python -c 'import {name}'` shows",
+        ) from error
+
+
+def _siblings(missing: str) -> list[str]:
+    """The modules that could have been meant: those in the same package, or at the top."""
+    parent, _, _ = missing.rpartition(".")
+    if not parent:
+        return [module.name for module in pkgutil.iter_modules()]
+    folders = getattr(sys.modules[parent], "__path__", [])
+    return [f"{parent}.{module.name}" for module in pkgutil.iter_modules(folders)]
+
+
+def _signature(factory: Callable[..., object]) -> str:
+    try:
+        return str(inspect.signature(factory))
+    except ValueError:
+        return "(...)"
+
+
+def _from_hugging_face(path: Path, changes: dict[str, Any], device: torch.device) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("a Hugging Face model", package="transformers", extra="hf") from error
+    if not (path / "config.json").is_file() and not path.is_file():
+        raise ModelError(
+            f"there is no Hugging Face configuration at {str(path)!r}",
+            possible="a folder that holds config.json, or such a file",
+            change="correct the path after hf:",
+        )
+    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    if has_weights and device.type == "meta":
+        raise ModelError(
+            f"the weights in {str(path)!r} cannot be loaded on the meta device, which holds no values",
+            possible="a real device, or the config.json alone to train from new weights",
+            change="build on a real device, or name the file: hf:" + str(path / "config.json"),
+        )
+    model: nn.Module
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        # Training never reads the cache of keys and values, and would pay for it.
+        config.use_cache = False
+        _change_config(config, changes)
+        if has_weights:
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                path, config=config, local_files_only=True, trust_remote_code=False
+            )
+        else:
+            with device:
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build {str(path)!r}: {type(error).__name__}: {error}",
+            possible="the configuration of a causal language model that the installed transformers knows",
+            change="correct the configuration, or what overrides it",
+        ) from error
+    # Published weights are often bf16; precision in training is the Plan's to choose.
+    return model.to(device=device, dtype=torch.float32).train()
+
+
+def _change_config(config: Any, changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            names = list(config.to_dict())
+            raise ModelError(
+                f"the Hugging Face configuration has no entry {name!r}{nearest(name, names)}",
+                possible=", ".join(names),
+                change=f"correct or remove {name!r}",
+            )
+        setattr(config, name, value)

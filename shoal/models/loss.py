@@ -1,0 +1,49 @@
+"""The training loss of a language model."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.errors import ModelError
+
+__all__ = ["logits_of", "next_token_loss"]
+
+
+def next_token_loss(output: object, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token, computed in fp32 whatever the dtype of the logits.
+
+    Args:
+        output: What the model returned: logits `[batch, seq, vocab]`, or an object whose `logits` they are.
+        targets: `[batch, seq]`, int64: the token that follows each input position. They are not shifted here.
+
+    Returns:
+        A scalar, fp32.
+
+    Raises:
+        ModelError: The output holds no logits, or they do not match the targets.
+    """
+    logits = logits_of(output)
+    if logits.shape[:-1] != targets.shape:
+        raise ModelError(
+            f"logits of shape {tuple(logits.shape)} do not match targets of shape {tuple(targets.shape)}",
+            possible=f"logits of shape {(*targets.shape, 'vocab')}",
+            change="return one row of logits for each input token",
+        )
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def logits_of(output: object) -> Tensor:
+    """The logits in a model's output: the output itself, or its `logits` as Hugging Face models return.
+
+    Raises:
+        ModelError: It is neither.
+    """
+    logits = getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
+        raise ModelError(
+            f"the model returned {type(output).__name__}, which holds no logits",
+            possible="a tensor [batch, seq, vocab], or an object with such a tensor in `.logits`",
+            change="change what the model's forward returns",
+        )
+    return logits

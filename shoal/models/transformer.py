@@ -1,0 +1,208 @@
+"""A decoder-only transformer in the shape of Llama, for one device.
+
+Tokens are embedded; every block adds to the hidden state what its attention and then its feed-forward
+layer make of the normalised hidden state; a last norm and the head give logits. No layer has a bias.
+Layer by layer it computes what Hugging Face's `LlamaForCausalLM` does, so that weights carry over.
+
+Papers: Llama (Touvron et al. 2023, arXiv:2302.13971); RMSNorm (Zhang and Sennrich 2019,
+arXiv:1910.07467); rotary embedding (Su et al. 2021, arXiv:2104.09864); grouped-query attention
+(Ainslie et al. 2023, arXiv:2305.13245); SwiGLU (Shazeer 2020, arXiv:2002.05202).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import ModelError, nearest
+from shoal.models.config import TransformerConfig
+
+__all__ = ["Attention", "Block", "FeedForward", "Rotary", "Transformer"]
+
+
+class Rotary(nn.Module):
+    """Turns each pair of dims `(i, i + head_dim / 2)` of a head by an angle that grows with the position.
+
+    The angles are recomputed in every call: tens of microseconds, beside milliseconds of attention. So
+    there is no buffer that the meta device, a checkpoint or a cast to bf16 could spoil.
+    """
+
+    def __init__(self, head_dim: int, base: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.base = base
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """Rotates `[batch, heads, seq, head_dim]` in fp32; shape and dtype stay."""
+        cosine, sine = self._tables(heads.shape[-2], heads.device)
+        wide = heads.float()
+        # Rolled by half a head, (a, b) becomes (b, a); the sine's sign makes it (-b, a).
+        return (wide * cosine + wide.roll(self.head_dim // 2, -1) * sine).to(heads.dtype)
+
+    def _tables(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of every angle, each `[seq, head_dim]`."""
+        pair = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
+        frequency = self.base ** (-pair / self.head_dim)
+        angle = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency)
+        cosine, sine = angle.cos(), angle.sin()
+        return torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which `heads / kv_heads` queries share one key and value."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        kv_width = config.kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.query = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.key = nn.Linear(config.hidden, kv_width, bias=False)
+        self.value = nn.Linear(config.hidden, kv_width, bias=False)
+        self.output = nn.Linear(config.hidden, config.hidden, bias=False)
+        self.rotary = Rotary(config.head_dim, config.rope_base)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Mixes `[batch, seq, hidden]` along `seq`; each position sees itself and those before it."""
+        query = self.rotary(self._split(self.query(hidden)))
+        key = self.rotary(self._split(self.key(hidden)))
+        value = self._split(self.value(hidden))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(-2))
+        return output
+
+    def _split(self, projected: Tensor) -> Tensor:
+        """`[batch, seq, heads * head_dim]` to `[batch, heads, seq, head_dim]`."""
+        batch, seq, _ = projected.shape
+        return projected.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.up = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.down = nn.Linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Maps `[batch, seq, hidden]` to the same shape, each position by itself."""
+        output: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return output
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each added to what came in."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        # torch's RMSNorm computes in fp32 whatever its weight's dtype, and is fused on GPUs.
+        self.attention_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Maps `[batch, seq, hidden]` to the same shape."""
+        mixed: Tensor = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        output: Tensor = mixed + self.dropout(self.feed_forward(self.feed_forward_norm(mixed)))
+        return output
+
+
+class Transformer(nn.Module):
+    """The whole decoder. Call `initialize` for the weights that training starts from.
+
+    With tied embeddings `head` is None and `forward` uses the embedding's weight in its place: two
+    modules that share a parameter would come apart when a model on the meta device is materialised.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predicts, at every position, the token that follows.
+
+        Args:
+            tokens: `[batch, seq]`, int64, each below `vocab_size`.
+
+        Returns:
+            Logits, `[batch, seq, vocab_size]`.
+
+        Raises:
+            ModelError: `seq` is longer than the model's context.
+        """
+        if tokens.shape[-1] > self.config.seq:
+            raise ModelError(
+                f"a sample of {tokens.shape[-1]} tokens is longer than the model's context",
+                possible=f"up to {self.config.seq} tokens",
+                change="shorten the samples, or give the model a larger `seq`",
+            )
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden = self.norm(hidden)
+        logits: Tensor = F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+        return logits
+
+    def initialize(self, seed: int) -> None:
+        """Fills every parameter in place; see `initialize_parameter`."""
+        for name, parameter in self.named_parameters():
+            self.initialize_parameter(name, parameter, seed)
+
+    @torch.no_grad()
+    def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:
+        """Fills one parameter in place with values that depend on `seed`, `name` and its shape alone.
+
+        They do not depend on the order of calls, the device or the memory layout, so a rank can fill a
+        model that was built on the meta device one bucket at a time and hold what one device would.
+        Norms are 1. The rest is normal with deviation 0.02, divided by `sqrt(2 * layers)` where a layer
+        adds to the hidden state, so that the sum does not grow with depth (GPT-2: Radford et al. 2019,
+        section 2.3). Values are drawn in fp32 on the CPU and then cast to the tensor's dtype.
+
+        Args:
+            name: The parameter's name in `named_parameters()`.
+            tensor: What to fill: the parameter, or a view of its shape into a larger buffer.
+            seed: Any integer.
+
+        Raises:
+            ModelError: The model has no such parameter, or the tensor has no memory (meta device).
+        """
+        if tensor.is_meta:
+            raise ModelError(
+                f"the parameter {name!r} is on the meta device, which holds no values",
+                possible="a tensor on a real device",
+                change="materialise the model first, with `model.to_empty(device=...)`",
+            )
+        match name.removesuffix(".weight").rpartition(".")[-1]:
+            case "norm" | "attention_norm" | "feed_forward_norm":
+                tensor.fill_(1.0)
+                return
+            case "output" | "down":
+                deviation = 0.02 / math.sqrt(2 * self.config.layers)
+            case "embed" | "head" | "query" | "key" | "value" | "gate" | "up":
+                deviation = 0.02
+            case _:
+                names = [known for known, _ in self.named_parameters()]
+                raise ModelError(
+                    f"the transformer has no parameter {name!r}{nearest(name, names)}",
+                    possible="the names in `named_parameters()`, such as " + ", ".join(names[:3]),
+                    change="pass a name of this model",
+                )
+        # A fresh tensor: what a generator draws into a given one depends on how that one lies in memory.
+        drawn = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
+        tensor.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name)))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))

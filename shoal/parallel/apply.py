@@ -1,0 +1,145 @@
+"""Applying a Plan to a model: every technique in one visible order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from shoal.errors import ModelError, PlanError
+from shoal.parallel.blocks import find_blocks
+from shoal.parallel.bucket import Fill
+from shoal.parallel.communication import Axes
+from shoal.parallel.naive import naive
+from shoal.parallel.parallel import Parallel
+from shoal.parallel.recompute import recompute_blocks
+from shoal.parallel.replicated import replicated
+from shoal.parallel.strategy import Setup, Strategy
+from shoal.parallel.zero1 import zero1
+from shoal.parallel.zero2 import zero2
+from shoal.parallel.zero3 import zero3
+from shoal.plan import DEGREES, Plan
+from shoal.record import NullRecorder, Recorder
+
+__all__ = ["parallelize", "require_executable"]
+
+_STRATEGIES: Mapping[str, Callable[[Setup], Strategy]] = {
+    "none": replicated,
+    "zero1": zero1,
+    "zero2": zero2,
+    "zero3": zero3,
+}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | str,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    recorder: Recorder | None = None,
+) -> Parallel:
+    """Lays a model over the ranks of the default process group, or over this process alone if there is none.
+
+    Every rank calls it with the same model and Plan. The model is changed in place and must no longer be used
+    but through what is returned. A model with values begins with rank 0's. A model built on the meta device
+    gets its values here, one bucket at a time, from its method `initialize_parameter(name, tensor, seed)`, so
+    that no rank ever holds more of it than the Plan says.
+
+    Args:
+        model: Any module. Its trained parameters are fp32, or bf16 or fp16 that become fp32 in the optimizer.
+        plan: A Plan or its text form.
+        blocks: The repeated parts whose parameters are used in their own forward only; by default the
+            elements of the outermost `ModuleList`s and `Sequential`s.
+        seed: For a model built on the meta device.
+        device: Where a model built on the meta device gets its values.
+        recorder: Where the spans of collectives go.
+
+    Raises:
+        PlanError: The Plan does not fit the number of ranks, or asks for what cannot be run.
+        ModelError: The model cannot be laid out.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    require_executable(plan)
+    axes = Axes.build(plan, recorder if recorder is not None else NullRecorder())
+    blocks = list(find_blocks(model) if blocks is None else blocks)
+
+    fill = _first_values(model, seed, torch.device(device), axes)
+    recompute_blocks(blocks, plan.recompute)
+    setup = Setup(
+        model=model,
+        blocks=blocks,
+        axes=axes,
+        dtype=_DTYPES[plan.precision],
+        bucket=plan.bucket,
+        fill=fill,
+    )
+    strategy = naive(setup) if plan.exchange == "naive" else _STRATEGIES[plan.shard](setup)
+    return Parallel(model, plan, axes, strategy)
+
+
+def require_executable(plan: Plan) -> None:
+    """Checks that this version can execute a Plan.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    beyond = [f"{degree}={getattr(plan, degree)}" for degree in DEGREES[1:] if getattr(plan, degree) > 1]
+    if beyond:
+        raise PlanError(
+            f"the Plan {plan} asks for {', '.join(beyond)}, which this version does not execute",
+            possible="data parallelism: dp, shard, replicate",
+            change=f"leave out {', '.join(beyond)}, and use dp={plan.ranks} for as many ranks",
+        )
+
+
+def _first_values(model: nn.Module, seed: int, device: torch.device, axes: Axes) -> Fill:
+    tensors = [*model.parameters(), *model.buffers()]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trained:
+        raise ModelError(
+            f"{type(model).__name__} has no parameter that requires a gradient",
+            possible="a module with at least one trained parameter",
+            change="set requires_grad on what is to be trained",
+        )
+    for name, parameter in trained.items():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"the parameter {name} is {parameter.dtype}",
+                possible="fp32, bf16 or fp16 parameters; the Plan's precision says what computes",
+                change="call model.float() before",
+            )
+    on_meta = [tensor for tensor in tensors if tensor.is_meta]
+    if not on_meta:
+        for pending in [axes.dp.broadcast(tensor.data, "first values") for tensor in tensors]:
+            pending.wait()
+        return lambda name, tensor: _copy(trained[name], tensor)
+    if not hasattr(model, "initialize_parameter") or len(on_meta) != len(trained):
+        raise ModelError(
+            f"{type(model).__name__} has tensors on the meta device that cannot be given values",
+            possible="on the meta device: trained parameters only, of a model with a method "
+            "initialize_parameter(name, tensor, seed)",
+            change="build the model on a real device, or add the method",
+        )
+    _leave_meta(model, device)
+    return lambda name, tensor: model.initialize_parameter(name, tensor, seed)  # type: ignore[operator]
+
+
+def _copy(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    tensor.copy_(parameter.detach())
+
+
+def _leave_meta(model: nn.Module, device: torch.device) -> None:
+    """Puts parameters without memory of their own in place of those on the meta device."""
+    placeholder = torch.full((), torch.nan, device=device)
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in replaced:
+                replaced[parameter] = nn.Parameter(
+                    placeholder.expand(parameter.shape), requires_grad=parameter.requires_grad
+                )
+            setattr(module, name, replaced[parameter])

@@ -1,0 +1,153 @@
+"""A bucket of parameters: the weights that compute, and the part of them that this rank owns.
+
+weights    [elements], the type that computes; the model's parameters are views of it
+master     [shard_elements], fp32; what the optimizer changes. Where the weights are fp32 too and stay in
+           memory, it is this rank's part of them, else it has memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.parallel.communication import Axes, Pending
+from shoal.parallel.layout import BucketLayout
+
+__all__ = ["Bucket", "Fill", "Named", "Owned"]
+
+Named = tuple[str, nn.Parameter]
+"""A parameter of the model with its name."""
+
+Fill = Callable[[str, torch.Tensor], None]
+"""Writes the first values of the parameter of that name into a tensor of its shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The part of one of the model's parameters that this rank's optimizer changes.
+
+    Attributes:
+        name: The parameter's name in the model.
+        shape: The whole parameter's shape.
+        start: First element of the part in the flattened parameter.
+        stop: Where the part ends.
+        parameter: The part, fp32: the model's own parameter if this rank owns it whole and computes in fp32,
+            else a flat tensor of `stop - start` elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    parameter: nn.Parameter
+
+
+class Bucket:
+    """Parameters that are gathered, reduced and sharded together.
+
+    Args:
+        name: How the Timeline names the bucket's collectives.
+        parameters: The model's parameters, in the order of the buffer.
+        axes: What to communicate over; the bucket is cut into one shard per rank of `axes.shard`.
+        dtype: Type of the weights that compute.
+        resident: Whether the weights stay in memory; if not, they begin dropped.
+        fill: Gives the first values.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Sequence[Named],
+        *,
+        axes: Axes,
+        dtype: torch.dtype,
+        resident: bool,
+        fill: Fill,
+    ) -> None:
+        self.name = name
+        self.axes = axes
+        self.parameters = [parameter for _, parameter in parameters]
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters]
+        self.layout = BucketLayout.of(shapes, axes.shard.size)
+
+        first = torch.zeros(self.layout.elements, device=self.parameters[0].device)
+        for slot, view in zip(self.layout.slots, self.views(first), strict=True):
+            fill(slot.name, view)
+        self.weights = first.to(dtype)
+        self._shares_memory = resident and dtype == torch.float32
+        self.master = self.own_part(first) if self._shares_memory else self.own_part(first).clone()
+        self.whole = self._shares_memory and axes.shard.size == 1
+        self._show_weights()
+        self.owned = self._whole_parameters() if self.whole else self._parts()
+
+        self._gathering: Pending | None = None
+        self._absent = torch.full((), torch.nan, dtype=dtype, device=first.device)
+        self.dropped = False
+        if not resident:
+            self.drop_weights()
+
+    def own_part(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This rank's shard `[shard_elements]` of a buffer `[elements]`."""
+        size = self.layout.shard_elements
+        return buffer[self.axes.shard.index * size : (self.axes.shard.index + 1) * size]
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a buffer `[elements]` that stand for the parameters, in their shapes."""
+        return [
+            buffer[slot.offset : slot.offset + slot.elements].view(slot.shape) for slot in self.layout.slots
+        ]
+
+    def start_gather(self) -> None:
+        """Begins to bring the weights up to date with every shard's master."""
+        if self.dropped:
+            storage = self.weights.untyped_storage()
+            storage.resize_(self.weights.numel() * self.weights.element_size())
+            self._show_weights()
+            self.dropped = False
+        own = self.own_part(self.weights)
+        if not self._shares_memory:
+            own.copy_(self.master)
+        self._gathering = self.axes.shard.all_gather(self.weights, own, self.name)
+
+    def finish_gather(self) -> None:
+        """Waits for a gather that was begun, if one was."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def drop_weights(self) -> None:
+        """Frees the weights; until the next gather the model's parameters read as NaN.
+
+        The storage is emptied rather than replaced: what autograd saved of it are views, which are right
+        again once the weights are back.
+        """
+        self.finish_gather()
+        for parameter in self.parameters:
+            parameter.data = self._absent.expand(parameter.shape)
+        self.weights.untyped_storage().resize_(0)
+        self.dropped = True
+
+    def _show_weights(self) -> None:
+        for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
+            parameter.data = view
+
+    def _whole_parameters(self) -> list[Owned]:
+        return [
+            Owned(slot.name, slot.shape, 0, slot.elements, parameter)
+            for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
+        ]
+
+    def _parts(self) -> list[Owned]:
+        return [
+            Owned(
+                piece.slot.name,
+                piece.slot.shape,
+                piece.start,
+                piece.stop,
+                nn.Parameter(self.master[piece.offset : piece.offset + piece.stop - piece.start]),
+            )
+            for piece in self.layout.pieces(self.axes.shard.index)
+        ]

@@ -1,0 +1,174 @@
+"""The axes of the mesh as one rank sees them: groups, and the collectives over them, recorded.
+
+A collective is started at once and gives a `Pending`; its span lasts until it is complete, and waiting for it
+is a span of its own on the compute lane. An axis of one rank communicates nothing and records nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shoal.errors import CommunicationError
+from shoal.plan import Mesh, Plan
+from shoal.record import NullRecorder, OpenSpan, Recorder
+from shoal.timeline import Kind, Lane
+
+__all__ = ["Axes", "Axis", "Pending"]
+
+# torch 2.13 renames the two collectives of equal parts; before it only the older names exist.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Pending(Protocol):
+    """A collective that was started."""
+
+    def wait(self) -> None:
+        """Returns once the result may be used."""
+
+
+class _Complete:
+    """What an axis of one rank gives: there is nothing to wait for."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class _Started:
+    """A collective under way, with the span that it will end."""
+
+    def __init__(self, work: dist.Work, span: OpenSpan, recorder: Recorder, name: str, on_cpu: bool) -> None:
+        self._work = work
+        self._span = span
+        self._recorder = recorder
+        self._name = name
+        if on_cpu and not isinstance(recorder, NullRecorder):
+            work.get_future().add_done_callback(lambda _: span.close())
+
+    def wait(self) -> None:
+        """Blocks until the collective is complete; raises what went wrong in it."""
+        with self._recorder.span(Kind.WAIT, self._name), _as_communication_error(self._name):
+            self._work.wait()
+        self._span.close()
+
+
+class Axis:
+    """One axis of the mesh: the ranks that differ along it alone, and the collectives over them.
+
+    Args:
+        name: The axis, as the Timeline names it.
+        members: Global ranks of the group, in mesh order.
+        rank: This process's global rank.
+        group: Its process group; None if the axis has one rank.
+        recorder: Where spans go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        members: tuple[int, ...],
+        rank: int,
+        group: dist.ProcessGroup | None,
+        recorder: Recorder,
+    ) -> None:
+        self.name = name
+        self.members = members
+        self.size = len(members)
+        self.index = members.index(rank)
+        self.group = group
+        self._recorder = recorder
+
+    def all_reduce(self, tensor: torch.Tensor, name: str) -> Pending:
+        """Sums `tensor` over the axis, in place."""
+        return self._start(dist.all_reduce, (tensor,), tensor, f"all_reduce:{name}")
+
+    def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> Pending:
+        """Sums `full` [size x n] over the axis; rank i of the axis gets the i-th n elements in `shard` [n].
+
+        `shard` may be this rank's own part of `full`.
+        """
+        return self._start(_reduce_scatter, (shard, full), full, f"reduce_scatter:{name}")
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, name: str) -> Pending:
+        """Puts the `shard` [n] of rank i of the axis at the i-th n elements of `full` [size x n].
+
+        `shard` may be this rank's own part of `full`.
+        """
+        return self._start(_all_gather, (full, shard), full, f"all_gather:{name}")
+
+    def broadcast(self, tensor: torch.Tensor, name: str) -> Pending:
+        """Gives every rank of the axis the `tensor` of its first rank."""
+        return self._start(dist.broadcast, (tensor, self.members[0]), tensor, f"broadcast:{name}")
+
+    def _start(
+        self, collective: Callable[..., Any], arguments: tuple[Any, ...], counted: torch.Tensor, name: str
+    ) -> Pending:
+        if self.size == 1:
+            return _Complete()
+        span = self._recorder.open(
+            Kind.COLLECTIVE,
+            name,
+            lane=Lane.COMMUNICATION,
+            bytes=counted.numel() * counted.element_size(),
+            group=self.members,
+        )
+        with _as_communication_error(name):
+            work = collective(*arguments, group=self.group, async_op=True)
+        return _Started(work, span, self._recorder, name, counted.device.type == "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The axes that data parallelism communicates over.
+
+    Attributes:
+        dp: All data-parallel ranks.
+        shard: The ranks that together hold one sharded state.
+        replicate: The ranks that hold the same shard.
+    """
+
+    dp: Axis
+    shard: Axis
+    replicate: Axis
+
+    @classmethod
+    def build(cls, plan: Plan, recorder: Recorder) -> Axes:
+        """Makes the process groups of a Plan's mesh out of the default group, which all ranks must call.
+
+        Raises:
+            PlanError: The Plan is for another number of ranks than the default group has.
+        """
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        plan.require_ranks(ranks)
+        mesh = Mesh.of(plan)
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+        def axis(name: str) -> Axis:
+            for members in mesh.groups(name):
+                if members not in made:
+                    made[members] = _process_group(members, ranks)
+            members = mesh.group(rank, name)
+            return Axis(name, members, rank, made[members], recorder)
+
+        return cls(dp=axis("dp"), shard=axis("shard"), replicate=axis("replicate"))
+
+
+@contextmanager
+def _as_communication_error(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(f"{name} failed: {error}") from error
+
+
+def _process_group(members: tuple[int, ...], ranks: int) -> dist.ProcessGroup | None:
+    """The group of these ranks; None, which is the default group, also where there is nobody else."""
+    everybody_or_nobody = len(members) in (1, ranks)
+    return None if everybody_or_nobody else dist.new_group(list(members))

@@ -1,0 +1,234 @@
+"""Gradients of a bucket: summed over micro-batches in one flat buffer, then over ranks.
+
+Autograd leaves each parameter's gradient at the parameter. `GradientSum` moves it into the bucket's fp32
+buffer, once, and where types allow makes the gradient a view of the buffer, so that later micro-batches add
+to it in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import Variable
+
+from shoal.parallel.bucket import Bucket
+from shoal.parallel.communication import Pending
+
+__all__ = ["NO_BACKWARD", "GradientReduction", "GradientSum"]
+
+NO_BACKWARD = -1
+"""What autograd gives as the current graph task outside of backward."""
+
+
+class GradientSum:
+    """The sum of one bucket's gradients, `[elements]` in fp32.
+
+    Args:
+        bucket: The parameters that the gradients are of.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._buffer: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._held = [False] * len(bucket.parameters)  # the sum has a gradient of this parameter
+        self._scaled = [False] * len(bucket.parameters)
+        self._carried: list[torch.Tensor | None] = []
+        self._pending: Pending | None = None
+
+    def add(self, index: int) -> None:
+        """Moves the gradient that autograd left at parameter `index` into the sum."""
+        if not any(self._held):
+            self._begin()
+        parameter, view = self.bucket.parameters[index], self._views[index]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient is not view:  # otherwise autograd has added to the sum in place
+            if self._held[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+            parameter.grad = view if view.dtype == parameter.dtype else None
+        self._held[index] = True
+
+    def scale(self, index: int, factor: float) -> None:
+        """Multiplies the sum of parameter `index`, best done while it is still in the cache."""
+        self._views[index].mul_(factor)
+        self._scaled[index] = True
+
+    def start_reduction(self, factor: float) -> None:
+        """Begins to sum over the ranks that hold the bucket's shards.
+
+        Args:
+            factor: What is multiplied with the sums that `scale` did not reach. A parameter that had no
+                gradient counts as zero.
+        """
+        if not any(self._held):
+            self._begin()
+        for view, held, scaled in zip(self._views, self._held, self._scaled, strict=True):
+            if not held:
+                view.zero_()
+            elif not scaled:
+                view.mul_(factor)
+        assert self._buffer is not None
+        self._pending = self.bucket.axes.shard.reduce_scatter(
+            self.bucket.own_part(self._buffer), self._buffer, self.bucket.name
+        )
+
+    def continue_reduction(self) -> None:
+        """Once this rank's part is summed over the shards, begins to sum it over the replicas."""
+        assert self._buffer is not None
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = self.bucket.axes.replicate.all_reduce(
+            self.bucket.own_part(self._buffer), self.bucket.name
+        )
+
+    def give(self) -> None:
+        """Waits for the sum, and makes this rank's part of it the gradients of what it owns."""
+        for index, part in enumerate(self._finish()):
+            carried = self._carried[index] if self._carried else None
+            if carried is not None:
+                part.add_(carried)
+            self.bucket.owned[index].parameter.grad = part
+        if not self.bucket.whole:
+            self._detach()
+
+    def give_and_free(self) -> None:
+        """Waits for the sum, adds this rank's part of it to the gradients of what it owns, frees the rest."""
+        if self.bucket.whole:  # the part is all of it
+            self.give()
+            return
+        for owned, part in zip(self.bucket.owned, self._finish(), strict=True):
+            if owned.parameter.grad is None:
+                owned.parameter.grad = part.clone()
+            else:
+                owned.parameter.grad.add_(part)
+        self._detach()
+        self._buffer = None
+        self._views = []
+
+    def _begin(self) -> None:
+        if self._buffer is None:
+            weights = self.bucket.weights
+            self._buffer = torch.empty(self.bucket.layout.elements, device=weights.device)
+            self._views = self.bucket.views(self._buffer)
+            self._carried = []
+        elif not self.bucket.whole:
+            # The gradients of what this rank owns lie in the buffer that is about to be overwritten.
+            # They are None after zero_grad(); otherwise the caller wants them added to, as autograd does.
+            gradients = [owned.parameter.grad for owned in self.bucket.owned]
+            self._carried = [None if gradient is None else gradient.clone() for gradient in gradients]
+
+    def _finish(self) -> list[torch.Tensor]:
+        assert self._buffer is not None
+        assert self._pending is not None
+        self._pending.wait()
+        self._pending = None
+        self._held = [False] * len(self._held)
+        self._scaled = [False] * len(self._scaled)
+        if self.bucket.whole:
+            return self._views
+        own = self.bucket.own_part(self._buffer)
+        pieces = self.bucket.layout.pieces(self.bucket.axes.shard.index)
+        return [own[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
+
+    def _detach(self) -> None:
+        for parameter in self.bucket.parameters:
+            parameter.grad = None
+
+
+class GradientReduction:
+    """Reduces buckets in a fixed order while backward still runs.
+
+    Each parameter's hook adds its gradient to the bucket's sum. Once all of a bucket's gradients are there,
+    and those of all buckets before it, its reduction starts; the order is thus the same on every rank,
+    whatever order the gradients came in. At the end of backward the buckets that are left, with parameters
+    that the loss did not depend on, are reduced too, and all are waited for.
+
+    Args:
+        buckets: In the order in which backward is expected to complete them.
+        finish: What becomes of a bucket's sum: `GradientSum.give`, or `GradientSum.give_and_free`.
+        on_complete: Called when all of a bucket's gradients of one backward are there.
+        on_end: Called at the end of a backward that reduced.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        finish: Callable[[GradientSum], None],
+        on_complete: Callable[[Bucket], None] = lambda bucket: None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._paused = False
+        self._sums = [GradientSum(bucket) for bucket in buckets]
+        self._factor = 1.0 / buckets[0].axes.dp.size if buckets else 1.0
+        self._finish_sum = finish
+        self._on_complete = on_complete
+        self._on_end = on_end
+        self._backward = NO_BACKWARD
+        self._reset()
+        for position, gradient_sum in enumerate(self._sums):
+            for index, parameter in enumerate(gradient_sum.bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(position, index))
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within it, backward adds to the sums and reduces nothing."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _hook(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
+        gradient_sum = self._sums[position]
+
+        def ready(_: torch.Tensor) -> None:
+            self._begin_backward()
+            gradient_sum.add(index)
+            if not self._paused and self._factor != 1.0:
+                gradient_sum.scale(index, self._factor)
+            self._missing[position] -= 1
+            if self._missing[position] == 0:
+                self._on_complete(gradient_sum.bucket)
+                if not self._paused:
+                    self._reduce_complete_buckets()
+
+        return ready
+
+    def _begin_backward(self) -> None:
+        current = torch._C._current_graph_task_id()
+        if current != self._backward:
+            self._reset()  # a backward that raised left its counts behind
+            self._backward = current
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _reduce_complete_buckets(self) -> None:
+        while self._started < len(self._sums) and self._missing[self._started] == 0:
+            self._reduce_next()
+
+    def _reduce_next(self) -> None:
+        self._sums[self._started].start_reduction(self._factor)
+        # One behind, so that the sum over the shards has had time to complete, yet at a fixed place.
+        if self._started > 0:
+            self._sums[self._started - 1].continue_reduction()
+        self._started += 1
+
+    def _end_backward(self) -> None:
+        if not self._paused:
+            while self._started < len(self._sums):
+                self._reduce_next()
+            self._sums[-1].continue_reduction()
+            for gradient_sum in self._sums:
+                self._finish_sum(gradient_sum)
+        self._backward = NO_BACKWARD
+        if not self._paused:
+            self._on_end()
+
+    def _reset(self) -> None:
+        self._started = 0
+        self._missing = [len(gradient_sum.bucket.parameters) for gradient_sum in self._sums]

@@ -1,0 +1,78 @@
+"""The reference: after backward, one all-reduce per parameter, waited for at once.
+
+No buckets, no overlap, no buffers: slow, and easy to believe. The tests hold every strategy against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
+
+import torch
+from torch.autograd import Variable
+
+from shoal.parallel.bucket import Owned
+from shoal.parallel.gradient import NO_BACKWARD
+from shoal.parallel.strategy import Setup, Strategy
+
+__all__ = ["naive"]
+
+
+def naive(setup: Setup) -> Strategy:
+    """Every rank holds the whole state; gradients are averaged one by one when backward has ended."""
+    return _Naive(setup)
+
+
+@final
+class _Naive(Strategy):
+    def __init__(self, setup: Setup) -> None:
+        self._dp = setup.axes.dp
+        self._named = [named for named in setup.model.named_parameters() if named[1].requires_grad]
+        self._paused = False
+        self._backward = NO_BACKWARD
+        for name, parameter in self._named:
+            first = torch.empty(parameter.shape, device=parameter.device)
+            setup.fill(name, first)
+            parameter.data = first
+            parameter.register_post_accumulate_grad_hook(self._ready)
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """See `Strategy.owned`."""
+        return [
+            Owned(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
+            for name, parameter in self._named
+        ]
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """See `Strategy.accumulate`."""
+        return self._pause()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """See `Strategy.gathered`."""
+        return nullcontext()
+
+    def changed(self) -> None:
+        """See `Strategy.changed`."""
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        current = torch._C._current_graph_task_id()
+        if current != self._backward and not self._paused:
+            self._backward = current
+            Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        for name, parameter in self._named:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._dp.all_reduce(parameter.grad, name).wait()
+            parameter.grad.div_(self._dp.size)

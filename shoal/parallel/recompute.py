@@ -1,0 +1,47 @@
+"""Recompute: a block's backward computes again what its forward did not keep (Chen et al., arXiv:1604.06174).
+
+`full` keeps a block's input alone. `selective` also keeps the results of matrix products and of attention,
+which are the expensive ones, and computes the rest again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+__all__ = ["recompute_blocks"]
+
+_EXPENSIVE = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+
+
+def recompute_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
+    """Wraps each block's forward as `policy` says: none, selective or full.
+
+    The wrap lies inside the block's hooks, so that recomputing does not run them again.
+    """
+    if policy == "none":
+        return
+    keep: dict[str, Any] = {}
+    if policy == "selective":
+        keep["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_expensive)
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **keep)
+
+
+def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE

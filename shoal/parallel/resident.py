@@ -1,0 +1,65 @@
+"""What the strategies share that keep whole weights on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
+
+from shoal.parallel.blocks import groups_by_size, parameter_runs
+from shoal.parallel.bucket import Bucket, Owned
+from shoal.parallel.gradient import GradientReduction, GradientSum
+from shoal.parallel.strategy import Setup, Strategy
+from shoal.parallel.update import WeightUpdate
+
+__all__ = ["ResidentWeights"]
+
+
+@final
+class ResidentWeights(Strategy):
+    """Whole weights on every rank, in buckets: gradients reduced in backward, weights gathered in forward.
+
+    Args:
+        setup: What every strategy is given.
+        finish: What becomes of a bucket's sum once it is reduced.
+        sums_stay: Whether sums are kept whole over micro-batches, and reduced once; if not, each micro-batch
+            is reduced.
+    """
+
+    def __init__(self, setup: Setup, *, finish: Callable[[GradientSum], None], sums_stay: bool) -> None:
+        groups = groups_by_size(parameter_runs(setup.model, setup.blocks), setup.bucket)
+        buckets = [
+            Bucket(
+                f"bucket {number}",
+                group.parameters,
+                axes=setup.axes,
+                dtype=setup.dtype,
+                resident=True,
+                fill=setup.fill,
+            )
+            for number, group in enumerate(groups)
+        ]
+        users = [[setup.blocks[index] for index in group.blocks] for group in groups]
+        self._owned = [owned for bucket in buckets for owned in bucket.owned]
+        self._sums_stay = sums_stay
+        self._update = WeightUpdate(setup.model, list(zip(users, buckets, strict=True))[::-1])
+        self._reduction = GradientReduction(buckets, finish=finish, on_end=self._update.mark)
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """See `Strategy.owned`."""
+        return self._owned
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """See `Strategy.accumulate`."""
+        return self._reduction.pause() if self._sums_stay else nullcontext()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `Strategy.gathered`."""
+        self._update.finish()
+        yield
+
+    def changed(self) -> None:
+        """See `Strategy.changed`."""
+        self._update.mark()

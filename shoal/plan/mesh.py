@@ -1,0 +1,75 @@
+"""The device mesh of a Plan: rank arithmetic, with no process group in sight.
+
+Ranks are laid out row by row over the axes `pp, replicate, shard, cp, tp`, outermost first, so that
+neighbours along `tp` are neighbours in the node. `dp` names the pair `replicate, shard`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from shoal.plan.plan import Plan
+
+__all__ = ["AXES", "Mesh"]
+
+AXES = ("pp", "replicate", "shard", "cp", "tp")
+"""Axes of the mesh, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks laid out over the axes of a Plan.
+
+    Attributes:
+        sizes: Number of ranks along each of `AXES`.
+    """
+
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Mesh:
+        """The mesh of a Plan. Without sharding, all of `dp` lies on the axis `replicate`."""
+        return cls((plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the mesh."""
+        return math.prod(self.sizes)
+
+    def coordinate(self, rank: int, *axes: str) -> int:
+        """Position of a rank along one axis, or along several taken together, outermost first."""
+        return self._flat(self._coordinates(rank), axes)
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along these axes only, itself included, in mesh order."""
+        return next(group for group in self.groups(*axes) if rank in group)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups along these axes: every rank is in exactly one, and in each they stand in mesh order."""
+        varying = [AXES.index(axis) for axis in self._expand(axes)]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(itertools.product(*map(range, self.sizes))):
+            fixed = tuple(index for axis, index in enumerate(place) if axis not in varying)
+            groups.setdefault(fixed, []).append(rank)
+        return [tuple(group) for group in groups.values()]
+
+    def _coordinates(self, rank: int) -> tuple[int, ...]:
+        place = []
+        for size in reversed(self.sizes):
+            rank, index = divmod(rank, size)
+            place.append(index)
+        return tuple(reversed(place))
+
+    def _flat(self, place: tuple[int, ...], axes: tuple[str, ...]) -> int:
+        position = 0
+        for axis in self._expand(axes):
+            index = AXES.index(axis)
+            position = position * self.sizes[index] + place[index]
+        return position
+
+    @staticmethod
+    def _expand(axes: tuple[str, ...]) -> list[str]:
+        named = [part for axis in axes for part in (("replicate", "shard") if axis == "dp" else (axis,))]
+        return sorted(named, key=AXES.index)

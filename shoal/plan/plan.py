@@ -1,0 +1,236 @@
+"""The Plan: how one training step is laid over the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import PlanError, nearest
+from shoal.units import format_bytes, parse_bytes
+
+__all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "parse_settings"]
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep")
+"""Names of the degrees, in the order of the text form."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "shard": ("none", "zero1", "zero2", "zero3"),
+    "exchange": ("bucketed", "naive"),
+    "recompute": ("none", "selective", "full"),
+    "precision": ("fp32", "bf16"),
+}
+"""The values that each named choice of a Plan can take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How one training step is laid over the devices.
+
+    A Plan is checked when it is made: one that exists is consistent in itself. Whether it fits a number of
+    ranks and a batch is asked of it with `require_ranks` and `with_microbatch_for`.
+
+    Attributes:
+        dp: Whole data-parallel degree.
+        tp: Tensor-parallel degree.
+        pp: Number of pipeline stages.
+        cp: Context-parallel degree.
+        ep: Expert-parallel degree, carved out of dp x cp.
+        replicate: Number of replicas of a sharded state; divides dp (hybrid sharding). The states are then
+            sharded over dp / replicate ranks, and gradients are all-reduced over the replicas.
+        shard: What is sharded over data parallel: nothing, optimizer state (zero1), also gradients (zero2),
+            also parameters (zero3).
+        microbatch: Sequences in one forward of one rank; None is the whole of the rank's batch.
+        exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
+            all-reduce per parameter after backward (the reference).
+        bucket: Bytes of parameters in a bucket, at which it is closed.
+        recompute: What a block's backward computes again instead of keeping: nothing, all but matrix
+            products and attention (selective), or everything (full).
+        precision: Type of the weights that compute, fp32 or bf16. The optimizer's copy, its state and the
+            sums of gradients are always fp32.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    replicate: int = 1
+    shard: str = "none"
+    microbatch: int | None = None
+    exchange: str = "bucketed"
+    bucket: int = 25 << 20
+    recompute: str = "none"
+    precision: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for name in (*DEGREES, "replicate", "bucket"):
+            _require_positive(name, getattr(self, name))
+        if self.microbatch is not None:
+            _require_positive("microbatch", self.microbatch)
+        for name, values in CHOICES.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise PlanError(
+                    f"{name}={value} does not exist{nearest(str(value), values)}",
+                    possible=f"{name} is one of {', '.join(values)}",
+                    change=f"write {name}={values[0]}, or another of these",
+                )
+        if self.replicate > 1 and self.shard == "none":
+            raise PlanError(
+                f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
+                possible="replicate divides dp for hybrid sharding, with shard=zero1, zero2 or zero3",
+                change=f"add shard=zero3, or leave out replicate={self.replicate}",
+            )
+        if self.dp % self.replicate:
+            raise PlanError(
+                f"replicate={self.replicate} does not divide dp={self.dp}",
+                possible=f"replicate is one of {', '.join(map(str, divisors(self.dp)))}",
+                change="choose one of these, or another dp",
+            )
+        if (self.dp * self.cp) % self.ep:
+            raise PlanError(
+                f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}",
+                possible=f"ep is one of {', '.join(map(str, divisors(self.dp * self.cp)))}",
+                change="choose one of these, or another dp",
+            )
+        if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32"):
+            raise PlanError(
+                f"exchange=naive was given with shard={self.shard}, precision={self.precision}",
+                possible="the naive exchange is the reference for shard=none, precision=fp32",
+                change="leave out exchange=naive",
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that the Plan is laid over."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks that a sharded state is cut over; 1 if nothing is sharded."""
+        return 1 if self.shard == "none" else self.dp // self.replicate
+
+    @property
+    def replicas(self) -> int:
+        """Number of data-parallel copies of each shard."""
+        return self.dp // self.shards
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Reads the text form, such as `dp=4,shard=zero1,microbatch=2`. What is left out has its default.
+
+        Raises:
+            PlanError: A key is unknown or given twice, or a value cannot be read.
+        """
+        return cls(**parse_settings(text))
+
+    def __str__(self) -> str:
+        settings = [f"dp={self.dp}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "dp" and value != field.default:
+                settings.append(f"{field.name}={format_bytes(value) if field.name == 'bucket' else value}")
+        return ",".join(settings)
+
+    def replace(self, **changes: Any) -> Plan:
+        """The same Plan with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def require_ranks(self, ranks: int) -> None:
+        """Checks that the Plan is one for this number of ranks.
+
+        Raises:
+            PlanError: The degrees do not multiply to `ranks`.
+        """
+        if self.ranks == ranks:
+            return
+        others = self.ranks // self.dp
+        if ranks % others == 0:
+            change = f"write dp={ranks // others}, or start {self.ranks} ranks"
+        else:
+            change = f"start {self.ranks} ranks, or choose degrees whose product is {ranks}"
+        raise PlanError(
+            f"the Plan {self} is for {self.ranks} ranks, and there are {ranks}",
+            possible=f"dp x tp x pp x cp = {ranks}",
+            change=change,
+        )
+
+    def with_microbatch_for(self, batch: int) -> Plan:
+        """The same Plan with its micro-batch settled for a batch of `batch` sequences.
+
+        Raises:
+            PlanError: The batch does not divide into the Plan's micro-batches.
+        """
+        if batch < 1 or batch % self.dp:
+            lower, upper = batch // self.dp * self.dp, (batch // self.dp + 1) * self.dp
+            raise PlanError(
+                f"a batch of {batch} does not divide over dp={self.dp} ranks",
+                possible=f"the batch is a multiple of {self.dp}",
+                change="choose a batch of " + (f"{lower} or {upper}" if lower > 0 else f"{upper}"),
+            )
+        local = batch // self.dp
+        microbatch = local if self.microbatch is None else self.microbatch
+        if local % microbatch:
+            raise PlanError(
+                f"a batch of {batch} gives each of dp={self.dp} ranks {local} sequences, "
+                f"which microbatch={microbatch} does not divide",
+                possible=f"microbatch is one of {', '.join(map(str, divisors(local)))}",
+                change="choose one of these, or another batch",
+            )
+        return self.replace(microbatch=microbatch)
+
+
+def parse_settings(text: str) -> dict[str, Any]:
+    """The fields that a Plan's text names, with their values read but not yet checked together.
+
+    Raises:
+        PlanError: A key is unknown or given twice, or a value cannot be read.
+    """
+    names = [field.name for field in dataclasses.fields(Plan)]
+    settings: dict[str, Any] = {}
+    for item in filter(None, (item.strip() for item in text.split(","))):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if name not in names or not equals:
+            raise PlanError(
+                f"the Plan {text!r} holds {item!r}, which is not one of its settings{nearest(name, names)}",
+                possible=f"name=value, separated by commas; the names are {', '.join(names)}",
+                change="correct or leave out that setting",
+            )
+        if name in settings:
+            raise PlanError(
+                f"the Plan {text!r} gives {name} twice",
+                possible="each setting once",
+                change=f"leave out one {name}",
+            )
+        settings[name] = _read(name, value)
+    return settings
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _read(name: str, value: str) -> int | str:
+    if name in CHOICES:
+        return value
+    try:
+        return parse_bytes(value) if name == "bucket" else int(value)
+    except ValueError:
+        kind = "a size such as 25MiB" if name == "bucket" else "a whole number"
+        raise PlanError(
+            f"{name}={value} cannot be read",
+            possible=f"{name} is {kind}, at least 1",
+            change=f"write {name}=1MiB or larger" if name == "bucket" else f"write {name}=2, say",
+        ) from None
+
+
+def _require_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(
+            f"{name}={value!r} is not a whole number of at least 1",
+            possible=f"{name} is 1 or more",
+            change=f"write {name}=1, or leave it out",
+        )

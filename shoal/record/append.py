@@ -1,0 +1,76 @@
+"""A text file that a run appends to, and that never stops the run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+__all__ = ["AppendFile"]
+
+
+class AppendFile:
+    """Appends lines to a file; the first failure is reported and gives the file up.
+
+    A full disk or a lost mount costs the record, not the training: after the first OSError the file is
+    left as it is and later text is dropped.
+
+    Args:
+        path: The file; it and its parents are made where absent. Where its last line is torn, because
+            an earlier process was killed while writing, that line is ended first.
+        purpose: What is lost when the file is, such as "the timeline"; for the report.
+        say: Takes the report of a failure, one line.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], purpose: str, say: Callable[[str], object]) -> None:
+        self._path = Path(path)
+        self._purpose = purpose
+        self._say = say
+        self._file: IO[bytes] | None = None
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+b")
+            self._end_torn_line(self._file)
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, text: str) -> None:
+        """Appends `text`, and hands it to the operating system before it returns."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(text.encode())
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Closes the file; later text is dropped."""
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as error:
+            self._report(error)
+
+    @staticmethod
+    def _end_torn_line(file: IO[bytes]) -> None:
+        if file.seek(0, os.SEEK_END) == 0:
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            # What is still buffered is tried once more on close, and fails as it just did.
+            with contextlib.suppress(OSError):
+                file.close()
+        self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        self._say(f"{self._purpose} is no longer written to {self._path}: {error.strerror or error}")

@@ -1,0 +1,302 @@
+"""The recorder: what a training loop calls to write its Timeline while it runs.
+
+    with recorder.step(index):
+        with recorder.span(Kind.FORWARD):
+            ...
+        pending = recorder.open(Kind.COLLECTIVE, "all_reduce:0", lane=Lane.COMMUNICATION, bytes=n, group=g)
+        work.get_future().add_done_callback(lambda _: pending.close())
+
+A span costs about a microsecond: two readings of the clock and one append. Formatting and writing happen
+about once a second, between two steps.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import final
+
+from shoal.record.append import AppendFile
+from shoal.timeline.lines import header_line, span_line
+from shoal.timeline.span import Kind, Lane
+
+__all__ = ["NullRecorder", "OpenSpan", "Recorder", "SpanRecorder", "step_is_kept"]
+
+_FLUSH_SECONDS = 1.0
+
+_Fields = tuple[str, str, str, float, float, int, tuple[int, ...]]
+"""The arguments of `span_line`, with the start still on the clock of the process."""
+
+
+class OpenSpan(ABC):
+    """A span that has started; `close` ends it."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the span now. Any thread may call it, any number of times: the first call counts."""
+
+
+class Recorder(ABC):
+    """Where a rank's spans go.
+
+    Any thread may record spans; one thread runs the steps.
+    """
+
+    @abstractmethod
+    def span(
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane = Lane.COMPUTE,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+    ) -> AbstractContextManager[None]:
+        """A span as long as the body of a `with`; the arguments are the fields of `Span`."""
+
+    @abstractmethod
+    def open(
+        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+    ) -> OpenSpan:
+        """A span that starts now and ends where `OpenSpan.close` is called."""
+
+    @abstractmethod
+    def step(self, index: int) -> AbstractContextManager[None]:
+        """The span of one training step. A step that an exception leaves is not recorded as one."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Writes what is still buffered; spans recorded later are lost."""
+
+
+@final
+class SpanRecorder(Recorder):
+    """Records spans into the timeline file of a rank.
+
+    The spans of a step are kept or dropped together, as `step_is_kept` says, so that the file of a long
+    run stays small; spans outside steps are always kept. A file that cannot be written is reported once,
+    and the run goes on without it.
+
+    Args:
+        path: The timeline file of the rank; a resumed run appends to it.
+        rank: The global rank.
+        say: Takes the report of a failure to write, one line.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int, *, say: Callable[[str], object] = warnings.warn
+    ) -> None:
+        self._file = AppendFile(path, "the timeline", say)
+        self._origin = time.perf_counter()
+        self._file.write(header_line(rank, time.time_ns()))
+        self._spans: list[_Fields] = []
+        self._in_dropped_step = False
+        self._flushed = self._origin
+
+    def span(
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane = Lane.COMPUTE,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+    ) -> AbstractContextManager[None]:
+        """See `Recorder.span`."""
+        if self._in_dropped_step:
+            return _DROPPED
+        return _TimedSpan(self._spans.append, kind, lane, name, bytes, group)
+
+    def open(
+        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+    ) -> OpenSpan:
+        """See `Recorder.open`."""
+        if self._in_dropped_step:
+            return _DROPPED
+        return _TimedOpenSpan(self._spans.append, kind, lane, name, bytes, group)
+
+    def step(self, index: int) -> AbstractContextManager[None]:
+        """See `Recorder.step`."""
+        return _TimedStep(self, index)
+
+    def close(self) -> None:
+        """See `Recorder.close`."""
+        self._flush()
+        self._file.close()
+
+    def _enter_step(self, index: int) -> None:
+        self._in_dropped_step = not step_is_kept(index)
+
+    def _leave_step(self, index: int, start: float, *, finished: bool) -> None:
+        now = time.perf_counter()
+        if finished and not self._in_dropped_step:
+            self._spans.append((Kind.STEP, Lane.COMPUTE, str(index), start, now - start, 0, ()))
+        self._in_dropped_step = False
+        if now - self._flushed >= _FLUSH_SECONDS:
+            self._flushed = now
+            self._flush()
+
+    def _flush(self) -> None:
+        # Other threads may append meanwhile: they only ever add behind what is taken here.
+        count = len(self._spans)
+        taken = self._spans[:count]
+        del self._spans[:count]
+        origin = self._origin
+        self._file.write(
+            "".join(
+                span_line(kind, lane, name, start - origin, duration, bytes, group)
+                for kind, lane, name, start, duration, bytes, group in taken
+            )
+        )
+
+
+@final
+class NullRecorder(Recorder):
+    """Records nothing, for runs that want no timeline."""
+
+    def span(
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane = Lane.COMPUTE,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+    ) -> AbstractContextManager[None]:
+        """See `Recorder.span`."""
+        return _DROPPED
+
+    def open(
+        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+    ) -> OpenSpan:
+        """See `Recorder.open`."""
+        return _DROPPED
+
+    def step(self, index: int) -> AbstractContextManager[None]:
+        """See `Recorder.step`."""
+        return _DROPPED
+
+    def close(self) -> None:
+        """See `Recorder.close`."""
+
+
+def step_is_kept(index: int) -> bool:
+    """Whether the spans of a step are kept.
+
+    All steps below 1,000 are, then one in ten below 10,000, one in a hundred below 100,000 and so on:
+    900 steps for each power of ten.
+    """
+    stride, limit = 1, 1_000
+    while index >= limit:
+        stride, limit = stride * 10, limit * 10
+    return index % stride == 0
+
+
+class _TimedSpan:
+    """Appends its fields where the `with` ends. Slots and no generator: this is the hot path."""
+
+    __slots__ = ("_append", "_bytes", "_group", "_kind", "_lane", "_name", "_start")
+
+    def __init__(
+        self,
+        append: Callable[[_Fields], None],
+        kind: str,
+        lane: str,
+        name: str,
+        bytes: int,
+        group: tuple[int, ...],
+    ) -> None:
+        self._append = append
+        self._kind = kind
+        self._lane = lane
+        self._name = name
+        self._bytes = bytes
+        self._group = group
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        duration = time.perf_counter() - self._start
+        self._append((self._kind, self._lane, self._name, self._start, duration, self._bytes, self._group))
+
+
+class _TimedOpenSpan(OpenSpan):
+    """A span that starts when made; the lock lets one of several closing threads through."""
+
+    __slots__ = ("_once", "_span")
+
+    def __init__(
+        self,
+        append: Callable[[_Fields], None],
+        kind: str,
+        lane: str,
+        name: str,
+        bytes: int,
+        group: tuple[int, ...],
+    ) -> None:
+        self._once = threading.Lock()
+        self._span = _TimedSpan(append, kind, lane, name, bytes, group)
+        self._span.__enter__()
+
+    def close(self) -> None:
+        if self._once.acquire(blocking=False):
+            self._span.__exit__(None, None, None)
+
+
+class _TimedStep:
+    """The `with` of `SpanRecorder.step`."""
+
+    __slots__ = ("_index", "_recorder", "_start")
+
+    def __init__(self, recorder: SpanRecorder, index: int) -> None:
+        self._recorder = recorder
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._recorder._enter_step(self._index)
+        self._start = time.perf_counter()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._recorder._leave_step(self._index, self._start, finished=error_type is None)
+
+
+class _DroppedSpan(OpenSpan):
+    """Stands for every span that is not recorded; it has no state, so one serves all."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+_DROPPED = _DroppedSpan()

@@ -1,0 +1,185 @@
+"""The run directory: what one training run leaves on disk.
+
+run.json                what ran: configuration, Plan, model, versions, seed; there once the run is made
+metrics.jsonl           one object a step
+timeline/rank-*.jsonl   the Timeline of each rank
+checkpoints/step-*/     saved states
+log/                    what each rank printed
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from shoal.errors import RunError, ShoalError, nearest
+from shoal.run.metrics import read_metrics
+
+__all__ = ["Run", "default_path"]
+
+_DESCRIPTION = "run.json"
+_NAMED_RUNS = 5
+
+
+class Run:
+    """A run directory; `Run.create` makes one, `Run.open` finds one.
+
+    Attributes:
+        path: The directory.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], description: Mapping[str, Any]) -> Self:
+        """Makes the directory and what is in it; run.json comes last, whole or not at all.
+
+        Args:
+            path: A directory that is absent or empty.
+            description: What ran, as `json` can write it.
+
+        Raises:
+            RunError: Something is there already, or the directory cannot be made.
+            TypeError: The description holds what JSON cannot.
+        """
+        run = cls(Path(path))
+        text = json.dumps(description, indent=2, allow_nan=False) + "\n"
+        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+            raise RunError(
+                f"{run.path} is there already, and a run does not write over what is there",
+                possible="a path that does not exist yet, or an empty directory",
+                change="name another path, or go on with the run that is there by resuming it",
+            )
+        try:
+            for directory in (run.timeline, run.checkpoints, run.log):
+                directory.mkdir(parents=True, exist_ok=True)
+            _write_atomically(run.path / _DESCRIPTION, text)
+        except OSError as error:
+            raise RunError(
+                f"the run {run.path} cannot be made: {error}",
+                possible="a path in a directory that can be written to",
+                change="name another path, or make that directory writable",
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Self:
+        """Finds a run that was made before.
+
+        Raises:
+            RunError: The path is absent, or is no run; names what is missing, and the run that may be meant.
+        """
+        run = cls(Path(path))
+        beside = [other.name for other in _runs(run.path.parent)]
+        if not run.path.exists():
+            given = f"{run.path} does not exist{nearest(run.path.name, beside)}"
+        elif not run.path.is_dir():
+            given = f"{run.path} is a file, not the directory of a run"
+        elif not (run.path / _DESCRIPTION).is_file():
+            given = f"{run.path} is not a run: it has no {_DESCRIPTION}"
+        else:
+            return run
+        newest = ", ".join(beside[-_NAMED_RUNS:])
+        in_parent = f"the newest in {run.path.parent}: {newest}" if beside else f"{run.path.parent} has none"
+        raise RunError(
+            given,
+            possible=f"a directory with a {_DESCRIPTION}, as `shoal train` makes it; {in_parent}",
+            change="give the path of a run",
+        )
+
+    @classmethod
+    def newest(cls, parent: str | os.PathLike[str]) -> Self | None:
+        """The run in a directory that was made last; None where there is none."""
+        runs = _runs(Path(parent))
+        return cls(runs[-1]) if runs else None
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """What ran, as given to `create`.
+
+        Raises:
+            ShoalError: run.json is malformed.
+        """
+        path = self.path / _DESCRIPTION
+        try:
+            description = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ShoalError(f"{path} cannot be read: {error}") from error
+        if not isinstance(description, dict):
+            raise ShoalError(f"{path} holds no JSON object")
+        return description
+
+    def describe(self, description: Mapping[str, Any]) -> None:
+        """Puts another description in place of what `create` was given, such as when a run is resumed."""
+        _write_atomically(self.path / _DESCRIPTION, json.dumps(description, indent=2, allow_nan=False) + "\n")
+        self.__dict__.pop("description", None)
+
+    @property
+    def metrics_file(self) -> Path:
+        """The file of the metrics; absent until the first step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """The directory of the timeline files."""
+        return self.path / "timeline"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def log(self) -> Path:
+        """The directory of what each rank printed."""
+        return self.path / "log"
+
+    def timeline_file(self, rank: int) -> Path:
+        """The timeline file of a rank."""
+        return self.timeline / f"rank-{rank:05d}.jsonl"
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The values of each step, by ascending step; see `read_metrics`."""
+        return read_metrics(self.metrics_file)
+
+
+def default_path(parent: str | os.PathLike[str], name: str) -> Path:
+    """A path for a new run that nothing has yet, named after the run and the local time.
+
+    >>> default_path("runs", "tiny")  # doctest: +SKIP
+    PosixPath('runs/tiny-20250131-090507')
+    """
+    stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for candidate in candidates if not (path := Path(parent) / candidate).exists())
+
+
+def _runs(parent: Path) -> list[Path]:
+    """The directories in `parent` that are runs, the newest last."""
+    descriptions = sorted(parent.glob(f"*/{_DESCRIPTION}"), key=lambda path: (path.stat().st_mtime_ns, path))
+    return [description.parent for description in descriptions]
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that it is there whole or not at all, also after a loss of power."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

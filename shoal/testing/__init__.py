@@ -1,0 +1,8 @@
+"""What the tests of Shoal, and of what is built on it, stand on.
+
+Nouns: RankPool (processes that run functions as the ranks of a group). Ships with the package.
+"""
+
+from shoal.testing.ranks import RankPool, run_ranks
+
+__all__ = ["RankPool", "run_ranks"]

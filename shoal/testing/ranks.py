@@ -1,0 +1,143 @@
+"""Runs a function on several ranks of this machine, in processes that stay alive between calls.
+
+Starting torch takes seconds; forming a process group in a process that has it takes milliseconds. So a pool
+starts its processes once, and each call forms a group of its own among the first n of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, TypeVar
+
+from shoal.errors import WorkerError
+
+__all__ = ["RankPool", "run_ranks"]
+
+Result = TypeVar("Result")
+
+
+class RankPool:
+    """Processes that run functions as the ranks of a group.
+
+    A call that fails, or does not end in time, ends all processes; the next call starts new ones.
+
+    Args:
+        backend: The backend of `torch.distributed` that the groups use.
+        threads: Compute threads of each rank.
+    """
+
+    def __init__(self, backend: str = "gloo", threads: int = 1) -> None:
+        self._backend = backend
+        self._threads = threads
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
+
+    def run(
+        self, function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 120.0
+    ) -> list[Result]:
+        """Calls `function(*arguments)` on every rank, within a default process group of that many ranks.
+
+        Args:
+            function: Importable by name, as pickle needs it. With one rank it runs without a process group.
+            ranks: Number of ranks.
+            arguments: Given to every rank alike.
+            timeout: Seconds after which the call is given up.
+
+        Returns:
+            What it returned, by rank.
+
+        Raises:
+            WorkerError: A rank raised, died, or did not end in time. Its traceback is part of the message.
+        """
+        while len(self._workers) < ranks:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(ranks):
+                job = (function, arguments, rank, ranks, f"file://{folder}/store", sys.path)
+                self._workers[rank][1].send(job)
+            return self._collect(ranks, time.monotonic() + timeout)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for process, connection in self._workers:
+            process.kill()
+            process.join()
+            connection.close()
+        self._workers.clear()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_serve, args=(theirs, self._backend, self._threads), daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._workers.append((process, ours))
+
+    def _collect(self, ranks: int, deadline: float) -> list[Any]:
+        waiting = {self._workers[rank][1]: rank for rank in range(ranks)}
+        results: list[Any] = [None] * ranks
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise WorkerError(min(waiting.values()), "it did not end in time")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    failure, results[rank] = connection.recv()
+                except EOFError:
+                    failure = "its process died"
+                if failure:
+                    self.close()
+                    raise WorkerError(rank, failure)
+        return results
+
+
+def run_ranks(
+    function: Callable[..., Result], ranks: int, *arguments: Any, backend: str = "gloo"
+) -> list[Result]:
+    """`RankPool.run` with processes that end with the call."""
+    with RankPool(backend) as pool:
+        return pool.run(function, ranks, *arguments)
+
+
+def _serve(connection: Connection, backend: str, threads: int) -> None:
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            function, arguments, rank, ranks, store, path = connection.recv()
+        except EOFError:
+            return
+        sys.path[:] = path
+        try:
+            if ranks > 1:
+                dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
+            answer = ("", function(*arguments))
+        except BaseException:
+            answer = (traceback.format_exc(), None)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(answer)

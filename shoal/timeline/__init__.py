@@ -1,0 +1,26 @@
+"""What one or more steps did, or will do: spans on lanes of ranks.
+
+Nouns: Span, Timeline, Breakdown. The recorder and the simulator write Timelines; `explain` turns one
+into where the time went; `write_chrome_trace` shows one in Perfetto. The report, the pages and the
+comparison of predicted with measured call these.
+"""
+
+from shoal.timeline.breakdown import Breakdown, RankBreakdown, explain
+from shoal.timeline.parts import CollectiveFigures, Parts
+from shoal.timeline.span import Kind, Lane, Span
+from shoal.timeline.timeline import Timeline
+from shoal.timeline.trace import chrome_trace, write_chrome_trace
+
+__all__ = [
+    "Breakdown",
+    "CollectiveFigures",
+    "Kind",
+    "Lane",
+    "Parts",
+    "RankBreakdown",
+    "Span",
+    "Timeline",
+    "chrome_trace",
+    "explain",
+    "write_chrome_trace",
+]

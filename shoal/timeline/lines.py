@@ -1,0 +1,78 @@
+"""The lines of a timeline file: how a header and a span are written as JSON.
+
+A file holds one rank. Its first line is a header; each time the rank starts again it appends another,
+since its clock has a new origin:
+
+    {"timeline":1,"rank":0,"origin_unix_ns":1700000000000000000}
+    {"kind":"forward","start":0.012000000,"duration":0.034000000}
+    {"kind":"wait","name":"all_reduce:0","start":0.046000000,"duration":0.001000000}
+
+Starts count from the origin of the last header above. Absent keys have the defaults: no name, the
+compute lane, no bytes, no group. Times are rounded to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import json
+from json.encoder import encode_basestring_ascii
+from typing import Any
+
+from shoal.timeline.span import Kind, Lane, Span
+
+__all__ = ["FORMAT", "header_line", "parse_span", "span_line"]
+
+FORMAT = 1
+"""The version that a header carries as "timeline"."""
+
+_COMPUTE = Lane.COMPUTE.value
+
+
+def header_line(rank: int, origin_unix_ns: int) -> str:
+    """The line that opens a file, or a later part of it, with its newline."""
+    header = {"timeline": FORMAT, "rank": rank, "origin_unix_ns": origin_unix_ns}
+    return json.dumps(header, separators=(",", ":")) + "\n"
+
+
+def span_line(
+    kind: str, lane: str, name: str, start: float, duration: float, bytes: int, group: tuple[int, ...]
+) -> str:
+    """The line of one span, with its newline.
+
+    Takes the fields and not a Span, and formats them itself: a recorder calls this for every span, and
+    `json.dumps` takes four times as long.
+    """
+    named = f',"name":{encode_basestring_ascii(name)}' if name else ""
+    laned = "" if lane == _COMPUTE else f',"lane":"{lane}"'
+    sized = f',"bytes":{bytes}' if bytes else ""
+    grouped = f',"group":[{",".join(map(str, group))}]' if group else ""
+    return (
+        f'{{"kind":"{kind}"{named}{laned},"start":{start:.9f},"duration":{duration:.9f}{sized}{grouped}}}\n'
+    )
+
+
+def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
+    """The span that a line describes.
+
+    Args:
+        fields: The object on the line.
+        rank: The rank of the header above it.
+        offset: Seconds to add to its start.
+
+    Raises:
+        KeyError: A key without a default is absent.
+        TypeError: A value has the wrong type.
+        ValueError: A value cannot be read.
+    """
+    kind, name = str(Kind(fields["kind"])), str(fields.get("name", ""))
+    if kind == Kind.STEP:
+        int(name)  # refuses a step without an index here, where the line is known
+    return Span(
+        rank=rank,
+        lane=str(Lane(fields.get("lane", _COMPUTE))),
+        kind=kind,
+        name=name,
+        start=float(fields["start"]) + offset,
+        duration=float(fields["duration"]),
+        bytes=int(fields.get("bytes", 0)),
+        group=tuple(map(int, fields.get("group", ()))),
+    )

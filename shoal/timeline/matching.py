@@ -1,0 +1,88 @@
+"""Which spans of different ranks are one collective, and when its last member arrived.
+
+A collective appears once on each rank of its group. Ranks run the same program, so its spans are found
+by (group, name) and by order: the k-th span of that group and name that starts within a step, on every
+rank. A rank that arrives early waits for the last one; no network could make that time shorter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shoal.timeline.intervals import Interval
+from shoal.timeline.span import Kind, Span
+from shoal.timeline.timeline import Timeline
+from shoal.timeline.windows import StepWindows
+
+__all__ = ["Arrival", "match_collectives"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A rank's span in a collective, and when the whole group was there.
+
+    Attributes:
+        span: The collective on this rank.
+        step: The index of the step in which it starts.
+        complete: When the last member of the group started it, within the span; the start of the span
+            where the spans of other members are not there to tell.
+    """
+
+    span: Span
+    step: int
+    complete: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What the spans of one collective have in common."""
+
+    step: int
+    group: tuple[int, ...]
+    name: str
+    occurrence: int
+
+
+def match_collectives(timeline: Timeline, windows: Mapping[int, StepWindows]) -> dict[int, list[Arrival]]:
+    """The collectives that start within steps, for each rank, in the order of time.
+
+    Args:
+        timeline: All ranks.
+        windows: The steps of each rank to look at.
+    """
+    keyed = {rank: _keyed(timeline.of(rank), steps) for rank, steps in windows.items()}
+    members: dict[_Key, dict[int, Span]] = {}
+    for rank, collectives in keyed.items():
+        for key, span in collectives:
+            members.setdefault(key, {})[rank] = span
+    complete = {
+        key: max(span.start for span in spans.values())
+        for key, spans in members.items()
+        if set(spans) == set(key.group) and _overlap([windows[rank][key.step] for rank in spans])
+    }
+    return {
+        rank: [
+            Arrival(span, key.step, min(span.stop, complete.get(key, span.start)))
+            for key, span in collectives
+        ]
+        for rank, collectives in keyed.items()
+    }
+
+
+def _keyed(spans: Iterable[Span], windows: StepWindows) -> list[tuple[_Key, Span]]:
+    seen: Counter[tuple[int, tuple[int, ...], str]] = Counter()
+    keyed = []
+    for span in spans:
+        if span.kind != Kind.COLLECTIVE or (step := windows.started_in(span)) is None:
+            continue
+        occurrence = seen[step, span.group, span.name]
+        seen[step, span.group, span.name] += 1
+        keyed.append((_Key(step, span.group, span.name, occurrence), span))
+    return keyed
+
+
+def _overlap(windows: list[Interval]) -> bool:
+    """Whether the ranks ran the step together; after a crash, one may have it from before, one from after."""
+    return max(start for start, _ in windows) < min(stop for _, stop in windows)

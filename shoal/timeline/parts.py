@@ -1,0 +1,92 @@
+"""The figures of one step of one rank, and their averages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import TypeVar
+
+__all__ = ["CollectiveFigures", "Parts", "mean", "mean_by_operation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Where the time of one step went, or of an average one. Times in seconds.
+
+    The first six are disjoint and sum to `wall`.
+
+    Attributes:
+        compute: Forward, backward and optimizer, while not blocked.
+        exposed_communication: Communication that nothing overlaps and that no late rank explains.
+        bubble: Idle time that the pipeline schedule forces.
+        data_wait: The input is late.
+        straggler_wait: Exposed communication before the last rank of a collective's group started it.
+        other: What no span explains.
+        wall: The step, from start to end.
+        communication: All communication, overlapped or not.
+        overlapped_communication: Communication during which the rank also computes or waits for data.
+        bytes: Bytes of the collectives that start in the step.
+    """
+
+    compute: float
+    exposed_communication: float
+    bubble: float
+    data_wait: float
+    straggler_wait: float
+    other: float
+    wall: float
+    communication: float
+    overlapped_communication: float
+    bytes: float
+
+    def disjoint(self) -> dict[str, float]:
+        """The six parts that sum to `wall`, by name, in seconds."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[:6]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveFigures:
+    """One operation, per rank and step.
+
+    Attributes:
+        count: How many start.
+        bytes: The bytes they carry, as `Span.bytes`.
+        seconds: Their durations, added up.
+        exposed_seconds: How much of exposed communication they cover; operations that run at the same
+            time cover the same moments.
+        transfer_seconds: Their durations from when the whole group was there, added up.
+    """
+
+    count: float
+    bytes: float
+    seconds: float
+    exposed_seconds: float
+    transfer_seconds: float
+
+    @property
+    def algbw(self) -> float | None:
+        """Bytes a second while the whole group was there, as in nccl-tests; None where no time passed."""
+        return self.bytes / self.transfer_seconds if self.transfer_seconds > 0 else None
+
+
+Figures = TypeVar("Figures", Parts, CollectiveFigures)
+
+_NO_COLLECTIVES = CollectiveFigures(count=0, bytes=0, seconds=0, exposed_seconds=0, transfer_seconds=0)
+
+
+def mean(figures: Sequence[Figures]) -> Figures:
+    """The mean of one or more, field by field."""
+    kind = type(figures[0])
+    return kind(
+        **{field.name: fmean(getattr(each, field.name) for each in figures) for field in fields(kind)}
+    )
+
+
+def mean_by_operation(figures: Sequence[Mapping[str, CollectiveFigures]]) -> dict[str, CollectiveFigures]:
+    """The mean of each operation, in the order of their names; where one is absent it counts as zero."""
+    operations = sorted({operation for each in figures for operation in each})
+    return {
+        operation: mean([each.get(operation, _NO_COLLECTIVES) for each in figures])
+        for operation in operations
+    }

@@ -1,0 +1,71 @@
+"""The span: one thing that one rank did, and when. A Timeline is a list of these.
+
+Kinds on the compute lane nest: a `step` covers its data wait, forward, backward and optimizer spans,
+and a `wait` lies inside whichever of these was blocked. Validation and checkpoints lie between steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["Kind", "Lane", "Span"]
+
+
+class Lane(StrEnum):
+    """What a span occupies: each rank has both, and they run at the same time."""
+
+    COMPUTE = "compute"
+    COMMUNICATION = "communication"
+
+
+class Kind(StrEnum):
+    """What a span is; the whole vocabulary."""
+
+    STEP = "step"
+    """One training step of one rank; its name is the index of the step."""
+    DATA_WAIT = "data_wait"
+    """Nothing to compute on yet: the input is late."""
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    COLLECTIVE = "collective"
+    """A collective or a send or receive, from its start on this rank to its end."""
+    WAIT = "wait"
+    """The compute lane is blocked on a collective, whose name it has."""
+    OPTIMIZER = "optimizer"
+    BUBBLE = "bubble"
+    """Idle time that the pipeline schedule forces."""
+    VALIDATION = "validation"
+    CHECKPOINT = "checkpoint"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that one rank did.
+
+    Attributes:
+        rank: The global rank.
+        lane: One of `Lane`.
+        kind: One of `Kind`.
+        name: Which one of its kind: the index of a step, or an operation such as "all_reduce:bucket3",
+            where the part before the colon groups spans in tables.
+        start: Seconds from the origin of the timeline.
+        duration: Seconds.
+        bytes: Bytes moved, for collectives: the size of the tensor, as in nccl-tests' algbw.
+        group: Global ranks that take part, for collectives.
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    name: str
+    start: float
+    duration: float
+    bytes: int = 0
+    group: tuple[int, ...] = ()
+
+    @property
+    def stop(self) -> float:
+        """Seconds from the origin of the timeline."""
+        return self.start + self.duration

@@ -1,0 +1,98 @@
+"""Where the time of one step of one rank went: six disjoint parts that sum to its wall time.
+
+With sets of moments:
+
+    blocked   = wait spans and collectives on the compute lane
+    compute   = forward, backward and optimizer spans on the compute lane, without blocked
+    data wait = data-wait spans, without compute
+    communication = everything on the communication lane, and blocked
+    exposed communication = communication, without compute and data wait: nothing overlaps it
+    straggler wait = the moments of exposed communication before the last member of a collective's group
+                     started it; taken out of exposed communication
+    bubble    = bubble spans, without all of the above
+    other     = the rest of the step
+
+Each is computed from the spans, none as a remainder of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
+from shoal.timeline.matching import Arrival
+from shoal.timeline.parts import CollectiveFigures, Parts
+from shoal.timeline.span import Kind, Lane, Span
+
+__all__ = ["explain_step"]
+
+_COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
+
+
+def explain_step(
+    window: Interval, spans: Sequence[Span], arrivals: Sequence[Arrival]
+) -> tuple[Parts, dict[str, CollectiveFigures]]:
+    """Where the time of one step of one rank went, and the figures of each operation.
+
+    Args:
+        window: The start and the end of the step.
+        spans: The rank's spans that lie in the step, wholly or in part.
+        arrivals: The rank's collectives that do.
+    """
+    whole = [window]
+
+    def moments(kinds: Collection[str], lane: str) -> Intervals:
+        chosen = ((span.start, span.stop) for span in spans if span.kind in kinds and span.lane == lane)
+        return intersect(whole, union(chosen))
+
+    blocked = moments((Kind.WAIT, Kind.COLLECTIVE), Lane.COMPUTE)
+    compute = subtract(moments(_COMPUTE_KINDS, Lane.COMPUTE), blocked)
+    data_wait = subtract(moments((Kind.DATA_WAIT,), Lane.COMPUTE), compute)
+    occupied = union(compute + data_wait)
+    communication = union(blocked + moments(tuple(Kind), Lane.COMMUNICATION))
+    unhidden = subtract(communication, occupied)
+    incomplete = union((arrival.span.start, arrival.complete) for arrival in arrivals)
+    exposed = subtract(unhidden, incomplete)
+    explained = union(occupied + communication)
+    bubble = subtract(moments((Kind.BUBBLE,), Lane.COMPUTE), explained)
+
+    started = [arrival for arrival in arrivals if window[0] <= arrival.span.start < window[1]]
+    parts = Parts(
+        compute=length(compute),
+        exposed_communication=length(exposed),
+        bubble=length(bubble),
+        data_wait=length(data_wait),
+        straggler_wait=length(intersect(unhidden, incomplete)),
+        other=length(subtract(whole, union(explained + bubble))),
+        wall=length(whole),
+        communication=length(communication),
+        overlapped_communication=length(intersect(communication, occupied)),
+        bytes=sum(arrival.span.bytes for arrival in started),
+    )
+    return parts, _by_operation(started, spans, exposed)
+
+
+def _by_operation(
+    started: Sequence[Arrival], spans: Sequence[Span], exposed: Intervals
+) -> dict[str, CollectiveFigures]:
+    grouped: dict[str, list[Arrival]] = {}
+    for arrival in started:
+        grouped.setdefault(_operation(arrival.span), []).append(arrival)
+    covered: dict[str, list[Interval]] = {}
+    for span in spans:
+        if span.kind in (Kind.COLLECTIVE, Kind.WAIT):
+            covered.setdefault(_operation(span), []).append((span.start, span.stop))
+    return {
+        operation: CollectiveFigures(
+            count=len(members),
+            bytes=sum(arrival.span.bytes for arrival in members),
+            seconds=sum(arrival.span.duration for arrival in members),
+            exposed_seconds=length(intersect(exposed, union(covered[operation]))),
+            transfer_seconds=sum(arrival.span.stop - arrival.complete for arrival in members),
+        )
+        for operation, members in grouped.items()
+    }
+
+
+def _operation(span: Span) -> str:
+    return span.name.partition(":")[0]

@@ -1,0 +1,162 @@
+"""The Timeline: spans of all ranks on one clock, and the files that hold them, one a rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.timeline.lines import FORMAT, header_line, parse_span, span_line
+from shoal.timeline.span import Kind, Span
+
+__all__ = ["Timeline"]
+
+
+class Timeline:
+    """Spans, sorted by start.
+
+    Args:
+        spans: The spans, in any order. Ranks of one machine share a clock; between machines their starts
+            are as exact as the machines' clocks agree.
+        origin_unix_ns: The wall-clock time of second 0, in nanoseconds; 0 for a prediction.
+    """
+
+    def __init__(self, spans: Iterable[Span], *, origin_unix_ns: int = 0) -> None:
+        self.spans: tuple[Span, ...] = tuple(sorted(spans, key=lambda span: span.start))
+        self.origin_unix_ns = origin_unix_ns
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self.spans)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have spans, ascending."""
+        return tuple(sorted(self._by_rank))
+
+    def of(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, sorted by start."""
+        return self._by_rank.get(rank, ())
+
+    def steps(self) -> tuple[int, ...]:
+        """The indices of the steps that any rank finished, ascending."""
+        return self._indices
+
+    def step(self, rank: int, index: int) -> Span | None:
+        """The span of a rank's step: the last one, where a resumed run did that step again."""
+        return self._steps.get(rank, {}).get(index)
+
+    def window(self, start: float, stop: float) -> Timeline:
+        """The spans of which some part lies in [start, stop), whole."""
+        inside = (span for span in self.spans if span.start < stop and span.stop > start)
+        return Timeline(inside, origin_unix_ns=self.origin_unix_ns)
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str]) -> Timeline:
+        """Reads the timeline files of a directory; a directory without any gives an empty Timeline.
+
+        Second 0 is the earliest origin in the files. A torn line is passed over where a killed process
+        leaves one: at the end of a file, or before the header of the process that went on.
+
+        Raises:
+            ShoalError: A file is malformed elsewhere; the message names file and line.
+        """
+        parts = [part for path in sorted(Path(directory).glob("rank-*.jsonl")) for part in _parts(path)]
+        origin = min((part.origin_unix_ns for part in parts), default=0)
+        spans = itertools.chain.from_iterable(part.spans(origin) for part in parts)
+        return cls(spans, origin_unix_ns=origin)
+
+    def write(self, directory: str | os.PathLike[str]) -> None:
+        """Writes one file a rank into the directory, over files of the same name; makes the directory."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in self.ranks:
+            with (folder / f"rank-{rank:05d}.jsonl").open("w", encoding="utf-8") as file:
+                file.write(header_line(rank, self.origin_unix_ns))
+                for s in self.of(rank):
+                    file.write(span_line(s.kind, s.lane, s.name, s.start, s.duration, s.bytes, s.group))
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[Span, ...]]:
+        by_rank: dict[int, list[Span]] = {}
+        for span in self.spans:
+            by_rank.setdefault(span.rank, []).append(span)
+        return {rank: tuple(spans) for rank, spans in by_rank.items()}
+
+    @cached_property
+    def _indices(self) -> tuple[int, ...]:
+        return tuple(sorted({index for steps in self._steps.values() for index in steps}))
+
+    @cached_property
+    def _steps(self) -> dict[int, dict[int, Span]]:
+        steps: dict[int, dict[int, Span]] = {}
+        for span in self.spans:
+            if span.kind == Kind.STEP:
+                steps.setdefault(span.rank, {})[int(span.name)] = span
+        return steps
+
+
+@dataclass
+class _Part:
+    """What one process wrote: a header and the numbered lines below it."""
+
+    path: Path
+    rank: int
+    origin_unix_ns: int
+    lines: list[tuple[int, dict[str, Any]]]
+
+    def spans(self, origin_unix_ns: int) -> Iterator[Span]:
+        """The spans, with starts counted from another origin."""
+        offset = (self.origin_unix_ns - origin_unix_ns) / 1e9
+        for number, fields in self.lines:
+            try:
+                yield parse_span(fields, rank=self.rank, offset=offset)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise ShoalError(f"{self.path}:{number}: not a span of a timeline: {error!r}") from error
+
+
+def _parts(path: Path) -> list[_Part]:
+    parts: list[_Part] = []
+    torn: int | None = None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                _refuse(path, torn)
+                torn = number
+                continue
+            if isinstance(fields, dict) and "timeline" in fields:
+                parts.append(_part(path, number, fields))
+                torn = None
+            elif parts:
+                _refuse(path, torn)
+                parts[-1].lines.append((number, fields))
+            else:
+                raise ShoalError(f'{path}:{number}: a timeline file begins with a "timeline" header')
+    return parts
+
+
+def _part(path: Path, number: int, header: dict[str, Any]) -> _Part:
+    if header["timeline"] != FORMAT:
+        raise ShoalError(
+            f"{path}:{number}: this timeline has format {header['timeline']!r}, and only {FORMAT} is known"
+        )
+    try:
+        return _Part(path, int(header["rank"]), int(header["origin_unix_ns"]), [])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShoalError(f"{path}:{number}: the header of this timeline is not whole: {error!r}") from error
+
+
+def _refuse(path: Path, torn: int | None) -> None:
+    """Raises for a line that cannot be read and that no killed process explains."""
+    if torn is not None:
+        raise ShoalError(f"{path}:{torn}: this line of a timeline cannot be read")

@@ -1,0 +1,42 @@
+"""Training: the Trainer, and the job that `shoal train` runs with it.
+
+Nouns: Trainer (one optimizer step after another), TrainConfig (a run's configuration), Job (a configuration
+and the run it becomes). The command line calls `check` and `execute`; users with data and a model of their
+own call the Trainer.
+"""
+
+from shoal.train.config import (
+    CheckpointConfig,
+    OptimizerConfig,
+    RecordConfig,
+    TrainConfig,
+    ValidationConfig,
+    load_config,
+)
+from shoal.train.execute import choose_device, execute
+from shoal.train.job import Job, Resume, check, choose_path, choose_ranks, find_resume, resolve_plan
+from shoal.train.restore import load_model
+from shoal.train.schedule import learning_rate
+from shoal.train.trainer import StepResult, Trainer
+
+__all__ = [
+    "CheckpointConfig",
+    "Job",
+    "OptimizerConfig",
+    "RecordConfig",
+    "Resume",
+    "StepResult",
+    "TrainConfig",
+    "Trainer",
+    "ValidationConfig",
+    "check",
+    "choose_device",
+    "choose_path",
+    "choose_ranks",
+    "execute",
+    "find_resume",
+    "learning_rate",
+    "load_config",
+    "load_model",
+    "resolve_plan",
+]

@@ -1,0 +1,17 @@
+"""One rank of a job that `shoal train` started: `python -m shoal.train JOB`, with torchrun's environment."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from functools import partial
+from pathlib import Path
+
+from shoal.elastic import find_world, run_rank
+from shoal.train.execute import execute
+
+if __name__ == "__main__":
+    world = find_world()
+    assert world is not None
+    job = pickle.loads(Path(sys.argv[1]).read_bytes())
+    sys.exit(run_rank(world.rank, partial(execute, lambda: job, world)))

@@ -1,0 +1,222 @@
+"""The configuration of a training run: frozen models, from TOML and `key=value` settings."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.data import DataConfig
+from shoal.errors import ConfigError, nearest
+
+__all__ = [
+    "CheckpointConfig",
+    "OptimizerConfig",
+    "RecordConfig",
+    "TrainConfig",
+    "ValidationConfig",
+    "load_config",
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class OptimizerConfig(_Section):
+    """AdamW and the course of its learning rate."""
+
+    learning_rate: float = Field(default=2e-3, gt=0)
+    """The highest learning rate, for a batch of `reference_batch`."""
+    scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How the learning rate grows with batch / reference_batch."""
+    reference_batch: int = Field(default=16, gt=0)
+    """The batch that `learning_rate` was found for."""
+    schedule: Literal["cosine", "constant-then-decay"] = "cosine"
+    """After warm-up: a half cosine, or constant and a linear decay at the end."""
+    warmup: int = Field(default=50, ge=0)
+    """Steps in which the learning rate grows linearly from zero."""
+    decay: float = Field(default=0.2, ge=0, le=1)
+    """Share of all steps that decay, with constant-then-decay."""
+    final: float = Field(default=0.1, ge=0, le=1)
+    """The last learning rate, as a share of the highest."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of Adam's averages of gradients and of their squares."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the squares."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled decay of matrices; vectors, such as norms and biases, do not decay."""
+    clip: float = Field(default=1.0, gt=0)
+    """Largest norm of the whole gradient."""
+
+
+class ValidationConfig(_Section):
+    """When the loss on held-out data is measured; always at the end."""
+
+    every: int = Field(default=100, ge=0)
+    """Steps between; 0 is at the end only."""
+    samples: int = Field(default=256, gt=0)
+    """How many samples of the validation split, from its beginning."""
+
+
+class CheckpointConfig(_Section):
+    """When the state is saved; always at the end."""
+
+    every: int = Field(default=100, ge=0)
+    """Steps between; 0 is at the end only."""
+    keep: int = Field(default=2, gt=0)
+    """How many are kept. The last one that verifies is never deleted."""
+
+
+class RecordConfig(_Section):
+    """What a run writes about itself."""
+
+    timeline: bool = True
+    """Whether spans are recorded."""
+    tensorboard: bool = False
+    """Whether scalars are written for TensorBoard too (extra `tensorboard`)."""
+    live: int = Field(default=20, gt=0)
+    """Steps between two lines of progress, where there is no terminal."""
+
+
+class TrainConfig(_Section):
+    """A training run."""
+
+    model: str = "tiny"
+    """A preset, `package.module:function`, or `hf:PATH`."""
+    model_options: dict[str, Any] = {}
+    """Changes to the preset, or arguments of the function."""
+    data: DataConfig = DataConfig()
+    """What text."""
+    plan: str = ""
+    """A Plan's text form. Without `dp` in it, all ranks that the other degrees leave are data parallel."""
+    batch: int = Field(default=16, gt=0)
+    """Sequences in one optimizer step, over all ranks."""
+    sequence: int = Field(default=256, gt=0)
+    """Tokens in a sequence."""
+    steps: int = Field(default=400, gt=0)
+    """Optimizer steps in all."""
+    seed: int = Field(default=0, ge=0)
+    """Fixes the first weights, the order of samples and dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks compute on; auto is CUDA where there is one for each local rank."""
+    timeout: float = Field(default=600.0, gt=0)
+    """Seconds after which a collective that not all ranks came to fails."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW and its learning rate."""
+    validation: ValidationConfig = ValidationConfig()
+    """Held-out loss."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saved states."""
+    record: RecordConfig = RecordConfig()
+    """Timeline and scalars."""
+
+
+def load_config(
+    file: Path | None = None, settings: Sequence[str] = (), base: dict[str, Any] | None = None
+) -> TrainConfig:
+    """Puts a configuration together; what comes later wins.
+
+    Args:
+        file: TOML.
+        settings: `key=value`, keys dotted as in `optimizer.learning_rate=1e-3`; values as in TOML, and what
+            is not TOML is text.
+        base: A configuration to start from, such as that of a run that is resumed.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key or value is wrong.
+    """
+    content: dict[str, Any] = dict(base or {})
+    if file is not None:
+        content = _merge(content, _read(file))
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"the setting {setting!r} has no value",
+                possible="key=value, such as optimizer.learning_rate=1e-3",
+                change="add = and a value",
+            )
+        nested: Any = _value(value)
+        for part in reversed(key.strip().split(".")):
+            nested = {part: nested}
+        content = _merge(content, nested)
+    try:
+        return TrainConfig.model_validate(content)
+    except ValidationError as error:
+        raise _config_error(error) from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration {file} cannot be read: {error.strerror}",
+            possible="a TOML file",
+            change="correct the path",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"the configuration {file} is not TOML: {error}",
+            possible='lines such as model = "tiny", and sections such as [optimizer]',
+            change="correct that line",
+        ) from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _config_error(error: ValidationError) -> ConfigError:
+    problem = error.errors()[0]
+    path = [str(part) for part in problem["loc"]]
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        beside = _keys_beside(path)
+        everywhere = list(_all_keys(TrainConfig))
+        guess = nearest(key, [".".join([*path[:-1], name]) for name in beside]) or nearest(key, everywhere)
+        elsewhere = [name for name in everywhere if name.split(".")[-1] == path[-1]]
+        return ConfigError(
+            f"there is no key {key!r}{guess or (f' (did you mean {elsewhere[0]!r}?)' if elsewhere else '')}",
+            possible=", ".join(beside),
+            change=f"correct or remove {key!r}",
+        )
+    return ConfigError(
+        f"{key} cannot be {problem['input']!r}",
+        possible=problem["msg"][0].lower() + problem["msg"][1:],
+        change=f"change {key}",
+    )
+
+
+def _keys_beside(path: Sequence[str]) -> list[str]:
+    model: type[BaseModel] = TrainConfig
+    for part in path[:-1]:
+        inner = model.model_fields[part].annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        model = inner
+    return list(model.model_fields)
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _all_keys(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name

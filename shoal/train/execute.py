@@ -1,0 +1,286 @@
+"""Executing a job on one rank: build, train step by step, save, tell."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.checkpoint import (
+    Exchange,
+    ProcessGroupExchange,
+    SingleProcess,
+    latest,
+    read_manifest,
+    retain,
+    verify,
+)
+from shoal.cluster import peak_flops
+from shoal.data import Corpus, prepare
+from shoal.elastic import EXIT_STOPPED, StopSignal, World, join
+from shoal.errors import CheckpointError, DataError
+from shoal.models import Transformer, build
+from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
+from shoal.run import Run
+from shoal.train.config import TrainConfig
+from shoal.train.job import Job
+from shoal.train.live import LiveLine, summary
+from shoal.train.trainer import StepResult, Trainer
+from shoal.units import format_count
+
+__all__ = ["choose_device", "execute"]
+
+
+def choose_device(config: TrainConfig, local_rank: int) -> torch.device:
+    """What a rank computes on."""
+    if config.device == "cpu" or (config.device == "auto" and local_rank >= torch.cuda.device_count()):
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
+    """Trains, as one rank of `world`.
+
+    Args:
+        choose: Gives the job. Rank 0's counts, and the other ranks are told it.
+        world: The ranks.
+        stop: Whether this process was asked to stop.
+
+    Returns:
+        The exit code: 0, or `EXIT_STOPPED` if a signal stopped the run and its state is saved.
+    """
+    first_choice = choose()
+    device = choose_device(first_choice.config, world.local_rank)
+    join(world, device, timeout=first_choice.config.timeout)
+    exchange: Exchange = ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
+    try:
+        job: Job = exchange.all_gather_object(first_choice)[0]
+        return _Execution(job, world, device, exchange).run(stop)
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+@final
+class _Execution:
+    """A job on one rank, from its first step here to its last."""
+
+    def __init__(self, job: Job, world: World, device: torch.device, exchange: Exchange) -> None:
+        self._job = job
+        self._config = job.config
+        self._world = world
+        self._exchange = exchange
+        self._is_first = world.rank == 0
+        self._live = LiveLine(self._config.steps, self._config.record.live)
+
+        corpus = self._prepare_data()
+        model = _build_model(self._config, device)
+        loss_unit = "nats a byte" if corpus.tokenizer.name == "bytes" else "nats a token"
+        described = _describe(job, world, model, device, loss_unit)
+        if self._is_first:
+            if job.resume is None:
+                Run.create(job.path, described)
+            else:
+                job.resume.run.describe(described)
+        self._meet()
+        self._run = Run.open(job.path)
+        recorder = self._open_recorder()
+        self._recorder = recorder
+        self._trainer = Trainer(
+            model,
+            corpus.samples("train", self._config.sequence),
+            job.plan,
+            batch=self._config.batch,
+            steps=self._config.steps,
+            optimizer=self._config.optimizer,
+            seed=self._config.seed,
+            device=device,
+            recorder=recorder,
+        )
+        self._validation = corpus.samples("validation", self._config.sequence)
+        # What must be the same when the run goes on, for each sample to be seen once an epoch.
+        self._data = {
+            "fingerprint": corpus.fingerprint,
+            "sequence": self._config.sequence,
+            "seed": self._config.seed,
+        }
+        self._loggers = self._open_loggers()
+
+    def run(self, stop: StopSignal) -> int:
+        """Trains to the last step, or until stopped; gives the exit code."""
+        try:
+            self._take_up()
+            self._say(self._opening())
+            while self._trainer.step_count < self._config.steps:
+                result = self._trainer.step(stop=stop.received is not None)
+                self._tell(result)
+                if result.stop:
+                    path = self._save()
+                    self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
+                    return EXIT_STOPPED
+                self._do_what_is_due()
+            if self._is_first:
+                self._recorder.close()
+            self._trainer.close()
+            self._meet()
+            if self._is_first:
+                self._live.say("")
+                print(summary(self._run), flush=True)
+            return 0
+        finally:
+            self._trainer.close()
+            self._recorder.close()
+            self._loggers.close()
+
+    def _do_what_is_due(self) -> None:
+        step, last = self._trainer.step_count, self._config.steps
+        if step == last or _is_due(step, self._config.validation.every):
+            loss = self._trainer.validate(self._validation, self._config.validation.samples)
+            self._loggers.log(step, {"validation_loss": loss})
+            self._say(f"step {step}/{last}  validation loss {loss:.3f}")
+        if step == last:
+            self._save()
+        elif _is_due(step, self._config.checkpoint.every):
+            try:
+                self._save()
+            except CheckpointError as error:
+                self._say(f"warning: no checkpoint of step {step}, training goes on: {error}")
+
+    def _save(self) -> Path:
+        path = self._trainer.save(self._run.checkpoints, {"data": self._data})
+        retain(self._run.checkpoints, self._config.checkpoint.keep, self._exchange, self._say)
+        return path
+
+    def _take_up(self) -> None:
+        """Takes up the state that the job resumes from, if there is one."""
+        if self._job.resume is None:
+            return
+        path = self._job.resume.checkpoint
+        if path is None:
+            path = latest(self._run.checkpoints, self._exchange, self._say)
+        else:
+            verify(path, self._exchange)
+        if path is None:
+            self._say("there is no sound checkpoint to go on from: training begins anew")
+            return
+        self._require_same_data(path)
+        self._trainer.load(path)
+        self._say(f"goes on from {path}")
+
+    def _require_same_data(self, path: Path) -> None:
+        saved: Mapping[str, Any] = read_manifest(path).state["data"]
+        for name, value in self._data.items():
+            if saved[name] != value:
+                raise DataError(
+                    f"the run to be resumed has {name}={saved[name]} for its data, and now it is {value}",
+                    possible="the same data, sequence and seed, so that no sample is skipped or repeated",
+                    change="give the data as it was, or start a new run",
+                )
+
+    def _tell(self, result: StepResult) -> None:
+        if not self._is_first:
+            return
+        self._loggers.log(
+            result.step,
+            {
+                "loss": result.loss,
+                "gradient_norm": result.gradient_norm,
+                "learning_rate": result.learning_rate,
+                "tokens": result.tokens,
+                "step_seconds": result.seconds,
+                "tokens_per_second": result.tokens / result.seconds,
+            },
+        )
+        self._live.show(result)
+
+    def _opening(self) -> str:
+        described = self._run.description
+        return (
+            f"run {self._run.path}: {described['model']['name']} with "
+            f"{format_count(described['model']['parameters'])} parameters on {self._world.ranks} "
+            f"{described['device']['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {self._job.plan}"
+        )
+
+    def _prepare_data(self) -> Corpus:
+        """Tokenizes once a host: the first rank there does it, the others find it done."""
+        if self._world.local_rank == 0:
+            prepare(self._config.data)
+        self._meet()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # told once, before
+            return prepare(self._config.data)
+
+    def _open_recorder(self) -> Recorder:
+        if not self._config.record.timeline:
+            return NullRecorder()
+        return SpanRecorder(self._run.timeline_file(self._world.rank), self._world.rank, say=self._live.say)
+
+    def _open_loggers(self) -> Loggers:
+        if not self._is_first:
+            return Loggers([])
+        writers = [MetricsWriter(self._run.metrics_file, say=self._live.say)]
+        if self._config.record.tensorboard:
+            return Loggers([*writers, TensorBoardLogger(self._run.log / "tensorboard")], say=self._live.say)
+        return Loggers(writers, say=self._live.say)
+
+    def _meet(self) -> None:
+        """Returns once all ranks have come here."""
+        self._exchange.all_gather_object(None)
+
+    def _say(self, text: str) -> None:
+        if self._is_first:
+            self._live.say(text)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _build_model(config: TrainConfig, device: torch.device) -> nn.Module:
+    """A preset is built without memory, for `parallelize` to fill; others as their makers build them."""
+    if ":" in config.model:
+        torch.manual_seed(config.seed)
+        return build(config.model, overrides=config.model_options, device=device)
+    return build(config.model, overrides=config.model_options, device="meta")
+
+
+def _describe(
+    job: Job, world: World, model: nn.Module, device: torch.device, loss_unit: str
+) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if isinstance(model, Transformer):
+        flops = model.config.flops_per_token(job.config.sequence)
+    else:
+        flops = 6.0 * parameters
+    return {
+        "name": job.path.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "plan": str(job.plan),
+        "world_size": world.ranks,
+        "seed": job.config.seed,
+        "config": job.config.model_dump(mode="json"),
+        "model": {"name": job.config.model, "parameters": parameters, "flops_per_token": flops},
+        "device": {
+            "type": device.type,
+            "name": name,
+            "peak_flops": peak_flops(name, job.plan.precision) if device.type == "cuda" else None,
+        },
+        "tokens_per_step": job.config.batch * job.config.sequence,
+        "loss_unit": loss_unit,
+        "versions": {
+            "shoal": version("shoal"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    }

@@ -1,0 +1,186 @@
+"""A job: a configuration and the run that it becomes, and what can be refused before any rank starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shoal.data import Corpus, prepare
+from shoal.errors import ConfigError, ModelError, RunError
+from shoal.models import Transformer, TransformerConfig, build
+from shoal.parallel import require_executable
+from shoal.plan import Plan, parse_settings
+from shoal.record import TensorBoardLogger
+from shoal.run import Run, default_path
+from shoal.train.config import TrainConfig
+
+__all__ = ["Job", "Resume", "check", "choose_path", "choose_ranks", "find_resume", "resolve_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Where a run goes on from.
+
+    Attributes:
+        run: The run that goes on.
+        checkpoint: The checkpoint that was named; None for the newest sound one, if the run has any.
+    """
+
+    run: Run
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What every rank is told.
+
+    Attributes:
+        config: The configuration as it was given.
+        plan: The configuration's Plan, resolved for the ranks and the batch.
+        path: The run's directory.
+        resume: Where it goes on from; None for a new run.
+    """
+
+    config: TrainConfig
+    plan: Plan
+    path: Path
+    resume: Resume | None
+
+
+def choose_ranks(config: TrainConfig, asked: int | None) -> int:
+    """How many ranks to start on this machine.
+
+    What was asked for; else as many as a Plan that names `dp` needs; else one for each GPU, or for each core,
+    but no more than can share the batch evenly.
+
+    Raises:
+        ConfigError: No rank was asked for.
+        PlanError: The configuration's Plan is wrong.
+    """
+    if asked is not None:
+        if asked < 1:
+            raise ConfigError(
+                f"--nproc {asked} is not a number of ranks",
+                possible="1 or more",
+                change="leave it out for as many ranks as this machine has cores",
+            )
+        return asked
+    others = Plan.parse(config.plan).ranks
+    if "dp" in parse_settings(config.plan):
+        return others
+    gpus = torch.cuda.device_count() if config.device != "cpu" else 0
+    most = (gpus or len(os.sched_getaffinity(0))) // others
+    return next((dp * others for dp in range(most, 0, -1) if config.batch % dp == 0), others)
+
+
+def resolve_plan(config: TrainConfig, ranks: int) -> Plan:
+    """The configuration's Plan with all its degrees and the micro-batch settled.
+
+    Raises:
+        PlanError: The Plan does not fit the ranks or the batch.
+    """
+    settings = parse_settings(config.plan)
+    others = Plan.parse(config.plan).ranks
+    if "dp" not in settings and ranks % others == 0:
+        settings["dp"] = ranks // others
+    plan = Plan(**settings)
+    plan.require_ranks(ranks)
+    return plan.with_microbatch_for(config.batch)
+
+
+def find_resume(given: str | None, directory: Path | None) -> Resume | None:
+    """What a run is to go on from.
+
+    Args:
+        given: None for nothing; "auto" for the run in `directory`, or the newest in `runs/`, if there is one;
+            else the path of a run or of one of its checkpoints.
+        directory: The directory that was asked for, if one was.
+
+    Raises:
+        RunError: The path is neither.
+    """
+    if given is None:
+        return None
+    if given == "auto":
+        if directory is None:
+            newest = Run.newest("runs")
+            return None if newest is None else Resume(newest, None)
+        return Resume(Run.open(directory), None) if (directory / "run.json").is_file() else None
+    path = Path(given)
+    if (path / "run.json").is_file():
+        return Resume(Run.open(path), None)
+    if (path / "manifest.json").is_file():
+        return Resume(Run.open(path.resolve().parent.parent), path.resolve())
+    raise RunError(
+        f"--resume {path} is neither a run nor a checkpoint",
+        possible="auto, a run's directory, or a checkpoint such as runs/NAME/checkpoints/step-00000100",
+        change="correct the path",
+    )
+
+
+def choose_path(directory: Path | None, resume: Resume | None, config: TrainConfig) -> Path:
+    """The directory of the run.
+
+    Raises:
+        RunError: It is there already, and nothing is resumed.
+    """
+    if resume is not None:
+        if directory is not None and directory.resolve() != resume.run.path.resolve():
+            raise RunError(
+                f"--run {directory} is not the run that is resumed, {resume.run.path}",
+                possible="a resumed run goes on in its own directory",
+                change="leave out --run",
+            )
+        return resume.run.path
+    path = (
+        directory
+        if directory is not None
+        else default_path("runs", Path(config.model).name.replace(":", "-"))
+    )
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise RunError(
+            f"{path} exists already, and a run is never written over",
+            possible="a path that does not exist yet, or an empty directory",
+            change=f"give another --run, or go on with what is there: --resume {path}",
+        )
+    return path
+
+
+def check(job: Job) -> Corpus:
+    """Refuses what would fail in the ranks: data, model, or both together; prepares the data on the way.
+
+    Raises:
+        UserError: Something cannot work.
+    """
+    config = job.config
+    require_executable(job.plan)
+    corpus = prepare(config.data)
+    for split in ("train", "validation"):
+        corpus.samples(split, config.sequence)
+    if config.record.tensorboard:
+        TensorBoardLogger(job.path / "log")
+    model = build(
+        config.model, overrides=config.model_options, device="meta" if ":" not in config.model else "cpu"
+    )
+    if isinstance(model, Transformer):
+        _require_fit(model.config, config, corpus)
+    return corpus
+
+
+def _require_fit(shape: TransformerConfig, config: TrainConfig, corpus: Corpus) -> None:
+    if corpus.tokenizer.vocab_size > shape.vocab_size:
+        raise ModelError(
+            f"the model {config.model} has a vocabulary of {shape.vocab_size}, and the tokenizer "
+            f"{corpus.tokenizer.name} gives {corpus.tokenizer.vocab_size} different tokens",
+            possible="a vocabulary at least as large as the tokenizer's",
+            change=f"set model_options.vocab_size={corpus.tokenizer.vocab_size}",
+        )
+    if config.sequence > shape.seq:
+        raise ModelError(
+            f"sequence={config.sequence} is longer than the context of the model {config.model}",
+            possible=f"up to {shape.seq} tokens",
+            change=f"set sequence={shape.seq}, or model_options.seq={config.sequence}",
+        )

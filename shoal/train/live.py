@@ -1,0 +1,96 @@
+"""What a run tells the person before it: a live line, and a summary at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TextIO
+
+from shoal.run import Run
+from shoal.timeline import Timeline, explain
+from shoal.train.trainer import StepResult
+from shoal.units import format_count, format_seconds
+
+__all__ = ["LiveLine", "summary"]
+
+
+class LiveLine:
+    """Progress: one line that is written over on a terminal, else a line every so many steps.
+
+    Args:
+        steps: In all.
+        every: Steps between two lines where there is no terminal.
+        stream: Where to; messages go to stderr.
+    """
+
+    def __init__(self, steps: int, every: int, stream: TextIO = sys.stderr) -> None:
+        self._steps = steps
+        self._every = every
+        self._stream = stream
+        self._overwrite = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._begin: tuple[int, float] | None = None
+        self._shown = False
+
+    def show(self, result: StepResult) -> None:
+        """Tells of a step."""
+        now = time.monotonic()
+        if self._begin is None:
+            self._begin = (result.step, now)
+        if not self._overwrite and result.step % self._every and result.step != self._steps:
+            return
+        first, since = self._begin
+        made = result.step - first
+        left = format_seconds((self._steps - result.step) * (now - since) / made) if made else "?"
+        text = (
+            f"step {result.step}/{self._steps}  loss {result.loss:.3f}  lr {result.learning_rate:.2e}  "
+            f"{result.tokens / result.seconds:,.0f} tokens/s  {left} left"
+        )
+        if self._overwrite:
+            self._stream.write(f"\r\x1b[K{text}")
+            self._shown = True
+        else:
+            self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """Writes a line of its own, without tearing the live one."""
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._shown = False
+        self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+
+def summary(run: Run) -> str:
+    """What came of a run, for its end."""
+    metrics = run.metrics()
+    trained = [values for values in metrics if "loss" in values]
+    validated = [values for values in metrics if values.get("validation_loss") is not None]
+    described = run.description
+    model = described["model"]
+    seconds = sum(values["step_seconds"] for values in trained)
+    tokens = sum(values["tokens"] for values in trained)
+    parameters = format_count(model["parameters"])
+    lines = [
+        f"run         {run.path}",
+        f"model       {model['name']}, {parameters} parameters, Plan {described['plan']}",
+        f"steps       {len(trained)}, {format_count(tokens)} tokens in {format_seconds(seconds)}, "
+        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s",
+    ]
+    if trained:
+        lines.append(f"loss        {trained[0]['loss']:.3f} at first, {trained[-1]['loss']:.3f} at last")
+    if validated:
+        loss, unit = validated[-1]["validation_loss"], described["loss_unit"]
+        lines.append(f"validation  {loss:.3f} {unit}")
+    timeline = Timeline.read(run.timeline)
+    if timeline.steps():
+        parts = explain(timeline).parts
+        shares = [
+            f"{name.replace('_', ' ')} {share:.0%}"
+            for name, part in parts.disjoint().items()
+            if (share := part / parts.wall) >= 0.005
+        ]
+        lines.append(f"step        {format_seconds(parts.wall)}: {', '.join(shares)}")
+    lines.append(f"next        shoal report {run.path}    shoal sample {run.path} --prompt 'def '")
+    return "\n".join(lines)

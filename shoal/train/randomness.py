@@ -1,0 +1,49 @@
+"""The states of all random generators that a data set or a model may draw from, as tensors of fixed size."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+__all__ = ["random_state", "set_random_state"]
+
+
+def random_state() -> dict[str, torch.Tensor]:
+    """The states of torch's generators (CPU, and CUDA's current device if any), Python's and numpy's."""
+    state = {"cpu": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, torch.Tensor]) -> None:
+    """Puts back what `random_state` gave."""
+    torch.set_rng_state(state["cpu"])
+    version, *words = state["python"][:-2].tolist()
+    has_gauss, gauss = state["python"][-2:].tolist()
+    random.setstate((version, tuple(words), _as_float(gauss) if has_gauss else None))
+    key, (position, has_gauss, gauss) = state["numpy"][:-3].numpy(), state["numpy"][-3:].tolist()
+    np.random.set_state(("MT19937", key.astype(np.uint32), position, has_gauss, _as_float(gauss)))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _python_state() -> torch.Tensor:
+    version, words, gauss = random.getstate()
+    return torch.tensor([version, *words, int(gauss is not None), _as_int(gauss or 0.0)])
+
+
+def _numpy_state() -> torch.Tensor:
+    state = np.random.get_state(legacy=False)
+    words, gauss = state["state"], _as_int(state["gauss"])
+    return torch.tensor([*map(int, words["key"]), words["pos"], state["has_gauss"], gauss])
+
+
+def _as_int(number: float) -> int:
+    return int(np.float64(number).view(np.int64))
+
+
+def _as_float(bits: int) -> float:
+    return float(np.int64(bits).view(np.float64))

@@ -1,0 +1,48 @@
+"""From a run to the model that it trained, on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from shoal.checkpoint import Piece, SingleProcess, load, newest_verified, resolve
+from shoal.errors import CheckpointError
+from shoal.models import build
+from shoal.run import Run
+from shoal.train.config import TrainConfig, load_config
+from shoal.train.state import fixed_pieces
+
+__all__ = ["load_model"]
+
+
+def load_model(path: Path, say: Callable[[str], object]) -> tuple[nn.Module, TrainConfig]:
+    """The model of a run as its newest sound checkpoint has it, on the CPU in fp32.
+
+    Args:
+        path: The run, or one of its checkpoints.
+        say: Told of each corrupt checkpoint that is passed over.
+
+    Returns:
+        The model and the run's configuration.
+
+    Raises:
+        RunError: The path is not of a run.
+        CheckpointError: There is no sound checkpoint.
+    """
+    is_checkpoint = (path / "manifest.json").is_file()
+    run = Run.open(path.resolve().parent.parent if is_checkpoint else path)
+    config = load_config(base=run.description["config"])
+    alone = SingleProcess()
+    checkpoint = newest_verified(resolve(path), alone, say)
+    if checkpoint is None:
+        raise CheckpointError(f"{path} has no checkpoint that is sound")
+    model = build(config.model, overrides=config.model_options)
+    trained = [
+        Piece.whole(f"model/{name}", parameter.detach())
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    load(checkpoint, trained + fixed_pieces(model), alone)
+    return model, config

@@ -1,0 +1,65 @@
+"""Bytes, seconds, FLOP and their text forms.
+
+Memory is binary (KiB, MiB), rates are decimal (GB/s), time is in seconds.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes"]
+
+_BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BYTES_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
+
+
+def parse_bytes(text: str) -> int:
+    """Reads "25MiB", "1.5 GiB" or a plain number of bytes.
+
+    Raises:
+        ValueError: The text is not a size in binary units.
+    """
+    match = _BYTES_TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; sizes are written 512, 64KiB, 25MiB or 1GiB")
+    return int(float(match[1]) * _BINARY[match[2] or "B"])
+
+
+def format_bytes(count: int) -> str:
+    """Writes a size so that it reads well, and `parse_bytes` gives the same number where it is whole.
+
+    >>> format_bytes(26214400), format_bytes(1536)
+    ('25MiB', '1.5KiB')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= _BINARY[unit]:
+            return f"{count / _BINARY[unit]:.4g}{unit}"
+    return f"{count}B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Writes a duration with a unit that suits it.
+
+    >>> format_seconds(0.0421), format_seconds(75)
+    ('42.1 ms', '1 min 15 s')
+    """
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def format_count(count: float) -> str:
+    """Writes a large count in decimal thousands.
+
+    >>> format_count(12_582_912), format_count(960)
+    ('12.6 M', '960')
+    """
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.3g}"

@@ -1,0 +1,93 @@
+"""`shoal checkpoint ls` and `verify`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_stand_ins import flip, tensors, wholes
+
+from shoal.checkpoint import SingleProcess, save
+from shoal.cli import checkpoint
+from shoal.errors import CheckpointError
+
+SHARD = "rank-00000.safetensors"
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    for step in (100, 200):
+        save(tmp_path / "checkpoints", step, wholes(tensors(step)), {}, SingleProcess())
+    return tmp_path
+
+
+def shoal(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    checkpoint.add_parser(parser.add_subparsers())
+    parsed = parser.parse_args(["checkpoint", *arguments])
+    return int(parsed.run(parsed))
+
+
+def test_ls_lists_the_checkpoints_of_a_run_newest_first(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal("ls", str(run_directory)) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["step", "size", "files", "tensors", "checkpoint"]
+    assert [(row.split()[0], row.split()[2:4]) for row in rows] == [("200", ["1", "4"]), ("100", ["1", "4"])]
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_json_tells_what_the_table_tells(
+    action: str, run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal(action, str(run_directory), "--json") == 0
+    newest, oldest = json.loads(capsys.readouterr().out)
+    path = run_directory / "checkpoints" / "step-00000200"
+    assert newest == {
+        "step": 200,
+        "path": str(path),
+        "files": 1,
+        "tensors": 4,
+        "bytes": (path / SHARD).stat().st_size,
+        "problem": None,
+    }
+    assert oldest["step"] == 100
+
+
+def test_verify_names_a_flipped_byte_which_ls_does_not_look_for(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_directory / "checkpoints" / "step-00000100"
+    flip(path / SHARD, -1)
+    assert shoal("ls", str(run_directory)) == 0
+    capsys.readouterr()
+    assert shoal("verify", str(run_directory)) == 1
+    assert f"corrupt: {path / SHARD} is not what was written" in capsys.readouterr().out
+    assert shoal("verify", str(run_directory / "checkpoints" / "step-00000200")) == 0
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+@pytest.mark.parametrize("missing", [SHARD, "manifest.json"])
+def test_a_missing_file_is_named_with_exit_code_one(
+    action: str, missing: str, run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_directory / "checkpoints" / "step-00000200" / missing).unlink()
+    assert shoal(action, str(run_directory), "--json") == 1
+    newest, oldest = json.loads(capsys.readouterr().out)
+    assert missing in newest["problem"]
+    assert oldest["problem"] is None
+
+
+def test_a_path_without_checkpoints_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        shoal("ls", str(tmp_path))
+
+
+def test_the_command_is_defined_without_torch() -> None:
+    program = "import sys, shoal.cli.checkpoint; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,83 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import PlanError
+from shoal.plan import CHOICES, Plan
+
+
+@st.composite
+def plans(draw):
+    replicate = draw(st.sampled_from([1, 2, 4]))
+    shard = draw(st.sampled_from(CHOICES["shard"])) if replicate == 1 else "zero3"
+    precision = draw(st.sampled_from(CHOICES["precision"]))
+    naive = shard == "none" and precision == "fp32"
+    return Plan(
+        dp=replicate * draw(st.integers(1, 8)),
+        tp=draw(st.integers(1, 4)),
+        pp=draw(st.integers(1, 4)),
+        replicate=replicate,
+        shard=shard,
+        microbatch=draw(st.none() | st.integers(1, 64)),
+        exchange=draw(st.sampled_from(CHOICES["exchange"] if naive else ("bucketed",))),
+        bucket=draw(st.integers(1, 1023)) << draw(st.sampled_from([0, 10, 20])),
+        recompute=draw(st.sampled_from(CHOICES["recompute"])),
+        precision=precision,
+    )
+
+
+@given(plans())
+def test_the_text_form_reads_back_as_the_same_plan(plan):
+    assert Plan.parse(str(plan)) == plan
+
+
+def test_settings_left_out_have_their_defaults():
+    assert Plan.parse("") == Plan()
+    assert str(Plan.parse(" shard = zero1 , dp=4 ")) == "dp=4,shard=zero1"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("dp=2,shrad=zero1", "did you mean 'shard'"),
+        ("dp=2,shard=zero4", "did you mean 'zero"),
+        ("dp=2,dp=4", "twice"),
+        ("dp=two", "whole number"),
+        ("dp=0", "dp=0"),
+        ("dp", "name=value"),
+        ("bucket=25MB", "size such as 25MiB"),
+        ("dp=4,replicate=2", "shard=zero3"),
+        ("dp=4,replicate=3,shard=zero1", "1, 2, 4"),
+        ("dp=2,shard=zero1,exchange=naive", "naive"),
+        ("dp=2,ep=3", "ep=3"),
+    ],
+)
+def test_a_wrong_plan_is_refused_with_what_is_possible(text, named):
+    with pytest.raises(PlanError, match="possible") as refusal:
+        Plan.parse(text)
+    assert named in str(refusal.value)
+
+
+def test_a_plan_for_other_ranks_is_refused_with_the_degree_that_fits():
+    Plan.parse("dp=2,tp=2").require_ranks(4)
+    with pytest.raises(PlanError, match="dp=4"):
+        Plan.parse("dp=2,tp=2").require_ranks(8)
+
+
+@given(dp=st.integers(1, 8), microbatch=st.integers(1, 8), steps=st.integers(1, 8))
+def test_a_batch_of_whole_microbatches_fits(dp, microbatch, steps):
+    plan = Plan(dp=dp, microbatch=microbatch)
+    assert plan.with_microbatch_for(dp * microbatch * steps) == plan
+
+
+def test_the_microbatch_left_out_is_the_whole_of_a_ranks_batch():
+    assert Plan(dp=4).with_microbatch_for(32).microbatch == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "named"), [("dp=4", 30, "28 or 32"), ("dp=2,microbatch=3", 16, "1, 2, 4, 8")]
+)
+def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(text, batch, named):
+    with pytest.raises(PlanError) as refusal:
+        Plan.parse(text).with_microbatch_for(batch)
+    assert named in str(refusal.value)
