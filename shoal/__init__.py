@@ -1,7 +1,7 @@
 """Shoal: distributed training for PyTorch that accounts for every millisecond of communication.
 
-`parallelize` lays a model over the ranks as a `Plan` says; `Trainer` trains one. Names load when they are used,
-so that what needs no torch does not import it.
+`parallelize` lays a model over the ranks as a `Plan` says; `Trainer` trains one. Names load when they are
+used, so that what needs no torch does not import it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,39 @@
 """Fixtures for the whole suite: ranks are processes that all tests share."""
 
+import random
+
 import pytest
+from hypothesis import settings
 
 from shoal.testing import RankPool
+
+settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("shoal")
 
 
 @pytest.fixture(scope="session")
 def ranks():
     with RankPool() as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """Arguments of `shoal train` for a run whose steps take milliseconds, on text of its own."""
+    folder = tmp_path_factory.mktemp("tiny")
+    generator = random.Random(0)
+    words = ["shoal", "fish", "ring", "of", "the", "a", "turns", "as", "one", "with", "no", "leader"]
+    (folder / "text").mkdir()
+    for document in range(40):
+        text = " ".join(generator.choices(words, k=160))
+        (folder / "text" / f"document-{document:02d}.txt").write_text(text)
+    settings = (
+        f"data.source={folder / 'text'}",
+        f"data.cache={folder / 'cache'}",
+        "model_options={layers=2, hidden=32, heads=2, kv_heads=1, ffn=64, seq=32}",
+        "sequence=32",
+        "batch=4",
+        "optimizer.warmup=2",
+        "validation.samples=8",
+    )
+    return [argument for setting in settings for argument in ("--set", setting)]

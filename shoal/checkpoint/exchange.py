@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed
 
-from shoal.errors import CheckpointError, CorruptCheckpointError
+from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
 
 __all__ = ["Exchange", "ProcessGroupExchange", "SingleProcess", "attempt_on_rank_zero", "attempt_together"]
 
@@ -62,9 +62,16 @@ class ProcessGroupExchange:
         self.size = torch.distributed.get_world_size(group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The value of every rank of the group, in rank order."""
+        """The value of every rank of the group, in rank order.
+
+        Raises:
+            CommunicationError: Another rank is gone.
+        """
         values: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(values, value, group=self._group)
+        try:
+            torch.distributed.all_gather_object(values, value, group=self._group)
+        except RuntimeError as error:
+            raise CommunicationError(f"all_gather_object failed: {error}") from error
         return values
 
 

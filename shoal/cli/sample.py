@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """
     import torch
 
+    sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     from shoal.data import open_tokenizer
     from shoal.models import generate
     from shoal.train import load_model

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     from shoal.elastic import World, find_world, launch, run_rank
-    from shoal.train import check, execute
+    from shoal.train import check, choose_device, execute
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         return run_rank(world.rank, partial(execute, partial(_checked_job, args, world.ranks), world))
     job = _job(args, None)
     check(job)
+    choose_device(job.config, job.plan.ranks - 1)
     if job.plan.ranks == 1:
         alone = World(rank=0, ranks=1, local_rank=0, master=("", 0))
         return run_rank(0, partial(execute, lambda: job, alone))
@@ -97,7 +98,7 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     settings = [*args.settings, *([f'plan="{args.plan}"'] if args.plan is not None else [])]
     config = load_config(args.config, settings, before.get("config"))
     if ranks is None:
-        as_before = before.get("world_size") if args.plan is None else None
+        as_before = before.get("world_size") if config.plan == before.get("config", {}).get("plan") else None
         ranks = choose_ranks(config, args.nproc if args.nproc is not None else as_before)
     return Job(
         config=config,

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 from shoal.elastic.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.errors import WorkerError
 
-__all__ = ["OUTCOMES", "launch"]
+__all__ = ["LAUNCHER", "OUTCOMES", "launch"]
+
+LAUNCHER = "SHOAL_LAUNCHER"
+"""Environment variable: the process that started a rank, and that it must not outlive."""
 
 OUTCOMES = "SHOAL_OUTCOMES"
 """Environment variable: the folder where a rank that `launch` started leaves its outcome."""
@@ -42,8 +46,10 @@ def launch(command: Sequence[str], ranks: int, environment: Mapping[str, str] = 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        os.environ.update(_rank_environment(folder, ranks, environment))
+    with (
+        tempfile.TemporaryDirectory(prefix="shoal-") as folder,
+        _inherited(_rank_environment(folder, ranks, environment)),
+    ):
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -66,24 +72,39 @@ def launch(command: Sequence[str], ranks: int, environment: Mapping[str, str] = 
                 return EXIT_STOPPED
             raise root_cause(outcomes, codes) from None
         except SignalException as error:
-            outcomes = Outcome.read_all(Path(folder))
-            if len(outcomes) == ranks and all(outcome.exit_code == EXIT_STOPPED for outcome in outcomes):
-                return EXIT_STOPPED
-            if len(outcomes) == ranks and all(outcome.exit_code == 0 for outcome in outcomes):
-                return 0  # the signal came when all was done
-            failed = [outcome for outcome in outcomes if outcome.error]
-            if failed:
-                raise root_cause(failed, {}) from None
-            missing = min(set(range(ranks)) - {outcome.rank for outcome in outcomes})
-            raise WorkerError(
-                missing, f"ended by {error.sigval.name} before its state was saved", exit_code=130
-            ) from None
+            return _exit_code_after_signal(Outcome.read_all(Path(folder)), ranks, error.sigval.name)
     return 0
+
+
+def _exit_code_after_signal(outcomes: Sequence[Outcome], ranks: int, signal_name: str) -> int:
+    """What became of ranks that a signal was passed on to; raises if they could not save their state."""
+    failed = [outcome for outcome in outcomes if outcome.error]
+    ended = set(range(ranks)) - {outcome.rank for outcome in outcomes}
+    if ended and all(outcome.in_collective for outcome in failed):
+        reason = f"ended by {signal_name} before its state was saved"
+        raise WorkerError(min(ended), reason, exit_code=130)
+    if failed:
+        raise root_cause(failed, {})
+    # All may have been done when the signal came.
+    return max(outcome.exit_code for outcome in outcomes)
+
+
+@contextmanager
+def _inherited(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within it, processes that are started have these variables too."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _rank_environment(folder: str, ranks: int, environment: Mapping[str, str]) -> dict[str, str]:
     threads = max(1, (len(os.sched_getaffinity(0)) or 1) // ranks)
     return {
+        LAUNCHER: str(os.getpid()),
         OUTCOMES: folder,
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
         # Ranks on one machine need no name service and no network but loopback.

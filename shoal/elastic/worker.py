@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from shoal.elastic.launch import OUTCOMES
+from shoal.elastic.launch import LAUNCHER, OUTCOMES
 from shoal.elastic.outcome import Outcome
 from shoal.errors import UserError
 
@@ -20,10 +20,19 @@ _PR_SET_PDEATHSIG = 1
 
 
 class StopSignal:
-    """Whether someone asked this process to stop, by SIGTERM or Ctrl-C; a second Ctrl-C ends it at once."""
+    """Whether someone asked this process to stop, by SIGTERM or Ctrl-C; a second Ctrl-C ends it at once.
+
+    Until `heed` is called there is nothing to save, and a signal ends the process: also where it waits for
+    ranks that will never come, in native code that no handler of Python's interrupts.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+    def heed(self) -> None:
+        """From here on a signal is only noted; who does the work looks at `received`."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 
@@ -48,7 +57,7 @@ def run_rank(rank: int, work: Callable[[StopSignal], int]) -> int:
     """
     folder = os.environ.get(OUTCOMES)
     if folder is not None:
-        _die_with_parent()
+        _die_with(int(os.environ[LAUNCHER]))
     try:
         outcome = Outcome(rank=rank, exit_code=work(StopSignal()))
     except BaseException as error:
@@ -70,11 +79,9 @@ def _tell(outcome: Outcome, error: BaseException) -> None:
         print(outcome.detail, file=sys.stderr)
 
 
-def _die_with_parent() -> None:
-    """Has the kernel end this process when its parent ends, however that happens (Linux)."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+def _die_with(launcher: int) -> None:
+    """Has the kernel end this process when the launcher ends, however that happens (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended while this process was still importing
         os._exit(1)

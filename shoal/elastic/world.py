@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.errors import ConfigError
+from shoal.errors import CommunicationError, ConfigError
 
 __all__ = ["World", "find_world", "join"]
 
@@ -41,8 +41,19 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
     made of the job's number, unless MASTER_ADDR or MASTER_PORT say otherwise.
 
     Raises:
-        ConfigError: The environment is incomplete.
+        ConfigError: The environment is incomplete, or contradicts itself.
     """
+    world = _read_world(environment)
+    if world is not None and world.rank >= world.ranks:
+        raise ConfigError(
+            f"the launcher's environment says that this is rank {world.rank} of {world.ranks}",
+            possible=f"ranks from 0 to {world.ranks - 1}" if world.ranks else "at least one rank",
+            change="set RANK and WORLD_SIZE as torchrun does",
+        )
+    return world
+
+
+def _read_world(environment: Mapping[str, str]) -> World | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         return World(
             rank=_number(environment, "RANK"),
@@ -52,7 +63,10 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
         )
     if "SLURM_STEP_NUM_TASKS" in environment:  # set by srun for its tasks alone, not in a batch script
         host = environment.get("MASTER_ADDR") or _first_host(_text(environment, "SLURM_STEP_NODELIST"))
-        port = int(environment.get("MASTER_PORT") or 20000 + _number(environment, "SLURM_JOB_ID") % 20000)
+        if environment.get("MASTER_PORT"):
+            port = _number(environment, "MASTER_PORT")
+        else:
+            port = 20000 + _number(environment, "SLURM_JOB_ID") % 20000
         return World(
             rank=_number(environment, "SLURM_PROCID"),
             ranks=_number(environment, "SLURM_STEP_NUM_TASKS"),
@@ -76,16 +90,23 @@ def join(
         device: What this rank computes on.
         timeout: Seconds after which a collective that not all ranks came to fails.
         environment: Gets MASTER_ADDR and MASTER_PORT, which torch reads.
+
+    Raises:
+        CommunicationError: The ranks did not all meet.
     """
     if world.ranks == 1:
         return
     environment["MASTER_ADDR"], environment["MASTER_PORT"] = world.master[0], str(world.master[1])
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        rank=world.rank,
-        world_size=world.ranks,
-        timeout=timedelta(seconds=timeout),
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            rank=world.rank,
+            world_size=world.ranks,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        host, port = world.master
+        raise CommunicationError(f"the {world.ranks} ranks did not meet at {host}:{port}: {error}") from error
 
 
 def _first_host(hosts: str) -> str:
@@ -94,15 +115,14 @@ def _first_host(hosts: str) -> str:
     >>> _first_host("node[003-007,12]-ib,login1"), _first_host("a,b")
     ('node003-ib', 'a')
     """
-    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+)[^\]]*\]([^,]*))?", hosts)
-    if match is None:
+    first = re.match(r"(?:[^,\[\]]|\[\w[^\]]*\])+", hosts)
+    if first is None:
         raise ConfigError(
             f"SLURM_STEP_NODELIST={hosts!r} names no host",
             possible="a list such as node[01-04]",
             change="set MASTER_ADDR to the first host",
         )
-    prefix, first, suffix = match.groups()
-    return prefix if first is None else f"{prefix}{first}{suffix}"
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
 def _text(environment: Mapping[str, str], name: str) -> str:
@@ -117,7 +137,7 @@ def _text(environment: Mapping[str, str], name: str) -> str:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = _text(environment, name)
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ConfigError(
             f"{name}={text!r} in the launcher's environment is not a number",
             possible="a number from 0",

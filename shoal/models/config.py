@@ -19,7 +19,7 @@ class TransformerConfig(BaseModel):
         ModelError: A field is unknown, missing or out of range, or two fields do not fit each other.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     vocab_size: int = Field(gt=0)
     """Number of different tokens; 256 for bytes."""

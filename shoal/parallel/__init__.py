@@ -5,9 +5,18 @@ are gathered, reduced and sharded together), Owned (what a rank's optimizer chan
 `parallelize`, and so does a user with a loop of their own.
 """
 
-from shoal.parallel.apply import parallelize, require_executable
+from shoal.parallel.apply import parallelize, require_executable, require_trainable
 from shoal.parallel.bucket import Owned
 from shoal.parallel.communication import Axes, Axis, Pending
 from shoal.parallel.parallel import Parallel
 
-__all__ = ["Axes", "Axis", "Owned", "Parallel", "Pending", "parallelize", "require_executable"]
+__all__ = [
+    "Axes",
+    "Axis",
+    "Owned",
+    "Parallel",
+    "Pending",
+    "parallelize",
+    "require_executable",
+    "require_trainable",
+]

@@ -22,7 +22,7 @@ from shoal.parallel.zero3 import zero3
 from shoal.plan import DEGREES, Plan
 from shoal.record import NullRecorder, Recorder
 
-__all__ = ["parallelize", "require_executable"]
+__all__ = ["parallelize", "require_executable", "require_trainable"]
 
 _STRATEGIES: Mapping[str, Callable[[Setup], Strategy]] = {
     "none": replicated,
@@ -64,6 +64,7 @@ def parallelize(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     require_executable(plan)
+    require_trainable(model)
     axes = Axes.build(plan, recorder if recorder is not None else NullRecorder())
     blocks = list(find_blocks(model) if blocks is None else blocks)
 
@@ -96,8 +97,12 @@ def require_executable(plan: Plan) -> None:
         )
 
 
-def _first_values(model: nn.Module, seed: int, device: torch.device, axes: Axes) -> Fill:
-    tensors = [*model.parameters(), *model.buffers()]
+def require_trainable(model: nn.Module) -> None:
+    """Checks that a model has parameters to train, of types that can be trained.
+
+    Raises:
+        ModelError: It does not.
+    """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
         raise ModelError(
@@ -112,6 +117,11 @@ def _first_values(model: nn.Module, seed: int, device: torch.device, axes: Axes)
                 possible="fp32, bf16 or fp16 parameters; the Plan's precision says what computes",
                 change="call model.float() before",
             )
+
+
+def _first_values(model: nn.Module, seed: int, device: torch.device, axes: Axes) -> Fill:
+    tensors = [*model.parameters(), *model.buffers()]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
     if not on_meta:
         for pending in [axes.dp.broadcast(tensor.data, "first values") for tensor in tensors]:

@@ -38,32 +38,36 @@ class GradientSum:
         self._carried: list[torch.Tensor | None] = []
         self._pending: Pending | None = None
 
-    def add(self, index: int) -> None:
-        """Moves the gradient that autograd left at parameter `index` into the sum."""
+    def add(self, index: int, factor: float = 1.0) -> None:
+        """Moves the gradient that autograd left at parameter `index` into the sum.
+
+        Args:
+            index: Which parameter.
+            factor: What the sum is then multiplied by; cheapest here, while it is in the cache.
+        """
         if not any(self._held):
             self._begin()
         parameter, view = self.bucket.parameters[index], self._views[index]
         gradient = parameter.grad
         assert gradient is not None
-        if gradient is not view:  # otherwise autograd has added to the sum in place
-            if self._held[index]:
-                view.add_(gradient)
-            else:
-                view.copy_(gradient)
-            parameter.grad = view if view.dtype == parameter.dtype else None
+        if gradient is view:  # autograd has added to the sum in place
+            _scale(view, factor)
+        elif self._held[index]:
+            _scale(view.add_(gradient), factor)
+        elif gradient.dtype == view.dtype and factor != 1.0:
+            torch.mul(gradient, factor, out=view)
+        else:
+            _scale(view.copy_(gradient), factor)
+        parameter.grad = view if view.dtype == parameter.dtype else None
         self._held[index] = True
-
-    def scale(self, index: int, factor: float) -> None:
-        """Multiplies the sum of parameter `index`, best done while it is still in the cache."""
-        self._views[index].mul_(factor)
-        self._scaled[index] = True
+        self._scaled[index] = factor != 1.0
 
     def start_reduction(self, factor: float) -> None:
         """Begins to sum over the ranks that hold the bucket's shards.
 
         Args:
-            factor: What is multiplied with the sums that `scale` did not reach. A parameter that had no
-                gradient counts as zero.
+            factor: What sums are multiplied by that had no part in the last backward. A parameter that had
+                no gradient at all counts as zero.
         """
         if not any(self._held):
             self._begin()
@@ -71,7 +75,7 @@ class GradientSum:
             if not held:
                 view.zero_()
             elif not scaled:
-                view.mul_(factor)
+                _scale(view, factor)
         assert self._buffer is not None
         self._pending = self.bucket.axes.shard.reduce_scatter(
             self.bucket.own_part(self._buffer), self._buffer, self.bucket.name
@@ -140,6 +144,11 @@ class GradientSum:
             parameter.grad = None
 
 
+def _scale(tensor: torch.Tensor, factor: float) -> None:
+    if factor != 1.0:
+        tensor.mul_(factor)
+
+
 class GradientReduction:
     """Reduces buckets in a fixed order while backward still runs.
 
@@ -189,9 +198,7 @@ class GradientReduction:
 
         def ready(_: torch.Tensor) -> None:
             self._begin_backward()
-            gradient_sum.add(index)
-            if not self._paused and self._factor != 1.0:
-                gradient_sum.scale(index, self._factor)
+            gradient_sum.add(index, 1.0 if self._paused else self._factor)
             self._missing[position] -= 1
             if self._missing[position] == 0:
                 self._on_complete(gradient_sum.bucket)

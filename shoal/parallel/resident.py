@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import final
 
 from shoal.parallel.blocks import groups_by_size, parameter_runs
@@ -43,16 +43,23 @@ class ResidentWeights(Strategy):
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._sums_stay = sums_stay
         self._update = WeightUpdate(setup.model, list(zip(users, buckets, strict=True))[::-1])
-        self._reduction = GradientReduction(buckets, finish=finish, on_end=self._update.mark)
+        self._accumulating = False
+        self._reduction = GradientReduction(buckets, finish=finish, on_end=self._on_end)
 
     @property
     def owned(self) -> Sequence[Owned]:
         """See `Strategy.owned`."""
         return self._owned
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
         """See `Strategy.accumulate`."""
-        return self._reduction.pause() if self._sums_stay else nullcontext()
+        self._accumulating = True
+        try:
+            with self._reduction.pause() if self._sums_stay else nullcontext():
+                yield
+        finally:
+            self._accumulating = False
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -63,3 +70,7 @@ class ResidentWeights(Strategy):
     def changed(self) -> None:
         """See `Strategy.changed`."""
         self._update.mark()
+
+    def _on_end(self) -> None:
+        if not self._accumulating:  # the optimizer's step comes next
+            self._update.mark()

@@ -4,6 +4,8 @@ The communications: a block's weights are all-gathered before its forward and fr
 again before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends
 3 P (d - 1) / d elements for each micro-batch. The gather of the next block runs while one block computes. The
 last block of a forward is the first of backward, and stays; the root's parameters stay for the whole of both.
+
+All ranks must run the same blocks in the same order, since they gather together.
 """
 
 from __future__ import annotations

@@ -57,6 +57,8 @@ class RankPool:
         Raises:
             WorkerError: A rank raised, died, or did not end in time. Its traceback is part of the message.
         """
+        if not all(process.is_alive() for process, _ in self._workers):
+            self.close()
         while len(self._workers) < ranks:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
@@ -134,10 +136,11 @@ def _serve(connection: Connection, backend: str, threads: int) -> None:
         try:
             if ranks > 1:
                 dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
-            answer = ("", function(*arguments))
+            result = function(*arguments)
         except BaseException:
-            answer = (traceback.format_exc(), None)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        connection.send(answer)
+            # Told before this rank leaves the group, which fails the others: theirs come second.
+            connection.send((traceback.format_exc(), None))
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        connection.send(("", result))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -22,8 +22,11 @@ __all__ = [
 ]
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class OptimizerConfig(_Section):
@@ -43,7 +46,7 @@ class OptimizerConfig(_Section):
     """Share of all steps that decay, with constant-then-decay."""
     final: float = Field(default=0.1, ge=0, le=1)
     """The last learning rate, as a share of the highest."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay of Adam's averages of gradients and of their squares."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the squares."""
@@ -99,11 +102,11 @@ class TrainConfig(_Section):
     """Tokens in a sequence."""
     steps: int = Field(default=400, gt=0)
     """Optimizer steps in all."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Fixes the first weights, the order of samples and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """What ranks compute on; auto is CUDA where there is one for each local rank."""
-    timeout: float = Field(default=600.0, gt=0)
+    timeout: float = Field(default=600.0, gt=0, le=10_000_000)
     """Seconds after which a collective that not all ranks came to fails."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning rate."""
@@ -184,7 +187,7 @@ def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 def _config_error(error: ValidationError) -> ConfigError:
     problem = error.errors()[0]
-    path = [str(part) for part in problem["loc"]]
+    path = _path_of(problem["loc"])
     key = ".".join(path)
     if problem["type"] == "extra_forbidden":
         beside = _keys_beside(path)
@@ -196,11 +199,26 @@ def _config_error(error: ValidationError) -> ConfigError:
             possible=", ".join(beside),
             change=f"correct or remove {key!r}",
         )
+    possible = problem["msg"].removeprefix("Value error, ")
     return ConfigError(
         f"{key} cannot be {problem['input']!r}",
-        possible=problem["msg"][0].lower() + problem["msg"][1:],
+        possible=possible[0].lower() + possible[1:],
         change=f"change {key}",
     )
+
+
+def _path_of(location: Sequence[int | str]) -> list[str]:
+    """The key that pydantic found wrong, without what it adds behind it for types that are alternatives."""
+    path: list[str] = []
+    model: Any = TrainConfig
+    for part in map(str, location):
+        path.append(part)
+        if part not in model.model_fields:
+            break
+        model = model.model_fields[part].annotation
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            break
+    return path
 
 
 def _keys_beside(path: Sequence[str]) -> list[str]:

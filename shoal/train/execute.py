@@ -27,7 +27,7 @@ from shoal.checkpoint import (
 from shoal.cluster import peak_flops
 from shoal.data import Corpus, prepare
 from shoal.elastic import EXIT_STOPPED, StopSignal, World, join
-from shoal.errors import CheckpointError, DataError
+from shoal.errors import CheckpointError, ConfigError, DataError
 from shoal.models import Transformer, build
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
@@ -41,10 +41,20 @@ __all__ = ["choose_device", "execute"]
 
 
 def choose_device(config: TrainConfig, local_rank: int) -> torch.device:
-    """What a rank computes on."""
-    if config.device == "cpu" or (config.device == "auto" and local_rank >= torch.cuda.device_count()):
+    """What a rank computes on.
+
+    Raises:
+        ConfigError: The configuration asks for CUDA, and there is no GPU for this rank.
+    """
+    gpus = torch.cuda.device_count()
+    if config.device == "cpu" or (config.device == "auto" and local_rank >= gpus):
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
+    if local_rank >= gpus:
+        raise ConfigError(
+            f"device=cuda was given, and local rank {local_rank} finds {gpus} GPUs on this host",
+            possible="one rank for each GPU of a host" if gpus else "device=cpu or device=auto",
+            change=f"start {gpus} ranks on this host" if gpus else "leave out device=cuda",
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -61,6 +71,8 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
     """
     first_choice = choose()
     device = choose_device(first_choice.config, world.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     join(world, device, timeout=first_choice.config.timeout)
     exchange: Exchange = ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
     try:
@@ -86,12 +98,9 @@ class _Execution:
         corpus = self._prepare_data()
         model = _build_model(self._config, device)
         loss_unit = "nats a byte" if corpus.tokenizer.name == "bytes" else "nats a token"
-        described = _describe(job, world, model, device, loss_unit)
-        if self._is_first:
-            if job.resume is None:
-                Run.create(job.path, described)
-            else:
-                job.resume.run.describe(described)
+        self._described = _describe(job, world, model, device, loss_unit)
+        if self._is_first and not job.goes_on:
+            Run.create(job.path, self._described)
         self._meet()
         self._run = Run.open(job.path)
         recorder = self._open_recorder()
@@ -120,17 +129,17 @@ class _Execution:
         """Trains to the last step, or until stopped; gives the exit code."""
         try:
             self._take_up()
+            stop.heed()
             self._say(self._opening())
             while self._trainer.step_count < self._config.steps:
                 result = self._trainer.step(stop=stop.received is not None)
                 self._tell(result)
-                if result.stop:
+                if result.stop and result.step < self._config.steps:
                     path = self._save()
                     self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
-            if self._is_first:
-                self._recorder.close()
+            self._recorder.close()  # for the summary, which reads the timelines of all ranks
             self._trainer.close()
             self._meet()
             if self._is_first:
@@ -163,19 +172,24 @@ class _Execution:
 
     def _take_up(self) -> None:
         """Takes up the state that the job resumes from, if there is one."""
-        if self._job.resume is None:
+        resume = self._job.resume
+        if resume is None:
             return
-        path = self._job.resume.checkpoint
+        path = resume.checkpoint
         if path is None:
-            path = latest(self._run.checkpoints, self._exchange, self._say)
+            path = latest(resume.run.checkpoints, self._exchange, self._say)
         else:
             verify(path, self._exchange)
         if path is None:
             self._say("there is no sound checkpoint to go on from: training begins anew")
-            return
-        self._require_same_data(path)
-        self._trainer.load(path)
-        self._say(f"goes on from {path}")
+        else:
+            self._require_same_data(path)
+            self._trainer.load(path)
+            self._say(f"goes on from {path}")
+        if (
+            self._is_first and self._job.goes_on
+        ):  # only now, so that a configuration that does not fit the run leaves it as it was
+            self._run.describe(self._described)
 
     def _require_same_data(self, path: Path) -> None:
         saved: Mapping[str, Any] = read_manifest(path).state["data"]
@@ -204,11 +218,11 @@ class _Execution:
         self._live.show(result)
 
     def _opening(self) -> str:
-        described = self._run.description
+        model, device = self._described["model"], self._described["device"]
         return (
-            f"run {self._run.path}: {described['model']['name']} with "
-            f"{format_count(described['model']['parameters'])} parameters on {self._world.ranks} "
-            f"{described['device']['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {self._job.plan}"
+            f"run {self._run.path}: {model['name']} with "
+            f"{format_count(model['parameters'])} parameters on {self._world.ranks} "
+            f"{device['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {self._job.plan}"
         )
 
     def _prepare_data(self) -> Corpus:

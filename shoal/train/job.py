@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from shoal.checkpoint import checkpoints
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer, TransformerConfig, build
-from shoal.parallel import require_executable
+from shoal.parallel import require_executable, require_trainable
 from shoal.plan import Plan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
@@ -22,10 +25,10 @@ __all__ = ["Job", "Resume", "check", "choose_path", "choose_ranks", "find_resume
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a run goes on from.
+    """Where a run takes up a state that was saved.
 
     Attributes:
-        run: The run that goes on.
+        run: The run that saved it: the same that goes on, or the one that a new run begins from.
         checkpoint: The checkpoint that was named; None for the newest sound one, if the run has any.
     """
 
@@ -41,13 +44,18 @@ class Job:
         config: The configuration as it was given.
         plan: The configuration's Plan, resolved for the ranks and the batch.
         path: The run's directory.
-        resume: Where it goes on from; None for a new run.
+        resume: Where it takes up a state; None for a run that begins anew.
     """
 
     config: TrainConfig
     plan: Plan
     path: Path
     resume: Resume | None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run is one that was there before."""
+        return self.resume is not None and self.resume.run.path == self.path
 
 
 def choose_ranks(config: TrainConfig, asked: int | None) -> int:
@@ -68,12 +76,15 @@ def choose_ranks(config: TrainConfig, asked: int | None) -> int:
                 change="leave it out for as many ranks as this machine has cores",
             )
         return asked
-    others = Plan.parse(config.plan).ranks
-    if "dp" in parse_settings(config.plan):
-        return others
+    settings = parse_settings(config.plan)
+    if "dp" in settings:
+        return Plan(**settings).ranks
+    others = _ranks_beside_dp(settings)
+    replicas = max(1, settings.get("replicate", 1))
     gpus = torch.cuda.device_count() if config.device != "cpu" else 0
     most = (gpus or len(os.sched_getaffinity(0))) // others
-    return next((dp * others for dp in range(most, 0, -1) if config.batch % dp == 0), others)
+    fitting = (dp for dp in range(most, 0, -1) if dp % replicas == 0 and config.batch % dp == 0)
+    return next(fitting, replicas) * others
 
 
 def resolve_plan(config: TrainConfig, ranks: int) -> Plan:
@@ -83,12 +94,16 @@ def resolve_plan(config: TrainConfig, ranks: int) -> Plan:
         PlanError: The Plan does not fit the ranks or the batch.
     """
     settings = parse_settings(config.plan)
-    others = Plan.parse(config.plan).ranks
-    if "dp" not in settings and ranks % others == 0:
-        settings["dp"] = ranks // others
+    if "dp" not in settings:
+        settings["dp"] = max(1, ranks // _ranks_beside_dp(settings))
     plan = Plan(**settings)
     plan.require_ranks(ranks)
     return plan.with_microbatch_for(config.batch)
+
+
+def _ranks_beside_dp(settings: Mapping[str, Any]) -> int:
+    """How many ranks the other degrees of a Plan make."""
+    return Plan(**{degree: settings[degree] for degree in ("tp", "pp", "cp") if degree in settings}).ranks
 
 
 def find_resume(given: str | None, directory: Path | None) -> Resume | None:
@@ -113,7 +128,7 @@ def find_resume(given: str | None, directory: Path | None) -> Resume | None:
     if (path / "run.json").is_file():
         return Resume(Run.open(path), None)
     if (path / "manifest.json").is_file():
-        return Resume(Run.open(path.resolve().parent.parent), path.resolve())
+        return Resume(Run.open(path.absolute().parent.parent), path)
     raise RunError(
         f"--resume {path} is neither a run nor a checkpoint",
         possible="auto, a run's directory, or a checkpoint such as runs/NAME/checkpoints/step-00000100",
@@ -122,24 +137,23 @@ def find_resume(given: str | None, directory: Path | None) -> Resume | None:
 
 
 def choose_path(directory: Path | None, resume: Resume | None, config: TrainConfig) -> Path:
-    """The directory of the run.
+    """The directory of the run: of the one that goes on, or a new one, which may begin from a checkpoint.
 
     Raises:
-        RunError: It is there already, and nothing is resumed.
+        RunError: A new run's directory is there already; or the run would go on from a checkpoint that is not
+            its newest, and so have two futures.
     """
-    if resume is not None:
-        if directory is not None and directory.resolve() != resume.run.path.resolve():
+    if resume is not None and (directory is None or directory.resolve() == resume.run.path.resolve()):
+        newest = checkpoints(resume.run.checkpoints)[:1]
+        if resume.checkpoint is not None and resume.checkpoint.name != newest[0].name:
             raise RunError(
-                f"--run {directory} is not the run that is resumed, {resume.run.path}",
-                possible="a resumed run goes on in its own directory",
-                change="leave out --run",
+                f"{resume.checkpoint.name} is not the newest checkpoint of {resume.run.path}: "
+                f"{newest[0].name} is",
+                possible="a run goes on from its newest checkpoint; a new run may begin from any",
+                change="add --run with a new directory, or resume the run itself",
             )
         return resume.run.path
-    path = (
-        directory
-        if directory is not None
-        else default_path("runs", Path(config.model).name.replace(":", "-"))
-    )
+    path = directory if directory is not None else default_path("runs", Path(config.model).name)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(
             f"{path} exists already, and a run is never written over",
@@ -165,6 +179,7 @@ def check(job: Job) -> Corpus:
     model = build(
         config.model, overrides=config.model_options, device="meta" if ":" not in config.model else "cpu"
     )
+    require_trainable(model)
     if isinstance(model, Transformer):
         _require_fit(model.config, config, corpus)
     return corpus

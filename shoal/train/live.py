@@ -21,14 +21,14 @@ class LiveLine:
     Args:
         steps: In all.
         every: Steps between two lines where there is no terminal.
-        stream: Where to; messages go to stderr.
+        stream: Where to; by default stderr, where messages go.
     """
 
-    def __init__(self, steps: int, every: int, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, steps: int, every: int, stream: TextIO | None = None) -> None:
         self._steps = steps
         self._every = every
-        self._stream = stream
-        self._overwrite = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._stream = sys.stderr if stream is None else stream
+        self._overwrite = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._begin: tuple[int, float] | None = None
         self._shown = False
 
@@ -40,12 +40,13 @@ class LiveLine:
         if not self._overwrite and result.step % self._every and result.step != self._steps:
             return
         first, since = self._begin
-        made = result.step - first
-        left = format_seconds((self._steps - result.step) * (now - since) / made) if made else "?"
+        made, to_make = result.step - first, self._steps - result.step
         text = (
             f"step {result.step}/{self._steps}  loss {result.loss:.3f}  lr {result.learning_rate:.2e}  "
-            f"{result.tokens / result.seconds:,.0f} tokens/s  {left} left"
+            f"{result.tokens / result.seconds:,.0f} tokens/s"
         )
+        if made and to_make:
+            text += f"  {format_seconds(to_make * (now - since) / made)} left"
         if self._overwrite:
             self._stream.write(f"\r\x1b[K{text}")
             self._shown = True

@@ -1,0 +1,312 @@
+"""One optimizer step of the same training through Shoal, torch and others, each as its users write it.
+
+All of them train the same model from the same weights on the same micro-batches, with the same AdamW (fused)
+and the gradient's norm clipped to 1, in fp32. What a framework offers for its part of that is used: wrapping,
+backward, clipping, the optimizer's step. DDP is told to keep gradients in its buckets, which saves it a copy;
+all else is as each framework has it by default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rounds import Step
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.utils import clip_grad_norm_
+
+import shoal
+from shoal.data import DataConfig, Loader, TokenSamples, prepare
+from shoal.models import Transformer, next_token_loss, preset
+from shoal.record import Recorder, SpanRecorder
+from shoal.train import OptimizerConfig
+
+__all__ = ["CONTESTANTS", "REFERENCE", "Contestant", "Task", "make_trainer"]
+
+_SEED = 0
+_CLIP = 1.0
+_ADAMW: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.0,  # so that nobody needs parameter groups
+    "fused": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every contestant trains.
+
+    Attributes:
+        preset: Name of the model.
+        sequence: Tokens in a sequence.
+        microbatch: Sequences in a rank's part of the batch, which is one forward.
+        ranks: Number of ranks.
+        folder: Where timelines go.
+    """
+
+    preset: str
+    sequence: int
+    microbatch: int
+    ranks: int
+    folder: Path
+
+    @property
+    def batch(self) -> int:
+        """Sequences in one optimizer step, over all ranks."""
+        return self.microbatch * self.ranks
+
+    def model(self) -> Transformer:
+        """The model with its first weights, the same on every rank."""
+        model = Transformer(preset(self.preset))
+        model.initialize(_SEED)
+        return model
+
+    def samples(self) -> TokenSamples:
+        """The source of Python's standard library, as bytes."""
+        return prepare(DataConfig()).samples("train", self.sequence)
+
+    def batches(self, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A rank's inputs and targets, step after step; the Trainer deals out the same."""
+        loader = Loader(self.samples(), seed=_SEED, batch_size=self.batch)
+        return loader.stream(0, rank, self.ranks, self.microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A way to make the step.
+
+    Attributes:
+        name: As the table has it.
+        build: From the Task and the rank to the step.
+        peer: The name of the contestant that it is compared with.
+        package: What has to be installed for it, beside torch and Shoal.
+        communicates: Whether its ranks train one model; else only the first loss can be that of the others.
+    """
+
+    name: str
+    build: Callable[[Task, int], Step]
+    peer: str | None = None
+    package: str | None = None
+    communicates: bool = True
+
+
+def _loop(
+    task: Task,
+    rank: int,
+    *,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    update: Callable[[], None],
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+) -> Step:
+    """The loop that all but the Trainer have in common."""
+    batches = task.batches(rank)
+
+    def step() -> float:
+        inputs, targets = next(batches)
+        loss = next_token_loss(forward(inputs), targets)
+        backward(loss)
+        update()
+        return loss.item()
+
+    return step
+
+
+def _update(optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Callable[[], None]:
+    def update() -> None:
+        clip()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+def _torch_loop(task: Task, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    clip = partial(clip_grad_norm_, list(model.parameters()), _CLIP)
+    return _loop(task, rank, forward=model, update=_update(optimizer, clip))
+
+
+def _no_communication(task: Task, rank: int) -> Step:
+    model = task.model()
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+
+
+# -- Shoal ----------------------------------------------------------------------------------------------
+
+
+def _shoal(shard: str, task: Task, rank: int) -> Step:
+    dist.init_process_group("gloo")
+    model = shoal.parallelize(task.model(), f"dp={task.ranks},shard={shard}")
+    optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
+    return _loop(task, rank, forward=model, update=_update(optimizer, partial(model.clip_gradients, _CLIP)))
+
+
+def make_trainer(task: Task, shard: str, recorder: Recorder) -> shoal.Trainer:
+    """Forms the default process group, and in it a Trainer that does what the loops do."""
+    dist.init_process_group("gloo")
+    return shoal.Trainer(
+        task.model(),
+        task.samples(),
+        f"dp={task.ranks},shard={shard}",
+        batch=task.batch,
+        steps=1_000_000,  # more than any benchmark makes, so that the rate stays constant
+        optimizer=OptimizerConfig(
+            learning_rate=_ADAMW["lr"],
+            betas=_ADAMW["betas"],
+            eps=_ADAMW["eps"],
+            weight_decay=_ADAMW["weight_decay"],
+            clip=_CLIP,
+            schedule="constant-then-decay",
+            warmup=0,
+            decay=0.0,
+        ),
+        seed=_SEED,
+        recorder=recorder,
+    )
+
+
+def _shoal_train(task: Task, rank: int) -> Step:
+    trainer = make_trainer(task, "none", SpanRecorder(task.folder / f"rank-{rank}.jsonl", rank))
+    return lambda: trainer.step().loss
+
+
+# -- torch ----------------------------------------------------------------------------------------------
+
+
+def _ddp_model(task: Task) -> nn.Module:
+    dist.init_process_group("gloo")
+    return nn.parallel.DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
+
+
+def _ddp(task: Task, rank: int) -> Step:
+    model = _ddp_model(task)
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+
+
+def _ddp_zero_redundancy(task: Task, rank: int) -> Step:
+    model = _ddp_model(task)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_ADAMW)
+    return _torch_loop(task, rank, model, optimizer)
+
+
+def _shard_fully(model: Transformer, mesh: Any, *, reshard: bool) -> Transformer:
+    """FSDP2 as torch's tutorial applies it: each block, then the root, which stays whole after forward."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _fsdp2(reshard: bool, task: Task, rank: int) -> Step:
+    mesh = init_device_mesh("cpu", (task.ranks,))
+    model = _shard_fully(task.model(), mesh, reshard=reshard)
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+
+
+# -- Hugging Face Accelerate ----------------------------------------------------------------------------
+# DDP only: Accelerator(cpu=True) ignores an FSDP plugin without a word, and runs DDP in its place.
+
+
+def _accelerate_ddp(task: Task, rank: int) -> Step:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    kwargs = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
+    model = task.model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+    clip = partial(accelerator.clip_grad_norm_, list(model.parameters()), _CLIP)
+    return _loop(task, rank, forward=model, update=_update(optimizer, clip), backward=accelerator.backward)
+
+
+# -- Lightning Fabric -----------------------------------------------------------------------------------
+
+
+def _fabric(strategy: Any, task: Task, rank: int) -> Step:
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import TorchElasticEnvironment
+
+    fabric = Fabric(
+        accelerator="cpu", devices=task.ranks, strategy=strategy, plugins=[TorchElasticEnvironment()]
+    )
+    fabric.launch()
+    model = fabric.setup_module(task.model())
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), **_ADAMW))
+    # Its own check for infinities costs one more pass; nobody else makes it.
+    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=_CLIP, error_if_nonfinite=False)
+    return _loop(task, rank, forward=model, update=_update(optimizer, clip), backward=fabric.backward)
+
+
+def _fabric_ddp(task: Task, rank: int) -> Step:
+    from lightning_fabric.strategies import DDPStrategy
+
+    return _fabric(DDPStrategy(gradient_as_bucket_view=True), task, rank)
+
+
+def _fabric_fsdp2(task: Task, rank: int) -> Step:
+    from lightning_fabric.strategies import ModelParallelStrategy
+
+    def shard(model: Transformer, mesh: Any) -> Transformer:
+        return _shard_fully(model, mesh["data_parallel"], reshard=True)
+
+    strategy = ModelParallelStrategy(shard, data_parallel_size=task.ranks, tensor_parallel_size=1)
+    return _fabric(strategy, task, rank)
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------------
+
+
+def _deepspeed(stage: int, task: Task, rank: int) -> Step:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = task.model()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), **_ADAMW),
+        config={
+            "train_micro_batch_size_per_gpu": task.microbatch,
+            "gradient_clipping": _CLIP,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 1_000_000,
+        },
+    )
+    return _loop(task, rank, forward=engine, update=engine.step, backward=engine.backward)
+
+
+REFERENCE = "torch DDP"
+"""The contestant whose losses the others have to have."""
+
+CONTESTANTS = (
+    Contestant("no communication", _no_communication, REFERENCE, communicates=False),
+    Contestant(REFERENCE, _ddp),
+    Contestant("shoal none", partial(_shoal, "none"), REFERENCE),
+    Contestant("shoal train", _shoal_train, REFERENCE),
+    Contestant("Accelerate DDP", _accelerate_ddp, REFERENCE, "accelerate"),
+    Contestant("Fabric DDP", _fabric_ddp, REFERENCE, "lightning_fabric"),
+    Contestant("torch DDP + ZeroRedundancyOptimizer", _ddp_zero_redundancy),
+    Contestant("shoal zero1", partial(_shoal, "zero1"), "torch DDP + ZeroRedundancyOptimizer"),
+    Contestant(
+        "DeepSpeed ZeRO-1", partial(_deepspeed, 1), "torch DDP + ZeroRedundancyOptimizer", "deepspeed"
+    ),
+    Contestant("torch FSDP2, no reshard", partial(_fsdp2, False)),
+    Contestant("shoal zero2", partial(_shoal, "zero2"), "torch FSDP2, no reshard"),
+    Contestant("torch FSDP2", partial(_fsdp2, True)),
+    Contestant("shoal zero3", partial(_shoal, "zero3"), "torch FSDP2"),
+    Contestant("Fabric FSDP2", _fabric_fsdp2, "torch FSDP2", "lightning_fabric"),
+    Contestant("DeepSpeed ZeRO-3", partial(_deepspeed, 3), "torch FSDP2", "deepspeed"),
+)
+"""Each stands beside its peer, so that the two run one after the other."""

@@ -1,0 +1,68 @@
+"""`shoal train` in processes that have torch already: as the only rank, or as one that a launcher started."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import resource
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shoal.cli.main import main
+
+Ended = tuple[int, str, str]
+"""Exit code, stdout and stderr."""
+
+
+def shoal(arguments: Sequence[str], folder: Path) -> Ended:
+    """Runs the program in a folder."""
+    out, err = io.StringIO(), io.StringIO()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(arguments)
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)
+    return code, out.getvalue(), err.getvalue()
+
+
+def shoal_as_rank(arguments: Sequence[str], folder: Path, port: int) -> Ended:
+    """Runs the program as this rank, with the environment that torchrun gives; to be called on ranks."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()  # the program forms its own
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    with environment_of({name: str(value) for name, value in environment.items()}):
+        return shoal(arguments, folder)
+
+
+def shoal_on_a_full_disk(arguments: Sequence[str], folder: Path, largest_file: int) -> Ended:
+    """Runs the program where no file can grow beyond a size."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, before[1]))
+    try:
+        return shoal(arguments, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def environment_of(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,129 @@
+"""The pieces of a checkpoint: together the ranks save each element once, under any layout."""
+
+from __future__ import annotations
+
+import collections
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from shoal.parallel import Owned
+from shoal.parallel.layout import BucketLayout
+from shoal.train.randomness import random_state, set_random_state
+from shoal.train.state import make_optimizer_state, pieces_to_load, pieces_to_save
+
+SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+class FrozenPart(nn.Module):
+    """Of the two kinds of tensors that are saved and not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(2, 2))
+
+
+def rank_of(shapes, shards, replicas, shard, replica):
+    """A rank's part of parameters of these shapes in one bucket, and its optimizer."""
+    names = [(f"parameter{number}", shape) for number, shape in enumerate(shapes)]
+    owned = [
+        Owned(piece.slot.name, piece.slot.shape, piece.start, piece.stop, nn.Parameter(torch.zeros(size)))
+        for piece in BucketLayout.of(names, shards).pieces(shard)
+        for size in [piece.stop - piece.start]
+    ]
+    axes = SimpleNamespace(
+        replicate=SimpleNamespace(size=replicas, index=replica),
+        dp=SimpleNamespace(index=replica * shards + shard),
+    )
+    parameters = [each.parameter for each in owned] or [nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    make_optimizer_state(optimizer)
+    return SimpleNamespace(owned=owned, axes=axes, module=FrozenPart()), optimizer
+
+
+@given(SHAPES, st.integers(1, 4), st.integers(1, 3))
+def test_the_ranks_save_each_element_of_the_state_once(shapes, shards, replicas):
+    saved = collections.defaultdict(list)
+    sizes = {}
+    for shard in range(shards):
+        for replica in range(replicas):
+            for piece in pieces_to_save(*rank_of(shapes, shards, replicas, shard, replica)):
+                saved[piece.name].append((piece.start, piece.stop))
+                assert sizes.setdefault(piece.name, piece.shape) == piece.shape
+
+    wanted = {"fixed/scale": (3,), "fixed/mean": (2, 2)}
+    for number, shape in enumerate(shapes):
+        wanted[f"optimizer/step/parameter{number}"] = ()
+        for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+            wanted[f"{kind}/parameter{number}"] = shape
+    assert sizes == wanted
+    for name, intervals in saved.items():
+        bounds = [
+            0,
+            *(bound for interval in sorted(intervals) for bound in interval),
+            math.prod(wanted[name]),
+        ]
+        assert bounds[::2] == bounds[1::2]  # each interval begins where the one before ends
+
+
+@given(SHAPES, st.integers(1, 4), st.integers(1, 3))
+def test_every_rank_reads_back_all_that_it_owns(shapes, shards, replicas):
+    for shard in range(shards):
+        parallel, optimizer = rank_of(shapes, shards, replicas, shard, replicas - 1)
+        read = {
+            (piece.name, piece.start, piece.stop): piece.tensor
+            for piece in pieces_to_load(parallel, optimizer)
+        }
+        for owned in parallel.owned:
+            state = optimizer.state[owned.parameter]
+            for kind, tensor in (("model", owned.parameter), ("optimizer/exp_avg", state["exp_avg"])):
+                piece = read[f"{kind}/{owned.name}", owned.start, owned.stop]
+                assert piece.data_ptr() == tensor.data_ptr()
+            assert read[f"optimizer/step/{owned.name}", 0, 1] is not None
+        assert ("fixed/scale", 0, 3) in read
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3))
+def test_random_generators_go_on_from_where_they_were(seed, odd):
+    import random
+
+    def draw():
+        return random.gauss(0, 1), random.random(), np.random.standard_normal(), torch.rand(3).tolist()
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    for _ in range(odd):  # of the two normals that a generator makes at a time, one may be kept
+        random.gauss(0, 1)
+        np.random.standard_normal()
+    state = {name: tensor.clone() for name, tensor in random_state().items()}
+    expected = draw()
+    draw()
+    set_random_state(state)
+    assert draw() == expected
+
+
+def test_the_state_of_generators_has_the_same_shapes_at_all_times():
+    before = {name: (tensor.shape, tensor.dtype) for name, tensor in random_state().items()}
+    torch.rand(1000)
+    np.random.standard_normal(3)
+    assert before == {name: (tensor.shape, tensor.dtype) for name, tensor in random_state().items()}
+
+
+def test_a_fresh_optimizer_has_the_state_that_its_first_step_would_make():
+    ours, theirs = (torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=0.1, fused=True) for _ in range(2))
+    make_optimizer_state(ours)
+    for optimizer in (ours, theirs):
+        parameter = optimizer.param_groups[0]["params"][0]
+        parameter.grad = torch.arange(4.0)
+        optimizer.step()
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        states = [next(iter(optimizer.state.values()))[key] for optimizer in (ours, theirs)]
+        assert torch.equal(*states)
+        assert states[0].dtype == states[1].dtype
