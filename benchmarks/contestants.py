@@ -242,8 +242,7 @@ def _fabric(strategy: Any, task: Task, rank: int) -> Step:
     fabric.launch()
     model = fabric.setup_module(task.model())
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), **_ADAMW))
-    # Its own check for infinities costs one more pass; nobody else makes it.
-    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=_CLIP, error_if_nonfinite=False)
+    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=_CLIP)
     return _loop(task, rank, forward=model, update=_update(optimizer, clip), backward=fabric.backward)
 
 

@@ -76,7 +76,11 @@ class BucketLayout:
         return self.elements // self.shards
 
     def pieces(self, shard: int) -> list[Interval]:
-        """What shard number `shard` holds of the parameters, in the order of the buffer."""
+        """What shard number `shard` holds of the parameters, in the order of the buffer.
+
+        A shard of padding alone holds an empty piece of the first parameter: optimizers refuse a rank that
+        owns nothing.
+        """
         first = shard * self.shard_elements
         last = first + self.shard_elements
         pieces = []
@@ -84,7 +88,7 @@ class BucketLayout:
             start, stop = max(first, slot.offset), min(last, slot.offset + slot.elements)
             if start < stop:
                 pieces.append(Interval(slot, start - slot.offset, stop - slot.offset, start - first))
-        return pieces
+        return pieces or [Interval(self.slots[0], 0, 0, 0)]
 
 
 def fill_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:

@@ -88,7 +88,8 @@ class Parallel:
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole averaged gradient; the same on every rank."""
         gradients = [owned.parameter.grad for owned in self.owned if owned.parameter.grad is not None]
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+        device = next(self.module.parameters()).device
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=device)]
         squares = torch.stack(list(norms)).double().square().sum()
         self.axes.shard.all_reduce(squares, "gradient norm").wait()
         return math.sqrt(squares.item())

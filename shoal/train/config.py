@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ __all__ = [
     "RecordConfig",
     "TrainConfig",
     "ValidationConfig",
+    "describe_config",
     "load_config",
 ]
 
@@ -151,6 +153,17 @@ def load_config(
         return TrainConfig.model_validate(content)
     except ValidationError as error:
         raise _config_error(error) from None
+
+
+def describe_config(config: TrainConfig) -> str:
+    """The whole configuration in a few lines, one for each section."""
+    values = config.model_dump(mode="json")
+    sections = {key: value for key, value in values.items() if isinstance(getattr(config, key), BaseModel)}
+    plain = {key: value for key, value in values.items() if key not in sections}
+    return "\n".join(
+        f"  {name:<11}" + ", ".join(f"{key}={json.dumps(value)}" for key, value in section.items())
+        for name, section in {"run": plain, **sections}.items()
+    )
 
 
 def _read(file: Path) -> dict[str, Any]:

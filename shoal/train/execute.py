@@ -31,7 +31,7 @@ from shoal.errors import CheckpointError, ConfigError, DataError
 from shoal.models import Transformer, build
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
-from shoal.train.config import TrainConfig
+from shoal.train.config import TrainConfig, describe_config
 from shoal.train.job import Job
 from shoal.train.live import LiveLine, summary
 from shoal.train.trainer import StepResult, Trainer
@@ -222,7 +222,8 @@ class _Execution:
         return (
             f"run {self._run.path}: {model['name']} with "
             f"{format_count(model['parameters'])} parameters on {self._world.ranks} "
-            f"{device['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {self._job.plan}"
+            f"{device['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {self._job.plan}\n"
+            f"{describe_config(self._config)}"
         )
 
     def _prepare_data(self) -> Corpus:

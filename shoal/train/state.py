@@ -54,6 +54,8 @@ def pieces_to_load(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Pie
 
 def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool = False) -> Iterator[Piece]:
     parameter = owned.parameter
+    if owned.start == owned.stop:
+        return
 
     def part(prefix: str, tensor: torch.Tensor) -> Piece:
         return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, tensor.detach())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +11,8 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from shoal.cli.main import main
 
 MARK = "SHOAL_TEST_MARK"
 DEADLINE = 60.0  # seconds until a test gives up waiting; nothing is asserted of how long things take
@@ -71,7 +75,7 @@ class Program:
 
     def leaves_no_process(self) -> bool:
         """Whether all that it started ends. A process that was killed takes a moment to be gone."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE
         while self._family() and time.monotonic() < deadline:
             time.sleep(0.02)
         return not self._family()
@@ -100,6 +104,12 @@ class Program:
 
 def shoal(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "shoal.cli.main", *arguments]
+
+
+def shoal_here(arguments: Sequence[str], folder: Path) -> int:
+    """The program in this process; its exit code."""
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
+        return main(arguments)
 
 
 def steps_made(run: Path) -> int:

@@ -295,6 +295,26 @@ def test_a_forward_without_gradients_sees_the_step_before_it(ranks, shard):
         torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-5)
 
 
+def train_less_than_one_element_a_rank(text):
+    torch.manual_seed(0)
+    parallel = parallelize(nn.Linear(2, 1), text)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1, fused=True)
+    for _ in range(3):
+        parallel(torch.ones(1, 2)).square().sum().backward()
+        parallel.clip_gradients(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    with parallel.gathered():
+        return parallel.module.weight.detach().clone()
+
+
+@pytest.mark.parametrize("shard", SHARDS[1:])
+def test_ranks_that_have_nothing_to_own_take_part(ranks, shard):
+    alone = ranks.run(train_less_than_one_element_a_rank, 1, "")[0]
+    for weight in ranks.run(train_less_than_one_element_a_rank, 4, f"dp=4,shard={shard}"):
+        torch.testing.assert_close(weight, alone)
+
+
 def train_hugging_face(text):
     import transformers
 

@@ -29,7 +29,7 @@ def test_a_piece_lies_where_the_buffer_of_its_parameter_says(shapes, shards):
     for shard in range(shards):
         for piece in layout.pieces(shard):
             in_buffer = shard * layout.shard_elements + piece.offset
-            assert in_buffer == piece.slot.offset + piece.start
+            assert in_buffer == piece.slot.offset + piece.start or piece.start == piece.stop
             assert piece.offset + piece.stop - piece.start <= layout.shard_elements
 
 

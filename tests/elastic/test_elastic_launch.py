@@ -1,0 +1,139 @@
+"""The launcher, with ranks that are small programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+import pytest
+
+from shoal.elastic import EXIT_STOPPED, launch
+from shoal.errors import WorkerError
+
+LEAVE_OUTCOME = """
+import json, os, sys, time
+rank = int(os.environ["RANK"])
+def end(exit_code, **outcome):
+    content = {"rank": rank, "exit_code": exit_code, "when": time.time(), **outcome}
+    with open(os.path.join(os.environ["SHOAL_OUTCOMES"], f"rank-{rank:05d}.json"), "w") as file:
+        json.dump(content, file)
+    sys.exit(exit_code)
+"""
+
+
+def launched(program, count, environment):
+    """Launches a Python program as ranks; its exit code or its error, and whether a variable was left."""
+    before, level = dict(os.environ), logging.getLogger("torch.distributed").level
+    command = [sys.executable, "-S", "-c", LEAVE_OUTCOME + program]
+    try:
+        return launch(command, count, environment), None, os.environ == before
+    except WorkerError as error:
+        return error.exit_code, error, os.environ == before
+    finally:
+        logging.getLogger("torch.distributed").setLevel(level)
+
+
+@pytest.fixture
+def run(ranks):
+    return lambda program, count=2, environment=None: ranks.run(
+        launched, 1, program, count, {} if environment is None else environment, timeout=60
+    )[0]
+
+
+def test_ranks_have_torchruns_environment_and_leave_none_behind(run, tmp_path):
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "GLOO_SOCKET_IFNAME",
+    )
+    program = f"""
+with open(os.path.join({str(tmp_path)!r}, str(rank)), "w") as file:
+    json.dump({{name: os.environ[name] for name in {names}}}, file)
+"""
+    assert run(program, environment={"OMP_NUM_THREADS": "3"}) == (0, None, True)
+    given = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert [each.pop("RANK") for each in given] == ["0", "1"]
+    assert [each.pop("LOCAL_RANK") for each in given] == ["0", "1"]
+    assert given[0] == given[1]
+    assert given[0]["WORLD_SIZE"] == "2"
+    assert given[0]["OMP_NUM_THREADS"] == "3"
+    assert given[0]["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_a_rank_that_ends_without_a_word_is_named_with_its_exit_code(run):
+    code, error, _ = run("time.sleep(60) if rank == 0 else sys.exit(3)")
+    assert (code, error.rank) == (1, 1)
+    assert "exit code 3" in error.reason
+
+
+def test_a_rank_that_a_signal_killed_is_named_with_it(run):
+    _, error, _ = run("time.sleep(60) if rank == 0 else os.kill(os.getpid(), 11)")
+    assert error.rank == 1
+    assert "SIGSEGV" in error.reason
+
+
+def test_the_error_and_exit_code_of_the_rank_that_failed_first_are_told(run):
+    program = """
+if rank == 1:
+    end(2, error="PlanError: of rank 1")
+time.sleep(0.2)
+end(1, error="CommunicationError: of rank 0", in_collective=True)
+"""
+    code, error, _ = run(program)
+    assert (code, error.rank, error.reason) == (2, 1, "PlanError: of rank 1")
+
+
+def test_ranks_that_all_saved_after_a_signal_to_them_are_stopped_and_not_failed(run):
+    assert run(f"end({EXIT_STOPPED})")[0] == EXIT_STOPPED
+
+
+SIGNAL_THE_LAUNCHER = """
+import signal
+if rank == 0:
+    time.sleep(1)  # for the other to begin
+    os.kill(int(os.environ["SHOAL_LAUNCHER"]), signal.SIGTERM)
+"""
+
+
+def test_a_signal_is_passed_on_and_ranks_that_save_are_stopped(run):
+    program = f"""
+import signal
+signal.signal(signal.SIGTERM, lambda *_: end({EXIT_STOPPED}))
+{SIGNAL_THE_LAUNCHER}
+time.sleep(60)
+"""
+    assert run(program) == (EXIT_STOPPED, None, True)
+
+
+def test_a_signal_that_ends_a_rank_before_it_saved_is_told(run):
+    program = f"""
+import signal
+if rank == 0:
+    signal.signal(signal.SIGTERM, lambda *_: end(1, error="CommunicationError: lost", in_collective=True))
+{SIGNAL_THE_LAUNCHER}
+time.sleep(60)
+"""
+    code, error, _ = run(program)
+    assert (code, error.rank) == (130, 1)
+    assert "SIGTERM" in error.reason
+
+
+def test_an_error_while_saving_after_a_signal_is_told(run):
+    program = f"""
+import signal
+def fail(*_):
+    if rank == 1:
+        end(1, error="CheckpointError: the disk is full", detail="where")
+    end(1, error="CheckpointError: rank 1: the disk is full", when=time.time() + 5)
+signal.signal(signal.SIGTERM, fail)
+{SIGNAL_THE_LAUNCHER}
+time.sleep(60)
+"""
+    code, error, _ = run(program)
+    assert (code, error.rank, error.detail) == (1, 1, "where")
