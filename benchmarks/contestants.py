@@ -301,8 +301,8 @@ CONTESTANTS = (
     Contestant(
         "DeepSpeed ZeRO-1", partial(_deepspeed, 1), "torch DDP + ZeroRedundancyOptimizer", "deepspeed"
     ),
-    Contestant("torch FSDP2, no reshard", partial(_fsdp2, False)),
-    Contestant("shoal zero2", partial(_shoal, "zero2"), "torch FSDP2, no reshard"),
+    Contestant("torch FSDP2 without reshard", partial(_fsdp2, False)),
+    Contestant("shoal zero2", partial(_shoal, "zero2"), "torch FSDP2 without reshard"),
     Contestant("torch FSDP2", partial(_fsdp2, True)),
     Contestant("shoal zero3", partial(_shoal, "zero3"), "torch FSDP2"),
     Contestant("Fabric FSDP2", _fabric_fsdp2, "torch FSDP2", "lightning_fabric"),

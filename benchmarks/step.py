@@ -197,12 +197,16 @@ def _say(text: str) -> None:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     names = [contestant.name for contestant in CONTESTANTS]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes of one thread (default 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="default 5")
-    parser.add_argument("--steps", type=int, default=5, help="of each contestant in a round (default 5)")
+    parser.add_argument("--ranks", type=_positive, default=2, help="processes of one thread (default 2)")
+    parser.add_argument("--rounds", type=_positive, default=5, help="default 5")
+    parser.add_argument(
+        "--steps", type=_positive, default=5, help="of each contestant in a round (default 5)"
+    )
     parser.add_argument("--preset", default="12m", help="of shoal.models (default 12m)")
-    parser.add_argument("--sequence", type=int, default=256, help="tokens (default 256)")
-    parser.add_argument("--microbatch", type=int, default=1, help="sequences a rank and step (default 1)")
+    parser.add_argument("--sequence", type=_positive, default=256, help="tokens (default 256)")
+    parser.add_argument(
+        "--microbatch", type=_positive, default=1, help="sequences a rank and step (default 1)"
+    )
     parser.add_argument("--only", metavar="NAME,...", default=names, help=f"of: {', '.join(names)}")
     parser.add_argument("--markdown", action="store_true", help="prints the table as Markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes every step's time and loss too")
@@ -213,6 +217,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     return options
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
 
 
 if __name__ == "__main__":

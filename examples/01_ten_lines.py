@@ -3,6 +3,7 @@
 import os
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -10,10 +11,10 @@ import shoal
 
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 if ranks > 1:
-    torch.distributed.init_process_group("gloo")
-model = shoal.parallelize(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), f"dp={ranks},shard=zero3")
+    dist.init_process_group("gloo")
+model = shoal.parallelize(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), f"dp={ranks}")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for inputs in map(model.local, torch.randn(100, 64, 8)):  # all ranks draw the same, and take rows of their own
+for inputs in map(model.local, torch.randn(100, 64, 8)):  # all ranks draw the same; each takes its rows
     loss = F.mse_loss(model(inputs), inputs.sort().values)
     loss.backward()
     optimizer.step()

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/02_torchrun.py model.safetensors
 """
 
+import os
 import sys
 
 import torch
@@ -12,23 +13,27 @@ from safetensors.torch import save_file
 from torch import nn
 
 from shoal import Plan, parallelize
+from shoal.parallel import Parallel
 
 STEPS, BATCH, MICROBATCH = 50, 32, 4
 
 
 class Residual(nn.Module):
+    """Adds to what it is given. `hidden` is `[batch, width]`."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The sum."""
         return hidden + self.layers(hidden)
 
 
 def main(path: str) -> None:
     cuda = torch.cuda.is_available()
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", dist.get_node_local_rank()) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     torch.manual_seed(0)
 
     model = nn.Sequential(nn.Linear(16, 64), *(Residual(64) for _ in range(4)), nn.Linear(64, 16)).to(device)
@@ -53,10 +58,11 @@ def main(path: str) -> None:
     with parallel.gathered():  # every rank holds the whole model in here
         if dist.get_rank() == 0:
             save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path)
+    dist.barrier()  # rank 0 has saved
     dist.destroy_process_group()
 
 
-def mean_loss(model, inputs: torch.Tensor, microbatches: int) -> torch.Tensor:
+def mean_loss(model: Parallel, inputs: torch.Tensor, microbatches: int) -> torch.Tensor:
     """The loss of one micro-batch, as its part of the mean over a rank's batch."""
     return F.mse_loss(model(inputs), inputs.sort().values) / microbatches
 

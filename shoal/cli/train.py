@@ -19,6 +19,7 @@ __all__ = ["add_parser", "run"]
 _DESCRIPTION = """\
 Trains a model. With no arguments: a small transformer, on the source of Python's standard library, on as many
 local ranks as this machine has cores. Under torchrun, srun or accelerate it joins the ranks that are there.
+Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
 Exit codes: 0 all steps made; 1 a rank failed; 2 something given cannot work; 75 stopped by Ctrl-C or SIGTERM,
 and the state is saved (go on with --resume); 130 stopped before the state was saved.

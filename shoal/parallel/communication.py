@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+# Optimizers import it anyway. Imported while a gloo group is there, it keeps the group's threads alive beyond
+# `destroy_process_group`, and now and then one of them aborts the process at its exit (torch 2.13).
+import torch._dynamo
 import torch.distributed as dist
 
 from shoal.errors import CommunicationError

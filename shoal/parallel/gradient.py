@@ -219,10 +219,17 @@ class GradientReduction:
             self._reduce_next()
 
     def _reduce_next(self) -> None:
-        self._sums[self._started].start_reduction(self._factor)
-        # One behind, so that the sum over the shards has had time to complete, yet at a fixed place.
-        if self._started > 0:
-            self._sums[self._started - 1].continue_reduction()
+        """Starts one bucket, and sees to those before it, at places that are the same on every rank.
+
+        The sum over the shards of the bucket before has had time to complete, and so has the sum over the
+        replicas of the one before that, whose buffer may be freed.
+        """
+        started = self._started
+        self._sums[started].start_reduction(self._factor)
+        if started > 0:
+            self._sums[started - 1].continue_reduction()
+        if started > 1:
+            self._finish_sum(self._sums[started - 2])
         self._started += 1
 
     def _end_backward(self) -> None:
@@ -230,8 +237,9 @@ class GradientReduction:
             while self._started < len(self._sums):
                 self._reduce_next()
             self._sums[-1].continue_reduction()
-            for gradient_sum in self._sums:
+            for gradient_sum in self._sums[-2:]:
                 self._finish_sum(gradient_sum)
+        self._reset()
         self._backward = NO_BACKWARD
         if not self._paused:
             self._on_end()

@@ -44,7 +44,7 @@ class Plan:
         microbatch: Sequences in one forward of one rank; None is the whole of the rank's batch.
         exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
             all-reduce per parameter after backward (the reference).
-        bucket: Bytes of parameters in a bucket, at which it is closed.
+        bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 each block is a bucket.
         recompute: What a block's backward computes again instead of keeping: nothing, all but matrix
             products and attention (selective), or everything (full).
         precision: Type of the weights that compute, fp32 or bf16. The optimizer's copy, its state and the

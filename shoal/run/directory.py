@@ -4,7 +4,7 @@ run.json                what ran: configuration, Plan, model, versions, seed; th
 metrics.jsonl           one object a step
 timeline/rank-*.jsonl   the Timeline of each rank
 checkpoints/step-*/     saved states
-log/                    what each rank printed
+log/                    what loggers write, such as TensorBoard's events
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Run:
 
     @property
     def log(self) -> Path:
-        """The directory of what each rank printed."""
+        """The directory of what loggers write."""
         return self.path / "log"
 
     def timeline_file(self, rank: int) -> Path:

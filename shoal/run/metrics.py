@@ -1,6 +1,6 @@
 """The metrics file: one JSON object a line, at least one a step.
 
-    {"step":12,"loss":2.5,"grad_norm":1.2,"tokens":8192,"step_seconds":0.1,"tokens_per_second":81920.0}
+    {"step":12,"loss":2.5,"gradient_norm":1.2,"tokens":8192,"step_seconds":0.1,"tokens_per_second":81920.0}
     {"step":12,"validation_loss":2.6}
 
 JSON has no numbers that are not finite; they are the strings "NaN", "Infinity" and "-Infinity".

@@ -136,6 +136,7 @@ def _serve(connection: Connection, backend: str, threads: int) -> None:
         try:
             if ranks > 1:
                 dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
+                dist.barrier()  # so that no rank leaves the group before another has formed it
             result = function(*arguments)
         except BaseException:
             # Told before this rank leaves the group, which fails the others: theirs come second.

@@ -12,21 +12,26 @@ import pytest
 from shoal.elastic import EXIT_STOPPED, launch
 from shoal.errors import WorkerError
 
-LEAVE_OUTCOME = """
-import json, os, sys, time
+PRELUDE = """
+import json, os, signal, sys, time
 rank = int(os.environ["RANK"])
 def end(exit_code, **outcome):
     content = {"rank": rank, "exit_code": exit_code, "when": time.time(), **outcome}
     with open(os.path.join(os.environ["SHOAL_OUTCOMES"], f"rank-{rank:05d}.json"), "w") as file:
         json.dump(content, file)
     sys.exit(exit_code)
+def meet():
+    folder = os.environ["SHOAL_OUTCOMES"]
+    open(os.path.join(folder, f"here-{rank}"), "w").close()
+    while not all(os.path.exists(os.path.join(folder, f"here-{other}")) for other in range(2)):
+        time.sleep(0.01)
 """
 
 
 def launched(program, count, environment):
     """Launches a Python program as ranks; its exit code or its error, and whether a variable was left."""
     before, level = dict(os.environ), logging.getLogger("torch.distributed").level
-    command = [sys.executable, "-S", "-c", LEAVE_OUTCOME + program]
+    command = [sys.executable, "-S", "-c", PRELUDE + program]
     try:
         return launch(command, count, environment), None, os.environ == before
     except WorkerError as error:
@@ -80,6 +85,7 @@ def test_a_rank_that_a_signal_killed_is_named_with_it(run):
 
 def test_the_error_and_exit_code_of_the_rank_that_failed_first_are_told(run):
     program = """
+meet()
 if rank == 1:
     end(2, error="PlanError: of rank 1")
 time.sleep(0.2)
@@ -90,20 +96,20 @@ end(1, error="CommunicationError: of rank 0", in_collective=True)
 
 
 def test_ranks_that_all_saved_after_a_signal_to_them_are_stopped_and_not_failed(run):
-    assert run(f"end({EXIT_STOPPED})")[0] == EXIT_STOPPED
+    # As a rank that heeds signals: what ends the others when the first is gone does not end it.
+    program = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); meet(); end({EXIT_STOPPED})"
+    assert run(program) == (EXIT_STOPPED, None, True)
 
 
 SIGNAL_THE_LAUNCHER = """
-import signal
+meet()
 if rank == 0:
-    time.sleep(1)  # for the other to begin
     os.kill(int(os.environ["SHOAL_LAUNCHER"]), signal.SIGTERM)
 """
 
 
 def test_a_signal_is_passed_on_and_ranks_that_save_are_stopped(run):
     program = f"""
-import signal
 signal.signal(signal.SIGTERM, lambda *_: end({EXIT_STOPPED}))
 {SIGNAL_THE_LAUNCHER}
 time.sleep(60)
@@ -113,7 +119,6 @@ time.sleep(60)
 
 def test_a_signal_that_ends_a_rank_before_it_saved_is_told(run):
     program = f"""
-import signal
 if rank == 0:
     signal.signal(signal.SIGTERM, lambda *_: end(1, error="CommunicationError: lost", in_collective=True))
 {SIGNAL_THE_LAUNCHER}
@@ -126,7 +131,6 @@ time.sleep(60)
 
 def test_an_error_while_saving_after_a_signal_is_told(run):
     program = f"""
-import signal
 def fail(*_):
     if rank == 1:
         end(1, error="CheckpointError: the disk is full", detail="where")

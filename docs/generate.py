@@ -1,0 +1,142 @@
+"""Writes the parts of the pages that are told elsewhere: `python docs/generate.py`.
+
+What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example, the keys of
+the configuration, the settings of a Plan, the layers. A test holds the pages to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from shoal.layers import LAYERS, TORCH_FREE
+from shoal.models import preset, preset_names
+from shoal.plan import CHOICES, Plan
+from shoal.train import TrainConfig
+from shoal.units import format_bytes, format_count
+
+__all__ = ["ROOT", "pages", "render"]
+
+ROOT = Path(__file__).resolve().parent.parent
+_GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+_LANGUAGES = {".py": "python", ".toml": "toml"}
+
+
+def pages() -> list[Path]:
+    """Every page that may have generated parts."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def render(page: str) -> str:
+    """The text of a page with its generated parts made anew."""
+    return _GENERATED.sub(lambda match: f"{match[1]}{_part(match['name'])}\n{match[3]}", page)
+
+
+def _part(name: str) -> str:
+    tables = {"configuration": _configuration, "plan": _plan, "layers": _layers, "presets": _presets}
+    return tables[name]() if name in tables else _file(ROOT / name)
+
+
+def _file(path: Path) -> str:
+    return f"```{_LANGUAGES[path.suffix]}\n{path.read_text(encoding='utf-8')}```"
+
+
+def _configuration() -> str:
+    rows = [
+        [f"`{key}`", "not set" if default is None else f"`{json.dumps(default)}`", meaning]
+        for key, default, meaning in _keys(TrainConfig())
+    ]
+    return _table(["key", "default", "what it is"], rows)
+
+
+def _keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    defaults = section.model_dump(mode="json")
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _keys(value, f"{prefix}{name}.")
+            continue
+        assert field.description is not None
+        choices = [f"`{choice}`" for choice in get_args(field.annotation) if isinstance(choice, str)]
+        one_of = f" One of {', '.join(choices)}." if choices else ""
+        yield prefix + name, defaults[name], " ".join(field.description.split()) + one_of
+
+
+def _plan() -> str:
+    meanings = _attributes(Plan)
+    rows = []
+    for field in dataclasses.fields(Plan):
+        default = format_bytes(field.default) if field.name == "bucket" else field.default
+        values = ", ".join(f"`{value}`" for value in CHOICES.get(field.name, ())) or "1 or more"
+        rows.append(
+            [
+                f"`{field.name}`",
+                f"`{default}`" if default is not None else "the whole",
+                "a size such as `4MiB`" if field.name == "bucket" else values,
+                meanings[field.name],
+            ]
+        )
+    return _table(["setting", "default", "values", "what it is"], rows)
+
+
+def _attributes(documented: type) -> dict[str, str]:
+    """The "Attributes:" of a docstring, by name."""
+    section = inspect.getdoc(documented).partition("Attributes:\n")[2]  # type: ignore[union-attr]
+    items = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in items}
+
+
+def _layers() -> str:
+    there = {path.stem for path in (ROOT / "shoal").iterdir() if not path.name.startswith("_")}
+    rows = []
+    for line in LAYERS:
+        names = [name for name in line if name in there]
+        later = [name for name in line if name not in there]
+        rows.append(
+            [
+                ", ".join(f"`{name}`" for name in names) or "-",
+                ", ".join(later) or "-",
+                "never" if TORCH_FREE.issuperset(line) else "may",
+            ]
+        )
+    return _table(["packages", "names kept for later", "imports torch"], rows)
+
+
+def _presets() -> str:
+    rows = []
+    for name in preset_names():
+        shape = preset(name)
+        rows.append(
+            [
+                f"`{name}`",
+                format_count(shape.parameter_count()),
+                str(shape.layers),
+                str(shape.hidden),
+                f"{shape.heads} / {shape.kv_heads}",
+                str(shape.seq),
+                str(shape.vocab_size),
+            ]
+        )
+    head = ["preset", "parameters", "layers", "hidden", "query / key-value heads", "context", "vocabulary"]
+    return _table(head, rows)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell.replace("|", r"\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+if __name__ == "__main__":
+    for path in pages():
+        before = path.read_text(encoding="utf-8")
+        after = render(before)
+        if after != before:
+            path.write_text(after, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")

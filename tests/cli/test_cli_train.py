@@ -1,0 +1,170 @@
+"""`shoal train` and `shoal sample` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.run import Run
+
+PROGRAM = Path(sys.executable).with_name("shoal")
+STEPS = 6
+
+
+def start(words, folder):
+    return subprocess.Popen(
+        [str(word) for word in words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_run):
+    """The same training, once with ranks of our own and once under torchrun: folder, stdout and stderr."""
+    folder = tmp_path_factory.mktemp("trained")
+    words = ["train", *tiny_run, "--set", f"steps={STEPS}", "--plan", "shard=zero1"]
+    # Without "--" the argparse of Python 3.11 has torchrun read our --run as a part of its own --run-path.
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "--",
+    ]
+    started = {
+        "local": start([PROGRAM, *words, "--nproc", "2", "--run", "local"], folder),
+        "torchrun": start([*torchrun, "shoal.cli.main", *words, "--run", "torchrun"], folder),
+    }
+    ended = {
+        name: (*process.communicate(timeout=120), process.returncode) for name, process in started.items()
+    }
+    return folder, ended
+
+
+def test_under_torchrun_the_ranks_that_are_there_train_as_our_own_do(trained):
+    folder, ended = trained
+    assert [code for _, _, code in ended.values()] == [0, 0], ended
+    local, joined = Run.open(folder / "local"), Run.open(folder / "torchrun")
+    assert local.description["world_size"] == joined.description["world_size"] == 2
+    values = [
+        [(each["step"], each["loss"], each.get("validation_loss")) for each in run.metrics()]
+        for run in (local, joined)
+    ]
+    assert values[0] == values[1]
+    assert [step for step, _, _ in values[0]] == list(range(1, STEPS + 1))
+    assert sorted(path.name for path in joined.timeline.iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+
+
+def test_progress_is_on_stderr_and_the_summary_on_stdout(trained):
+    folder, ended = trained
+    for name, (out, err, _) in ended.items():
+        run = Run.open(folder / name)
+        assert [line.split()[0] for line in out.splitlines()] == [
+            *("run", "model", "steps", "loss", "validation", "step", "next")
+        ]
+        assert f"Plan {run.description['plan']}" in out
+        assert f"{run.metrics()[-1]['validation_loss']:.3f} nats a byte" in out
+        assert f"step {STEPS}/{STEPS}" in err
+        assert "\x1b" not in out + err  # there is no terminal
+
+
+def test_what_was_learnt_is_sampled_and_the_same_each_time(trained, capsys):
+    folder, _ = trained
+    printed = []
+    for _ in range(2):
+        assert main(["sample", str(folder / "local"), "--prompt", "the ", "--tokens", "20"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert printed[0].startswith("the ")
+    assert len(printed[0].removeprefix("the ").removesuffix("\n")) > 0
+
+
+def test_the_run_can_be_reported(trained, capsys):
+    folder, _ = trained
+    assert main(["report", str(folder / "torchrun"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["steps"] == STEPS
+    assert sorted(summary["breakdown"]["ranks"]) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "words", [("--prompt", ""), ("--tokens", "-1"), ("--temperature", "-1"), ("--top-k", "0")]
+)
+def test_what_cannot_be_sampled_is_refused(trained, capsys, words):
+    folder, _ = trained
+    assert main(["sample", str(folder / "local"), *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "possible: " in captured.err
+
+
+def test_a_run_without_a_checkpoint_cannot_be_sampled(trained, tmp_path, capsys):
+    folder, _ = trained
+    run = Run.create(tmp_path / "run", Run.open(folder / "local").description)
+    assert main(["sample", str(run.path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "no checkpoint" in captured.err
+
+
+MODEL = """
+from torch import nn
+
+def make(width=8):
+    return nn.Sequential(nn.Embedding(256, width), nn.Linear(width, 256))
+"""
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    return tmp_path
+
+
+def train_here(arguments, folder):
+    os.chdir(folder)
+    return main(arguments)
+
+
+def test_a_model_from_the_users_folder_is_trained_and_sampled(ranks, tiny_run, own_folder, capsys):
+    (own_folder / "model_of_mine.py").write_text(MODEL)
+    settings = [word for word in tiny_run if not word.startswith("model_options")]
+    settings = ["--set", "model=model_of_mine:make"]
+    for option, setting in zip(tiny_run[::2], tiny_run[1::2], strict=True):
+        if not setting.startswith("model_options"):
+            settings += [option, setting]
+    words = ["train", *settings, "--set", "model_options.width=4", "--set", "steps=3", "--nproc", "1"]
+    assert ranks.run(train_here, 1, [*words, "--run", "run"], own_folder) == [0]
+    assert main(["sample", "run", "--tokens", "5"]) == 0
+    assert Run.open("run").description["model"]["parameters"] == 2 * 256 * 4 + 256
+
+
+def test_without_arguments_ranks_are_as_many_as_cores_and_share_the_batch(tiny_run, monkeypatch):
+    from shoal.train import choose_ranks, load_config, resolve_plan
+
+    for cores, plan, batch, expected in [
+        (1, "", 16, 1),
+        (2, "", 16, 2),
+        (8, "", 12, 6),
+        (3, "", 16, 2),
+        (8, "dp=4,shard=zero1", 16, 4),
+        (8, "replicate=2,shard=zero3", 12, 6),
+        (1, "replicate=2,shard=zero3", 12, 2),
+    ]:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        config = load_config(settings=[f"plan={plan}", f"batch={batch}", "device=cpu"])
+        assert choose_ranks(config, None) == expected
+        assert resolve_plan(config, expected).ranks == expected

@@ -1,0 +1,68 @@
+"""The pages keep up with the code, and their links lead somewhere."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from shoal.plan import Plan
+from shoal.train import load_config
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+_SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+generate = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(generate)
+
+PAGES = [*generate.pages(), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", generate.pages(), ids=name)
+def test_generated_parts_are_what_the_code_says(path):
+    page = path.read_text()
+    assert page == generate.render(page), "run: python docs/generate.py"
+
+
+def test_every_key_setting_layer_and_example_is_on_a_page():
+    parts = [
+        part for path in generate.pages() for part in re.findall("generated: (.+?) -->", path.read_text())
+    ]
+    examples = [name(path) for path in sorted((ROOT / "examples").iterdir()) if path.is_file()]
+    assert set(parts) == {"configuration", "layers", "plan", "presets", *examples}
+
+
+def test_a_generated_part_that_is_behind_is_written_anew():
+    page = "before\n<!-- generated: examples/04_config.toml -->\nold\n<!-- end -->\nafter\n"
+    written = generate.render(page)
+    assert (ROOT / "examples" / "04_config.toml").read_text() in written
+    assert "old" not in written
+    assert written.startswith("before\n")
+    assert written.endswith("<!-- end -->\nafter\n")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_links_within_the_repository_lead_somewhere(path):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_files_of_the_library_that_a_page_names_are_there(path):
+    for named in re.findall(r"`((?:shoal|docs|tests|examples|benchmarks)/[\w/.]+)`", path.read_text()):
+        assert (ROOT / named).exists(), named
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_keys_that_a_page_sets_exist(path):
+    for setting in re.findall(r"(?:--set |`)([a-z_]+\.[a-z_]+=[\w.:\"-]+|steps=\d+)", path.read_text()):
+        load_config(settings=[setting])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name)
+def test_plans_that_a_page_writes_are_plans(path):
+    for text in re.findall(r"\b(?:dp=\d+|shard=[a-z]+\d?|exchange=\w+)(?:,\w+=\w+)*", path.read_text()):
+        Plan.parse(text)

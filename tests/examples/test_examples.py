@@ -1,0 +1,83 @@
+"""Each example runs, alone or under torchrun, and learns."""
+
+import re
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.run import main as torchrun
+
+from shoal.cli.main import main as shoal
+from shoal.run import Run
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(autouse=True)
+def process_as_it_was(monkeypatch):
+    """Launchers and `shoal train`, which run in this process here, take over signals and paths."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def run_alone(monkeypatch, capsys, name, *arguments):
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def run_on_two_ranks(capfd, name, *arguments):
+    torchrun(["--nproc-per-node", "2", "--standalone", str(EXAMPLES / name), *map(str, arguments)])
+    return capfd.readouterr().out
+
+
+def losses(printed):
+    return [float(number) for number in re.findall(r"loss (\d+\.\d+)", printed)]
+
+
+SORTS = 0.2
+"""Always to answer the expected order statistics of eight normal numbers would have a loss of 0.25."""
+
+
+def test_ten_lines_train_on_one_rank(monkeypatch, capsys):
+    assert losses(run_alone(monkeypatch, capsys, "01_ten_lines.py"))[-1] < SORTS
+
+
+def test_ten_lines_train_under_torchrun(capfd):
+    of_ranks = losses(run_on_two_ranks(capfd, "01_ten_lines.py"))
+    assert len(of_ranks) == 2
+    assert max(of_ranks) < SORTS
+
+
+def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):
+    first, *_, last = losses(run_on_two_ranks(capfd, "02_torchrun.py", tmp_path / "model.safetensors"))
+    assert last < first / 5
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights["0.weight"].shape == (64, 16)
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
+
+
+def test_the_trainer_trains_saves_and_explains(monkeypatch, capsys, tmp_path):
+    printed = run_alone(monkeypatch, capsys, "03_trainer.py", tmp_path)
+    assert losses(printed)[-1] < SORTS
+    assert (tmp_path / "checkpoints" / "step-00000060" / "manifest.json").is_file()
+    assert "is compute" in printed
+
+
+def test_the_configuration_trains(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    config = EXAMPLES / "04_config.toml"
+    smaller = ["--set", "steps=4", "--set", "validation.samples=4", "--nproc", "1"]
+    assert shoal(["train", str(config), "--run", str(tmp_path / "run"), *smaller]) == 0
+    metrics = Run.open(tmp_path / "run").metrics()
+    assert metrics[-1]["loss"] < metrics[0]["loss"]

@@ -1,0 +1,64 @@
+"""What packages export: sorted, complete, and there."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+PACKAGE = Path(shoal.__file__).parent
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    for path in PACKAGE.rglob("*.py")
+    if path.name != "__main__.py"
+)
+PACKAGES = sorted(f"shoal.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py"))
+
+
+def in_order(name):
+    """CONSTANTS, then Classes, then functions, as ruff sorts `__all__`."""
+    return (not name.isupper(), not name[0].isupper(), name)
+
+
+def names_imported_in(module):
+    tree = ast.parse(inspect.getsource(module))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "__future__"]
+    return {alias.asname or alias.name for node in imports for alias in node.names}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_exports_all_that_it_imports_from_its_files(name):
+    package = importlib.import_module(name)
+    assert set(getattr(package, "__all__", ())) == names_imported_in(package)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_exported_names_are_sorted_and_there(name):
+    module = importlib.import_module(name)
+    exported = getattr(module, "__all__", [])
+    assert exported == sorted(set(exported), key=in_order)
+    for each in exported:
+        assert hasattr(module, each)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_opens_with_what_lives_there_in_at_most_ten_lines(name):
+    opening = inspect.getdoc(importlib.import_module(name))
+    assert opening
+    assert len(opening.splitlines()) <= 10
+
+
+def test_shoal_exports_its_three_names_from_their_homes():
+    assert shoal.__all__ == ["Plan", "Trainer", "parallelize"]
+    assert shoal.Plan is importlib.import_module("shoal.plan").Plan
+    assert shoal.Trainer is importlib.import_module("shoal.train").Trainer
+    assert shoal.parallelize is importlib.import_module("shoal.parallel").parallelize
+    assert set(shoal.__all__) <= set(dir(shoal))
+
+
+def test_a_name_that_shoal_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'paralelize'"):
+        shoal.paralelize  # noqa: B018

@@ -1,0 +1,108 @@
+"""The code keeps to the layers of shoal/layers.py, strategies to themselves, and files to a size."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+from shoal.layers import LAYERS, TORCH_FREE
+
+PACKAGE = Path(shoal.__file__).parent
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+LINE_OF = {name: number for number, line in enumerate(LAYERS) for name in line}
+PRESENT = sorted({path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES})
+
+STRATEGIES = {"naive", "replicated", "zero1", "zero2", "zero3"}
+MOST_LINES = 400
+
+
+def module_of(path):
+    """The dotted name of a file of the package: `shoal.plan.mesh`, `shoal.plan` for an `__init__`."""
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_by(source):
+    """The dotted names of `shoal` that a source imports, wherever in it; `shoal.x.name` for names of x."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute, so that they can be read and checked"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "shoal"}
+
+
+def breaches(package, source):
+    """The imports of a source in `shoal.<package>` that do not go up."""
+    reached = {name.split(".")[1] if "." in name else "shoal itself" for name in imported_by(source)}
+    return {name for name in reached - {package} if name not in LINE_OF or LINE_OF[name] >= LINE_OF[package]}
+
+
+def test_every_package_has_a_line():
+    assert set(PRESENT) <= set(LINE_OF)
+    assert len(LINE_OF) == sum(map(len, LAYERS)), "a package stands on two lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_go_up_only(path):
+    package = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert not breaches(package, path.read_text())
+
+
+def test_an_import_that_does_not_go_up_is_found_wherever_it_stands():
+    assert breaches("plan", "def f():\n    from shoal.parallel.apply import parallelize") == {"parallel"}
+    assert breaches("plan", "import shoal.timeline") == {"timeline"}  # on one line
+    assert breaches("plan", "from shoal import train, units") == {"train"}
+    assert (
+        breaches("parallel", "from shoal.plan import Plan\nfrom shoal.parallel.bucket import Bucket") == set()
+    )
+
+
+def test_strategies_never_import_one_another_and_only_apply_imports_them():
+    for path in FILES:
+        imported = {
+            name.split(".", 2)[-1].split(".")[0]
+            for name in imported_by(path.read_text())
+            if name.startswith("shoal.parallel.")
+        }
+        if path == PACKAGE / "parallel" / "apply.py":
+            assert imported >= STRATEGIES
+        else:
+            assert not imported & STRATEGIES, path
+
+
+WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("torch is not to be imported here")
+
+sys.meta_path.insert(0, NoTorch())
+module = importlib.import_module(sys.argv[1])
+for inner in pkgutil.walk_packages(getattr(module, "__path__", []), module.__name__ + "."):
+    importlib.import_module(inner.name)
+"""
+
+
+@pytest.mark.parametrize("name", sorted(TORCH_FREE.intersection(PRESENT)))
+def test_a_torch_free_package_imports_no_torch_at_any_depth(name):
+    command = [sys.executable, "-c", WITHOUT_TORCH, f"shoal.{name}"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_shoal_itself_and_its_command_line_load_torch_only_when_it_is_used():
+    program = "import sys, shoal, shoal.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_no_file_is_long(path):
+    assert len(path.read_text().splitlines()) <= MOST_LINES
