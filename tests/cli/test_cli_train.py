@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +169,12 @@ def test_without_arguments_ranks_are_as_many_as_cores_and_share_the_batch(tiny_r
         config = load_config(settings=[f"plan={plan}", f"batch={batch}", "device=cpu"])
         assert choose_ranks(config, None) == expected
         assert resolve_plan(config, expected).ranks == expected
+
+
+def test_a_run_goes_on_with_the_number_of_ranks_that_its_new_plan_names(trained, ranks, tmp_path):
+    shutil.copytree(trained[0] / "local", tmp_path / "run")
+    words = ["train", "--resume", "run", "--set", "plan=dp=1", "--set", f"steps={STEPS + 2}"]
+    assert ranks.run(train_here, 1, words, tmp_path) == [0]
+    run = Run.open(tmp_path / "run")
+    assert run.description["world_size"] == 1
+    assert [values["step"] for values in run.metrics()] == list(range(1, STEPS + 3))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.checkpoint import ProcessGroupExchange
 from shoal.elastic import Outcome, root_cause
 from shoal.errors import CommunicationError, PlanError, TrainingError
 
@@ -100,3 +102,20 @@ def test_a_failed_collective_is_known_as_one(tmp_path):
         outcome.write(tmp_path)
     assert [outcome.in_collective for outcome in outcomes] == [True, False]
     assert Outcome.read_all(tmp_path) == outcomes
+
+
+def end_of_a_rank_that_lost_another():
+    exchange = ProcessGroupExchange()
+    if exchange.rank == 1:
+        torch.distributed.destroy_process_group()
+        return None
+    try:
+        exchange.all_gather_object("how saving a checkpoint went")
+    except Exception as error:
+        return Outcome.of_error(0, error)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_rank_that_is_lost_while_a_checkpoint_is_saved_is_lost_in_a_collective(ranks):
+    assert ranks.run(end_of_a_rank_that_lost_another, 2)[0].in_collective

@@ -1,0 +1,72 @@
+"""What a run tells the person before it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from shoal.train import StepResult
+from shoal.train.live import LiveLine
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def result(step, seconds=0.5):
+    return StepResult(step, 2.0, 1.0, 1e-3, tokens=1000, seconds=seconds, stop=False)
+
+
+def test_without_a_terminal_there_is_a_line_every_so_many_steps_and_for_the_last():
+    stream = io.StringIO()
+    live = LiveLine(25, 10, stream)
+    for step in range(1, 26):
+        live.show(result(step))
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
+    assert all("loss 2.000" in line and "2,000 tokens/s" in line for line in lines)
+    assert "left" in lines[0]
+    assert "left" not in lines[-1]
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_on_a_terminal_each_step_writes_over_the_one_before_and_messages_stay(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    live = LiveLine(3, 10, stream)
+    live.show(result(1))
+    live.say("a message")
+    live.show(result(2))
+    live.show(result(3))
+    pieces = stream.getvalue().split("\r\x1b[K")
+    assert [piece[:9] for piece in pieces] == ["", "step 1/3 ", "a message", "step 2/3 ", "step 3/3 "]
+    assert pieces[2] == "a message\n"
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    LiveLine(1, 1, stream).show(result(1))
+    assert stream.getvalue().endswith("\n")
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_the_time_left_is_told_from_the_steps_of_this_process(monkeypatch):
+    clock = iter([100.0, 102.0])
+    monkeypatch.setattr("shoal.train.live.time.monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    live = LiveLine(60, 10, stream)
+    live.show(result(49))  # a resumed run: 2 s for one step, 10 to make
+    live.show(result(50))
+    assert stream.getvalue().rstrip().endswith("20 s left")
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_shortest_runs_have_a_line(steps):
+    stream = io.StringIO()
+    live = LiveLine(steps, 20, stream)
+    for step in range(1, steps + 1):
+        live.show(result(step))
+    assert stream.getvalue().count("\n") == 1
