@@ -107,10 +107,9 @@ class Bucket:
             storage.resize_(self.weights.numel() * self.weights.element_size())
             self._show_weights()
             self.dropped = False
-        own = self.own_part(self.weights)
         if not self._shares_memory:
-            own.copy_(self.master)
-        self._gathering = self.axes.shard.all_gather(self.weights, own, self.name)
+            self.own_part(self.weights).copy_(self.master)
+        self._gathering = self.axes.shard.all_gather(self.weights, self.name)
 
     def finish_gather(self) -> None:
         """Waits for a gather that was begun, if one was."""
