@@ -107,7 +107,7 @@ class TrainConfig(_Section):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Fixes the first weights, the order of samples and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What ranks compute on; auto is CUDA where there is one for each local rank."""
+    """What ranks compute on; auto is CUDA where the host has any."""
     timeout: float = Field(default=600.0, gt=0, le=10_000_000)
     """Seconds after which a collective that not all ranks came to fails."""
     optimizer: OptimizerConfig = OptimizerConfig()

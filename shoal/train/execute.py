@@ -41,19 +41,20 @@ __all__ = ["choose_device", "execute"]
 
 
 def choose_device(config: TrainConfig, local_rank: int) -> torch.device:
-    """What a rank computes on.
+    """What a rank computes on: all ranks of a host on a GPU each, or all on the CPU.
 
     Raises:
-        ConfigError: The configuration asks for CUDA, and there is no GPU for this rank.
+        ConfigError: There is no GPU for this rank, though the configuration asks for one, or other ranks of
+            the host have one.
     """
     gpus = torch.cuda.device_count()
-    if config.device == "cpu" or (config.device == "auto" and local_rank >= gpus):
+    if config.device == "cpu" or (config.device == "auto" and not gpus):
         return torch.device("cpu")
     if local_rank >= gpus:
         raise ConfigError(
-            f"device=cuda was given, and local rank {local_rank} finds {gpus} GPUs on this host",
-            possible="one rank for each GPU of a host" if gpus else "device=cpu or device=auto",
-            change=f"start {gpus} ranks on this host" if gpus else "leave out device=cuda",
+            f"device={config.device} was given, and local rank {local_rank} finds {gpus} GPUs on this host",
+            possible="one rank for each GPU that it sees, or device=cpu",
+            change=f"start {gpus} ranks on this host, or set device=cpu" if gpus else "leave out device=cuda",
         )
     return torch.device("cuda", local_rank)
 
