@@ -102,7 +102,7 @@ class TrainConfig(_Section):
     """Sequences in one optimizer step, over all ranks."""
     sequence: int = Field(default=256, gt=0)
     """Tokens in a sequence."""
-    steps: int = Field(default=400, gt=0)
+    steps: int = Field(default=600, gt=0)
     """Optimizer steps in all."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Fixes the first weights, the order of samples and dropout."""
