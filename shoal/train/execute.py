@@ -187,9 +187,8 @@ class _Execution:
             self._require_same_data(path)
             self._trainer.load(path)
             self._say(f"goes on from {path}")
-        if (
-            self._is_first and self._job.goes_on
-        ):  # only now, so that a configuration that does not fit the run leaves it as it was
+        # Only now, so that a configuration that does not fit the run leaves it as it was.
+        if self._is_first and self._job.goes_on:
             self._run.describe(self._described)
 
     def _require_same_data(self, path: Path) -> None:
