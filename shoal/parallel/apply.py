@@ -69,6 +69,9 @@ def parallelize(
     blocks = list(find_blocks(model) if blocks is None else blocks)
 
     fill = _first_values(model, seed, torch.device(device), axes)
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(_DTYPES[plan.precision])
     recompute_blocks(blocks, plan.recompute)
     setup = Setup(
         model=model,

@@ -18,6 +18,8 @@ from shoal.parallel.layout import fill_buckets
 
 __all__ = ["Group", "Run", "find_blocks", "groups_by_block", "groups_by_size", "parameter_runs"]
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -35,7 +37,10 @@ class Run:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The elements with parameters of the outermost `ModuleList`s and `Sequential`s, in order."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
-        return [block for block in model.children() if any(True for _ in block.parameters())]
+        parts = (
+            [part] if not isinstance(part, _CONTAINERS) else find_blocks(part) for part in model.children()
+        )
+        return [block for blocks in parts for block in blocks if any(True for _ in block.parameters())]
     return list(itertools.chain.from_iterable(find_blocks(child) for child in model.children()))
 
 

@@ -102,6 +102,7 @@ class Bucket:
 
     def start_gather(self) -> None:
         """Begins to bring the weights up to date with every shard's master."""
+        self.finish_gather()
         if self.dropped:
             storage = self.weights.untyped_storage()
             storage.resize_(self.weights.numel() * self.weights.element_size())

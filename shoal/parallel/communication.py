@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -180,12 +181,15 @@ class Axes:
 
     Attributes:
         dp: All data-parallel ranks.
-        shard: The ranks that together hold one sharded state.
+        shard: The ranks that together hold one sharded state; for gathers.
+        reduce: The same ranks, in a group of their own for reductions. These start when gradients are there,
+            and so keep no order with gathers on a rank where a parameter had none.
         replicate: The ranks that hold the same shard.
     """
 
     dp: Axis
     shard: Axis
+    reduce: Axis
     replicate: Axis
 
     @classmethod
@@ -201,14 +205,16 @@ class Axes:
         mesh = Mesh.of(plan)
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
 
-        def axis(name: str) -> Axis:
+        def axis(name: str, *, own: bool = False) -> Axis:
             for members in mesh.groups(name):
                 if members not in made:
-                    made[members] = _process_group(members, ranks)
+                    made[members] = _process_group(members, ranks, own=own)
             members = mesh.group(rank, name)
             return Axis(name, members, rank, made[members], recorder)
 
-        return cls(dp=axis("dp"), shard=axis("shard"), replicate=axis("replicate"))
+        shard = axis("shard")
+        made.clear()
+        return cls(dp=axis("dp"), shard=shard, reduce=axis("shard", own=True), replicate=axis("replicate"))
 
 
 @contextmanager
@@ -219,7 +225,18 @@ def _as_communication_error(name: str) -> Iterator[None]:
         raise CommunicationError(f"{name} failed: {error}") from error
 
 
-def _process_group(members: tuple[int, ...], ranks: int) -> dist.ProcessGroup | None:
+def _process_group(members: tuple[int, ...], ranks: int, *, own: bool) -> dist.ProcessGroup | None:
     """The group of these ranks; None, which is the default group, also where there is nobody else."""
-    everybody_or_nobody = len(members) in (1, ranks)
-    return None if everybody_or_nobody else dist.new_group(list(members))
+    if len(members) == 1 or (len(members) == ranks and not own):
+        return None
+    group: dist.ProcessGroup = dist.new_group(list(members), timeout=_default_timeout())
+    return group
+
+
+def _default_timeout() -> timedelta | None:
+    """The time-out that the default group was made with, which torch does not pass on to new groups."""
+    world = dist.group.WORLD
+    assert world is not None
+    options = world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout

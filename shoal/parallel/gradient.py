@@ -52,7 +52,7 @@ class GradientSum:
         assert gradient is not None
         if gradient is view:  # autograd has added to the sum in place
             _scale(view, factor)
-        elif self._held[index]:
+        elif self._held[index] and gradient.dtype != view.dtype:
             _scale(view.add_(gradient), factor)
         elif gradient.dtype == view.dtype and factor != 1.0:
             torch.mul(gradient, factor, out=view)
@@ -71,13 +71,14 @@ class GradientSum:
         """
         if not any(self._held):
             self._begin()
-        for view, held, scaled in zip(self._views, self._held, self._scaled, strict=True):
-            if not held:
+        for index, view in enumerate(self._views):
+            # A whole bucket's view may hold the average of a backward before, which is to be added to.
+            if not self._held[index] and self.bucket.parameters[index].grad is not view:
                 view.zero_()
-            elif not scaled:
+            elif not self._scaled[index]:
                 _scale(view, factor)
         assert self._buffer is not None
-        self._pending = self.bucket.axes.shard.reduce_scatter(
+        self._pending = self.bucket.axes.reduce.reduce_scatter(
             self.bucket.own_part(self._buffer), self._buffer, self.bucket.name
         )
 
@@ -89,6 +90,15 @@ class GradientSum:
         self._pending = self.bucket.axes.replicate.all_reduce(
             self.bucket.own_part(self._buffer), self.bucket.name
         )
+
+    def clear(self) -> None:
+        """Forgets what was summed, as if no backward had been."""
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+        self._held = [False] * len(self._held)
+        self._scaled = [False] * len(self._scaled)
+        self._detach()
 
     def give(self) -> None:
         """Waits for the sum, and makes this rank's part of it the gradients of what it owns."""
@@ -193,6 +203,13 @@ class GradientReduction:
         finally:
             self._paused = False
 
+    def clear(self) -> None:
+        """Forgets all gradients of backwards that were not reduced."""
+        for gradient_sum in self._sums:
+            gradient_sum.clear()
+        self._reset()
+        self._backward = NO_BACKWARD
+
     def _hook(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
         gradient_sum = self._sums[position]
 
@@ -210,7 +227,8 @@ class GradientReduction:
     def _begin_backward(self) -> None:
         current = torch._C._current_graph_task_id()
         if current != self._backward:
-            self._reset()  # a backward that raised left its counts behind
+            if self._backward != NO_BACKWARD:  # it raised
+                self.clear()
             self._backward = current
             Variable._execution_engine.queue_callback(self._end_backward)
 

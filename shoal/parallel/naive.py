@@ -53,6 +53,9 @@ class _Naive(Strategy):
         """See `Strategy.gathered`."""
         return nullcontext()
 
+    def clear(self) -> None:
+        """See `Strategy.clear`. They are the parameters' own."""
+
     def changed(self) -> None:
         """See `Strategy.changed`."""
 

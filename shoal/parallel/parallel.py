@@ -68,6 +68,15 @@ class Parallel:
         """
         return self._strategy.accumulate()
 
+    def zero_grad(self) -> None:
+        """Forgets all gradients, also those within a step that is given up between its micro-batches.
+
+        After a whole step the optimizer's own `zero_grad` does as much.
+        """
+        self._strategy.clear()
+        for owned in self.owned:
+            owned.parameter.grad = None
+
     def gathered(self) -> AbstractContextManager[None]:
         """Within it, every parameter of `module` is whole and up to date; all ranks enter it together."""
         return self._strategy.gathered()

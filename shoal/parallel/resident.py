@@ -67,6 +67,10 @@ class ResidentWeights(Strategy):
         self._update.finish()
         yield
 
+    def clear(self) -> None:
+        """See `Strategy.clear`."""
+        self._reduction.clear()
+
     def changed(self) -> None:
         """See `Strategy.changed`."""
         self._update.mark()

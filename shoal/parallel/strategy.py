@@ -58,5 +58,9 @@ class Strategy(ABC):
         """Within it, every parameter of the model is whole and up to date."""
 
     @abstractmethod
+    def clear(self) -> None:
+        """Forgets gradients that were accumulated and not yet given to what is owned."""
+
+    @abstractmethod
     def changed(self) -> None:
         """To be called when owned parameters were changed other than after a backward."""

@@ -21,6 +21,9 @@ class WeightUpdate:
     Args:
         model: The whole model.
         buckets: Each with the blocks that its parameters belong to, none for the root; in forward order.
+
+    A forward may also come between a backward and the optimizer's step. So the weights count as out of date
+    for as long as there are gradients that a step could still use.
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Module], Bucket]]) -> None:
@@ -28,6 +31,7 @@ class WeightUpdate:
         self._root = [bucket for blocks, bucket in buckets if not blocks]
         self._stale = False
         model.register_forward_pre_hook(self._before_model)
+        model.register_forward_hook(self._after_model)
         for blocks, bucket in buckets:
             for block in blocks:
                 block.register_forward_pre_hook(self._before_block(bucket))
@@ -44,13 +48,19 @@ class WeightUpdate:
 
     def _start(self) -> None:
         if self._stale:
-            self._stale = False
+            self._stale = any(
+                owned.parameter.grad is not None for bucket in self._buckets for owned in bucket.owned
+            )
             for bucket in self._buckets:
                 bucket.start_gather()
 
     def _before_model(self, module: nn.Module, arguments: Any) -> None:
         self._start()
         for bucket in self._root:
+            bucket.finish_gather()
+
+    def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        for bucket in self._buckets:  # of blocks that this forward left out
             bucket.finish_gather()
 
     @staticmethod

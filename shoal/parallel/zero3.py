@@ -52,7 +52,7 @@ class _ShardedWeights(Strategy):
             (self._blocks[group.blocks[0]] if group.blocks else self._root).append(bucket)
         self._buckets = buckets
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
-        self._held_open = False
+        self._held_open = 0
         self._reduction = GradientReduction(
             buckets, finish=GradientSum.give_and_free, on_complete=self._drop, on_end=self._drop_all
         )
@@ -74,13 +74,18 @@ class _ShardedWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
-        self._held_open = True
+        self._drop_all()  # what a forward left may be from before the optimizer's step
+        self._held_open += 1
         try:
             self._gather(self._buckets)
             yield
         finally:
-            self._held_open = False
+            self._held_open -= 1
             self._drop_all()
+
+    def clear(self) -> None:
+        """See `Strategy.clear`."""
+        self._reduction.clear()
 
     def changed(self) -> None:
         """See `Strategy.changed`. Weights are gathered anew in every forward."""
@@ -89,6 +94,8 @@ class _ShardedWeights(Strategy):
     # -- hooks, in the order in which a step meets them ---------------------------------------------
 
     def _before_model(self, module: nn.Module, arguments: Any) -> None:
+        if not _in_backward():
+            self._drop_all()  # as in `gathered`
         self._start(self._root)
         if self._blocks and not _in_backward():
             self._start(self._blocks[0])
@@ -110,18 +117,17 @@ class _ShardedWeights(Strategy):
             if not (last and torch.is_grad_enabled()):
                 for bucket in self._blocks[index]:
                     self._drop(bucket)
-            tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            graded = [tensor for tensor in tensors if tensor.requires_grad]
-            if graded:
-                register_multi_grad_hook(graded, self._before_backward(index), mode="any")
+            _before_backward_of(output, self._gather_backwards(index))
 
         return free
 
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self._drop_all()
+        # Another forward or backward may have freed the root's weights meanwhile.
+        _before_backward_of(output, lambda gradient: self._gather(self._root))
 
-    def _before_backward(self, index: int) -> Callable[[torch.Tensor], None]:
+    def _gather_backwards(self, index: int) -> Callable[[torch.Tensor], None]:
         def gather(gradient: torch.Tensor) -> None:
             self._gather(self._blocks[index])
             if index > 0:
@@ -149,6 +155,14 @@ class _ShardedWeights(Strategy):
     def _drop_all(self) -> None:
         for bucket in self._buckets:
             self._drop(bucket)
+
+
+def _before_backward_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Has `hook` called when backward comes to any of the tensors in `output`."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    graded = [tensor for tensor in tensors if tensor.requires_grad]
+    if graded:
+        register_multi_grad_hook(graded, hook, mode="any")
 
 
 def _in_backward() -> bool:

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.checkpoint import Exchange, Piece, ProcessGroupExchange, SingleProcess, load, save
+from shoal.checkpoint import (
+    Exchange,
+    Piece,
+    ProcessGroupExchange,
+    SingleProcess,
+    load,
+    read_manifest,
+    save,
+)
 from shoal.data import Loader, Prefetcher, Samples
 from shoal.errors import TrainingError
 from shoal.models import next_token_loss
@@ -215,6 +223,7 @@ class Trainer:
         """
         exchange = self.exchange
         make_optimizer_state(self.optimizer)
+        self.parallel.zero_grad()
         state = load(checkpoint, pieces_to_load(self.parallel, self.optimizer), exchange)
         self.parallel.changed()
         self.step_count, self.position = state["step"], state["position"]
@@ -224,7 +233,8 @@ class Trainer:
             wanted = [
                 Piece.whole(f"rank/{exchange.rank}/random.{name}", tensor) for name, tensor in random.items()
             ]
-            load(checkpoint, wanted, exchange)
+            saved = read_manifest(checkpoint).tensors  # it may be from a machine without CUDA
+            load(checkpoint, [piece for piece in wanted if piece.name in saved], exchange)
             set_random_state(random)
         return state
 
@@ -271,6 +281,8 @@ class Trainer:
 
     def _require_finite(self, loss: float, norm: float) -> None:
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.parallel.zero_grad()
+            self.close()
             raise TrainingError(
                 f"step {self.step_count + 1} has a loss of {loss} and a gradient norm of {norm}; "
                 "a lower optimizer.learning_rate or a longer optimizer.warmup may help"
