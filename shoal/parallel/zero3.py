@@ -5,7 +5,8 @@ again before its backward and freed after it, and its gradients are reduce-scatt
 3 P (d - 1) / d elements for each micro-batch. The gather of the next block runs while one block computes. The
 last block of a forward is the first of backward, and stays; the root's parameters stay for the whole of both.
 
-All ranks must run the same blocks in the same order, since they gather together.
+All ranks must run the same blocks in the same order and use the same parameters in them: they gather
+together, and a gradient that is missing on one rank alone makes the ranks wait until the time-out.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 import warnings
@@ -27,7 +28,7 @@ from shoal.checkpoint import (
 from shoal.cluster import peak_flops
 from shoal.data import Corpus, prepare
 from shoal.elastic import EXIT_STOPPED, StopSignal, World, join
-from shoal.errors import CheckpointError, ConfigError, DataError
+from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, DataError, ModelError
 from shoal.models import Transformer, build
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
@@ -145,7 +146,10 @@ class _Execution:
             self._meet()
             if self._is_first:
                 self._live.say("")
-                print(summary(self._run), flush=True)
+                with contextlib.suppress(
+                    OSError
+                ):  # all is saved: a reader that is gone loses the summary only
+                    print(summary(self._run), flush=True)
             return 0
         finally:
             self._trainer.close()
@@ -185,11 +189,23 @@ class _Execution:
             self._say("there is no sound checkpoint to go on from: training begins anew")
         else:
             self._require_same_data(path)
-            self._trainer.load(path)
+            self._load(path)
             self._say(f"goes on from {path}")
         # Only now, so that a configuration that does not fit the run leaves it as it was.
         if self._is_first and self._job.goes_on:
             self._run.describe(self._described)
+
+    def _load(self, path: Path) -> None:
+        try:
+            self._trainer.load(path)
+        except CorruptCheckpointError:
+            raise
+        except CheckpointError as error:
+            raise ModelError(
+                f"the model does not fit the state that is resumed: {error}",
+                possible="the model and model_options of the run that saved it",
+                change="leave the model as it was, or start a new run",
+            ) from error
 
     def _require_same_data(self, path: Path) -> None:
         saved: Mapping[str, Any] = read_manifest(path).state["data"]

