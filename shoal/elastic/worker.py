@@ -65,7 +65,8 @@ def run_rank(rank: int, work: Callable[[StopSignal], int]) -> int:
         if folder is None:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            get_error_handler().record_exception(error)
+            if not isinstance(error, UserError):  # torchrun would print the traceback too
+                get_error_handler().record_exception(error)
             _tell(outcome, error)
     if folder is not None:
         outcome.write(Path(folder))
