@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch.autograd import Variable
 
+from shoal.errors import TrainingError
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.communication import Pending
 
@@ -227,8 +228,11 @@ class GradientReduction:
     def _begin_backward(self) -> None:
         current = torch._C._current_graph_task_id()
         if current != self._backward:
-            if self._backward != NO_BACKWARD:  # it raised
-                self.clear()
+            if self._backward != NO_BACKWARD:
+                raise TrainingError(
+                    "a backward began before the last one ended: if that raised, call the parallel model's "
+                    "zero_grad() first; if the model recomputes with checkpoint(), give use_reentrant=False"
+                )
             self._backward = current
             Variable._execution_engine.queue_callback(self._end_backward)
 

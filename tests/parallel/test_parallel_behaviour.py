@@ -1,6 +1,7 @@
 """What a user relies on beyond equal losses: frozen parts, unused parts, memory, bytes, errors."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
-from shoal.errors import ModelError, PlanError
+from shoal.errors import ModelError, PlanError, TrainingError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
 from shoal.record import Recorder
@@ -140,14 +142,31 @@ def fail_in_backward_then_train(text):
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     dist.barrier()
-    for owned in parallel.owned:
-        owned.parameter.grad = None
-    parallel.module.zero_grad()
-    return True
+    with pytest.raises(TrainingError, match="zero_grad"):
+        one_step(parallel, batch)
+    parallel.zero_grad()
+    one_step(parallel, batch)
+    return parallel.gradient_norm()
 
 
-def test_a_backward_that_raises_does_not_wedge_the_ranks(ranks):
-    assert ranks.run(fail_in_backward_then_train, 2, "dp=2") == [True, True]
+@pytest.mark.parametrize("shard", SHARDS[:2])
+def test_after_a_backward_that_raised_zero_grad_lets_training_go_on(ranks, shard):
+    expected = transformer()
+    for rank in range(2):
+        batch = tokens(rank)
+        (next_token_loss(expected(batch[:, :-1]), batch[:, 1:]) / 2).backward()
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in expected.parameters()])
+    for result in ranks.run(fail_in_backward_then_train, 2, f"dp=2,shard={shard}"):
+        assert result == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_reentrant_recompute_is_refused():
+    model = transformer()
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
+    parallel = parallelize(model, "")
+    with pytest.raises(TrainingError, match="use_reentrant=False"):
+        one_step(parallel, tokens())
 
 
 # -- the same as FSDP2 -----------------------------------------------------------------------------------
