@@ -1,0 +1,64 @@
+"""A small model, its batches, and a recorder that keeps what it is told."""
+
+import torch
+import torch.distributed as dist
+
+from shoal.models import Transformer, TransformerConfig, next_token_loss
+from shoal.parallel import parallelize
+from shoal.record import Recorder
+from shoal.record.recorder import OpenSpan
+from shoal.timeline import Kind
+
+SHARDS = ["none", "zero1", "zero2", "zero3"]
+SHAPE = TransformerConfig(vocab_size=64, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, seq=16)
+
+
+class ListRecorder(Recorder):
+    """Keeps kind, name, bytes and group of every collective."""
+
+    def __init__(self):
+        self.collectives = []
+
+    def span(self, kind, name="", *, lane=None, bytes=0, group=()):
+        return torch.no_grad()
+
+    def open(self, kind, name="", *, lane, bytes=0, group=()):
+        if kind == Kind.COLLECTIVE:
+            self.collectives.append((name.split(":")[0], bytes, group))
+        return ClosedSpan()
+
+    def step(self, index):
+        return torch.no_grad()
+
+    def close(self):
+        pass
+
+
+class ClosedSpan(OpenSpan):
+    def close(self):
+        pass
+
+
+def tokens(rank=0):
+    return torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(rank))
+
+
+def transformer():
+    model = Transformer(SHAPE)
+    model.initialize(0)
+    return model
+
+
+def one_step(parallel, batch):
+    loss = next_token_loss(parallel(batch[:, :-1]), batch[:, 1:])
+    loss.backward()
+    return loss
+
+
+def evaluate(text):
+    parallel = parallelize(transformer(), text)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
+    one_step(parallel, tokens(dist.get_rank()))
+    optimizer.step()
+    with torch.no_grad():
+        return parallel(tokens()[:, :-1])
