@@ -25,12 +25,14 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+CORE := setup.py $(wildcard csrc/*.h csrc/*.cc csrc/*/*.h csrc/*/*.cc)
+
+$(VENV)/.ready: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	@echo "installing Shoal and PyTorch into $(VENV) (once, a minute or more)"
 	$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.ready-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.ready-dev: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	@echo "installing Shoal, PyTorch and what its tests need into $(VENV) (once, a minute or more)"
 	$(INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.ready

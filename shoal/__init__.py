@@ -7,6 +7,7 @@ used, so that what needs no torch does not import it.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from shoal.train import Trainer
 
 __all__ = ["Plan", "Trainer", "parallelize"]
+
+if "torch" in sys.modules:  # otherwise torch registers the backend "shoal" itself, when it is imported
+    importlib.import_module("shoal.collectives")
 
 _HOMES = {"Plan": "shoal.plan", "Trainer": "shoal.train", "parallelize": "shoal.parallel"}
 

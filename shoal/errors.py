@@ -11,6 +11,7 @@ ShoalError                    anything that Shoal itself reports; exit code 1
 ├── CheckpointError           a checkpoint could not be written or found
 │   └── CorruptCheckpointError    it is there, but not what its manifest says
 ├── CommunicationError        a collective failed, most often because another rank did
+│   └── CollectiveError       the backend "shoal" says which rank it was about, and what went wrong
 ├── TrainingError             training cannot go on, such as after a loss that is not a number
 └── WorkerError               a rank failed; names the rank that failed first
 """
@@ -22,6 +23,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CheckpointError",
+    "CollectiveError",
     "CommunicationError",
     "ConfigError",
     "CorruptCheckpointError",
@@ -120,6 +122,24 @@ class CommunicationError(ShoalError):
     """A collective failed on this rank, most often because another rank of its group is gone."""
 
 
+class CollectiveError(CommunicationError, RuntimeError):
+    """An operation of the backend "shoal" failed. A RuntimeError too, as those of other backends are.
+
+    Args:
+        text: What failed and why.
+        rank: Rank of the group that it is about; -1 if none.
+        fault: "invalid", "timeout", "peer lost", "peer stopped", "aborted", "mismatch", "system", "refused".
+    """
+
+    def __init__(self, text: str, *, rank: int = -1, fault: str = "system") -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_collective_error, (str(self), self.rank, self.fault)
+
+
 class TrainingError(ShoalError):
     """Training cannot go on."""
 
@@ -153,3 +173,7 @@ def nearest(given: str, options: Iterable[str]) -> str:
 
 def _rebuild_user_error(kind: type[UserError], given: str, possible: str, change: str) -> UserError:
     return kind(given, possible=possible, change=change)
+
+
+def _rebuild_collective_error(text: str, rank: int, fault: str) -> CollectiveError:
+    return CollectiveError(text, rank=rank, fault=fault)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from shoal.collectives import is_built
 from shoal.errors import CommunicationError, ConfigError
 
 __all__ = ["World", "find_world", "join"]
@@ -83,7 +85,9 @@ def join(
     timeout: float,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Forms the default process group of all ranks: NCCL between GPUs, gloo between CPUs.
+    """Forms the default process group of all ranks: NCCL between GPUs, Shoal's own between CPUs.
+
+    Where the native core was not built, gloo takes its place, and rank 0 says so.
 
     Args:
         world: The ranks.
@@ -99,7 +103,7 @@ def join(
     environment["MASTER_ADDR"], environment["MASTER_PORT"] = world.master[0], str(world.master[1])
     try:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            _backend(world, device),
             rank=world.rank,
             world_size=world.ranks,
             timeout=timedelta(seconds=timeout),
@@ -107,6 +111,20 @@ def join(
     except RuntimeError as error:
         host, port = world.master
         raise CommunicationError(f"the {world.ranks} ranks did not meet at {host}:{port}: {error}") from error
+
+
+def _backend(world: World, device: torch.device) -> str:
+    if device.type == "cuda":
+        return "nccl"
+    if is_built():
+        return "shoal"
+    if world.rank == 0:
+        print(
+            "the native core of shoal is not built, so ranks communicate through gloo, which is slower; "
+            "to build it, install g++ and then shoal again",
+            file=sys.stderr,
+        )
+    return "gloo"
 
 
 def _first_host(hosts: str) -> str:

@@ -19,6 +19,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
+from shoal.collectives import Done, Work
 from shoal.errors import CommunicationError
 from shoal.plan import Mesh, Plan
 from shoal.record import NullRecorder, OpenSpan, Recorder
@@ -63,7 +64,9 @@ class _Started:
         self._recorder = recorder
         self._name = name
         self._after = after
-        if on_cpu and not isinstance(recorder, NullRecorder):
+        # The backend "shoal" knows when an operation was complete; of others a future tells.
+        self._timed = [work for work in works if isinstance(work, (Done, Work))]
+        if on_cpu and not self._timed and not isinstance(recorder, NullRecorder):
             self._running = list(works)
             for work in works:
                 work.get_future().add_done_callback(self._one_is_complete)
@@ -73,7 +76,10 @@ class _Started:
         with self._recorder.span(Kind.WAIT, self._name), _as_communication_error(self._name):
             for work in self._works:
                 work.wait()
-        self._span.close()
+        if self._timed:
+            self._span.close(max(work.finished for work in self._timed), self._timed[0].algorithm)
+        else:
+            self._span.close()
         if self._after is not None:
             self._after()
 

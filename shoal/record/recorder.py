@@ -30,7 +30,7 @@ __all__ = ["NullRecorder", "OpenSpan", "Recorder", "SpanRecorder", "step_is_kept
 
 _FLUSH_SECONDS = 1.0
 
-_Fields = tuple[str, str, str, float, float, int, tuple[int, ...]]
+_Fields = tuple[str, str, str, float, float, int, tuple[int, ...], str]
 """The arguments of `span_line`, with the start still on the clock of the process."""
 
 
@@ -40,8 +40,13 @@ class OpenSpan(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def close(self) -> None:
-        """Ends the span now. Any thread may call it, any number of times: the first call counts."""
+    def close(self, at: float | None = None, algorithm: str = "") -> None:
+        """Ends the span. Any thread may call it, any number of times: the first call counts.
+
+        Args:
+            at: When it ended, on the clock of `time.perf_counter`; now, if that is not known.
+            algorithm: How a collective was done.
+        """
 
 
 class Recorder(ABC):
@@ -138,7 +143,7 @@ class SpanRecorder(Recorder):
     def _leave_step(self, index: int, start: float, *, finished: bool) -> None:
         now = time.perf_counter()
         if finished and not self._in_dropped_step:
-            self._spans.append((Kind.STEP, Lane.COMPUTE, str(index), start, now - start, 0, ()))
+            self._spans.append((Kind.STEP, Lane.COMPUTE, str(index), start, now - start, 0, (), ""))
         self._in_dropped_step = False
         if now - self._flushed >= _FLUSH_SECONDS:
             self._flushed = now
@@ -152,8 +157,8 @@ class SpanRecorder(Recorder):
         origin = self._origin
         self._file.write(
             "".join(
-                span_line(kind, lane, name, start - origin, duration, bytes, group)
-                for kind, lane, name, start, duration, bytes, group in taken
+                span_line(kind, lane, name, start - origin, duration, bytes, group, algorithm)
+                for kind, lane, name, start, duration, bytes, group, algorithm in taken
             )
         )
 
@@ -230,8 +235,13 @@ class _TimedSpan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        duration = time.perf_counter() - self._start
-        self._append((self._kind, self._lane, self._name, self._start, duration, self._bytes, self._group))
+        self.end(time.perf_counter(), "")
+
+    def end(self, at: float, algorithm: str) -> None:
+        duration = max(at - self._start, 0.0)
+        self._append(
+            (self._kind, self._lane, self._name, self._start, duration, self._bytes, self._group, algorithm)
+        )
 
 
 class _TimedOpenSpan(OpenSpan):
@@ -252,9 +262,9 @@ class _TimedOpenSpan(OpenSpan):
         self._span = _TimedSpan(append, kind, lane, name, bytes, group)
         self._span.__enter__()
 
-    def close(self) -> None:
+    def close(self, at: float | None = None, algorithm: str = "") -> None:
         if self._once.acquire(blocking=False):
-            self._span.__exit__(None, None, None)
+            self._span.end(time.perf_counter() if at is None else at, algorithm)
 
 
 class _TimedStep:
@@ -295,7 +305,7 @@ class _DroppedSpan(OpenSpan):
     ) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, at: float | None = None, algorithm: str = "") -> None:
         pass
 
 

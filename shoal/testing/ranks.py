@@ -126,6 +126,9 @@ def _serve(connection: Connection, backend: str, threads: int) -> None:
     import torch
     import torch.distributed as dist
 
+    import shoal.collectives  # the backend "shoal"
+
+    assert shoal.collectives
     torch.set_num_threads(threads)
     while True:
         try:

@@ -8,7 +8,7 @@ since its clock has a new origin:
     {"kind":"wait","name":"all_reduce:0","start":0.046000000,"duration":0.001000000}
 
 Starts count from the origin of the last header above. Absent keys have the defaults: no name, the
-compute lane, no bytes, no group. Times are rounded to the nanosecond.
+compute lane, no bytes, no group, no algorithm. Times are rounded to the nanosecond.
 """
 
 from __future__ import annotations
@@ -34,7 +34,14 @@ def header_line(rank: int, origin_unix_ns: int) -> str:
 
 
 def span_line(
-    kind: str, lane: str, name: str, start: float, duration: float, bytes: int, group: tuple[int, ...]
+    kind: str,
+    lane: str,
+    name: str,
+    start: float,
+    duration: float,
+    bytes: int,
+    group: tuple[int, ...],
+    algorithm: str = "",
 ) -> str:
     """The line of one span, with its newline.
 
@@ -45,9 +52,9 @@ def span_line(
     laned = "" if lane == _COMPUTE else f',"lane":"{lane}"'
     sized = f',"bytes":{bytes}' if bytes else ""
     grouped = f',"group":[{",".join(map(str, group))}]' if group else ""
-    return (
-        f'{{"kind":"{kind}"{named}{laned},"start":{start:.9f},"duration":{duration:.9f}{sized}{grouped}}}\n'
-    )
+    chosen = f',"algorithm":"{algorithm}"' if algorithm else ""
+    times = f'"start":{start:.9f},"duration":{duration:.9f}'
+    return f'{{"kind":"{kind}"{named}{laned},{times}{sized}{grouped}{chosen}}}\n'
 
 
 def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
@@ -75,4 +82,5 @@ def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
         duration=float(fields["duration"]),
         bytes=int(fields.get("bytes", 0)),
         group=tuple(map(int, fields.get("group", ()))),
+        algorithm=str(fields.get("algorithm", "")),
     )

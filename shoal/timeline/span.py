@@ -54,6 +54,7 @@ class Span:
         duration: Seconds.
         bytes: Bytes moved, for collectives: the size of the tensor, as in nccl-tests' algbw.
         group: Global ranks that take part, for collectives.
+        algorithm: How a collective was done, such as "ring", where the backend says so.
     """
 
     rank: int
@@ -64,6 +65,7 @@ class Span:
     duration: float
     bytes: int = 0
     group: tuple[int, ...] = ()
+    algorithm: str = ""
 
     @property
     def stop(self) -> float:

@@ -1,0 +1,121 @@
+#include <cstring>
+
+#include "algorithms/host.h"
+#include "common/reduce.h"
+
+namespace shoal {
+
+namespace {
+
+// What an operation puts into this rank's slot.
+struct Payload {
+  const void* data;
+  size_t bytes;
+};
+
+Payload payload_of(const Operation& op, const Board& board) {
+  const auto size = static_cast<size_t>(board.size());
+  const bool is_root = op.root == board.index();
+  switch (op.collective) {
+    case Collective::all_reduce:
+    case Collective::reduce:
+    case Collective::all_gather:
+    case Collective::gather:
+      return {op.input, op.bytes};
+    case Collective::reduce_scatter:
+      return {op.input, op.bytes * size};
+    case Collective::broadcast:
+      return {op.input, is_root ? op.bytes : 0};
+    case Collective::scatter:
+      return {op.input, is_root ? op.bytes * size : 0};
+    default:
+      return {nullptr, 0};
+  }
+}
+
+// Folds the bytes from `offset` of every slot into `out`.
+void fold_slots(const Operation& op, const Board& board, size_t offset) {
+  constexpr int kMany = 64;
+  const void* few[kMany];
+  std::vector<const void*> many;
+  const void** slots = few;
+  if (board.size() > kMany) {
+    many.resize(static_cast<size_t>(board.size()));
+    slots = many.data();
+  }
+  for (int index = 0; index < board.size(); ++index) slots[index] = board.slot(index) + offset;
+  combine(op.dtype, op.reduction, op.output, slots, board.size(), op.bytes / size_of(op.dtype), board.size());
+}
+
+void gather_slots(const Operation& op, const Board& board) {
+  auto* out = static_cast<std::byte*>(op.output);
+  for (int index = 0; index < board.size(); ++index) {
+    std::memcpy(out + static_cast<size_t>(index) * op.bytes, board.slot(index), op.bytes);
+  }
+}
+
+}  // namespace
+
+bool fits_one_shot(const Operation& op, int size) {
+  switch (op.collective) {
+    case Collective::barrier:
+      return true;
+    case Collective::all_to_all:
+      return false;
+    case Collective::reduce_scatter:
+    case Collective::scatter:
+      return op.bytes * static_cast<size_t>(size) <= Board::slot_bytes;
+    default:
+      return op.bytes <= Board::slot_bytes;
+  }
+}
+
+void begin_one_shot(const Operation& op, Host& host) {
+  Board& board = host.board;
+  board.prepare(host.patience, host.alarm, op.deadline);
+  const Payload payload = payload_of(op, board);
+  if (payload.bytes > 0) std::memcpy(board.own_slot(), payload.data, payload.bytes);
+  board.publish();
+}
+
+void finish_one_shot(const Operation& op, Host& host) {
+  Board& board = host.board;
+  const bool is_root = op.root == board.index();
+  const auto own = static_cast<size_t>(board.index());
+  const auto await_all = [&] { board.await_all(host.patience, host.alarm, op.deadline); };
+  const auto await_root = [&] { board.await(op.root, host.patience, host.alarm, op.deadline); };
+  switch (op.collective) {
+    case Collective::barrier:
+      return await_all();
+    case Collective::all_reduce:
+      await_all();
+      return fold_slots(op, board, 0);
+    case Collective::reduce_scatter:
+      await_all();
+      return fold_slots(op, board, own * op.bytes);
+    case Collective::all_gather:
+      await_all();
+      return gather_slots(op, board);
+    case Collective::reduce:
+      if (!is_root) return;
+      await_all();
+      return fold_slots(op, board, 0);
+    case Collective::gather:
+      if (!is_root) return;
+      await_all();
+      return gather_slots(op, board);
+    case Collective::broadcast:
+      if (is_root) return;
+      await_root();
+      std::memcpy(op.output, board.slot(op.root), op.bytes);
+      return;
+    case Collective::scatter:
+      await_root();
+      std::memcpy(op.output, board.slot(op.root) + own * op.bytes, op.bytes);
+      return;
+    default:
+      return;
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,329 @@
+#include "algorithms/mailbox.h"
+
+#include <poll.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+namespace shoal {
+
+Mailbox::Mailbox(Peers peers, const Alarm& alarm)
+    : peers_(std::move(peers)), alarm_(alarm), outgoing_(static_cast<size_t>(peers_.size)), incoming_(static_cast<size_t>(peers_.size)), is_requested_(static_cast<size_t>(peers_.size)) {}
+
+Mailbox::~Mailbox() {
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  wake();
+  if (thread_.joinable()) thread_.join();
+}
+
+std::shared_ptr<Message> Mailbox::send(int peer, int tag, const void* data, size_t bytes) {
+  auto message = std::make_shared<Message>(peer, tag, static_cast<std::byte*>(const_cast<void*>(data)), bytes);
+  std::lock_guard lock(mutex_);
+  if (broken_) std::rethrow_exception(broken_);
+  request_link(peer);
+  ++pending_;
+  Outgoing outgoing{{Header::Kind::bytes, tag, bytes, 0, 0}, message->data, 0, message};
+  if (bytes >= kOffered && peers_.can_read(peer)) {
+    outgoing.header.kind = Header::Kind::offer;
+    outgoing.header.address = reinterpret_cast<uint64_t>(data);
+    outgoing.header.number = next_number_;
+    offered_.emplace(next_number_++, message);
+    outgoing.message = nullptr;
+  }
+  outgoing_[static_cast<size_t>(peer)].push_back(std::move(outgoing));
+  progress();
+  if (pending_ > 0 && waiters_ == 0) start_thread();
+  return message;
+}
+
+std::shared_ptr<Message> Mailbox::receive(int peer, int tag, void* data, size_t bytes) {
+  auto message = std::make_shared<Message>(peer, tag, static_cast<std::byte*>(data), bytes);
+  std::lock_guard lock(mutex_);
+  if (broken_) std::rethrow_exception(broken_);
+  for (int sender = 0; peer < 0 && sender < peers_.size; ++sender) request_link(sender);
+  if (peer >= 0) request_link(peer);
+  ++pending_;
+  for (auto early = early_.begin(); early != early_.end(); ++early) {
+    if (early->wanted_by || early->header.tag != tag || (peer >= 0 && early->peer != peer)) continue;
+    early->wanted_by = message;
+    message->peer = early->peer;
+    if (early->complete) {
+      deliver(*early);
+      early_.erase(early);
+    }
+    if (pending_ > 0 && waiters_ == 0) start_thread();
+    return message;
+  }
+  posted_.push_back(message);
+  progress();
+  if (pending_ > 0 && waiters_ == 0) start_thread();
+  return message;
+}
+
+void Mailbox::request_link(int peer) {
+  const auto at = static_cast<size_t>(peer);
+  if (!is_requested_[at]) peers_.links.request(peer);
+  is_requested_[at] = true;
+}
+
+void Mailbox::wait(Message& message, const Patience& patience, const Deadline& deadline) {
+  if (!message.done.load(std::memory_order_acquire)) {
+    std::unique_lock lock(mutex_);
+    ++waiters_;
+    try {
+      for (int idle = 0; !message.done.load(std::memory_order_acquire);) {
+        if (progress()) {
+          idle = 0;
+          continue;
+        }
+        lock.unlock();
+        ++idle;
+        if (idle < patience.spins) {
+          pause_briefly();
+        } else if (idle < patience.spins + patience.yields) {
+          sched_yield();
+        } else {
+          deadline.check(message.peer);
+        }
+        lock.lock();
+        if (idle >= patience.spins + patience.yields && !message.done.load(std::memory_order_acquire)) sleep(lock);
+      }
+    } catch (...) {
+      if (!lock.owns_lock()) lock.lock();
+      --waiters_;
+      changed_.notify_all();
+      throw;
+    }
+    --waiters_;
+    changed_.notify_all();
+  }
+  if (message.failure) std::rethrow_exception(message.failure);
+}
+
+void Mailbox::wake() {
+  if (peers_.doorbell != nullptr) {
+    peers_.doorbell->value.fetch_add(1, std::memory_order_seq_cst);
+    peers_.doorbell->wake();
+  }
+  changed_.notify_all();
+}
+
+// Moves what can be moved; true if anything was. The lock is held. Everybody's messages are taken in, wanted yet
+// or not: who waits for one peer must not block another.
+bool Mailbox::progress() {
+  if (!broken_ && alarm_.is_raised()) {
+    try {
+      alarm_.check();
+    } catch (...) {
+      fail_all(std::current_exception());
+    }
+    return true;
+  }
+  if (broken_) return false;
+  bool moved = false;
+  try {
+    for (int peer = 0; peer < peers_.size; ++peer) {
+      Link* link = peers_.links.find(peer);
+      if (link == nullptr) continue;
+      moved |= progress_sends(peer, *link);
+      moved |= progress_receives(peer, *link);
+    }
+  } catch (...) {
+    fail_all(std::current_exception());
+    moved = true;
+  }
+  return moved;
+}
+
+bool Mailbox::progress_sends(int peer, Link& link) {
+  auto& queue = outgoing_[static_cast<size_t>(peer)];
+  bool moved = false;
+  while (!queue.empty()) {
+    Outgoing& out = queue.front();
+    constexpr size_t header = sizeof(Header);
+    const size_t total = header + (out.header.kind == Header::Kind::bytes ? out.header.bytes : 0);
+    while (out.sent < total) {
+      const bool in_header = out.sent < header;
+      const auto* from = in_header ? reinterpret_cast<const std::byte*>(&out.header) + out.sent : out.data + (out.sent - header);
+      const size_t sent = link.send(from, in_header ? header - out.sent : total - out.sent);
+      if (sent == 0) return moved;
+      out.sent += sent;
+      moved = true;
+    }
+    if (out.message) finish(*out.message);
+    if (out.header.kind == Header::Kind::taken) --pending_;
+    queue.pop_front();
+    moved = true;
+  }
+  return moved;
+}
+
+bool Mailbox::progress_receives(int peer, Link& link) {
+  Incoming& in = incoming_[static_cast<size_t>(peer)];
+  bool moved = false;
+  for (;;) {
+    if (in.header_bytes < sizeof(Header)) {
+      const size_t got = link.receive(reinterpret_cast<std::byte*>(&in.header) + in.header_bytes, sizeof(Header) - in.header_bytes);
+      if (got == 0) return moved;
+      moved = true;
+      in.header_bytes += got;
+      if (in.header_bytes < sizeof(Header)) continue;
+      begin(peer, in);
+    }
+    const size_t total = in.header.kind == Header::Kind::bytes ? in.header.bytes : 0;
+    while (in.received < total) {
+      std::byte thrown_away[4096];
+      std::byte* to = in.message ? in.message->data + in.received : in.is_early ? in.early->bytes.data() + in.received : thrown_away;
+      const size_t room = in.message || in.is_early ? total - in.received : std::min(sizeof thrown_away, total - in.received);
+      const size_t got = link.receive(to, room);
+      if (got == 0) return moved;
+      moved = true;
+      in.received += got;
+    }
+    end(peer, in);
+    in = Incoming{};
+  }
+}
+
+// A header has come: finds who asked for the message, or keeps it.
+void Mailbox::begin(int peer, Incoming& in) {
+  if (in.header.kind == Header::Kind::taken) return;
+  auto wanted = std::find_if(posted_.begin(), posted_.end(), [&](const auto& message) {
+    return message->tag == in.header.tag && (message->peer < 0 || message->peer == peer);
+  });
+  if (wanted != posted_.end()) {
+    in.message = *wanted;
+    in.message->peer = peer;
+    posted_.erase(wanted);
+    if (!check_size(peer, in.header, *in.message)) in.message = nullptr;
+    return;
+  }
+  early_.push_back({peer, in.header, {}, false, nullptr});
+  in.early = std::prev(early_.end());
+  in.is_early = true;
+  if (in.header.kind == Header::Kind::bytes) in.early->bytes.resize(in.header.bytes);
+}
+
+// All of a message has come, or its offer.
+void Mailbox::end(int peer, Incoming& in) {
+  if (in.header.kind == Header::Kind::taken) {
+    auto found = offered_.find(in.header.number);
+    if (found == offered_.end()) return;
+    finish(*found->second);
+    offered_.erase(found);
+  } else if (in.is_early) {
+    in.early->complete = true;
+    if (in.early->wanted_by) {
+      deliver(*in.early);
+      early_.erase(in.early);
+    }
+  } else if (in.header.kind == Header::Kind::offer) {
+    take(peer, in.header, in.message.get());
+  } else if (in.message) {
+    finish(*in.message);
+  }
+}
+
+// Gives an early message to who asked for it since.
+void Mailbox::deliver(Early& early) {
+  const bool fits = check_size(early.peer, early.header, *early.wanted_by);
+  if (early.header.kind == Header::Kind::offer) {
+    return take(early.peer, early.header, fits ? early.wanted_by.get() : nullptr);
+  }
+  if (!fits) return;
+  std::memcpy(early.wanted_by->data, early.bytes.data(), early.bytes.size());
+  finish(*early.wanted_by);
+}
+
+// Reads what was offered, unless it does not fit (null), and tells its sender that it need not stay.
+void Mailbox::take(int peer, const Header& header, Message* message) {
+  if (message != nullptr) {
+    peers_.read(peer, header.address, header.bytes, message->data);
+    finish(*message);
+  }
+  ++pending_;
+  outgoing_[static_cast<size_t>(peer)].push_back({{Header::Kind::taken, 0, 0, 0, header.number}, nullptr, 0, nullptr});
+  if (Link* link = peers_.links.find(peer)) progress_sends(peer, *link);
+}
+
+bool Mailbox::check_size(int peer, const Header& header, Message& message) {
+  if (header.bytes == message.bytes) return true;
+  const std::string text = "rank " + std::to_string(peer) + " sent " + std::to_string(header.bytes) +
+                           " bytes where this rank receives " + std::to_string(message.bytes);
+  fail(message, std::make_exception_ptr(Failure(Code::mismatch, peer, text)));
+  return false;
+}
+
+void Mailbox::finish(Message& message) {
+  --pending_;
+  message.finished = Deadline::now();
+  message.done.store(true, std::memory_order_release);
+}
+
+void Mailbox::fail(Message& message, std::exception_ptr failure) {
+  message.failure = std::move(failure);
+  finish(message);
+}
+
+void Mailbox::fail_all(std::exception_ptr failure) {
+  broken_ = failure;
+  const auto fail_if_pending = [&](const std::shared_ptr<Message>& message) {
+    if (message && !message->done.load(std::memory_order_relaxed)) fail(*message, failure);
+  };
+  for (auto& message : posted_) fail_if_pending(message);
+  for (auto& [number, message] : offered_) fail_if_pending(message);
+  for (auto& early : early_) fail_if_pending(early.wanted_by);
+  for (auto& queue : outgoing_) {
+    for (auto& out : queue) fail_if_pending(out.message);
+  }
+  for (auto& in : incoming_) fail_if_pending(in.message);
+  changed_.notify_all();
+}
+
+// Until a peer rings, or a socket is ready. The lock is given up meanwhile.
+void Mailbox::sleep(std::unique_lock<std::mutex>& lock) {
+  std::vector<pollfd> fds;
+  for (int peer = 0; peer < peers_.size; ++peer) {
+    if (Link* link = peers_.links.find(peer)) link->append_poll(fds, !outgoing_[static_cast<size_t>(peer)].empty(), true);
+  }
+  const uint32_t seen = peers_.doorbell != nullptr ? peers_.doorbell->value.load(std::memory_order_seq_cst) : 0;
+  if (progress()) return;  // something came while this thread was getting ready
+  lock.unlock();
+  if (peers_.doorbell != nullptr && fds.empty()) {
+    peers_.doorbell->sleep(seen, 0.005);
+  } else {
+    poll(fds.data(), fds.size(), peers_.doorbell != nullptr ? 1 : 5);
+  }
+  lock.lock();
+}
+
+void Mailbox::start_thread() {
+  if (thread_.joinable()) {
+    changed_.notify_all();
+    return;
+  }
+  // Signals are for the threads of the application.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Mailbox::run() {
+  std::unique_lock lock(mutex_);
+  while (!stopped_) {
+    if (pending_ == 0 || waiters_ > 0 || broken_) {
+      changed_.wait(lock);
+    } else if (!progress()) {
+      sleep(lock);
+    }
+  }
+}
+
+}  // namespace shoal

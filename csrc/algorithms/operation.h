@@ -1,0 +1,52 @@
+// One collective, as a rank calls it. The numbers are part of the C interface.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common/deadline.h"
+#include "common/types.h"
+
+namespace shoal {
+
+enum class Collective : int {
+  barrier = 0,
+  all_reduce = 1,
+  all_gather = 2,
+  reduce_scatter = 3,
+  broadcast = 4,
+  reduce = 5,
+  gather = 6,
+  scatter = 7,
+  all_to_all = 8,
+};
+
+enum class Algorithm : int {
+  one_shot = 0,          // everyone writes once, and reads everyone's
+  direct = 1,            // ranks read each other's buffers; of an all-reduce it is called two-shot
+  ring = 2,
+  halving_doubling = 3,  // of all-gather and reduce-scatter it is called recursive
+  double_tree = 4,
+  hierarchical = 5,      // within the hosts, then across, then within again
+  tree = 6,
+  chain = 7,
+  pairwise = 8,
+};
+
+struct Operation {
+  Collective collective = Collective::barrier;
+  Algorithm algorithm = Algorithm::one_shot;
+  Dtype dtype = Dtype::uint8;
+  Reduction reduction = Reduction::sum;
+  int root = 0;
+  const void* input = nullptr;
+  void* output = nullptr;
+  // all_reduce, broadcast, reduce: of the whole; all_gather, reduce_scatter, gather, scatter: of one rank's part.
+  size_t bytes = 0;
+  // all_to_all: what goes to (comes from) each rank, in the order of ranks, without gaps.
+  std::vector<size_t> send_bytes, receive_bytes;
+  Deadline deadline = Deadline::after(1800);
+};
+
+}  // namespace shoal

@@ -1,0 +1,54 @@
+#include "algorithms/over_links.h"
+
+#include <cstring>
+
+#include "algorithms/execute.h"
+#include "algorithms/select.h"
+#include "common/reduce.h"
+
+namespace shoal {
+
+namespace {
+
+bool is_narrow(Dtype dtype) { return dtype == Dtype::float16 || dtype == Dtype::bfloat16; }
+
+}  // namespace
+
+void OverLinks::run(const Operation& op, int divisor) {
+  if (divisor == 0) divisor = size_;
+  if (is_narrow(op.dtype) && passes_on_sums(op)) {
+    run_narrow(op, divisor);
+  } else {
+    run_as_is(op, divisor);
+  }
+}
+
+void OverLinks::run_narrow(const Operation& op, int divisor) {
+  const auto parts = static_cast<size_t>(op.collective == Collective::reduce_scatter ? size_ : 1);
+  const size_t count = op.bytes / size_of(op.dtype);
+  wide_input_.resize(count * parts);
+  wide_output_.resize(count);
+  widen(op.dtype, wide_input_.data(), op.input, count * parts);
+  Operation wide = op;
+  wide.dtype = Dtype::float32;
+  wide.bytes = count * sizeof(float);
+  wide.input = wide_input_.data();
+  wide.output = op.output == nullptr ? nullptr : wide_output_.data();
+  run_as_is(wide, divisor);
+  if (op.output != nullptr) narrow(op.dtype, op.output, wide_output_.data(), count);
+}
+
+void OverLinks::run_as_is(const Operation& op, int divisor) {
+  const Schedule schedule = schedule_of(op, rank_, size_);
+  if (scratch_.size() < schedule.scratch_bytes) scratch_.resize(schedule.scratch_bytes);
+  void* output = op.output;
+  std::vector<std::byte> tokens(op.collective == Collective::barrier ? static_cast<size_t>(size_) : 0);
+  if (!tokens.empty()) output = tokens.data();  // of a barrier: everybody's byte
+  if (op.collective == Collective::all_reduce && op.input != op.output) std::memcpy(output, op.input, op.bytes);
+  execute(schedule, op.dtype, op.reduction, tokens.empty() ? op.input : tokens.data(), output, scratch_.data(), links_, alarm_, op.deadline, divisor);
+  if (op.reduction == Reduction::average && passes_on_sums(op) && output != nullptr && op.bytes > 0) {
+    divide(op.dtype, output, op.bytes / size_of(op.dtype), divisor);
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,33 @@
+// Collectives among ranks that links connect, whole: what is around a schedule's execution.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "algorithms/operation.h"
+#include "common/alarm.h"
+#include "transport/link.h"
+
+namespace shoal {
+
+class OverLinks {
+ public:
+  // `rank` among `size`, as `links` number them.
+  OverLinks(int rank, int size, Links& links, const Alarm& alarm) : rank_(rank), size_(size), links_(links), alarm_(alarm) {}
+
+  // Does the operation. Sums of 16-bit floats that travel unfinished are float32 throughout; `average` divides by
+  // `divisor`, or by the number of ranks if that is 0.
+  void run(const Operation& operation, int divisor = 0);
+
+ private:
+  void run_narrow(const Operation& operation, int divisor);
+  void run_as_is(const Operation& operation, int divisor);
+
+  const int rank_, size_;
+  Links& links_;
+  const Alarm& alarm_;
+  std::vector<std::byte> scratch_;
+  std::vector<float> wide_input_, wide_output_;
+};
+
+}  // namespace shoal

@@ -1,0 +1,40 @@
+// Reductions and broadcasts along a tree, whatever its shape: what chains, binomial trees and double binary
+// trees have in common.
+#pragma once
+
+#include <vector>
+
+#include "algorithms/schedule.h"
+
+namespace shoal {
+
+// A rank's place in a tree of ranks.
+struct TreePlace {
+  int parent = -1;            // -1: the root
+  std::vector<int> children;  // in the order in which they are served
+};
+
+// Where a rank keeps the sums of its subtree: chunk i at `place` plus (i modulo `windows`) chunks.
+struct Sums {
+  Place place;
+  int windows;
+};
+
+// Adds a reduction towards the root: a rank folds each chunk of its `own` region with what comes from its
+// children, in their order, keeps the sum in `sums` (which may be `own` itself) and sends it to its parent. A
+// leaf sends its own. Returns, per chunk, the step that makes the rank's sum.
+std::vector<int> add_reduction(Schedule& schedule, const TreePlace& tree, Region own, Sums sums,
+                               size_t chunk);
+
+// Adds a broadcast from the root: a rank sends on each chunk of the region as it comes. `ready`: per chunk,
+// the step that makes it at the root; empty if it is there from the start.
+void add_broadcast(Schedule& schedule, const TreePlace& tree, Region whole, const std::vector<int>& ready,
+                   size_t chunk);
+
+// A reduction from the inputs to the root's output, in chunks. Inner ranks need scratch, a few chunks.
+Schedule reduce_along(const TreePlace& tree, size_t bytes, size_t element, size_t chunk);
+
+// A broadcast of the root's output to the outputs of the others, in chunks.
+Schedule broadcast_along(const TreePlace& tree, size_t bytes, size_t element, size_t chunk);
+
+}  // namespace shoal

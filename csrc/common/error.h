@@ -1,0 +1,34 @@
+// What goes wrong below, as one exception; the C interface turns it into a code, a rank and a text.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace shoal {
+
+enum class Code : int {
+  ok = 0,
+  invalid = 1,       // an argument that cannot be served; nothing was sent
+  timeout = 2,       // the operation's own time ran out
+  peer_lost = 3,     // a process ended, or its connection did
+  peer_stopped = 4,  // a process is there but shows no sign of life
+  aborted = 5,       // abort() was called here
+  mismatch = 6,      // ranks called different operations, sizes or types (SHOAL_DEBUG=1)
+  system = 7,        // the operating system refused something
+  refused = 8,       // a connection without the group's secret
+};
+
+// `rank` is the rank (within the group) that the failure is about, or -1.
+class Failure : public std::runtime_error {
+ public:
+  Failure(Code code, int rank, const std::string& text)
+      : std::runtime_error(text), code(code), rank(rank) {}
+
+  const Code code;
+  const int rank;
+};
+
+// A Failure(Code::system) whose text is `what` followed by the text of `error` (an errno).
+Failure system_failure(const std::string& what, int error, int rank = -1);
+
+}  // namespace shoal

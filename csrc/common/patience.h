@@ -1,0 +1,81 @@
+// How a thread waits for another process: it spins while an answer is likely within microseconds, then lets
+// others run, then sleeps until it is woken.
+#pragma once
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <ctime>
+
+#include "common/alarm.h"
+#include "common/deadline.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace shoal {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A number that grows, in memory that other processes map, and that they may sleep on.
+struct alignas(64) Flag {
+  std::atomic<uint32_t> value{0};
+  std::atomic<uint32_t> sleepers{0};
+
+  void set(uint32_t to) {
+    value.store(to, std::memory_order_seq_cst);
+    // Whoever counts himself in after this load has yet to look at the value, and will see it.
+    if (sleepers.load(std::memory_order_seq_cst) != 0) wake();
+  }
+
+  void wake() { syscall(SYS_futex, &value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
+
+  // Sleeps while the value is `seen`, at most `seconds`.
+  void sleep(uint32_t seen, double seconds) {
+    const timespec limit{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<time_t>(seconds)) * 1e9)};
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    if (value.load(std::memory_order_seq_cst) == seen) {
+      syscall(SYS_futex, &value, FUTEX_WAIT, seen, &limit, nullptr, 0);
+    }
+    sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  }
+};
+
+struct Patience {
+  int spins = 2000;  // looks with a pause between: some tens of microseconds
+  int yields = 50;   // looks after letting others run
+
+  // Returns when `ready(value)` holds for the flag's value. Throws what the alarm holds, or a timeout.
+  template <class Ready>
+  void await(Flag& flag, const Ready& ready, const Alarm& alarm, const Deadline& deadline, int rank) const {
+    for (int spin = 0; spin < spins; ++spin) {
+      if (ready(flag.value.load(std::memory_order_acquire))) return;
+      pause_briefly();
+    }
+    for (int yield = 0; yield < yields; ++yield) {
+      if (ready(flag.value.load(std::memory_order_acquire))) return;
+      sched_yield();
+    }
+    constexpr double slice = 0.005;  // an alarm that did not wake this thread is seen after it
+    for (;;) {
+      const uint32_t seen = flag.value.load(std::memory_order_acquire);
+      if (ready(seen)) return;
+      alarm.check();
+      deadline.check(rank);
+      flag.sleep(seen, slice);
+    }
+  }
+};
+
+}  // namespace shoal

@@ -1,0 +1,110 @@
+#include "common/reduce.h"
+
+#include <cassert>
+#include <cstring>
+#include <string>
+
+#include "common/error.h"
+#include "common/vector_unit.h"
+
+namespace shoal {
+namespace {
+
+bool is_floating_point(Dtype dtype) {
+  return dtype == Dtype::float32 || dtype == Dtype::float64 || dtype == Dtype::float16 ||
+         dtype == Dtype::bfloat16;
+}
+
+bool is_bitwise(Reduction op) {
+  return op == Reduction::bit_and || op == Reduction::bit_or || op == Reduction::bit_xor;
+}
+
+const char* name_of(Dtype dtype) {
+  constexpr const char* names[dtype_count] = {"float32", "float64", "float16", "bfloat16", "int8",
+                                              "uint8",   "int16",   "int32",   "int64",    "boolean"};
+  return names[static_cast<int>(dtype)];
+}
+
+// What is asked for, in terms of the kernels that there are.
+struct Task {
+  Dtype dtype;
+  Reduction op;
+  size_t count;
+};
+
+// Booleans are bytes under bit operations, and for those it is all one to which type the bits belong.
+Task simplest_form(Dtype dtype, Reduction op, size_t count) {
+  if (dtype == Dtype::boolean) {
+    if (op == Reduction::sum || op == Reduction::maximum) op = Reduction::bit_or;
+    if (op == Reduction::product || op == Reduction::minimum) op = Reduction::bit_and;
+  }
+  if (is_bitwise(op)) return {Dtype::uint8, op, count * size_of(dtype)};
+  return {dtype, op, count};
+}
+
+using Tables = FoldTable VectorUnit::*;
+
+void combine_by(Tables table, Dtype dtype, Reduction op, void* out, const void* const* inputs, int n,
+                size_t count, int divisor) {
+  require_supported(dtype, op);
+  assert(n >= 1 && divisor >= 1);
+  const Task task = simplest_form(dtype, op, count);
+  const FoldKernel fold = (current_vector_unit().*table).at(task.op, task.dtype);
+  fold(out, inputs, n, task.count, divisor);
+}
+
+const Conversion& conversion_of(Dtype dtype) {
+  assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16);
+  const VectorUnit& unit = current_vector_unit();
+  return dtype == Dtype::float16 ? unit.float16 : unit.bfloat16;
+}
+
+}  // namespace
+
+void combine(Dtype dtype, Reduction op, void* out, const void* const* inputs, int n, size_t count,
+             int divisor) {
+  combine_by(&VectorUnit::cached, dtype, op, out, inputs, n, count, divisor);
+}
+
+void combine_streaming(Dtype dtype, Reduction op, void* out, const void* const* inputs, int n, size_t count,
+                       int divisor) {
+  combine_by(&VectorUnit::streaming, dtype, op, out, inputs, n, count, divisor);
+}
+
+void copy_streaming(void* out, const void* in, size_t bytes) {
+  constexpr size_t worth_streaming = 4096;  // below it the wait for the stores costs more than they save
+  if (bytes < worth_streaming) {
+    if (bytes > 0) std::memcpy(out, in, bytes);
+    return;
+  }
+  // The fold of a single input is a copy.
+  combine_streaming(Dtype::uint8, Reduction::bit_or, out, &in, 1, bytes);
+}
+
+void widen(Dtype from, float* out, const void* in, size_t count) {
+  conversion_of(from).widen(out, in, count);
+}
+
+void narrow(Dtype to, void* out, const float* in, size_t count) {
+  conversion_of(to).narrow(out, in, count);
+}
+
+// The average of what has been summed already.
+void divide(Dtype dtype, void* data, size_t count, int divisor) {
+  const void* sum = data;
+  combine(dtype, Reduction::average, data, &sum, 1, count, divisor);
+}
+
+void require_supported(Dtype dtype, Reduction op) {
+  if (is_bitwise(op) && is_floating_point(dtype))
+    throw Failure(Code::invalid, -1,
+                  std::string("bit operations are for integers and booleans, not for ") + name_of(dtype));
+  if (op == Reduction::average && dtype == Dtype::boolean)
+    throw Failure(Code::invalid, -1, "booleans have no average");
+}
+
+const char* vector_unit() { return current_vector_unit().name; }
+
+bool force_vector_unit(const char* name) { return use_vector_unit(name); }
+
+}  // namespace shoal

@@ -1,0 +1,49 @@
+// Element types and reductions. The numbers are part of the C interface.
+#pragma once
+
+#include <cstddef>
+
+namespace shoal {
+
+enum class Dtype : int {
+  float32 = 0,
+  float64 = 1,
+  float16 = 2,
+  bfloat16 = 3,
+  int8 = 4,
+  uint8 = 5,
+  int16 = 6,
+  int32 = 7,
+  int64 = 8,
+  boolean = 9,  // one byte, 0 or 1
+};
+
+enum class Reduction : int {
+  sum = 0,
+  average = 1,  // the sum divided by the number of ranks; integers round toward zero
+  minimum = 2,
+  maximum = 3,
+  product = 4,
+  bit_and = 5,
+  bit_or = 6,
+  bit_xor = 7,
+};
+
+constexpr size_t size_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::float64:
+    case Dtype::int64:
+      return 8;
+    case Dtype::float32:
+    case Dtype::int32:
+      return 4;
+    case Dtype::float16:
+    case Dtype::bfloat16:
+    case Dtype::int16:
+      return 2;
+    default:
+      return 1;
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,85 @@
+#include "executor.h"
+
+#include <signal.h>
+
+namespace shoal {
+
+Executor::~Executor() {
+  {
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+std::unique_lock<std::mutex> Executor::try_idle() {
+  std::unique_lock lock(mutex_);
+  if (running_ || !queue_.empty()) lock.unlock();
+  return lock;
+}
+
+void Executor::enqueue(std::shared_ptr<Task> task, std::unique_lock<std::mutex> idle) {
+  if (!idle) idle = std::unique_lock(mutex_);
+  queue_.push_back(std::move(task));
+}
+
+void Executor::start_background() {
+  {
+    std::lock_guard lock(mutex_);
+    wanted_ = true;
+    if (!thread_.joinable()) {
+      // Signals are for the threads of the application.
+      sigset_t all, before;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+      thread_ = std::thread([this] { run_background(); });
+      pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+  }
+  changed_.notify_all();
+}
+
+void Executor::wait(Task& task) {
+  std::unique_lock lock(mutex_);
+  while (!task.done.load(std::memory_order_acquire)) {
+    if (!running_) {
+      run_front(lock, false);
+    } else {
+      changed_.wait(lock);
+    }
+  }
+  if (task.failure) std::rethrow_exception(task.failure);
+}
+
+// The lock is given up while the task runs.
+void Executor::run_front(std::unique_lock<std::mutex>& lock, bool is_background) {
+  const std::shared_ptr<Task> task = queue_.front();
+  queue_.pop_front();
+  running_ = true;
+  lock.unlock();
+  try {
+    run_(*task, is_background);
+  } catch (...) {
+    task->failure = std::current_exception();
+  }
+  task->finished = Deadline::now();
+  lock.lock();
+  running_ = false;
+  task->done.store(true, std::memory_order_release);
+  changed_.notify_all();
+}
+
+void Executor::run_background() {
+  std::unique_lock lock(mutex_);
+  while (!stopped_) {
+    if (wanted_ && !running_ && !queue_.empty()) {
+      run_front(lock, true);
+      if (queue_.empty()) wanted_ = false;
+    } else {
+      changed_.wait(lock);
+    }
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,297 @@
+#include "group.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "algorithms/hierarchical.h"
+
+namespace shoal {
+
+namespace {
+
+// How long a rank spins depends on whether every rank of the host has a core to spin on.
+Patience patience_for(int ranks_here, bool is_background) {
+  cpu_set_t cores;
+  const int available = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
+  if (ranks_here > available) return {.spins = 20, .yields = 200};
+  if (is_background) return {.spins = 100, .yields = 5};  // the application computes meanwhile
+  return {.spins = 2000, .yields = 50};
+}
+
+std::vector<int> ranks_on_host_of(int rank, const std::vector<int>& hosts) {
+  std::vector<int> ranks;
+  for (int other = 0; other < static_cast<int>(hosts.size()); ++other) {
+    if (hosts[static_cast<size_t>(other)] == hosts[static_cast<size_t>(rank)]) ranks.push_back(other);
+  }
+  return ranks;
+}
+
+// Counts an operation that is waited for: peers that stay silent are given up only then.
+class Waiting {
+ public:
+  explicit Waiting(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
+  ~Waiting() { count_.fetch_sub(1); }
+  Waiting(const Waiting&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
+}  // namespace
+
+Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers)
+    : options_(options),
+      shared_buffers_(shared_buffers),
+      local_ranks_(ranks_on_host_of(options.rank, options.hosts)),
+      local_index_(options.hosts.size()),
+      one_host_(local_ranks_.size() == options.hosts.size()),
+      patience_(patience_for(static_cast<int>(local_ranks_.size()), false)),
+      background_patience_(patience_for(static_cast<int>(local_ranks_.size()), true)),
+      looks_(patience_.spins / 4),
+      board_(static_cast<int>(local_ranks_.size())) {
+  for (int rank = 0; rank < size(); ++rank) {
+    const std::vector<int> there = ranks_on_host_of(rank, options_.hosts);
+    local_index_[static_cast<size_t>(rank)] = static_cast<int>(std::find(there.begin(), there.end(), rank) - there.begin());
+    const int ranks_there = static_cast<int>(there.size());
+    slices_ = rank == 0 ? ranks_there : std::min(slices_, ranks_there);
+  }
+  const int own_index = local_index_[static_cast<size_t>(options_.rank)];
+  for (int rank = 0; rank < size() && own_index < slices_; ++rank) {
+    if (local_index_[static_cast<size_t>(rank)] == own_index) across_ranks_.push_back(rank);
+  }
+  Front& front = board_.front(0);
+  const LocalPeer self{options_.rank, getpid(), 0, &front.heartbeat, &front.state, &front.presence};
+  watch_.emplace(self, waiting_, Watch::Limits{.silence = options_.heartbeat}, alarm_, [this] { wake_sleepers(); });
+  if (!one_host_) {
+    network_.emplace(options_.rank, size(), options_.bind_address, options_.streams, alarm_, *watch_);
+  }
+}
+
+class Group::PeerLinks final : public Links {
+ public:
+  PeerLinks(Group& group, int channel)
+      : group_(group), rings_(group.board_, channel), remote_(group.network_ ? &group.network_->channel(channel) : nullptr) {}
+
+  Link& to(int peer, Deadline deadline) override {
+    return group_.is_here(peer) ? rings_.to(group_.local_index_[static_cast<size_t>(peer)]) : remote_->to(peer, deadline);
+  }
+
+  void request(int peer) override {
+    if (!group_.is_here(peer)) remote_->request(peer);
+  }
+
+  Link* find(int peer) override {
+    if (peer == group_.rank()) return nullptr;
+    return group_.is_here(peer) ? &rings_.to(group_.local_index_[static_cast<size_t>(peer)]) : remote_->find(peer);
+  }
+
+ private:
+  Group& group_;
+  RingLinks rings_;
+  Links* const remote_;
+};
+
+class Group::AcrossLinks final : public Links {
+ public:
+  explicit AcrossLinks(Group& group) : group_(group) {}
+  Link& to(int host, Deadline deadline) override { return group_.collective_links_->to(rank_on(host), deadline); }
+  Link* find(int host) override { return group_.collective_links_->find(rank_on(host)); }
+
+ private:
+  int rank_on(int host) const { return group_.across_ranks_[static_cast<size_t>(host)]; }
+  Group& group_;
+};
+
+std::string Group::introduce() const {
+  const Introduction own = board_.introduce();
+  std::ostringstream text;
+  text << own.pid << ' ' << own.descriptor << ' ' << own.started << ' ' << own.cookie_address;
+  if (network_) text << ' ' << network_->address();
+  return text.str();
+}
+
+bool Group::join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline) {
+  std::vector<Introduction> peers_here;
+  std::vector<std::string> addresses;
+  std::vector<int> remote_ranks;
+  for (int rank = 0; rank < size(); ++rank) {
+    std::istringstream text(introductions[static_cast<size_t>(rank)]);
+    Introduction peer;
+    text >> peer.pid >> peer.descriptor >> peer.started >> peer.cookie_address >> addresses.emplace_back();
+    if (is_here(rank)) {
+      peers_here.push_back(peer);
+    } else {
+      remote_ranks.push_back(rank);
+    }
+  }
+  const int own_index = local_index_[static_cast<size_t>(options_.rank)];
+  board_.attach(own_index, peers_here, local_ranks_);
+  for (int index = 0; index < board_.size(); ++index) {
+    if (index == own_index) continue;
+    const Introduction& peer = peers_here[static_cast<size_t>(index)];
+    Front& front = board_.front(index);
+    watch_->add_local({local_ranks_[static_cast<size_t>(index)], peer.pid, peer.started,
+                       &front.heartbeat, &front.state, &front.presence});
+  }
+  if (network_) network_->start(addresses, remote_ranks, secret, deadline);
+  return board_.can_read_peers();
+}
+
+void Group::start(bool can_read_peers) {
+  host_.emplace(Host{board_, peer_buffers_, shared_buffers_, alarm_, {}, can_read_peers});
+  collective_links_ = std::make_unique<PeerLinks>(*this, 0);
+  message_links_ = std::make_unique<PeerLinks>(*this, 1);
+  over_links_.emplace(rank(), size(), *collective_links_, alarm_);
+  if (!across_ranks_.empty()) {
+    across_links_ = std::make_unique<AcrossLinks>(*this);
+    const auto own = std::find(across_ranks_.begin(), across_ranks_.end(), rank()) - across_ranks_.begin();
+    over_hosts_.emplace(static_cast<int>(own), static_cast<int>(across_ranks_.size()), *across_links_, alarm_);
+  }
+  const auto read = [this](int peer, uint64_t address, size_t bytes, void* out) {
+    Location location;
+    location.address = address, location.bytes = bytes;
+    PeerMemory(board_, peer_buffers_, local_index_[static_cast<size_t>(peer)], location).copy(0, bytes, out);
+  };
+  Mailbox::Peers peers{
+      .size = size(),
+      .links = *message_links_,
+      .doorbell = local_ranks_.size() > 1 ? &board_.front(board_.index()).doorbell : nullptr,
+      .can_read = [this, can_read_peers](int peer) { return can_read_peers && is_here(peer); },
+      .read = read,
+  };
+  {
+    std::lock_guard lock(wake_mutex_);
+    mailbox_ = std::make_unique<Mailbox>(std::move(peers), alarm_);
+  }
+  executor_ = std::make_unique<Executor>([this](Task& task, bool is_background) { run(task, is_background); });
+}
+
+Group::~Group() {
+  watch_->leave();
+  // What still runs here is given up, which concerns nobody else.
+  alarm_.raise(Code::aborted, rank(), "the group was closed");
+  wake_sleepers();
+  executor_.reset();
+  {
+    std::lock_guard lock(wake_mutex_);
+    mailbox_.reset();
+  }
+  network_.reset();
+  watch_.reset();
+}
+
+std::shared_ptr<Task> Group::call(Operation operation, bool asynchronous) {
+  alarm_.check();
+  auto idle = one_host_ && operation.algorithm == Algorithm::one_shot ? executor_->try_idle() : std::unique_lock<std::mutex>();
+  bool begun = false;
+  if (idle && board_.is_prepared()) {
+    host_->patience = patience_;
+    begin_one_shot(operation, *host_);
+    begun = true;
+    for (int look = 0; look < looks_; ++look) {
+      if (board_.all_published()) {
+        finish_one_shot(operation, *host_);
+        return nullptr;
+      }
+      pause_briefly();
+    }
+  }
+  auto task = std::make_shared<Task>();
+  task->operation = std::move(operation);
+  task->begun = begun;
+  executor_->enqueue(task, std::move(idle));
+  if (asynchronous) executor_->start_background();
+  return task;
+}
+
+void Group::wait(Task& task) {
+  Waiting waiting(waiting_);
+  executor_->wait(task);
+}
+
+std::shared_ptr<Message> Group::send(int peer, int tag, const void* data, size_t bytes) {
+  alarm_.check();
+  return mailbox_->send(peer, tag, data, bytes);
+}
+
+std::shared_ptr<Message> Group::receive(int peer, int tag, void* data, size_t bytes) {
+  alarm_.check();
+  return mailbox_->receive(peer, tag, data, bytes);
+}
+
+void Group::wait(Message& message, Deadline deadline) {
+  Waiting waiting(waiting_);
+  try {
+    mailbox_->wait(message, patience_, deadline);
+  } catch (const Failure& failure) {
+    give_up(failure);
+  }
+}
+
+void Group::abort(Code code, int rank, const std::string& text) {
+  watch_->tell(code, rank, text);
+}
+
+void Group::wake_sleepers() {
+  board_.wake_sleepers();
+  if (network_) network_->interrupt();
+  std::lock_guard lock(wake_mutex_);
+  if (mailbox_) mailbox_->wake();
+}
+
+void Group::give_up(const Failure& failure) {
+  // Ranks that went different ways cannot meet again; a message of the wrong size harms nobody else.
+  if (failure.code != Code::invalid) abort(failure.code, failure.rank, failure.what());
+  throw failure;
+}
+
+void Group::run(Task& task, bool is_background) {
+  const Operation& operation = task.operation;
+  Waiting waiting(waiting_);
+  try {
+    alarm_.check();
+    host_->patience = is_background ? background_patience_ : patience_;
+    if (task.begun) {
+      finish_one_shot(operation, *host_);
+    } else if (one_host_ && operation.algorithm == Algorithm::one_shot) {
+      begin_one_shot(operation, *host_);
+      finish_one_shot(operation, *host_);
+    } else if (one_host_ && operation.algorithm == Algorithm::direct) {
+      run_direct(operation, *host_);
+    } else if (operation.algorithm == Algorithm::hierarchical) {
+      run_hierarchical(operation);
+    } else {
+      over_links_->run(operation);
+    }
+  } catch (const Failure& failure) {
+    shared_buffers_.detach(operation.output);
+    give_up(failure);
+  }
+}
+
+void Group::run_hierarchical(const Operation& operation) {
+  if (operation.collective == Collective::barrier) {
+    board_.pass(host_->patience, alarm_, operation.deadline);
+    if (board_.index() == 0) over_hosts_->run(operation);
+    board_.pass(host_->patience, alarm_, operation.deadline);
+    return;
+  }
+  if (operation.collective != Collective::all_reduce) {
+    throw Failure(Code::invalid, -1, "only all-reduce is hierarchical");
+  }
+  run_hierarchical_all_reduce(operation, *host_, slices_, [&](std::byte* slice, size_t bytes) {
+    constexpr size_t large = 256 * 1024;
+    const bool is_narrow = operation.dtype == Dtype::float16 || operation.dtype == Dtype::bfloat16;
+    Operation across = operation;
+    // Of 16-bit floats two-shot moves 16 bits, as it passes on no sums.
+    across.algorithm = is_narrow ? Algorithm::direct : bytes < large ? Algorithm::halving_doubling : Algorithm::ring;
+    across.input = across.output = slice;
+    across.bytes = bytes;
+    over_hosts_->run(across, size());
+  });
+}
+
+}  // namespace shoal

@@ -1,0 +1,87 @@
+// A process group, seen from one of its ranks: its peers on this host and on others, and what they do together.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "algorithms/host.h"
+#include "algorithms/mailbox.h"
+#include "algorithms/over_links.h"
+#include "executor.h"
+#include "transport/ring_link.h"
+#include "transport/tcp_network.h"
+#include "transport/watch.h"
+
+namespace shoal {
+
+struct GroupOptions {
+  int rank = 0;
+  std::vector<int> hosts;     // for every rank, which host it is on; equal numbers, same host
+  std::string bind_address;   // where to listen for other hosts
+  int streams = 2;            // TCP connections per link
+  double heartbeat = 5;       // seconds without a sign of life after which a peer has stopped
+};
+
+class Group {
+ public:
+  Group(const GroupOptions& options, SharedBuffers& shared_buffers);
+  ~Group();
+
+  // Forming a group: every rank publishes its introduction, joins with everybody's, and starts when all have joined.
+  std::string introduce() const;
+  // True if this rank can read the memory of all its peers on the host.
+  bool join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline);
+  void start(bool can_read_peers);
+
+  // Begins an operation. Null if it is done already; otherwise it has to be waited for.
+  std::shared_ptr<Task> call(Operation operation, bool asynchronous);
+  void wait(Task& task);
+
+  std::shared_ptr<Message> send(int peer, int tag, const void* data, size_t bytes);
+  std::shared_ptr<Message> receive(int peer, int tag, void* data, size_t bytes);
+  void wait(Message& message, Deadline deadline);
+
+  // Frees everybody who waits, here and on the other ranks; the group is of no use any more.
+  void abort(Code code, int rank, const std::string& text);
+
+  int rank() const { return options_.rank; }
+  int size() const { return static_cast<int>(options_.hosts.size()); }
+
+ private:
+  class PeerLinks;    // to every rank of the group: through memory, or through the network
+  class AcrossLinks;  // to the ranks of the same local index, on every host
+
+  void run(Task& task, bool is_background);
+  void run_hierarchical(const Operation& operation);
+  void wake_sleepers();
+  bool is_here(int rank) const { return options_.hosts[static_cast<size_t>(rank)] == options_.hosts[static_cast<size_t>(options_.rank)]; }
+  [[noreturn]] void give_up(const Failure& failure);
+
+  const GroupOptions options_;
+  SharedBuffers& shared_buffers_;
+  std::vector<int> local_ranks_;   // the ranks of this host
+  std::vector<int> local_index_;   // of every rank, on its own host
+  std::vector<int> across_ranks_;  // the ranks with this one's local index, by host, if every host has one
+  int slices_ = 0;                 // ranks of the smallest host
+  bool one_host_;
+  Patience patience_, background_patience_;
+  int looks_;  // at a small operation's completion, before its caller is let go
+  Alarm alarm_;
+  std::atomic<int> waiting_{0};    // operations and messages that are waited for
+  Board board_;
+  PeerBuffers peer_buffers_;
+  std::optional<Watch> watch_;
+  std::optional<TcpNetwork> network_;  // if there are several hosts
+  std::optional<Host> host_;
+  std::unique_ptr<PeerLinks> collective_links_, message_links_;
+  std::unique_ptr<AcrossLinks> across_links_;  // of ranks that have a slice in hierarchical operations
+  std::optional<OverLinks> over_links_, over_hosts_;
+  std::mutex wake_mutex_;  // of the mailbox's coming and going
+  std::unique_ptr<Mailbox> mailbox_;
+  std::unique_ptr<Executor> executor_;
+};
+
+}  // namespace shoal

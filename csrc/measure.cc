@@ -1,0 +1,62 @@
+#include "measure.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <vector>
+
+namespace shoal {
+
+namespace {
+
+bool pin(int core) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(static_cast<size_t>(core), &cores);
+  return pthread_setaffinity_np(pthread_self(), sizeof cores, &cores) == 0;
+}
+
+// Raises the flag to every second number, each time when the other thread has raised it to the one before.
+void take_turns(std::atomic<int>& flag, int first, int last) {
+  for (int turn = first; turn < last; turn += 2) {
+    while (flag.load(std::memory_order_acquire) != turn) {
+    }
+    flag.store(turn + 1, std::memory_order_release);
+  }
+}
+
+}  // namespace
+
+double flag_latency(int core, int other) {
+  constexpr int kBatches = 101, kTurns = 2000;
+  alignas(64) std::atomic<int> flag{0};
+  std::atomic<int> pinned{0};  // how many threads are where they belong; negative: one cannot be
+  std::vector<double> nanoseconds;
+  const auto go = [&](int where, int first) {
+    if (!pin(where)) pinned = -100;
+    ++pinned;
+    while (pinned < 2) {
+      if (pinned < 0) return;
+      std::this_thread::yield();
+    }
+    for (int batch = 0; batch < kBatches; ++batch) {
+      const auto begin = std::chrono::steady_clock::now();
+      take_turns(flag, batch * kTurns + first, (batch + 1) * kTurns);
+      const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - begin;
+      if (first == 0) nanoseconds.push_back(took.count() / kTurns);
+    }
+  };
+  if (core == other) return -1;
+  // Threads of their own: the caller's affinity stays what it is.
+  std::thread one(go, core, 0), two(go, other, 1);
+  one.join();
+  two.join();
+  if (pinned < 0) return -1;
+  std::nth_element(nanoseconds.begin(), nanoseconds.begin() + kBatches / 2, nanoseconds.end());
+  return nanoseconds[kBatches / 2];
+}
+
+}  // namespace shoal

@@ -1,0 +1,296 @@
+// The network between hosts: bytes arrive whole and in order, only members get in, and nothing stays open.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <random>
+
+#include "tests/check.h"
+#include "tests/network_ranks.h"
+#include "transport/tcp_socket.h"
+
+namespace {
+
+using namespace shoal;
+using namespace shoal::testing;
+
+std::string random_bytes(size_t size, unsigned seed) {
+  std::mt19937_64 generator(seed);
+  std::string bytes(size, '\0');
+  for (char& byte : bytes) byte = static_cast<char>(generator());
+  return bytes;
+}
+
+// ---- links
+
+void bytes_arrive_whole_and_in_order_both_ways() {
+  const size_t stripe = TcpLink::stripe_bytes;
+  std::vector<size_t> sizes{1, 7, 4096, stripe - 1, stripe, stripe + 1, 3, 8 * stripe + 5, 20 * stripe - 100};
+  for (int streams : {1, 2, 3, 4}) {
+    Ranks ranks = form(2, {.streams = streams});
+    on_every_rank(ranks, [&](NetworkRank& self) {
+      const int peer = 1 - self.rank;
+      auto& link = dynamic_cast<TcpLink&>(self.network.channel(0).to(peer, Deadline::after(20)));
+      uint64_t total = 0;
+      for (size_t i = 0; i < sizes.size(); ++i) {
+        const auto seed = static_cast<unsigned>(2 * i);
+        std::string incoming(sizes[i], '\0');
+        exchange(link, random_bytes(sizes[i], seed + static_cast<unsigned>(self.rank)), incoming, self.alarm);
+        CHECK(incoming == random_bytes(sizes[i], seed + static_cast<unsigned>(peer)));
+        total += sizes[i];
+      }
+      CHECK_EQUAL(link.bytes_sent(), total);
+      CHECK_EQUAL(link.bytes_received(), total);
+    });
+  }
+}
+
+void one_side_may_use_a_link_that_the_other_has_not_asked_for() {
+  for (int eager : {0, 1}) {  // the one that accepts, and the one that dials
+    Ranks ranks = form(2, {.streams = 2});
+    Links& links = ranks[static_cast<size_t>(eager)]->network.channel(1);
+    Links& other = ranks[static_cast<size_t>(1 - eager)]->network.channel(1);
+    CHECK(other.find(eager) == nullptr);
+    std::string nothing;
+    exchange(links.to(1 - eager, Deadline::after(20)), "hello", nothing, ranks[0]->alarm);
+    CHECK(comes_true([&] { return other.find(eager) != nullptr; }));
+    std::string incoming(5, '\0');
+    exchange(*other.find(eager), "", incoming, ranks[0]->alarm);
+    CHECK_EQUAL(incoming, "hello");
+  }
+}
+
+void a_request_makes_the_link_without_waiting() {
+  Ranks ranks = form(2, {.streams = 2});
+  for (int asks : {0, 1}) {
+    Links& links = ranks[static_cast<size_t>(asks)]->network.channel(asks);
+    Links& other = ranks[static_cast<size_t>(1 - asks)]->network.channel(asks);
+    CHECK(links.find(1 - asks) == nullptr);
+    for (int time = 0; time < 3; ++time) links.request(1 - asks);
+    CHECK(comes_true([&] { return links.find(1 - asks) != nullptr && other.find(asks) != nullptr; }));
+  }
+  for (auto& rank : ranks) CHECK_EQUAL(rank->network.refused(), 0);
+}
+
+void channels_and_peers_are_apart() {
+  Ranks ranks = form(4, {.streams = 2});
+  on_every_rank(ranks, [&](NetworkRank& self) {
+    for (int step = 1; step < 4; ++step) {
+      for (int channel : {1, 0}) {
+        const int to = self.rank ^ step;
+        const std::string name = std::to_string(channel) + std::to_string(self.rank) + std::to_string(to);
+        std::string incoming(3, '\0');
+        exchange(self.network.channel(channel).to(to, Deadline::after(20)), name, incoming, self.alarm);
+        CHECK_EQUAL(incoming, std::to_string(channel) + std::to_string(to) + std::to_string(self.rank));
+      }
+    }
+  });
+  for (auto& rank : ranks) CHECK_EQUAL(rank->network.refused(), 0);
+}
+
+void ranks_meet_over_ipv6() {
+  try {
+    listen_on("::1");
+  } catch (const Failure&) {
+    std::printf("no IPv6 here: not tried\n");
+    return;
+  }
+  Ranks ranks = form(2, {.address = "::1"});
+  CHECK(ranks[0]->network.address().starts_with("[::1]:"));
+  CHECK(!ranks[0]->alarm.is_raised());
+}
+
+// ---- what ends
+
+void a_link_to_a_rank_that_left_names_it() {
+  Ranks ranks = form(2);
+  std::thread peer([&] { ranks[1]->network.channel(0).to(0, Deadline::after(20)); });
+  Link& link = ranks[0]->network.channel(0).to(1, Deadline::after(20));
+  peer.join();
+  ranks[1].reset();
+  std::string incoming(1, '\0'), outgoing;
+  try {
+    exchange(link, outgoing, incoming, ranks[0]->alarm);
+    CHECK(false);
+  } catch (const Failure& failure) {
+    CHECK_EQUAL(failure.code, Code::peer_lost);
+    CHECK_EQUAL(failure.rank, 1);
+  }
+  CHECK_EQUAL(raised(ranks[0]->alarm).code, Code::ok);  // it had said goodbye
+}
+
+void an_alarm_frees_who_polls_a_link_and_who_waits_for_one() {
+  Ranks ranks = form(3);
+  std::thread aborts([&] {
+    sleep_for(0.05);
+    ranks[2]->watch.tell(Code::aborted, 2, "rank 2 aborted the group");
+  });
+  std::vector<std::thread> waiters;
+  waiters.emplace_back([&] {
+    std::string incoming(1, '\0');
+    Link& link = ranks[0]->network.channel(0).to(1, Deadline::after(20));
+    CHECK_THROWS(exchange(link, "", incoming, ranks[0]->alarm), Code::aborted);
+  });
+  waiters.emplace_back([&] {
+    std::string incoming(1, '\0');
+    Link& link = ranks[1]->network.channel(0).to(0, Deadline::after(20));
+    CHECK_THROWS(exchange(link, "", incoming, ranks[1]->alarm), Code::aborted);
+  });
+  aborts.join();
+  for (std::thread& waiter : waiters) waiter.join();
+  for (auto& rank : ranks) {
+    CHECK_EQUAL(raised(rank->alarm).rank, 2);
+    CHECK_EQUAL(std::string(raised(rank->alarm).what()), "rank 2 aborted the group");
+  }
+  CHECK_THROWS(ranks[0]->network.channel(1).to(2, Deadline::after(20)), Code::aborted);
+}
+
+void nothing_stays_open() {
+  form(3, {.streams = 2});  // what the first use in a process opens for good
+  const int before = open_descriptors();
+  for (int round = 0; round < 100; ++round) {
+    Ranks ranks = form(2, {.streams = 2});
+    on_every_rank(ranks, [&](NetworkRank& self) {
+      std::string incoming(1, '\0');
+      exchange(self.network.channel(0).to(1 - self.rank, Deadline::after(20)), "x", incoming, self.alarm);
+    });
+    if (round % 2 == 1) ranks[0]->watch.tell(Code::aborted, 0, "rank 0 aborted the group");
+  }
+  CHECK_EQUAL(open_descriptors(), before);
+}
+
+// ---- who gets in
+
+void a_rank_that_does_not_come_is_named() {
+  Ranks ranks = make_ranks(3);
+  const std::vector<std::string> addresses = addresses_of(ranks);
+  std::thread other([&] { CHECK_THROWS(ranks[2]->start(addresses, secret_of(7), 0.3), Code::timeout); });
+  try {
+    ranks[0]->start(addresses, secret_of(7), 0.3);  // rank 1 listens, and never starts
+    CHECK(false);
+  } catch (const Failure& failure) {
+    CHECK_EQUAL(failure.code, Code::timeout);
+    CHECK_EQUAL(failure.rank, 1);
+  }
+  other.join();
+}
+
+void a_rank_with_another_secret_is_refused() {
+  Ranks ranks = make_ranks(2);
+  const std::vector<std::string> addresses = addresses_of(ranks);
+  std::thread accepts([&] { CHECK_THROWS(ranks[0]->start(addresses, secret_of(7), 0.5), Code::timeout); });
+  CHECK_THROWS(ranks[1]->start(addresses, secret_of(8), 0.4), Code::refused);
+  accepts.join();
+  CHECK(ranks[0]->network.refused() > 0);
+  CHECK(!ranks[0]->alarm.is_raised());
+}
+
+Descriptor connect_to(const std::string& address) {
+  Descriptor socket = begin_to_connect(address);
+  pollfd polled{socket.number(), POLLOUT, 0};
+  poll(&polled, 1, 5000);
+  return socket;
+}
+
+void send_text(const Descriptor& socket, const std::string& text) {
+  CHECK_EQUAL(send(socket.number(), text.data(), text.size(), MSG_NOSIGNAL), text.size());
+}
+
+// Reads until the other end closes; false if it does not within five seconds.
+bool is_closed(const Descriptor& socket) {
+  char buffer[256];
+  for (;;) {
+    pollfd polled{socket.number(), POLLIN, 0};
+    if (poll(&polled, 1, 5000) <= 0) return false;
+    if (recv(socket.number(), buffer, sizeof buffer, MSG_DONTWAIT) <= 0) return true;
+  }
+}
+
+Handshake::Progress call(const Descriptor& socket, Handshake handshake) {
+  for (;;) {
+    pollfd polled{socket.number(), POLLIN, 0};
+    if (poll(&polled, 1, 5000) <= 0) return Handshake::Progress::underway;
+    const Handshake::Progress progress = handshake.converse(socket.number()).progress;
+    if (progress != Handshake::Progress::underway) return progress;
+  }
+}
+
+void strangers_are_refused_and_the_group_still_forms() {
+  Ranks ranks = make_ranks(2, {.handshake_limit = 0.3});
+  const std::vector<std::string> addresses = addresses_of(ranks);
+  // All of them are there before the member is.
+  const Descriptor silent = connect_to(addresses[0]);
+  const Descriptor web = connect_to(addresses[0]);
+  send_text(web, "GET / HTTP/1.1\r\nHost: shoal\r\n\r\n");
+  const Descriptor noisy = connect_to(addresses[0]);
+  send_text(noisy, random_bytes(100000, 1));
+  const Descriptor right_size = connect_to(addresses[0]);
+  send_text(right_size, random_bytes(88, 2));
+  const Descriptor wrong_secret = connect_to(addresses[0]);
+  std::thread caller([&] {
+    CHECK_EQUAL(call(wrong_secret, Handshake::dial(secret_of(8), {1, 0, 0, 0})), Handshake::Progress::closed);
+  });
+  connect_to(addresses[0]);  // and gone
+
+  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(addresses, secret_of(7)); });
+  caller.join();
+  for (const Descriptor* stranger : {&silent, &web, &noisy, &right_size}) CHECK(is_closed(*stranger));
+  // More, if a member took too long and tried again.
+  CHECK(comes_true([&] { return ranks[0]->network.refused() >= 6; }));
+  for (auto& rank : ranks) CHECK(!rank->alarm.is_raised());
+}
+
+void a_proof_is_worth_nothing_elsewhere() {
+  // A stranger has a member, who means to call rank 0, speak to rank 1.
+  Ranks ranks = make_ranks(3);
+  const std::vector<std::string> addresses = addresses_of(ranks);
+  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(addresses, secret_of(7)); });
+  const Descriptor misled = connect_to(addresses[1]);
+  CHECK_EQUAL(call(misled, Handshake::dial(secret_of(7), {2, 0, 0, 0})), Handshake::Progress::closed);
+  CHECK_EQUAL(ranks[1]->network.refused(), 1);
+
+  // What was said once, said again.
+  Descriptor first = connect_to(addresses[0]);
+  char challenge[32], hello[88];
+  CHECK(comes_true([&] { return recv(first.number(), challenge, 32, MSG_DONTWAIT) == 32; }));
+  int pair[2];
+  CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
+  const Descriptor here(pair[0]), there(pair[1]);
+  Handshake dialer = Handshake::dial(secret_of(7), {2, 0, 1, 0});
+  CHECK_EQUAL(send(here.number(), challenge, 32, 0), 32);
+  CHECK_EQUAL(dialer.converse(there.number()).progress, Handshake::Progress::underway);
+  CHECK_EQUAL(recv(here.number(), hello, 88, 0), 88);
+  send_text(first, std::string(hello, 88));
+  char welcome[32];
+  CHECK(comes_true([&] { return recv(first.number(), welcome, 32, MSG_DONTWAIT) == 32; }));
+  const Descriptor again = connect_to(addresses[0]);
+  send_text(again, std::string(hello, 88));
+  CHECK(is_closed(again));
+  CHECK_EQUAL(ranks[0]->network.refused(), 1);
+}
+
+void an_address_is_a_number_of_this_host() {
+  CHECK_THROWS(listen_on("localhost"), Code::invalid);
+  CHECK_THROWS(listen_on("192.0.2.1"), Code::system);  // set aside for documentation: nobody has it
+  CHECK_THROWS(begin_to_connect("127.0.0.1"), Code::invalid);
+  CHECK_THROWS(begin_to_connect("127.0.0.1:many"), Code::invalid);
+}
+
+}  // namespace
+
+int main() {
+  bytes_arrive_whole_and_in_order_both_ways();
+  one_side_may_use_a_link_that_the_other_has_not_asked_for();
+  a_request_makes_the_link_without_waiting();
+  channels_and_peers_are_apart();
+  ranks_meet_over_ipv6();
+  a_link_to_a_rank_that_left_names_it();
+  an_alarm_frees_who_polls_a_link_and_who_waits_for_one();
+  nothing_stays_open();
+  a_rank_that_does_not_come_is_named();
+  a_rank_with_another_secret_is_refused();
+  strangers_are_refused_and_the_group_still_forms();
+  a_proof_is_worth_nothing_elsewhere();
+  an_address_is_a_number_of_this_host();
+  return report();
+}

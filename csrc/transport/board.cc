@@ -1,0 +1,88 @@
+#include "transport/board.h"
+
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <new>
+
+#include "transport/process.h"
+
+namespace shoal {
+
+namespace {
+constexpr uint64_t kCookie = 0x73686f616c213f21;
+}
+
+Board::Board(int size) : size_(size), segments_(1) {
+  segments_[0] = Segment::create(segment_bytes());
+  Front* front = new (segments_[0].data()) Front;
+  front->cookie = kCookie;
+}
+
+Introduction Board::introduce() const {
+  return {getpid(), segments_[0].descriptor(), start_time_of(getpid()),
+          reinterpret_cast<uint64_t>(&front(0).cookie)};
+}
+
+void Board::attach(int index, const std::vector<Introduction>& peers, const std::vector<int>& ranks) {
+  index_ = index;
+  peers_ = peers;
+  ranks_ = ranks;
+  std::vector<Segment> segments(size_);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != index) segments[peer] = Segment::attach(peers[peer].pid, peers[peer].descriptor, segment_bytes());
+  }
+  segments[index] = std::move(segments_[0]);
+  segments_ = std::move(segments);
+}
+
+bool Board::can_read_peers() const {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == index_) continue;
+    uint64_t cookie = 0;
+    iovec here{&cookie, sizeof cookie};
+    iovec there{reinterpret_cast<void*>(peers_[peer].cookie_address), sizeof cookie};
+    if (process_vm_readv(peers_[peer].pid, &here, 1, &there, 1, 0) != sizeof cookie || cookie != kCookie) return false;
+  }
+  return true;
+}
+
+Ring& Board::ring(int channel, int from, int to) const {
+  std::byte* rings = segments_[from].data() + 4096 + 2 * slot_bytes;
+  return *reinterpret_cast<Ring*>(rings + sizeof(Ring) * (channel * size_ + to));
+}
+
+void Board::prepare(const Patience& patience, const Alarm& alarm, const Deadline& deadline) {
+  if (settled_ != tick_) await_all(patience, alarm, deadline);
+}
+
+bool Board::all_published() {
+  for (int peer = 0; peer < size_; ++peer) {
+    if (!has_reached(front(peer).flag.value.load(std::memory_order_acquire))) return false;
+  }
+  settled_ = tick_;
+  return true;
+}
+
+void Board::await_all(const Patience& patience, const Alarm& alarm, const Deadline& deadline) {
+  // The next rank first: not all look at the same flag.
+  for (int step = 1; step < size_; ++step) await((index_ + step) % size_, patience, alarm, deadline);
+  settled_ = tick_;
+}
+
+void Board::await(int index, const Patience& patience, const Alarm& alarm, const Deadline& deadline) const {
+  patience.await(
+      front(index).flag, [this](uint32_t value) { return has_reached(value); }, alarm, deadline, ranks_[index]);
+}
+
+void Board::wake_sleepers() {
+  for (const Segment& segment : segments_) {
+    auto& front = *reinterpret_cast<Front*>(segment.data());
+    front.flag.wake();
+    front.doorbell.wake();
+  }
+}
+
+size_t Board::segment_bytes() const { return 4096 + 2 * slot_bytes + sizeof(Ring) * channels * size_; }
+
+}  // namespace shoal

@@ -1,0 +1,134 @@
+// What the ranks of one group show each other on one host: a flag, a notice and two slots each.
+//
+// Everything happens in ticks. In a tick a rank writes its notice and its slot, and then publishes: its flag
+// becomes the tick's number. A rank that sees the flags of all at a tick may read everyone's notice and slot of
+// that tick. There are two of each, for even and odd ticks: a rank writes those of tick t + 1 only after it saw
+// everybody's flag at t, which everybody raises after having read what belongs to t - 1.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "common/patience.h"
+#include "transport/presence.h"
+#include "transport/segment.h"
+
+namespace shoal {
+
+// Where a rank's buffer lies, for the others of its host.
+struct Location {
+  uint64_t address = 0;     // in the rank's own address space
+  uint64_t bytes = 0;
+  int32_t descriptor = -1;  // of the shared buffer that holds it, in the rank's process; -1: private memory
+  uint32_t buffer = 0;      // the shared buffer's number in that process
+  uint64_t buffer_bytes = 0;
+  uint64_t offset = 0;      // of the region in the shared buffer
+};
+
+struct Notice {
+  Location input, output;
+  uint32_t released = 0;  // how many shared buffers the process has given back: mappings older than that are void
+};
+
+// The first page of a rank's segment.
+struct Front {
+  Flag flag;
+  Flag doorbell;  // rung by peers that wrote to or read from one of this rank's rings
+  alignas(64) std::atomic<uint64_t> heartbeat{0};
+  std::atomic<uint32_t> state{0};
+  Presence presence;
+  alignas(64) uint64_t cookie = 0;  // a known number, for peers to try whether they can read this process
+  alignas(64) Notice notices[2];
+};
+static_assert(sizeof(Front) <= 4096);
+
+// A rank of this host, as the ranks introduce themselves to each other.
+struct Introduction {
+  pid_t pid = 0;
+  int descriptor = -1;
+  uint64_t started = 0;  // the process's start time, so that a later one with its number is not taken for it
+  uint64_t cookie_address = 0;
+};
+
+// A queue of bytes from one process to another.
+struct Ring {
+  static constexpr size_t capacity = 128 * 1024;
+  alignas(64) std::atomic<uint64_t> written{0};
+  alignas(64) std::atomic<uint64_t> read{0};
+  alignas(64) std::byte bytes[capacity];
+};
+
+class Board {
+ public:
+  static constexpr size_t slot_bytes = 256 * 1024;
+  static constexpr int channels = 2;  // of rings: collectives, and point to point
+
+  // This rank's own part, for a host of `size` ranks of the group.
+  explicit Board(int size);
+
+  Introduction introduce() const;
+
+  // Maps the parts of the others. `peers` is in the order of local indices, `index` is this rank's own; `ranks`
+  // gives each one's rank in the group, for errors.
+  void attach(int index, const std::vector<Introduction>& peers, const std::vector<int>& ranks);
+
+  // Whether the memory of every peer can be read directly (process_vm_readv).
+  bool can_read_peers() const;
+
+  int index() const { return index_; }
+  int size() const { return size_; }
+  int rank_of(int index) const { return ranks_[index]; }
+  pid_t pid_of(int index) const { return peers_[index].pid; }
+  Front& front(int index) const { return *reinterpret_cast<Front*>(segments_[index].data()); }
+  Ring& ring(int channel, int from, int to) const;
+
+  // --- the tick ---
+
+  // Waits until this rank may write its next notice and slot.
+  void prepare(const Patience&, const Alarm&, const Deadline&);
+  bool is_prepared() { return settled_ == tick_ || all_published(); }
+  Notice& own_notice() { return front(index_).notices[(tick_ + 1) & 1]; }
+  std::byte* own_slot() { return slot(index_, tick_ + 1); }
+  void publish() { front(index_).flag.set(++tick_); }
+
+  // Whether the others have published this rank's last tick too; the same, waiting, for all or for one.
+  bool all_published();
+  void await_all(const Patience&, const Alarm&, const Deadline&);
+  void await(int index, const Patience&, const Alarm&, const Deadline&) const;
+
+  const Notice& notice(int index) const { return front(index).notices[tick_ & 1]; }
+  const std::byte* slot(int index) const { return slot(index, tick_); }
+
+  // A barrier: nothing written, everybody seen.
+  void pass(const Patience& patience, const Alarm& alarm, const Deadline& deadline) {
+    prepare(patience, alarm, deadline);
+    publish();
+    await_all(patience, alarm, deadline);
+  }
+
+  // Wakes whoever of this process sleeps on a flag, to look at the alarm.
+  void wake_sleepers();
+
+ private:
+  size_t segment_bytes() const;
+  std::byte* slot(int index, uint32_t tick) const {
+    return segments_[index].data() + 4096 + (tick & 1) * slot_bytes;
+  }
+  // Numbers wrap around after 2^32 ticks: compared by difference.
+  bool has_reached(uint32_t value) const { return static_cast<int32_t>(value - tick_) >= 0; }
+
+  int size_;
+  int index_ = 0;
+  uint32_t tick_ = 0;
+  uint32_t settled_ = 0;  // the last tick that everybody was seen at
+  std::vector<Segment> segments_;
+  std::vector<Introduction> peers_;
+  std::vector<int> ranks_;
+};
+
+}  // namespace shoal

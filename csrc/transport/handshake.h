@@ -1,0 +1,72 @@
+// How two ends of a new connection prove to each other that they know the group's secret, without sending it.
+//
+//   acceptor -> dialer   challenge   a random number
+//   dialer -> acceptor   hello       who calls whom and for what, a random number, and the dialer's proof
+//   acceptor -> dialer   welcome     the acceptor's proof
+//
+// A proof is HMAC-SHA256, under the secret, of the end's role, both random numbers and the hello's content.
+// So a proof is of no use on another connection, for another purpose, or sent back to who made it. A stranger
+// learns a random number, and has the acceptor read 88 bytes at most.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace shoal {
+
+using Secret = std::array<uint8_t, 32>;
+
+// What a connection is for.
+struct Purpose {
+  int32_t from = -1;    // the rank that dials
+  int32_t to = -1;      // the rank that accepts
+  int32_t channel = 0;  // of TcpNetwork, or the control connection's
+  int32_t stream = 0;   // which of the channel's connections between the two
+};
+
+class Handshake {
+ public:
+  enum class Progress {
+    underway,
+    done,
+    refused,  // the other end proved nothing
+    closed,   // the connection ended
+  };
+  struct Outcome {
+    Progress progress;
+    int error = 0;  // of a connection that ended: the errno; 0: the other end closed it
+  };
+
+  static Handshake accept(const Secret& secret, int rank);
+  static Handshake dial(const Secret& secret, const Purpose& purpose);
+
+  // Goes on as far as what has come allows. Never waits, nor reads what comes after the handshake.
+  Outcome converse(int socket);
+
+  // To be trusted when done.
+  const Purpose& purpose() const { return purpose_; }
+
+ private:
+  enum class Role { acceptor, dialer };
+  enum class Stage { challenge, hello, welcome };  // the message that this end waits for
+
+  Handshake(const Secret& secret, const Purpose& purpose) : secret_(secret), purpose_(purpose) {}
+  // These take the message that input_ holds; false if it proves nothing.
+  bool take_message();
+  void take_challenge();
+  bool take_hello();
+  void expect(Stage stage, size_t bytes);
+  std::string proof_of(Role role) const;
+
+  Stage stage_ = Stage::challenge;
+  Secret secret_;
+  Purpose purpose_;
+  size_t expected_ = 0;
+  std::string challenge_, hello_;  // hello_ without its proof
+  std::string input_, output_;
+  bool is_done_ = false;  // but for sending output_
+};
+
+}  // namespace shoal

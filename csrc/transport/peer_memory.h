@@ -1,0 +1,54 @@
+// What one rank can reach of another's buffers on the same host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <utility>
+
+#include "transport/board.h"
+#include "transport/segment.h"
+#include "transport/shared_buffers.h"
+
+namespace shoal {
+
+// Where `data` lies, for the others: in a shared buffer if it lies in one.
+Location describe(const void* data, size_t bytes, SharedBuffers& buffers);
+
+// The shared buffers of peers that this process has mapped, kept for the next time.
+class PeerBuffers {
+ public:
+  // The first byte of `region`, which is in a shared buffer of the process `pid`.
+  std::byte* map(pid_t pid, const Location& region);
+
+  // Unmaps the process's buffers if it has given any back to the system since.
+  void refresh(pid_t pid, uint32_t released);
+
+ private:
+  std::map<std::pair<pid_t, uint32_t>, Segment> mapped_;
+  std::map<pid_t, uint32_t> released_;
+};
+
+// A region of a peer, to be read in pieces: in place where it is mapped, by process_vm_readv otherwise.
+class PeerMemory {
+ public:
+  PeerMemory(Board& board, PeerBuffers& buffers, int index, const Location& region);
+
+  // The first byte, or null if the region is in the peer's private memory.
+  std::byte* mapped() const { return mapped_; }
+  size_t bytes() const { return region_->bytes; }
+
+  // The bytes from `offset`: where they are, or copied to `scratch`.
+  const void* read(size_t offset, size_t bytes, void* scratch) const;
+
+  // Copies the bytes from `offset` to `out`.
+  void copy(size_t offset, size_t bytes, void* out) const;
+
+ private:
+  const Location* region_;
+  std::byte* mapped_ = nullptr;
+  pid_t pid_;
+  int rank_;
+};
+
+}  // namespace shoal

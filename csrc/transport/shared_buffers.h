@@ -1,0 +1,65 @@
+// Memory of this process that peers on the host may map: tensors that live here need no copy to be communicated.
+//
+// Buffers are given back to a cache, not to the system: what trains allocates the same sizes again and again, and
+// peers keep their mappings.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "transport/segment.h"
+
+namespace shoal {
+
+class SharedBuffers {
+ public:
+  // Where an address lies, if it lies in a buffer of these.
+  struct Place {
+    int descriptor = -1;
+    uint32_t number = 0;
+    size_t buffer_bytes = 0;
+    size_t offset = 0;
+  };
+
+  // At least `bytes` bytes at a page boundary; their content is not defined.
+  void* allocate(size_t bytes);
+
+  // Gives back what `allocate` gave.
+  void release(void* data);
+
+  // Gives what is in the cache back to the system.
+  void trim();
+
+  // False if [data, data + bytes) is not wholly within one buffer.
+  bool find(const void* data, size_t bytes, Place& place);
+
+  // How many buffers were given back to the system: their numbers' mappings elsewhere are void.
+  uint32_t released() const { return released_.load(std::memory_order_acquire); }
+
+  // Moves the buffer that holds this address, if one does, to new pages at the same address: a peer that a broken
+  // group left behind in the middle of an operation then writes to pages that nobody reads.
+  void detach(const void* data);
+
+ private:
+  struct Buffer {
+    Segment segment;
+    uint32_t number = 0;
+  };
+  static constexpr size_t kCacheLimit = size_t{1} << 30;
+
+  std::map<uintptr_t, Buffer>::iterator holder_of(const void* data);
+  void drop_cache();
+
+  std::mutex mutex_;
+  std::map<uintptr_t, Buffer> in_use_;
+  std::vector<Buffer> cache_;
+  size_t cached_bytes_ = 0;
+  uint32_t next_number_ = 0;
+  std::atomic<uint32_t> released_{0};
+};
+
+}  // namespace shoal

@@ -1,0 +1,198 @@
+#include "transport/tcp_network.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace shoal {
+
+namespace {
+
+// The number of the control connection in a Purpose.
+constexpr int control_channel = TcpNetwork::channels;
+
+// How often, in seconds, who waits here looks at the alarm by himself.
+constexpr double alarm_look = 0.02;
+
+bool is_channel(int number) { return number >= 0 && number < TcpNetwork::channels; }
+
+}  // namespace
+
+class TcpNetwork::Channel final : public Links {
+ public:
+  Channel(TcpNetwork& network, int number, int size)
+      : network_(network), number_(number), peers_(static_cast<size_t>(size)) {}
+
+  Link& to(int peer, Deadline deadline) override {
+    request(peer);
+    const Peer& entry = peers_[static_cast<size_t>(peer)];
+    std::unique_lock lock(network_.mutex_);
+    if (!network_.await([&] { return entry.link != nullptr; }, lock, deadline)) {
+      lock.unlock();
+      network_.fail_to_reach(peer);
+    }
+    return *entry.link;
+  }
+
+  void request(int peer) override {
+    {
+      std::lock_guard lock(network_.mutex_);
+      Peer& entry = peers_[static_cast<size_t>(peer)];
+      if (entry.link || std::exchange(entry.is_requested, true)) return;
+    }
+    if (peer > network_.rank_) return network_.watch_.request(peer, number_);
+    network_.watch_.loop().post([this, peer] { dial(peer); });
+  }
+
+  Link* find(int peer) override {
+    std::lock_guard lock(network_.mutex_);
+    return peers_[static_cast<size_t>(peer)].link.get();
+  }
+
+  // Takes in one of a link's connections. The lock is held.
+  void take(int peer, int stream, Descriptor socket) {
+    Peer& entry = peers_[static_cast<size_t>(peer)];
+    if (entry.link) return;
+    // A second one for the same stream means that the dialer had to call again: the first is of no use.
+    entry.arrived[stream] = std::move(socket);
+    if (entry.arrived.size() < static_cast<size_t>(network_.streams_)) return;
+    std::vector<Descriptor> sockets;
+    for (auto& [number, each] : entry.arrived) sockets.push_back(std::move(each));
+    entry.arrived.clear();
+    entry.link = std::make_unique<TcpLink>(peer, std::move(sockets), network_.alarm_);
+  }
+
+  // The lock is held.
+  void interrupt() {
+    for (Peer& entry : peers_) {
+      if (entry.link) entry.link->interrupt();
+    }
+  }
+
+ private:
+  struct Peer {
+    bool is_requested = false;
+    std::map<int, Descriptor> arrived;  // by stream: connections of a link that is not whole yet
+    std::unique_ptr<TcpLink> link;
+  };
+
+  void dial(int peer) {
+    const std::string& address = network_.addresses_[static_cast<size_t>(peer)];
+    for (int stream = 0; stream < network_.streams_; ++stream) {
+      network_.dialer_.dial(address, {network_.rank_, peer, number_, stream});
+    }
+  }
+
+  TcpNetwork& network_;
+  const int number_;
+  std::vector<Peer> peers_;  // by rank
+};
+
+TcpNetwork::TcpNetwork(int rank, int size, const std::string& bind_address, int streams, const Alarm& alarm,
+                       Watch& watch, double handshake_limit)
+    : rank_(rank),
+      streams_(streams),
+      alarm_(alarm),
+      watch_(watch),
+      listener_(bind_address, handshake_limit, watch.loop()),
+      dialer_(watch.loop()),
+      contacts_(static_cast<size_t>(size), Contact::none) {
+  for (size_t number = 0; number < channels_.size(); ++number) {
+    channels_[number] = std::make_unique<Channel>(*this, static_cast<int>(number), size);
+  }
+}
+
+TcpNetwork::~TcpNetwork() {
+  watch_.loop().call([this] {
+    listener_.close();
+    dialer_.close();
+  });
+}
+
+void TcpNetwork::start(const std::vector<std::string>& addresses, const std::vector<int>& remote_ranks,
+                       const Secret& secret, Deadline deadline) {
+  addresses_ = addresses;
+  for (int peer : remote_ranks) contacts_[static_cast<size_t>(peer)] = Contact::missing;
+  watch_.loop().start();
+  watch_.loop().call([&] {
+    const auto admit_here = [this](const Purpose& purpose, Descriptor socket) {
+      admit(purpose, std::move(socket));
+    };
+    listener_.open(secret, rank_, admit_here);
+    dialer_.open(secret, admit_here);
+    for (int peer : remote_ranks) {
+      if (peer > rank_) continue;
+      dialer_.dial(addresses_[static_cast<size_t>(peer)], {rank_, peer, control_channel, 0});
+    }
+  });
+
+  const auto first_missing = [this] {
+    return std::find(contacts_.begin(), contacts_.end(), Contact::missing);
+  };
+  std::unique_lock lock(mutex_);
+  if (await([&] { return first_missing() == contacts_.end(); }, lock, deadline)) return;
+  const int missing = static_cast<int>(first_missing() - contacts_.begin());
+  lock.unlock();
+  fail_to_reach(missing);
+}
+
+Links& TcpNetwork::channel(int number) { return *channels_.at(static_cast<size_t>(number)); }
+
+void TcpNetwork::interrupt() {
+  std::lock_guard lock(mutex_);
+  for (const auto& channel : channels_) channel->interrupt();
+  changed_.notify_all();
+}
+
+void TcpNetwork::admit(const Purpose& purpose, Descriptor socket) {
+  const bool is_own_call = purpose.from == rank_;
+  const int peer = is_own_call ? purpose.to : purpose.from;
+  // Who has proved to be a member calls according to the rules, unless its options differ from this rank's.
+  if (peer < 0 || peer >= static_cast<int>(contacts_.size()) || is_own_call != (peer < rank_)) return;
+
+  if (purpose.channel == control_channel) {
+    admit_control(peer, std::move(socket));
+  } else if (is_channel(purpose.channel) && purpose.stream >= 0 && purpose.stream < streams_) {
+    std::lock_guard lock(mutex_);
+    // After the alarm nobody would interrupt it.
+    if (alarm_.is_raised()) return;
+    channels_[static_cast<size_t>(purpose.channel)]->take(peer, purpose.stream, std::move(socket));
+    changed_.notify_all();
+  }
+}
+
+void TcpNetwork::admit_control(int peer, Descriptor socket) {
+  Contact& contact = contacts_[static_cast<size_t>(peer)];
+  {
+    std::lock_guard lock(mutex_);
+    if (contact != Contact::missing) return;
+  }
+  watch_.add_remote(peer, std::move(socket), [this, peer](int channel) {
+    if (!is_channel(channel) || peer > rank_) return;
+    channels_[static_cast<size_t>(channel)]->request(peer);
+  });
+  std::lock_guard lock(mutex_);
+  contact = Contact::made;
+  changed_.notify_all();
+}
+
+template <class Ready>
+bool TcpNetwork::await(const Ready& ready, std::unique_lock<std::mutex>& lock, Deadline deadline) {
+  while (!ready()) {
+    alarm_.check();
+    if (deadline.has_passed()) return false;
+    const double seconds = std::min(alarm_look, deadline.remaining());
+    changed_.wait_for(lock, std::chrono::duration<double>(seconds));
+  }
+  return true;
+}
+
+void TcpNetwork::fail_to_reach(int peer) {
+  Dialer::Trouble trouble;
+  watch_.loop().call([&] { trouble = dialer_.trouble_with(peer); });
+  const std::string text = "no connection with rank " + std::to_string(peer) + " came about in time";
+  if (trouble.text.empty()) throw Failure(Code::timeout, peer, text);
+  throw Failure(trouble.was_refused ? Code::refused : Code::timeout, peer, text + ": " + trouble.text);
+}
+
+}  // namespace shoal

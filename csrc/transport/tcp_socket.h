@@ -1,0 +1,25 @@
+// TCP sockets that do not block, and their addresses: "192.0.2.1:4000", or "[2001:db8::1]:4000".
+//
+// Addresses are numbers only: looking names up is done above.
+#pragma once
+
+#include <string>
+
+#include "transport/descriptor.h"
+
+namespace shoal {
+
+// A socket that listens on this one address of the host, on a port that the system chooses.
+// Throws Failure: invalid, if it is no address; system, if it is not this host's.
+Descriptor listen_on(const std::string& address);
+
+// The address and port that a socket has on this host.
+std::string address_of(const Descriptor& socket);
+
+// A socket that is being connected; whether that succeeds shows when it is read. Throws as `listen_on`.
+Descriptor begin_to_connect(const std::string& address_and_port);
+
+// The next connection that waits at a listening socket; none, with errno set, if there is none.
+Descriptor accept_from(const Descriptor& listening);
+
+}  // namespace shoal

@@ -1,0 +1,251 @@
+#include "transport/watch.h"
+
+#include <sys/epoll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdio>
+#include <utility>
+
+#include "transport/process.h"
+
+namespace shoal {
+
+namespace {
+
+// Seconds between two looks, and so the longest time after which is seen what a rank of this host tells.
+constexpr double longest_tick = 0.02;
+
+double seconds_between(EventLoop::Clock::time_point from, EventLoop::Clock::time_point to) {
+  return std::chrono::duration<double>(to - from).count();
+}
+
+std::string name_of(int rank) { return "rank " + std::to_string(rank); }
+
+uint32_t pack_gave_up(Code code, int rank) {
+  return static_cast<uint32_t>(PeerState::gave_up) | static_cast<uint32_t>(code) << 8 |
+         static_cast<uint32_t>(rank + 1) << 16;
+}
+
+// What a rank of this host tells through its state has no text.
+std::string describe(int teller, Code code, int culprit) {
+  const std::string about = culprit >= 0 && culprit != teller ? " because of " + name_of(culprit) : "";
+  switch (code) {
+    case Code::aborted:
+      return name_of(teller) + " aborted the group" + about;
+    case Code::peer_lost:
+      return name_of(culprit) + " is gone, " + name_of(teller) + " found";
+    case Code::peer_stopped:
+      return name_of(culprit) + " gives no sign of life, " + name_of(teller) + " found";
+    case Code::timeout:
+      return "an operation of " + name_of(teller) + " ran out of time" + about;
+    default:
+      return name_of(teller) + " gave the group up" + about;
+  }
+}
+
+Descriptor open_process(pid_t pid) {
+  constexpr long pidfd_open = 434;  // on every architecture; older headers do not name it
+  return Descriptor(static_cast<int>(syscall(pidfd_open, pid, 0)));
+}
+
+}  // namespace
+
+Watch::Watch(const LocalPeer& self, const std::atomic<int>& waiting, Limits limits, Alarm& alarm,
+             std::function<void()> on_alarm)
+    : self_(self), waiting_(waiting), limits_(limits), alarm_(alarm), on_alarm_(std::move(on_alarm)) {}
+
+Watch::~Watch() { leave(); }
+
+void Watch::add_local(const LocalPeer& shown) {
+  start();
+  loop_.call([&] {
+    Local& peer = locals_.emplace_back(shown);
+    peer.process = open_process(shown.pid);
+    const bool was_missing = !peer.process && errno == ESRCH;
+    const uint64_t started = start_time_of(shown.pid);
+    const bool is_another = started != shown.started && started != 0 && shown.started != 0;
+    if (was_missing || is_another) return process_ended(peer);
+    if (!peer.process) return;
+    loop_.add(peer.process.number(), EPOLLIN, [this, &peer](uint32_t) { process_ended(peer); });
+  });
+}
+
+void Watch::add_remote(int rank, Descriptor control, std::function<void(int)> on_request) {
+  start();
+  loop_.call([&] {
+    Remote& peer = remotes_.emplace_back(rank, std::move(control), std::move(on_request));
+    loop_.add(peer.connection.descriptor(), EPOLLIN, [this, &peer](uint32_t) { read_from(peer); });
+  });
+}
+
+void Watch::tell(Code code, int rank, const std::string& text) {
+  if (!alarm_.raise(code, rank, text)) return;
+  self_.state->store(pack_gave_up(code, rank), std::memory_order_release);
+  loop_.post([this, message = ControlMessage{ControlMessage::Kind::alarm, code, rank, text}] {
+    send_to_all(message);
+  });
+  on_alarm_();
+}
+
+void Watch::request(int rank, int number) {
+  loop_.post([this, rank, number] {
+    for (Remote& peer : remotes_) {
+      if (peer.rank == rank) peer.connection.send({ControlMessage::Kind::request, Code::ok, number, {}});
+    }
+  });
+}
+
+void Watch::leave() {
+  if (std::exchange(has_left_, true)) return;
+  loop_.call([this] { say_goodbye(); });
+  loop_.stop();
+}
+
+void Watch::start() {
+  loop_.start();
+  loop_.call([this] {
+    if (ticks_) return;
+    ticks_ = true;
+    if (self_.presence) self_.presence->hold();
+    begin_counting_afresh(EventLoop::Clock::now());
+    tick();
+  });
+}
+
+void Watch::say_goodbye() {
+  // One who gave up has told more than that.
+  auto running = static_cast<uint32_t>(PeerState::running);
+  if (self_.state->compare_exchange_strong(running, static_cast<uint32_t>(PeerState::said_goodbye))) {
+    send_to_all({.kind = ControlMessage::Kind::goodbye, .text = {}});
+  }
+  for (Remote& peer : remotes_) peer.connection.finish();
+  if (ticks_ && self_.presence) self_.presence->release();
+}
+
+void Watch::tick() {
+  const Time now = EventLoop::Clock::now();
+  const double period = std::min(longest_tick, limits_.silence / 4);
+  loop_.after(period, [this] { tick(); });
+  self_.heartbeat->fetch_add(1, std::memory_order_relaxed);
+
+  // Who did not run for long cannot say of others that they did not.
+  if (seconds_between(last_tick_, now) > limits_.silence / 2) begin_counting_afresh(now);
+  last_tick_ = now;
+  if (waiting_.load(std::memory_order_relaxed) == 0) waiting_since_ = now;
+
+  if (seconds_between(last_heartbeat_, now) >= limits_.silence / 4) {
+    last_heartbeat_ = now;
+    send_to_all({.kind = ControlMessage::Kind::heartbeat, .text = {}});
+  }
+  for (Local& peer : locals_) {
+    look_at(peer, now);
+    judge(peer, now);
+  }
+  for (const Remote& peer : remotes_) judge(peer, now);
+}
+
+void Watch::begin_counting_afresh(Time now) {
+  last_tick_ = waiting_since_ = now;
+  for (Local& peer : locals_) peer.last_sign = now;
+  for (Remote& peer : remotes_) peer.last_sign = now;
+}
+
+void Watch::look_at(Local& peer, Time now) {
+  const uint64_t counter = peer.shown.heartbeat->load(std::memory_order_relaxed);
+  if (counter != peer.counter) peer.last_sign = now;
+  peer.counter = counter;
+
+  const uint32_t state = peer.shown.state->load(std::memory_order_acquire);
+  switch (static_cast<PeerState>(state & 0xff)) {
+    case PeerState::running:
+      break;
+    case PeerState::said_goodbye:
+      note_goodbye(peer);
+      break;
+    case PeerState::gave_up: {
+      const auto code = static_cast<Code>(state >> 8 & 0xff);
+      const int culprit = static_cast<int>(state >> 16) - 1;
+      tell(code, culprit, describe(peer.rank, code, culprit));
+      break;
+    }
+  }
+
+  // The process is killed, and about to give back its memory; or there is no pidfd. (One that ended, but that
+  // its parent has not waited for, does exist.)
+  if (peer.has_ended) return;
+  const bool is_lost = peer.shown.presence && peer.shown.presence->is_lost();
+  if (is_lost || (!peer.process && kill(peer.shown.pid, 0) != 0 && errno == ESRCH)) process_ended(peer);
+}
+
+void Watch::process_ended(Local& peer) {
+  peer.has_ended = true;
+  if (peer.process) {
+    loop_.remove(peer.process.number());
+    peer.process = Descriptor();
+  }
+  look_at(peer, EventLoop::Clock::now());  // its last words
+  if (peer.said_goodbye) return;
+  tell(Code::peer_lost, peer.rank,
+       name_of(peer.rank) + " (process " + std::to_string(peer.shown.pid) + ") ended");
+}
+
+void Watch::read_from(Remote& peer) {
+  std::vector<ControlMessage> messages;
+  const bool goes_on = peer.connection.receive(messages);
+  peer.last_sign = EventLoop::Clock::now();
+  for (const ControlMessage& message : messages) {
+    switch (message.kind) {
+      case ControlMessage::Kind::heartbeat:
+        break;
+      case ControlMessage::Kind::goodbye:
+        note_goodbye(peer);
+        break;
+      case ControlMessage::Kind::alarm:
+        tell(message.code, message.number, message.text);
+        break;
+      case ControlMessage::Kind::request:
+        peer.on_request(message.number);
+        break;
+    }
+  }
+  if (!goes_on) connection_ended(peer);
+}
+
+void Watch::connection_ended(Remote& peer) {
+  loop_.remove(peer.connection.descriptor());
+  peer.has_ended = true;
+  if (peer.said_goodbye) return;
+  tell(Code::peer_lost, peer.rank, name_of(peer.rank) + " ended, or the connection with it did");
+}
+
+void Watch::judge(const Peer& peer, Time now) {
+  if (alarm_.is_raised()) return;
+  if (peer.said_goodbye) {
+    if (seconds_between(std::max(peer.said_goodbye_at, waiting_since_), now) <= limits_.absence) return;
+    tell(Code::peer_lost, peer.rank, name_of(peer.rank) + " left the group");
+  } else {
+    if (seconds_between(std::max(peer.last_sign, waiting_since_), now) <= limits_.silence) return;
+    char seconds[32];
+    std::snprintf(seconds, sizeof seconds, "%.3g", limits_.silence);
+    tell(Code::peer_stopped, peer.rank,
+         name_of(peer.rank) + " has given no sign of life for " + seconds + " s");
+  }
+}
+
+void Watch::note_goodbye(Peer& peer) {
+  if (peer.said_goodbye) return;
+  peer.said_goodbye = true;
+  peer.said_goodbye_at = EventLoop::Clock::now();
+}
+
+void Watch::send_to_all(const ControlMessage& message) {
+  for (Remote& peer : remotes_) {
+    if (!peer.has_ended) peer.connection.send(message);
+  }
+}
+
+}  // namespace shoal

@@ -1,0 +1,128 @@
+// Who notices that a rank is gone, has stopped, or has given the group up; and who tells the others.
+//
+// A process of this host is watched through a pidfd, which becomes readable when it ends, and through what it
+// has in shared memory: a counter that its own Watch increments, a state, and a Presence. A process elsewhere
+// is watched through a control connection, which ends with it, and on which it sends signs of life.
+//
+// The first reason that is found, by any rank, becomes the alarm of all.
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <string>
+#include <vector>
+
+#include "common/alarm.h"
+#include "transport/control_connection.h"
+#include "transport/descriptor.h"
+#include "transport/event_loop.h"
+#include "transport/presence.h"
+
+namespace shoal {
+
+// What a rank's state says, in the lowest eight bits. With `gave_up` the next eight hold the Code and the
+// sixteen above them the culprit's rank + 1 (0: nobody in particular).
+enum class PeerState : uint32_t { running = 0, said_goodbye = 1, gave_up = 2 };
+
+// A rank of this host. What it points to is in memory that all ranks of the host map, and outlives the Watch.
+struct LocalPeer {
+  int rank = -1;
+  pid_t pid = 0;
+  uint64_t started = 0;  // see start_time_of; 0: not known
+  std::atomic<uint64_t>* heartbeat = nullptr;
+  std::atomic<uint32_t>* state = nullptr;
+  Presence* presence = nullptr;  // held by the rank's Watch; null: the end of a large process shows late
+};
+
+class Watch {
+ public:
+  struct Limits {
+    double silence = 5;  // seconds without a sign of life, of a peer that is waited for
+    double absence = 5;  // seconds of waiting after a peer said goodbye
+  };
+
+  // `waiting` counts the operations that wait for peers: while it is 0, neither a silent peer nor one that
+  // said goodbye raises the alarm. `on_alarm` is called once, after the alarm was raised, by the thread that
+  // did it.
+  Watch(const LocalPeer& self, const std::atomic<int>& waiting, Limits limits, Alarm& alarm,
+        std::function<void()> on_alarm);
+
+  ~Watch();  // as `leave`
+
+  // Begins to watch a rank. The thread starts with the first of them.
+  void add_local(const LocalPeer& peer);
+  // `on_request` is called in the loop's thread with what the peer's Watch was given as `request`.
+  void add_remote(int rank, Descriptor control, std::function<void(int number)> on_request);
+
+  // Raises the alarm on every rank of the group, unless it was raised. `rank` is the culprit, or -1.
+  void tell(Code code, int rank, const std::string& text);
+
+  // Asks a remote rank for something.
+  void request(int rank, int number);
+
+  // Tells all peers that this rank may be missed from now on, and ends the thread, after which `on_alarm` is
+  // called by `tell` only. To be called before what `on_alarm` and the loop's other users touch is destroyed.
+  void leave();
+
+  // The thread's loop, for others of the group who need one.
+  EventLoop& loop() { return loop_; }
+
+ private:
+  using Time = EventLoop::Clock::time_point;
+
+  // What is known of a peer, wherever it is.
+  struct Peer {
+    int rank;
+    Time last_sign = EventLoop::Clock::now();
+    bool said_goodbye = false;
+    Time said_goodbye_at{};
+    bool has_ended = false;
+  };
+  struct Local : Peer {
+    explicit Local(const LocalPeer& peer) : Peer{peer.rank}, shown(peer) {}
+
+    const LocalPeer shown;
+    uint64_t counter = 0;
+    Descriptor process;  // the pidfd; none: the process ended, or the system has no such thing
+  };
+  struct Remote : Peer {
+    Remote(int rank, Descriptor control, std::function<void(int)> request)
+        : Peer{rank}, connection(std::move(control)), on_request(std::move(request)) {}
+
+    ControlConnection connection;
+    const std::function<void(int)> on_request;
+  };
+
+  void start();
+  void say_goodbye();
+  void tick();
+  void begin_counting_afresh(Time now);
+  void look_at(Local& peer, Time now);
+  void process_ended(Local& peer);
+  void read_from(Remote& peer);
+  void connection_ended(Remote& peer);
+  void judge(const Peer& peer, Time now);
+  void note_goodbye(Peer& peer);
+  void send_to_all(const ControlMessage& message);
+
+  const LocalPeer self_;
+  const std::atomic<int>& waiting_;
+  const Limits limits_;
+  Alarm& alarm_;
+  const std::function<void()> on_alarm_;
+
+  // Of the loop's thread:
+  std::list<Local> locals_;
+  std::list<Remote> remotes_;
+  Time last_tick_, waiting_since_, last_heartbeat_;
+  bool ticks_ = false;
+
+  bool has_left_ = false;
+  EventLoop loop_;
+};
+
+}  // namespace shoal

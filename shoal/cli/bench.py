@@ -1,0 +1,162 @@
+"""`shoal bench`: how fast collectives are, on local ranks that it starts or on those that are there.
+
+Exit codes: 0; 1, a result was wrong or a rank failed; 2, something given cannot work; 130, stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.errors import ConfigError, WorkerError
+
+if TYPE_CHECKING:
+    from shoal.collectives.bench import Settings
+    from shoal.collectives.bench.world import Ranks
+
+__all__ = ["add_parser", "run"]
+
+_STOPPED = 130
+
+_DESCRIPTION = """\
+Measures collectives: checks results, then times all backends in interleaved rounds. With no arguments:
+all-reduce on two local ranks over shoal and gloo. Under torchrun, srun or mpirun it joins the ranks that are
+there; with mpi among the backends it starts its ranks through mpirun.
+
+backends: shoal; shoal-shared (buffers in shared memory); gloo; nccl; mpi (through mpi4py); oneccl;
+memory (no communication: the same reads and writes on private memory, the bound of shared-memory collectives)
+collectives: all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send_recv barrier
+
+Exit codes: 0 all right; 1 a result was wrong, or a rank failed; 2 something given cannot work; 130 stopped.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure collectives: any backend, any size, checked",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--collective", metavar="NAME,...", default="all_reduce", help="or all (default all_reduce)"
+    )
+    parser.add_argument(
+        "--backend",
+        metavar="NAME,...",
+        default="shoal,gloo",
+        help="default shoal,gloo; ratios are to the first",
+    )
+    parser.add_argument("--ranks", metavar="N", type=int, default=2, help="local ranks to start (default 2)")
+    parser.add_argument(
+        "--sizes",
+        metavar="SIZES",
+        default="1KiB:64MiB:x4",
+        help="a list such as 1KiB,1MiB or a range FIRST:LAST[:xFACTOR] (default 1KiB:64MiB:x4)",
+    )
+    parser.add_argument("--dtype", default="float32", help="element type (default float32)")
+    parser.add_argument("--op", default="sum", help="sum, avg, min, max or product (default sum)")
+    parser.add_argument(
+        "--rounds", metavar="N", type=int, default=5, help="turns of each backend (default 5)"
+    )
+    parser.add_argument("--algorithm", metavar="NAME", help="that the backend shoal must use")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every round's time")
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="also draw time and busbw over size, such as bench.png"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, as one of the ranks that a launcher started or on local ranks that this starts.
+
+    Raises:
+        UserError: Something given cannot work; nothing was started.
+        WorkerError: A rank failed.
+    """
+    # Imported here because they bring torch, which `--help` should not wait for.
+    from shoal.collectives.bench.mpirun import abort, choose_master, mpirun, ranks_of_mpi, started_by_mpirun
+    from shoal.collectives.bench.world import Ranks
+    from shoal.elastic import find_world, launch, run_rank
+
+    settings = _settings(args)
+    world = find_world()
+    if world is not None:
+        _require_no_mpi(settings)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
+        ranks = Ranks(world.rank, world.ranks, world.local_rank)
+        return run_rank(world.rank, lambda _: _measure(args, settings, ranks))
+    if started_by_mpirun():
+        ranks = ranks_of_mpi()
+        choose_master()
+        code = run_rank(ranks.rank, lambda _: _measure(args, settings, ranks))
+        return code if code == 0 else abort(code)
+    start = mpirun if _needs_mpirun(settings) else launch
+    try:
+        return start([sys.executable, "-m", "shoal.cli.main", *_words(args)], args.ranks)
+    except WorkerError as error:
+        if error.exit_code == _STOPPED:  # there was nothing to save
+            return _STOPPED
+        raise
+
+
+def _settings(args: argparse.Namespace) -> Settings:
+    """What to measure, once it is certain that it can be."""
+    from shoal.collectives.bench import COLLECTIVES, Settings, parse_names, parse_sizes
+    from shoal.collectives.bench.contestants import require_available
+    from shoal.collectives.bench.plot import require_plot
+
+    settings = Settings(
+        collectives=tuple(COLLECTIVES) if args.collective == "all" else parse_names(args.collective),
+        backends=parse_names(args.backend),
+        sizes=parse_sizes(args.sizes),
+        dtype=args.dtype,
+        op=args.op,
+        rounds=args.rounds,
+        algorithm=args.algorithm,
+    )
+    if args.ranks < 1:
+        raise ConfigError(
+            f"--ranks {args.ranks} are no ranks", possible="1 or more", change="give a larger --ranks"
+        )
+    for backend in settings.backends:
+        require_available(backend)
+    if args.plot is not None:
+        require_plot(args.plot)
+    return settings
+
+
+def _measure(args: argparse.Namespace, settings: Settings, ranks: Ranks) -> int:
+    from shoal.collectives.bench.report import report_json, report_table
+    from shoal.collectives.bench.run import run, stdout_for_data
+    from shoal.collectives.bench.world import joined
+
+    with stdout_for_data(), joined(ranks):
+        run(settings, ranks, report_json if args.json else report_table, args.plot)
+    return 0
+
+
+def _needs_mpirun(settings: Settings) -> bool:
+    return not {"mpi", "oneccl"}.isdisjoint(settings.backends)
+
+
+def _require_no_mpi(settings: Settings) -> None:
+    """Raises if MPI is to be measured by ranks that another launcher started."""
+    if _needs_mpirun(settings):
+        raise ConfigError(
+            "--backend mpi and oneccl cannot join ranks that torchrun or srun started",
+            possible="ranks that mpirun starts",
+            change="run: mpirun -n N shoal bench --backend mpi,...",
+        )
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """The command line again, for the ranks."""
+    names = ("collective", "backend", "sizes", "dtype", "op", "rounds", "algorithm", "plot")
+    given = {name: getattr(args, name) for name in names}
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return ["bench", *words, *(["--json"] if args.json else [])]

@@ -1,0 +1,177 @@
+"""The measurement: checked first, then timed in turns.
+
+At each size every contestant first shows that it is right. Then come the rounds: in each, every contestant
+has its turn, every other round in the reverse order, so that what drifts on the machine meets all alike. A
+turn is as many operations as fill some 50 ms, at least 3, after one that is not counted and finds the caches
+as the previous contestant left them. Its time is the mean over its operations on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TypeVar
+
+import torch
+
+from shoal.collectives.bench.collective import COLLECTIVES, Collective, Extent
+from shoal.collectives.bench.contestants import Buffers, Contestant, Operation, UnsupportedError
+from shoal.collectives.bench.reference import expected, given
+from shoal.collectives.bench.row import Row
+from shoal.collectives.bench.settings import Settings
+from shoal.collectives.bench.world import Ranks
+
+__all__ = ["measure"]
+
+_TURN_SECONDS = 0.05
+_WARM_UP_SECONDS = 0.01
+_FEWEST, _MOST = 3, 100_000
+_LARGER_THAN_ANY = 99  # than any right result but a product's; shows what was not written
+
+Result = TypeVar("Result")
+
+
+def measure(
+    settings: Settings, contestants: Mapping[str, Contestant], ranks: Ranks
+) -> Iterator[tuple[Row, ...]]:
+    """Measures one collective at one size after the other; every rank must iterate.
+
+    Args:
+        settings: What to measure.
+        contestants: By name, on this rank.
+        ranks: This rank among all.
+
+    Yields:
+        What was measured of each contestant at one size of one collective; the same on all ranks.
+    """
+    for name in settings.collectives:
+        collective = COLLECTIVES[name]
+        sizes = settings.sizes if collective.output is not Extent.NONE else (0,)
+        for size in sizes:
+            yield _Point(collective, size, settings, ranks).measure(contestants)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A contestant that has shown that it is right."""
+
+    contestant: Contestant
+    operation: Operation
+    buffers: Buffers
+    wrong: int | None
+
+
+class _Point:
+    """One collective at one size.
+
+    Args:
+        collective: Which.
+        size: Bytes of the whole, as asked for; at least an element for each rank is measured.
+        settings: What else to measure.
+        ranks: This rank among all.
+    """
+
+    def __init__(self, collective: Collective, size: int, settings: Settings, ranks: Ranks) -> None:
+        self._collective = collective
+        self._settings = settings
+        self._ranks = ranks
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        multiple = ranks.count if collective.divides else 1
+        self._count = max(size // self._dtype.itemsize // multiple, 1) * multiple if size else 0
+
+    def measure(self, contestants: Mapping[str, Contestant]) -> tuple[Row, ...]:
+        """One row for each contestant, in their order."""
+        shared: dict[str, Buffers] = {}
+        ready: dict[str, _Ready] = {}
+        problems: dict[str, str] = {}
+        for name, contestant in contestants.items():
+            if contestant.memory not in shared:
+                shared[contestant.memory] = self._buffers(contestant)
+            entered = self._prepare(contestant, shared[contestant.memory])
+            if isinstance(entered, _Ready):
+                ready[name] = entered
+            else:
+                problems[name] = entered
+        for buffers in shared.values():
+            buffers.zero()
+        iterations = {name: self._warm_up(entered) for name, entered in ready.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in ready}
+        for index in range(self._settings.rounds):
+            for name in reversed(ready) if index % 2 else ready:
+                seconds[name].append(self._turn(ready[name], iterations[name]))
+        return tuple(
+            Row(
+                collective=self._collective.name,
+                backend=name,
+                ranks=self._ranks.count,
+                bytes=self._count * self._dtype.itemsize,
+                count=self._count,
+                dtype=self._settings.dtype,
+                op=self._settings.op if self._collective.reduces else None,
+                iterations=iterations.get(name, 0),
+                seconds=tuple(seconds.get(name, ())),
+                wrong=ready[name].wrong if name in ready else None,
+                problem=problems.get(name),
+            )
+            for name in contestants
+        )
+
+    def _buffers(self, contestant: Contestant) -> Buffers:
+        like = torch.empty(0, dtype=self._dtype)
+        sizes = {
+            Extent.NONE: 0,
+            Extent.PART: self._count // self._ranks.count,
+            Extent.WHOLE: self._count,
+        }
+        output = contestant.empty(sizes[self._collective.output], like)
+        if self._collective.input is Extent.NONE:
+            return Buffers(output, output)
+        return Buffers(contestant.empty(sizes[self._collective.input], like), output)
+
+    def _prepare(self, contestant: Contestant, buffers: Buffers) -> _Ready | str:
+        """Has the contestant do the collective once, and checks it; or says why it cannot."""
+        problem, operation = "", None
+        buffers.output.fill_(_LARGER_THAN_ANY)
+        buffers.input.copy_(self._of_this_rank(given))
+        self._ranks.start_together()
+        try:
+            operation = contestant.operation(self._collective, buffers, self._settings.op)
+            operation()
+            contestant.finish()
+        except (UnsupportedError, RuntimeError, ValueError, TypeError) as error:
+            problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if self._ranks.total(operation is None or problem != ""):
+            return problem or "another rank could not do it"
+        assert operation is not None
+        wrong = self._wrong(buffers) if contestant.communicates else None
+        return _Ready(contestant, operation, buffers, wrong)
+
+    def _wrong(self, buffers: Buffers) -> int:
+        """How many elements of all ranks are not what they must be."""
+        wanted = self._of_this_rank(expected)
+        wrong = 0 if wanted is None else int((buffers.output.cpu() != wanted).sum())
+        return int(self._ranks.total(wrong))
+
+    def _of_this_rank(self, of: Callable[..., Result]) -> Result:
+        rank, count = self._ranks.rank, self._ranks.count
+        return of(self._collective, self._count, count, rank, dtype=self._dtype, op=self._settings.op)
+
+    def _warm_up(self, ready: _Ready) -> int:
+        """How many operations a turn has."""
+        iterations = _FEWEST
+        for seconds in (_WARM_UP_SECONDS, _TURN_SECONDS):
+            iterations = min(max(_FEWEST, round(seconds / self._turn(ready, iterations))), _MOST)
+        return iterations
+
+    def _turn(self, ready: _Ready, iterations: int) -> float:
+        operation = ready.operation
+        self._ranks.start_together()
+        operation()
+        ready.contestant.finish()
+        start = time.perf_counter()
+        for _ in repeat(None, iterations):
+            operation()
+        ready.contestant.finish()
+        return self._ranks.largest((time.perf_counter() - start) / iterations)

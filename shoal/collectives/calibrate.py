@@ -1,0 +1,84 @@
+"""Measures what each algorithm costs on a group, and makes a table of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal.collectives.table import Call, Table
+from shoal.cost import COLLECTIVES, find_algorithm, fit_alpha_beta
+
+__all__ = ["SIZES", "TimedGroup", "calibrate"]
+
+SIZES: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
+"""Bytes of the buffers that are timed: 1 KiB to 64 MiB, each four times the one before."""
+
+
+class TimedGroup(Protocol):
+    """A process group that runs a given algorithm and says how long it took."""
+
+    @property
+    def level(self) -> str:
+        """What carries its bytes: "shared-memory" or "network"."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it has."""
+        ...
+
+    @property
+    def hosts(self) -> int:
+        """On how many hosts they are, equally many on each."""
+        ...
+
+    def run(self, collective: str, algorithm: str, nbytes: int) -> float | None:
+        """Seconds of one call, a median of enough of them, the same on every rank.
+
+        Args:
+            collective: Such as "all_reduce".
+            algorithm: Such as "ring".
+            nbytes: S, as shoal.cost.collectives defines it for each collective.
+
+        Returns:
+            None if the algorithm does not take a buffer of that size.
+        """
+        ...
+
+
+def calibrate(
+    group: TimedGroup,
+    table: Table,
+    collectives: Sequence[str] = COLLECTIVES,
+    sizes: Sequence[int] = SIZES,
+) -> Table:
+    """Times every algorithm that the group can run at every size, and fits alpha and beta of each.
+
+    Every rank of the group calls this alike. Two hosts alone say little of more: the steps of many algorithms
+    are then the same.
+
+    Args:
+        group: What is timed.
+        table: Says which algorithms there are, and what an algorithm's parts inside the hosts cost.
+        collectives: Which collectives to time.
+        sizes: Bytes of the buffers, two at least.
+
+    Returns:
+        A table of what was measured, and of nothing else.
+    """
+    entries = {}
+    for collective in collectives:
+        call = Call(collective, group.level, group.ranks, group.hosts)
+        for name in table.candidates(call):
+            timed = {nbytes: group.run(collective, name, nbytes) for nbytes in sizes}
+            times = {nbytes: seconds for nbytes, seconds in timed.items() if seconds is not None}
+            if len(times) < 2:
+                continue
+            algorithm = find_algorithm(collective, name, group.level)
+            entries[collective, name, group.level] = fit_alpha_beta(
+                steps=[algorithm.steps(call.ranks, call.ranks_per_host)] * len(times),
+                nbytes=[algorithm.bytes_on_path(call.ranks, each, call.ranks_per_host) for each in times],
+                seconds=list(times.values()),
+                known=[table.predict_inside(name, call, each) for each in times],
+            )
+    return Table(entries)

@@ -1,0 +1,117 @@
+"""The native core, loaded: its functions with their types, and what they report as exceptions."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import CollectiveError
+
+__all__ = ["Call", "Core", "is_built", "load_core"]
+
+_FAULTS = {
+    1: "invalid",
+    2: "timeout",
+    3: "peer lost",
+    4: "peer stopped",
+    5: "aborted",
+    6: "mismatch",
+    7: "system",
+    8: "refused",
+}
+
+
+class Call(ctypes.Structure):
+    """One collective, as `shoal_call` in csrc/c_interface.h."""
+
+    _fields_ = [
+        ("collective", ctypes.c_int32),
+        ("algorithm", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("reduction", ctypes.c_int32),
+        ("root", ctypes.c_int32),
+        ("asynchronous", ctypes.c_int32),
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("bytes", ctypes.c_uint64),
+        ("send_bytes", ctypes.c_void_p),
+        ("receive_bytes", ctypes.c_void_p),
+        ("timeout", ctypes.c_double),
+    ]
+
+
+class Core:
+    """The functions of csrc/c_interface.h, with their `shoal_` left out.
+
+    What only begins an operation keeps the interpreter's lock, since giving it up and taking it again would
+    cost more than a small operation does; what may wait gives it up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        keeping, releasing = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
+        pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
+        size, real, ticket = ctypes.c_uint64, ctypes.c_double, ctypes.c_int64
+
+        def function(library: ctypes.CDLL, name: str, result: Any, *arguments: Any) -> Any:
+            found = getattr(library, f"shoal_{name}")
+            found.restype, found.argtypes = result, arguments
+            return found
+
+        self._last_failure = function(
+            keeping, "last_failure", number, ctypes.POINTER(number), text, ctypes.c_size_t
+        )
+        self.group_create = function(
+            releasing, "group_create", pointer, number, number, pointer, text, number, real
+        )
+        self.group_introduce = function(releasing, "group_introduce", number, pointer, text, ctypes.c_size_t)
+        self.group_join = function(releasing, "group_join", number, pointer, pointer, text, real)
+        self.group_start = function(releasing, "group_start", number, pointer, number)
+        self.group_abort = function(releasing, "group_abort", number, pointer, text)
+        self.group_close = function(releasing, "group_close", None, pointer)
+        self.begin = function(keeping, "begin", ticket, pointer, ctypes.POINTER(Call))
+        self.send = function(keeping, "send", ticket, pointer, number, number, pointer, size)
+        self.receive = function(keeping, "receive", ticket, pointer, number, number, pointer, size)
+        self.wait = function(releasing, "wait", number, pointer, ticket, real, ctypes.POINTER(real))
+        self.test = function(keeping, "test", number, pointer, ticket)
+        self.buffer_allocate = function(keeping, "buffer_allocate", pointer, size)
+        self.buffer_release = function(keeping, "buffer_release", number, pointer)
+        self.buffer_trim = function(keeping, "buffer_trim", number)
+        self.vector_unit = function(keeping, "vector_unit", text)
+        self.force_vector_unit = function(keeping, "force_vector_unit", number, text)
+        self.combine = function(
+            releasing, "combine", number, number, number, pointer, pointer, number, size, number
+        )
+        self.flag_latency = function(releasing, "flag_latency", real, number, number)
+
+    def failure(self, doing: str, code: int = 7) -> CollectiveError:
+        """What the last failed call of this thread reported.
+
+        Args:
+            doing: What was being done, as the subject of the message, such as "all_reduce".
+            code: What the call gave, positive.
+        """
+        rank, text = ctypes.c_int(-1), ctypes.create_string_buffer(1024)
+        self._last_failure(ctypes.byref(rank), text, len(text))
+        return CollectiveError(
+            f"{doing} failed: {text.value.decode(errors='replace')}", rank=rank.value, fault=_FAULTS[code]
+        )
+
+    def check(self, result: int, doing: str) -> int:
+        """Passes a result on; raises CollectiveError for one that is negative."""
+        if result < 0:
+            raise self.failure(doing, -result)
+        return result
+
+
+@functools.cache
+def load_core() -> Core | None:
+    """The native core; None where it was not built."""
+    found = sorted(Path(__file__).parent.glob("_core*.so"))
+    return Core(found[0]) if found else None
+
+
+def is_built() -> bool:
+    """Whether the native core is there, and with it the backend "shoal"."""
+    return load_core() is not None

@@ -1,0 +1,207 @@
+"""The native group: collectives of flat buffers, with the algorithm chosen for each."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from shoal.collectives.agreement import describe_call, first_difference
+from shoal.collectives.calls import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, Chooser
+from shoal.collectives.core import Call, Core
+from shoal.collectives.options import Options
+from shoal.collectives.rendezvous import form_group
+from shoal.collectives.work import Done, Work
+from shoal.errors import CollectiveError
+
+__all__ = ["NativeGroup"]
+
+_NARROW = (2, 3)
+"""The numbers of the 16-bit floats."""
+
+
+class NativeGroup:
+    """The ranks of a group, as the native core connects them.
+
+    Args:
+        core: The native core.
+        store: The ranks' common store, for this group alone.
+        rank: This process within the group.
+        size: Ranks in the group.
+        timeout: Of operations that have none of their own, and for the group to form.
+        options: How it communicates.
+
+    Raises:
+        CollectiveError: The ranks did not all come, or cannot reach each other.
+    """
+
+    def __init__(
+        self, core: Core, store: Store, rank: int, size: int, timeout: timedelta, options: Options
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout.total_seconds()
+        self._core = core
+        self._handle, hosts = form_group(
+            core, store, rank, size, timeout, streams=options.streams, heartbeat=options.heartbeat
+        )
+        self.close = weakref.finalize(self, core.group_close, self._handle)
+        self.hosts = len(set(hosts))
+        self._chooser = Chooser(options, size, self.hosts)
+        self._debug = options.debug
+
+    def run(
+        self,
+        collective: str,
+        input_: torch.Tensor | None,
+        output: torch.Tensor | None,
+        *,
+        nbytes: int,
+        whole: int,
+        slot: int,
+        timeout: float,
+        asynchronous: bool,
+        result: Sequence[Any],
+        dtype: int = 5,
+        reduction: int = 0,
+        root: int = 0,
+        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> dist.Work:
+        """Begins a collective.
+
+        Args:
+            collective: One of `COLLECTIVE_NUMBERS`.
+            input_: Contiguous; None if this rank gives nothing.
+            output: Contiguous; None if this rank gets nothing.
+            nbytes: Of the tensor, or of one rank's part where each has a part.
+            whole: Of the whole buffer, by which the algorithm is chosen.
+            slot: What one-shot would put into a rank's slot, in bytes.
+            timeout: Seconds.
+            asynchronous: Whether it should go on while nobody waits for it.
+            result: What the work gives.
+            dtype: Number of the type, where it is reduced.
+            reduction: Number of the reduction.
+            root: Rank of the group.
+            splits: Of all-to-all, bytes to and from every rank.
+            finish: What is left to do once it is complete.
+        """
+        algorithm = self.algorithm(collective, whole, slot, widening=2 if dtype in _NARROW else 1)
+        call = Call(
+            COLLECTIVE_NUMBERS[collective],
+            ALGORITHM_NUMBERS[algorithm],
+            dtype,
+            reduction,
+            root,
+            asynchronous,
+            input_.data_ptr() if input_ is not None else 0,
+            output.data_ptr() if output is not None else 0,
+            nbytes,
+            None,
+            None,
+            timeout,
+        )
+        tables: tuple[Any, ...] = ()
+        if splits is not None:
+            tables = tuple((ctypes.c_uint64 * self.size)(*counts) for counts in splits)
+            call.send_bytes, call.receive_bytes = (ctypes.addressof(table) for table in tables)
+        if self._debug:
+            self._agree(collective, call)
+        ticket = self._core.begin(self._handle, call)
+        if ticket < 0:
+            self._core.check(ticket, collective)
+        if ticket == 0:
+            if finish is not None:
+                finish()
+            return Done(result, algorithm)
+        keep = (self, input_, output)
+        return Work(
+            self._core,
+            self._handle,
+            ticket,
+            collective,
+            timeout,
+            result=result,
+            keep=keep,
+            algorithm=algorithm,
+            finish=finish,
+        )
+
+    def algorithm(self, collective: str, whole: int, slot: int, *, widening: int = 1) -> str:
+        """The name of the algorithm for a collective of that size; arguments as `Chooser.choose` has them."""
+        if self.size == 1:
+            return "one-shot" if slot <= 4096 and collective != "all_to_all" else "direct"
+        if collective == "barrier":
+            return "one-shot" if self.hosts == 1 else "hierarchical"
+        return self._chooser.choose(collective, whole, slot, widening)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Begins to send a contiguous tensor."""
+        nbytes = tensor.numel() * tensor.element_size()
+        ticket = self._core.send(self._handle, peer, tag, tensor.data_ptr(), nbytes)
+        if ticket == 0:
+            return Done([tensor])
+        return self._message(self._core.check(ticket, f"send to rank {peer}"), f"send to rank {peer}", tensor)
+
+    def receive(
+        self, tensor: torch.Tensor, peer: int, tag: int, finish: Callable[[], None] | None
+    ) -> dist.Work:
+        """Begins to receive a contiguous tensor; from anyone, if `peer` is -1."""
+        nbytes = tensor.numel() * tensor.element_size()
+        name = f"receive from rank {peer}" if peer >= 0 else "receive from any rank"
+        ticket = self._core.check(
+            self._core.receive(self._handle, peer, tag, tensor.data_ptr(), nbytes), name
+        )
+        return self._message(ticket, name, tensor, finish)
+
+    def abort(self, reason: str) -> None:
+        """Frees every rank that waits; the group cannot be used any more."""
+        self._core.group_abort(self._handle, reason.encode())
+
+    def _message(
+        self, ticket: int, name: str, tensor: torch.Tensor, finish: Callable[[], None] | None = None
+    ) -> dist.Work:
+        keep = (self, tensor)
+        return Work(
+            self._core, self._handle, ticket, name, self.timeout, result=[tensor], keep=keep, finish=finish
+        )
+
+    def _agree(self, collective: str, call: Call) -> None:
+        """Has the ranks compare what they are about to do.
+
+        Raises:
+            CollectiveError: They are about to do different things.
+        """
+        own = describe_call(call)
+        everyone = torch.empty(self.size, len(own), dtype=torch.int64)
+        told = torch.tensor(own)
+        nbytes = told.numel() * told.element_size()
+        check = Call(
+            COLLECTIVE_NUMBERS["all_gather"],
+            ALGORITHM_NUMBERS[self.algorithm("all_gather", nbytes * self.size, nbytes)],
+            5,
+            0,
+            0,
+            0,
+            told.data_ptr(),
+            everyone.data_ptr(),
+            nbytes,
+            None,
+            None,
+            call.timeout,
+        )
+        ticket = self._core.check(self._core.begin(self._handle, check), collective)
+        if ticket:
+            done = ctypes.byref(ctypes.c_double())
+            self._core.check(self._core.wait(self._handle, ticket, call.timeout, done), collective)
+        difference = first_difference(own, everyone.tolist(), self.rank)
+        if difference is not None:
+            rank, text = difference
+            self.abort(text)
+            raise CollectiveError(text, rank=rank, fault="mismatch")

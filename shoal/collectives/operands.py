@@ -1,0 +1,62 @@
+"""The tensors of a call, made into what the core takes: contiguous memory on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shoal.errors import CollectiveError
+
+__all__ = ["bytes_of", "require_dense", "require_size", "to_be_changed", "to_be_filled"]
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """The size of its elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+def require_dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Gives the tensor back; raises CollectiveError for one that the core cannot move."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise CollectiveError(
+            f'the backend "shoal" moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}',
+            fault="invalid",
+        )
+    return tensor
+
+
+def require_size(tensor: torch.Tensor, elements: int, what: str) -> None:
+    """Raises CollectiveError unless the tensor has that many elements."""
+    if tensor.numel() != elements:
+        raise CollectiveError(f"{what} has {tensor.numel()} elements, and needs {elements}", fault="invalid")
+
+
+def to_be_changed(
+    tensor: torch.Tensor, finish: Callable[[], None] | None = None
+) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """A contiguous tensor of real numbers to be read and written, and what to do afterwards."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_contiguous():
+        return tensor, finish
+    copy = tensor.contiguous()
+
+    def write_back() -> None:
+        tensor.copy_(copy)
+        if finish is not None:
+            finish()
+
+    return copy, write_back
+
+
+def to_be_filled(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """A contiguous tensor to be written, and what to do afterwards."""
+    if tensor.is_contiguous():
+        return tensor, None
+    copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return copy, lambda: _copy(copy, tensor)
+
+
+def _copy(from_: torch.Tensor, to: torch.Tensor) -> None:
+    to.copy_(from_)

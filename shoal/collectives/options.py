@@ -1,0 +1,86 @@
+"""How a group communicates, where it is not left to the measured table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shoal.collectives.table import Table
+from shoal.collectives.table_file import built_in_table
+from shoal.cost import ALGORITHMS, COLLECTIVES
+from shoal.errors import ConfigError, nearest
+
+__all__ = ["Options"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `init_process_group` and `new_group` take as `pg_options` for the backend "shoal".
+
+    Attributes:
+        algorithms: For a collective, the algorithm that it always uses, such as {"all_reduce": "ring"}.
+        table: What each algorithm costs on this machine; the rest is chosen by it.
+        streams: TCP connections between two ranks of different hosts.
+        heartbeat: Seconds without a sign of life after which a peer counts as stopped.
+        debug: Whether ranks tell each other what they call, so that a mismatch is reported, not hung on.
+    """
+
+    algorithms: Mapping[str, str] = field(default_factory=dict)
+    table: Table = field(default_factory=built_in_table)
+    streams: int = 2
+    heartbeat: float = 5.0
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        for collective, name in self.algorithms.items():
+            _check("collective", collective, COLLECTIVES)
+            _check(
+                f"algorithm of {collective}",
+                name,
+                sorted({key[1] for key in ALGORITHMS if key[0] == collective}),
+            )
+        for name, value in (("streams", self.streams), ("heartbeat", self.heartbeat)):
+            if value <= 0:
+                raise ConfigError(
+                    f"{name}={value} cannot work", possible="more than 0", change=f"set another {name}"
+                )
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Options:
+        """What the environment says: SHOAL_ALGORITHMS (all_reduce=ring,broadcast=chain), SHOAL_STREAMS,
+        SHOAL_HEARTBEAT (seconds) and SHOAL_DEBUG (1).
+
+        Raises:
+            ConfigError: One of these cannot be used.
+        """
+        algorithms = {}
+        for pair in filter(None, environment.get("SHOAL_ALGORITHMS", "").split(",")):
+            collective, _, name = pair.partition("=")
+            algorithms[collective.strip()] = name.strip()
+        return cls(
+            algorithms=algorithms,
+            streams=int(_number(environment, "SHOAL_STREAMS", cls.streams)),
+            heartbeat=_number(environment, "SHOAL_HEARTBEAT", cls.heartbeat),
+            debug=environment.get("SHOAL_DEBUG", "0") not in ("", "0"),
+        )
+
+
+def _check(what: str, given: str, offered: tuple[str, ...] | list[str]) -> None:
+    if given not in offered:
+        raise ConfigError(
+            f"{given!r} is not a {what}{nearest(given, offered)}",
+            possible=", ".join(offered),
+            change="use one of these names",
+        )
+
+
+def _number(environment: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(environment.get(name) or default)
+    except ValueError:
+        raise ConfigError(
+            f"{name}={environment[name]!r} is not a number",
+            possible="a number above 0",
+            change=f"set {name} to one",
+        ) from None

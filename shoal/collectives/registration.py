@@ -1,0 +1,44 @@
+"""The backend's name, made known to `torch.distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from shoal.collectives.core import load_core
+from shoal.collectives.group import ProcessGroup
+from shoal.collectives.options import Options
+from shoal.errors import ConfigError
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Registers the backend "shoal" for CPUs, if it is not registered yet."""
+    if dist.is_available() and "SHOAL" not in dist.Backend._plugins:
+        dist.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu"])
+
+
+def _create(asked: Any, options: Any) -> ProcessGroup:
+    core = load_core()
+    if core is None:
+        raise ConfigError(
+            'the backend "shoal" needs the native core, which was not built when Shoal was installed',
+            possible='the backend "gloo", slower',
+            change="install a C++20 compiler (apt-get install g++), and then Shoal again",
+        )
+    if options is not None and not isinstance(options, Options):
+        raise ConfigError(
+            f'pg_options of the backend "shoal" are {type(options).__name__}',
+            possible="shoal.collectives.Options",
+            change="give none, or these",
+        )
+    return ProcessGroup(
+        core,
+        asked.store,
+        asked.group_rank,
+        asked.group_size,
+        asked.timeout,
+        options or Options.from_environment(),
+    )

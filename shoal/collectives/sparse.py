@@ -1,0 +1,53 @@
+"""The sum of sparse tensors over ranks, which may have different numbers of entries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import ReduceOp
+
+from shoal.collectives.work import Done
+from shoal.errors import CollectiveError
+
+if TYPE_CHECKING:
+    from shoal.collectives.group import ProcessGroup
+
+__all__ = ["all_reduce_sparse"]
+
+
+def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> dist.Work:
+    """Sums a sparse COO tensor over all ranks, in place; complete when it returns.
+
+    The entries of all ranks are gathered, padded to the most that a rank has, and added where they coincide.
+
+    Args:
+        group: The ranks.
+        tensor: Of the same shape on all ranks.
+        opts: c10d's AllreduceOptions.
+
+    Raises:
+        CollectiveError: The reduction is not a sum.
+    """
+    if opts.reduceOp != ReduceOp.SUM:
+        raise CollectiveError("sparse tensors can only be summed", fault="invalid")
+    own = tensor.coalesce()
+    counts = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather_single(counts, torch.tensor([own._nnz()])).wait()
+    most = int(counts.max())
+    indices = _gather(group, own.indices().t().contiguous(), most)
+    values = _gather(group, own.values(), most)
+    present = torch.cat([torch.arange(most) < count for count in counts])
+    summed = torch.sparse_coo_tensor(indices[present].t(), values[present], tensor.shape).coalesce()
+    tensor.copy_(summed)
+    return Done([tensor])
+
+
+def _gather(group: ProcessGroup, rows: torch.Tensor, most: int) -> torch.Tensor:
+    """The rows of all ranks, each rank's padded to `most`."""
+    padded = rows.new_zeros(most, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    gathered = rows.new_empty(group.size() * most, *rows.shape[1:])
+    group.all_gather_single(gathered, padded).wait()
+    return gathered

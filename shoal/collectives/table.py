@@ -1,0 +1,190 @@
+"""What each algorithm costs on this machine, and so which one to use: the one of least predicted time.
+
+The time of every algorithm is a straight line over the size of the buffer, so the best for each size is the
+lower envelope of a few lines. It is worked out once per kind of call; after that a choice is a bisection.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.cost import LEVELS, Algorithm, AlphaBeta, algorithms_of, find_algorithm
+from shoal.errors import ConfigError
+
+__all__ = ["Call", "Choices", "Table"]
+
+
+class Call(NamedTuple):
+    """One kind of call, whatever the size of its buffer.
+
+    Attributes:
+        collective: Such as "all_reduce".
+        level: "shared-memory" or "network".
+        ranks: Of the group.
+        hosts: On which they are, equally many on each.
+        widening: Bytes in which partial sums travel, over those of the tensor: 2 for sums of 16-bit floats.
+    """
+
+    collective: str
+    level: str
+    ranks: int
+    hosts: int = 1
+    widening: int = 1
+
+    @property
+    def ranks_per_host(self) -> int:
+        """How many ranks share a network interface. Over the loopback of one host each has its own."""
+        shares = self.level == "network" and self.hosts > 1
+        return -(-self.ranks // self.hosts) if shares else 1
+
+
+class Choices(NamedTuple):
+    """The best algorithm for each size of one kind of call.
+
+    Attributes:
+        bounds: Sizes in bytes, ascending, from each of which on the next name is the best.
+        names: One more than bounds.
+    """
+
+    bounds: tuple[float, ...]
+    names: tuple[str, ...]
+
+    def choose(self, nbytes: int) -> str:
+        """The best algorithm for a buffer of that size, S as shoal.cost.collectives defines it."""
+        return self.names[bisect_right(self.bounds, nbytes)]
+
+
+class _Line(NamedTuple):
+    """Seconds of an algorithm over the bytes of the buffer."""
+
+    name: str
+    at_zero: float
+    per_byte: float
+
+    def at(self, nbytes: float) -> float:
+        return self.at_zero + self.per_byte * nbytes
+
+
+@dataclass(frozen=True)
+class Table:
+    """alpha and beta by (collective, algorithm, level); algorithms without an entry are never chosen.
+
+    Between hosts, beta is that of a host's whole network interface.
+    """
+
+    entries: Mapping[tuple[str, str, str], AlphaBeta]
+    _choices: dict[Call, Choices] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def choose(
+        self, collective: str, level: str, ranks: int, hosts: int, nbytes: int, widening: int = 1
+    ) -> str:
+        """The algorithm of least predicted time, for a buffer of `nbytes`; other arguments as in `Call`.
+
+        Raises:
+            ConfigError: The table has no algorithm for this call.
+        """
+        return self.choices(Call(collective, level, ranks, hosts, widening)).choose(nbytes)
+
+    def choices(self, call: Call) -> Choices:
+        """The best algorithm for each size: what a group asks for once and keeps.
+
+        Raises:
+            ConfigError: The table has no algorithm for this call.
+        """
+        if call not in self._choices:
+            self._choices[call] = _lower_envelope([self._line(name, call) for name in self.candidates(call)])
+        return self._choices[call]
+
+    def candidates(self, call: Call) -> tuple[str, ...]:
+        """The algorithms that the table has for a call.
+
+        Hierarchical is one where there are several hosts, with several ranks each.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        levelled = 1 < call.hosts < call.ranks and call.ranks % call.hosts == 0
+        names = tuple(
+            each.name
+            for each in algorithms_of(call.collective, call.level)
+            if (each.collective, each.name, each.level) in self.entries and (levelled or not each.inside)
+        )
+        if not names:
+            known = sorted({f"{collective} on {level}" for collective, _, level in self.entries})
+            raise ConfigError(
+                f"the table of algorithms has none for {call.collective} on {call.level}",
+                possible=", ".join(known),
+                change=f"add a section [{call.collective}.{call.level}] to the table",
+            )
+        return names
+
+    def predict(self, name: str, call: Call, nbytes: int) -> float:
+        """Seconds that an algorithm takes for a buffer of `nbytes`.
+
+        Raises:
+            ConfigError: There is no such algorithm, or the table does not have it.
+        """
+        return self._line(name, call).at(nbytes)
+
+    def predict_inside(self, name: str, call: Call, nbytes: int) -> float:
+        """Seconds of it for what an algorithm does inside the hosts first and last.
+
+        Raises:
+            ConfigError: There is no such algorithm, or the table does not have that part of it.
+        """
+        algorithm = find_algorithm(call.collective, name, call.level)
+        return sum(line.at(nbytes) for line in self._lines_inside(algorithm, call))
+
+    def _line(self, name: str, call: Call) -> _Line:
+        algorithm = find_algorithm(call.collective, name, call.level)
+        cost = self._cost(call.collective, name, call.level)
+        sharing = call.ranks_per_host
+        carried = call.widening if algorithm.forwards_sums else 1
+        inside = self._lines_inside(algorithm, call)
+        return _Line(
+            name,
+            at_zero=cost.alpha * algorithm.steps(call.ranks, sharing) + sum(line.at_zero for line in inside),
+            per_byte=cost.beta * algorithm.bytes_on_path(call.ranks, carried, sharing)
+            + sum(line.per_byte for line in inside),
+        )
+
+    def _lines_inside(self, algorithm: Algorithm, call: Call) -> list[_Line]:
+        return [
+            self._line(name, Call(collective, LEVELS[0], call.ranks_per_host))
+            for collective, name in algorithm.inside
+        ]
+
+    def _cost(self, collective: str, name: str, level: str) -> AlphaBeta:
+        if (collective, name, level) not in self.entries:
+            known = [each for one, each, on in self.entries if (one, on) == (collective, level)]
+            raise ConfigError(
+                f"the table of algorithms has no alpha and beta for {name} of {collective} on {level}",
+                possible=", ".join(known) or "none: it has nothing there",
+                change=f"add {name} to the section [{collective}.{level}] of the table",
+            )
+        return self.entries[collective, name, level]
+
+
+def _lower_envelope(lines: Sequence[_Line]) -> Choices:
+    """The lowest line for each size from 0 on.
+
+    From the line that is lowest at 0, the next is the one that crosses it first; of lines that cross it
+    there, the one that stays lowest, which is the least steep.
+    """
+    best = min(lines, key=lambda line: (line.at_zero, line.per_byte))
+    bounds: list[float] = []
+    names = [best.name]
+    while flatter := [line for line in lines if line.per_byte < best.per_byte]:
+        crossing = {line: _crossing(best, line) for line in flatter}
+        best = min(flatter, key=lambda line: (crossing[line], line.per_byte))
+        bounds.append(crossing[best])
+        names.append(best.name)
+    return Choices(tuple(bounds), tuple(names))
+
+
+def _crossing(low: _Line, flat: _Line) -> float:
+    """From which size on `flat`, the higher at 0 and less steep, is lower."""
+    return (flat.at_zero - low.at_zero) / (low.per_byte - flat.per_byte)

@@ -1,0 +1,226 @@
+"""An operation that was begun: what `torch.distributed` calls a Work."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.collectives.core import Core
+from shoal.errors import CollectiveError
+
+__all__ = ["Done", "Work"]
+
+
+_Base: Any = dist.Work
+
+
+class Done(_Base):
+    """An operation that is complete.
+
+    Args:
+        result: The tensors that it gave.
+        algorithm: The name of the one used.
+    """
+
+    def __init__(self, result: Sequence[Any], algorithm: str = "") -> None:
+        super().__init__()
+        self._result = result
+        self.algorithm = algorithm
+        self.finished = time.perf_counter()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True."""
+        return True
+
+    def exception(self) -> None:
+        """None."""
+
+    def result(self) -> list[Any]:
+        """The tensors that it gave."""
+        return list(self._result)
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the tensors, complete."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(list(self._result))
+        return future
+
+
+class Work(_Base):
+    """An operation under way.
+
+    Once it was waited for, `finished` is the moment at which it was complete, on the clock of
+    `time.perf_counter`.
+
+    Args:
+        core: The native core.
+        group: The native group; its Python owner must stay as long as this, which `keep` is for.
+        ticket: What the core gave for the operation.
+        name: Of the operation, for errors.
+        timeout: Seconds that a message may take; collectives know their own.
+        result: The tensors that it gives.
+        keep: What must not be freed before it is complete.
+        algorithm: The name of the one used.
+        finish: What remains to be done when the core is done, such as copying to where the result is wanted.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        group: int,
+        ticket: int,
+        name: str,
+        timeout: float,
+        *,
+        result: Sequence[Any],
+        keep: object,
+        algorithm: str = "",
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._core = core
+        self._group = group
+        self._ticket = ticket
+        self._name = name
+        self._timeout = timeout
+        self._result = result
+        self._keep = keep
+        self._finish = finish
+        self.algorithm = algorithm
+        self.finished = 0.0
+        self._failure: CollectiveError | None = None
+        self._source = -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns once the operation is complete.
+
+        Args:
+            timeout: For a send or receive, at most this long; collectives have theirs from their call.
+
+        Raises:
+            CollectiveError: It failed.
+        """
+        if self._ticket:
+            ticket, self._ticket = self._ticket, 0
+            seconds = max(timeout.total_seconds(), 0.0) if timeout is not None else 0.0
+            finished = ctypes.c_double()
+            outcome = self._core.wait(self._group, ticket, seconds or self._timeout, ctypes.byref(finished))
+            self.finished = finished.value
+            try:
+                self._source = self._core.check(outcome, self._name)
+                if self._finish is not None:
+                    self._finish()
+            except CollectiveError as failure:
+                self._failure = failure
+            self._finish = self._keep = None
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it is complete, or has failed."""
+        return not self._ticket or bool(self._core.test(self._group, self._ticket))
+
+    def is_success(self) -> bool:
+        """Whether it is complete and has not failed."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> CollectiveError | None:
+        """What went wrong, once it is complete; None if nothing did."""
+        if self._ticket and self.is_completed():
+            self._end()
+        return self._failure
+
+    def result(self) -> list[Any]:
+        """The tensors that it gives, once it is complete."""
+        self.wait()
+        return list(self._result)
+
+    def source_rank(self) -> int:
+        """Of a receive, who sent."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the tensors.
+
+        It is complete when it is returned: within a host, waiting in the thread that called costs less than
+        having another one wait and hand over (docs/log.md).
+        """
+        # A failure has to be raised within a callback: DistributedDataParallel ends the process on one that
+        # was set from outside.
+        base: torch.futures.Future = torch.futures.Future()
+        future = base.then(lambda _: self.result())
+        base.set_result(None)
+        return future
+
+    def _end(self) -> None:
+        with contextlib.suppress(CollectiveError):  # it is kept, and raised by who waits
+            self.wait()
+
+
+class Several(_Base):
+    """Operations that were begun together.
+
+    Args:
+        works: The operations.
+        result: The tensors that they give.
+        finish: What remains to be done when all are complete.
+    """
+
+    def __init__(
+        self, works: Sequence[dist.Work], result: Sequence[Any], finish: Callable[[], object] | None = None
+    ) -> None:
+        super().__init__()
+        self._works = works
+        self._result = result
+        self._finish = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Returns once all are complete; raises what went wrong in the first that failed."""
+        for work in self._works:
+            work.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all are complete, or have failed."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all are complete and none has failed."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> CollectiveError | None:
+        """What went wrong in the first that failed; None if nothing did."""
+        return next((work.exception() for work in self._works if work.exception() is not None), None)
+
+    def result(self) -> list[Any]:
+        """The tensors that they give, once they are complete."""
+        self.wait()
+        return list(self._result)
+
+    def get_future(self) -> torch.futures.Future:
+        """A future of the tensors; complete, as that of `Work` is."""
+        base: torch.futures.Future = torch.futures.Future()
+        future = base.then(lambda _: self.result())
+        base.set_result(None)
+        return future

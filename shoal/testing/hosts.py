@@ -1,0 +1,193 @@
+"""Hosts of a small network, as network namespaces of this machine.
+
+Every host has one interface, eth0, on a cable to a switch. Each direction of a cable carries a given rate, as an
+Ethernet adapter does; what the machine's cores can do is the other limit.
+
+The namespaces have no names: each lives as long as a process that is in it. One such process per host only waits for
+the end of its input, so that everything is gone when the process that made the hosts is, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from shoal.errors import ConfigError
+
+__all__ = ["Hosts", "Traffic", "enter_host", "why_no_hosts"]
+
+_TOOLS = ("ip", "tc", "nsenter", "unshare")  # of iproute2 and util-linux
+_CLONE_NEWNET = 0x40000000
+_FRAME_HEADERS = 14 + 20 + 32  # bytes: Ethernet, IPv4, TCP with its time stamps
+_BURST_SECONDS = 400e-6  # how long a link may run ahead of its rate: what it takes to wake up in time for more
+_LARGEST_PACKET = 128 * 1024  # bytes that the system hands to an interface at once
+_QUEUE_SECONDS = "50ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What an interface has sent and received, as it counts: bytes with their headers."""
+
+    sent_bytes: int
+    sent_packets: int
+    received_bytes: int
+    received_packets: int
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        return Traffic(
+            self.sent_bytes - before.sent_bytes,
+            self.sent_packets - before.sent_packets,
+            self.received_bytes - before.received_bytes,
+            self.received_packets - before.received_packets,
+        )
+
+    @property
+    def sent_payload(self) -> int:
+        """Bytes within TCP. Packets are counted before they are cut into frames, so each had its headers once."""
+        return self.sent_bytes - _FRAME_HEADERS * self.sent_packets
+
+    @property
+    def received_payload(self) -> int:
+        """Bytes within TCP."""
+        return self.received_bytes - _FRAME_HEADERS * self.received_packets
+
+
+def why_no_hosts() -> str:
+    """Why there can be no `Hosts` here; empty if there can."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} (of iproute2 and util-linux) not installed"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
+    return tried.stderr.strip()
+
+
+class Hosts:
+    """A number of hosts at one switch. A context manager.
+
+    Args:
+        count: How many.
+        rate: Bits a second of every cable, each way; None: as fast as the machine can.
+
+    Raises:
+        ConfigError: There can be none here.
+    """
+
+    interface = "eth0"
+
+    def __init__(self, count: int, rate: float | None = None) -> None:
+        reason = why_no_hosts()
+        if reason:
+            raise ConfigError(
+                f"hosts cannot be emulated here: {reason}",
+                possible="root on Linux, with iproute2 and util-linux",
+                change="run as root, or on real hosts",
+            )
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.addresses = tuple(f"10.77.0.{index + 1}" for index in range(count))
+        try:
+            self._lay_cables(rate)
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def payload_rate(rate: float) -> float:
+        """Bytes a second that TCP carries over a cable of `rate` bits a second, in frames of 1500 bytes."""
+        return rate / 8 * (1500 + 14 - _FRAME_HEADERS) / (1500 + 14)
+
+    def process(self, index: int) -> int:
+        """The process that keeps a host: what `enter_host` takes."""
+        return self._processes[index].pid
+
+    def traffic(self, index: int) -> Traffic:
+        """What the host's interface has counted so far."""
+        for line in Path(f"/proc/{self.process(index)}/net/dev").read_text(encoding="ascii").splitlines():
+            name, _, numbers = line.partition(":")
+            if name.strip() == self.interface:
+                received, packets, *_, sent, sent_packets = (int(number) for number in numbers.split()[:10])
+                return Traffic(sent, sent_packets, received, packets)
+        raise AssertionError("the host has no interface")
+
+    def close(self) -> None:
+        """Ends the hosts; who is still in one is cut off."""
+        for process in self._processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
+        self._processes.clear()
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lay_cables(self, rate: float | None) -> None:
+        for _ in self.addresses:
+            self._start()
+        switch = self._start()
+        _run_in(switch, "ip link add switch type bridge".split())
+        _run_in(switch, "ip link set switch up".split())
+        for index, address in enumerate(self.addresses):
+            host, port = self.process(index), f"port{index}"
+            peer = ["type", "veth", "peer", "name", self.interface, "netns", str(host)]
+            _run_in(switch, ["ip", "link", "add", port, *peer])
+            _run_in(switch, f"ip link set {port} master switch up".split())
+            _run_in(host, f"ip address add {address}/24 dev {self.interface}".split())
+            _run_in(host, f"ip link set {self.interface} up".split())
+            _run_in(host, "ip link set lo up".split())
+            if rate is not None:
+                for process, interface in ((host, self.interface), (switch, port)):
+                    _run_in(process, _limit(interface, rate))
+
+    def _start(self) -> int:
+        process = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._processes.append(process)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(b"\n")  # comes back once it is in its namespace
+        process.stdin.flush()
+        process.stdout.readline()
+        return process.pid
+
+
+def enter_host(process: int) -> None:
+    """Moves the calling process to a host.
+
+    Args:
+        process: What `Hosts.process` gives.
+
+    Raises:
+        OSError: There is no such host any more, or the caller is not root.
+    """
+    assert threading.active_count() == 1, "other threads would stay behind"
+    namespace = os.open(f"/proc/{process}/ns/net", os.O_RDONLY)
+    try:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.setns(namespace, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "a host cannot be entered")
+    finally:
+        os.close(namespace)
+
+
+def _run_in(process: int, command: Sequence[str]) -> None:
+    subprocess.run(["nsenter", f"--net=/proc/{process}/ns/net", *command], check=True)
+
+
+def _limit(interface: str, rate: float) -> list[str]:
+    burst = max(_LARGEST_PACKET, round(rate / 8 * _BURST_SECONDS))
+    shape = ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "latency", _QUEUE_SECONDS]
+    return ["tc", "qdisc", "add", "dev", interface, "root", *shape]
