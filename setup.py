@@ -1,7 +1,7 @@
 """Builds the native core; everything else about the package stands in pyproject.toml.
 
-The core is a plain shared library in C++20, which `shoal.collectives.core` loads. Where it cannot be compiled the
-package installs without it, and trains over gloo.
+The core is a plain shared library in C++20, which `shoal.collectives.core` loads. Where it cannot be compiled
+the package installs without it, and trains over gloo.
 """
 
 import platform
@@ -9,15 +9,15 @@ from glob import glob
 
 from setuptools import Extension, setup
 
+FOLDERS = ("csrc", "csrc/common", "csrc/transport", "csrc/algorithms")
+
 core = Extension(
     "shoal.collectives._core",
-    sources=sorted(
-        glob("csrc/*.cc") + glob("csrc/common/*.cc") + glob("csrc/transport/*.cc") + glob("csrc/algorithms/*.cc")
-    ),
+    sources=sorted(source for folder in FOLDERS for source in glob(f"{folder}/*.cc")),
     depends=sorted(glob("csrc/**/*.h", recursive=True)),
     include_dirs=["csrc"],
     language="c++",
-    extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra"],
+    extra_compile_args=["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"],
     extra_link_args=["-pthread"],
     optional=True,
 )

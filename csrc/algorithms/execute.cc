@@ -266,7 +266,7 @@ void Execution::check_deadline() const {
     if (first < 0) first = lane.peer;
     ranks += (ranks.empty() ? " " : ", ") + std::to_string(lane.peer);
   }
-  std::string text = "the operation's time ran out";
+  std::string text = "the operation's timeout ran out";
   if (!senders.empty()) text += "; nothing came from" + senders;
   if (!receivers.empty()) text += "; not all was taken by" + receivers;
   throw Failure(Code::timeout, first_sender >= 0 ? first_sender : first_receiver, text);

@@ -31,7 +31,7 @@ class Deadline {
 
   // Throws Failure(Code::timeout).
   void check(int rank = -1) const {
-    if (has_passed()) throw Failure(Code::timeout, rank, "the operation's time ran out");
+    if (has_passed()) throw Failure(Code::timeout, rank, "the operation's timeout ran out");
   }
 
  private:

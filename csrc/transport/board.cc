@@ -13,9 +13,11 @@ namespace {
 constexpr uint64_t kCookie = 0x73686f616c213f21;
 }
 
-Board::Board(int size) : size_(size), segments_(1) {
+Board::Board(int size, uint32_t first_tick)
+    : size_(size), tick_(first_tick), settled_(first_tick), segments_(1) {
   segments_[0] = Segment::create(segment_bytes());
   Front* front = new (segments_[0].data()) Front;
+  front->flag.value.store(first_tick, std::memory_order_relaxed);
   front->cookie = kCookie;
 }
 

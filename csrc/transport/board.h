@@ -68,8 +68,8 @@ class Board {
   static constexpr size_t slot_bytes = 256 * 1024;
   static constexpr int channels = 2;  // of rings: collectives, and point to point
 
-  // This rank's own part, for a host of `size` ranks of the group.
-  explicit Board(int size);
+  // This rank's own part, for a host of `size` ranks of the group. The first tick is a test's affair.
+  explicit Board(int size, uint32_t first_tick = 0);
 
   Introduction introduce() const;
 
@@ -124,8 +124,8 @@ class Board {
 
   int size_;
   int index_ = 0;
-  uint32_t tick_ = 0;
-  uint32_t settled_ = 0;  // the last tick that everybody was seen at
+  uint32_t tick_;
+  uint32_t settled_;  // the last tick that everybody was seen at
   std::vector<Segment> segments_;
   std::vector<Introduction> peers_;
   std::vector<int> ranks_;

@@ -6,58 +6,127 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "common/error.h"
+#include "transport/descriptor.h"
 
 namespace shoal {
 
-Segment Segment::create(size_t bytes) {
-  Segment segment;
-  segment.descriptor_ = memfd_create("shoal", MFD_CLOEXEC);
-  if (segment.descriptor_ < 0) throw system_failure("no memory to share (memfd_create)", errno);
-  if (ftruncate(segment.descriptor_, static_cast<off_t>(bytes)) != 0) {
+namespace {
+
+Descriptor make_pages(size_t bytes) {
+  Descriptor descriptor(memfd_create("shoal", MFD_CLOEXEC));
+  if (!descriptor) throw system_failure("no memory to share (memfd_create)", errno);
+  if (ftruncate(descriptor.number(), static_cast<off_t>(bytes)) != 0) {
     throw system_failure("no memory to share (ftruncate to " + std::to_string(bytes) + " bytes)", errno);
   }
-  segment.map(segment.descriptor_, bytes);
+  return descriptor;
+}
+
+// At `address`, in place of what is there, or at any.
+std::byte* map_pages(const Descriptor& descriptor, size_t bytes, std::byte* address = nullptr) {
+  const int flags = MAP_SHARED | (address != nullptr ? MAP_FIXED : 0);
+  void* data = mmap(address, bytes, PROT_READ | PROT_WRITE, flags, descriptor.number(), 0);
+  if (data == MAP_FAILED) throw system_failure("shared memory cannot be mapped", errno);
+  // Fewer page faults where the system allows it; refused elsewhere, which costs nothing.
+  madvise(data, bytes, MADV_HUGEPAGE);
+  return static_cast<std::byte*>(data);
+}
+
+}  // namespace
+
+class Segment::Mapping {
+ public:
+  Mapping(const Descriptor& descriptor, size_t bytes) : data_(map_pages(descriptor, bytes)), bytes_(bytes) {}
+  ~Mapping() { munmap(data_, bytes_); }
+  Mapping(const Mapping&) = delete;
+
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* const data_;
+  const size_t bytes_;
+};
+
+void Segment::hold(std::shared_ptr<Mapping> mapping) {
+  data_ = mapping->data();
+  bytes_ = mapping->bytes();
+  mapping_ = std::move(mapping);
+}
+
+// The segments that this process made, by descriptor: what its own ranks attach is the same mapping. One for the
+// process, as descriptors are the process's.
+class Segment::OwnMappings {
+ public:
+  static OwnMappings& instance() {
+    static auto* mappings = new OwnMappings;  // never destroyed: segments may be, after everything else
+    return *mappings;
+  }
+
+  void set(int descriptor, const std::shared_ptr<Mapping>& mapping) {
+    std::lock_guard lock(mutex_);
+    mappings_[descriptor] = mapping;
+  }
+
+  void remove(int descriptor) {
+    std::lock_guard lock(mutex_);
+    mappings_.erase(descriptor);
+  }
+
+  std::shared_ptr<Mapping> find(int descriptor) {
+    std::lock_guard lock(mutex_);
+    const auto found = mappings_.find(descriptor);
+    return found == mappings_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, std::weak_ptr<Mapping>> mappings_;
+};
+
+Segment Segment::create(size_t bytes) {
+  Segment segment;
+  segment.descriptor_ = make_pages(bytes);
+  segment.hold(std::make_shared<Mapping>(segment.descriptor_, bytes));
+  OwnMappings::instance().set(segment.descriptor(), segment.mapping_);
   return segment;
 }
 
 Segment Segment::attach(pid_t pid, int fd, size_t bytes) {
-  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int descriptor = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (descriptor < 0) throw system_failure("the memory of process " + std::to_string(pid) + " cannot be opened", errno);
   Segment segment;
-  try {
-    segment.map(descriptor, bytes);
-  } catch (...) {
-    close(descriptor);
-    throw;
+  if (pid == getpid()) {
+    if (auto own = OwnMappings::instance().find(fd)) {
+      segment.hold(std::move(own));
+      return segment;
+    }
   }
-  close(descriptor);
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const Descriptor descriptor(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  if (!descriptor) {
+    throw system_failure("the memory of process " + std::to_string(pid) + " cannot be opened", errno);
+  }
+  segment.hold(std::make_shared<Mapping>(descriptor, bytes));
   return segment;
 }
 
 Segment::~Segment() {
-  if (data_ != nullptr) munmap(data_, bytes_);
-  if (descriptor_ >= 0) close(descriptor_);
+  if (descriptor_) OwnMappings::instance().remove(descriptor());
 }
 
 void Segment::detach() {
-  Segment fresh = create(bytes_);
-  std::memcpy(fresh.data_, data_, bytes_);
-  void* moved = mmap(data_, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fresh.descriptor_, 0);
-  if (moved == MAP_FAILED) throw system_failure("shared memory cannot be mapped", errno);
-  std::swap(descriptor_, fresh.descriptor_);
-}
-
-void Segment::map(int descriptor, size_t bytes) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  if (data == MAP_FAILED) throw system_failure("shared memory cannot be mapped", errno);
-  data_ = static_cast<std::byte*>(data);
-  bytes_ = bytes;
-  // Fewer page faults where the system allows it; refused elsewhere, which costs nothing.
-  madvise(data_, bytes_, MADV_HUGEPAGE);
+  Descriptor fresh = make_pages(bytes_);
+  {
+    const Mapping copy(fresh, bytes_);
+    std::memcpy(copy.data(), data_, bytes_);
+  }
+  map_pages(fresh, bytes_, data_);
+  OwnMappings::instance().remove(descriptor());
+  descriptor_ = std::move(fresh);
+  OwnMappings::instance().set(descriptor(), mapping_);
 }
 
 }  // namespace shoal

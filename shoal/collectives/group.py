@@ -11,15 +11,23 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import Store
 
 from shoal.collectives.calls import dtype_number, reduction_number
 from shoal.collectives.core import Core
 from shoal.collectives.flat import as_one, joined, spread
+from shoal.collectives.named import NamedGroup
 from shoal.collectives.native import NativeGroup
-from shoal.collectives.operands import bytes_of, require_dense, require_size, to_be_changed, to_be_filled
+from shoal.collectives.operands import (
+    bytes_of,
+    require_dense,
+    require_size,
+    split_bytes,
+    to_be_changed,
+    to_be_filled,
+)
 from shoal.collectives.options import Options
 from shoal.collectives.sparse import all_reduce_sparse
 from shoal.collectives.work import Several
@@ -30,10 +38,19 @@ __all__ = ["ProcessGroup"]
 Tensors = Sequence[torch.Tensor]
 
 
-_Base: Any = dist.ProcessGroup  # overloaded for many ways to call, of which c10d uses one each
+# What is called without options gets those of c10d; they are only read.
+_ALL_REDUCE = c10d.AllreduceOptions()
+_BROADCAST = c10d.BroadcastOptions()
+_REDUCE = c10d.ReduceOptions()
+_ALL_GATHER = c10d.AllgatherOptions()
+_REDUCE_SCATTER = c10d.ReduceScatterOptions()
+_GATHER = c10d.GatherOptions()
+_SCATTER = c10d.ScatterOptions()
+_ALL_TO_ALL = c10d.AllToAllOptions()
+_BARRIER = c10d.BarrierOptions()
 
 
-class ProcessGroup(_Base):
+class ProcessGroup(NamedGroup):
     """The ranks of a group, as one of them; arguments and errors as `NativeGroup` has them."""
 
     def __init__(
@@ -41,56 +58,8 @@ class ProcessGroup(_Base):
     ) -> None:
         super().__init__(rank, size)
         self._native = NativeGroup(core, store, rank, size, timeout, options)
-        self._rank = rank
-        self._size = size
-        self._name = self._description = ""
-        self._sequence_number = 0
 
-    # --- what c10d asks of every group ---
-
-    def rank(self) -> int:
-        """This process within the group."""
-        return self._rank
-
-    def size(self) -> int:
-        """Ranks in the group."""
-        return self._size
-
-    getRank, getSize = rank, size  # noqa: N815
-
-    def name(self) -> str:
-        """The backend's name."""
-        return "shoal"
-
-    getBackendName = name  # noqa: N815
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """The group's name."""
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Names the group."""
-        self._name = name
-
-    _set_group_name = setGroupName
-    group_name = property(getGroupName)
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """What the group is for."""
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Says what the group is for."""
-        self._description = description
-
-    _set_group_desc = setGroupDesc
-    group_desc = property(getGroupDesc)
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._sequence_number
-
-    def _set_sequence_number_for_group(self) -> None:
-        self._sequence_number = 0
+    # --- the group as a whole ---
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of operations that have none of their own."""
@@ -106,14 +75,14 @@ class ProcessGroup(_Base):
 
     # --- collectives ---
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+    def allreduce(self, tensors: Tensors, opts: Any = _ALL_REDUCE) -> dist.Work:
         """Reduces one tensor over all ranks, in place."""
         (tensor,) = tensors
         if tensor.is_sparse:
             return all_reduce_sparse(self, tensor, opts)
         return self._all_reduce(tensor, opts, tensors)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _ALL_REDUCE) -> dist.Work:
         """Reduces several tensors over all ranks, in place."""
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise CollectiveError("allreduce_coalesced takes tensors of one type", fault="invalid")
@@ -133,7 +102,7 @@ class ProcessGroup(_Base):
             nbytes=nbytes, whole=nbytes, slot=nbytes, reduces=flat, finish=finish,
         )  # fmt: skip
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+    def broadcast(self, tensors: Tensors, opts: Any = _BROADCAST) -> dist.Work:
         """Gives every rank the root's tensor."""
         (tensor,) = tensors
         flat, finish = to_be_changed(tensor)
@@ -143,7 +112,7 @@ class ProcessGroup(_Base):
             nbytes=nbytes, whole=nbytes, slot=nbytes, root=opts.rootRank, finish=finish,
         )  # fmt: skip
 
-    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any = _REDUCE) -> dist.Work:
         """Reduces one tensor over all ranks, to the root's."""
         (tensor,) = tensors
         flat, finish = to_be_changed(tensor)
@@ -154,7 +123,7 @@ class ProcessGroup(_Base):
             root=opts.rootRank, reduces=flat, finish=finish if output is not None else None,
         )  # fmt: skip
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _ALL_GATHER) -> dist.Work:
         """Gives every rank everybody's tensor, as a list."""
         (output,), (tensor,) = outputs, inputs
         if any(each.numel() != tensor.numel() for each in output):
@@ -165,13 +134,17 @@ class ProcessGroup(_Base):
         copy = tensor.new_empty(tensor.numel() * self._size)
         return self._all_gather(copy, tensor, opts, outputs, lambda: spread(copy, output))
 
-    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _ALL_GATHER
+    ) -> dist.Work:
         """Gives every rank everybody's tensor, one after the other in `output`."""
-        return self.all_gather_single_coalesced([output], [tensor], opts or AllgatherOptions())
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     _allgather_base = all_gather_single
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _ALL_GATHER
+    ) -> dist.Work:
         """Does `all_gather_single` for several pairs of tensors."""
         works = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -182,7 +155,9 @@ class ProcessGroup(_Base):
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def allgather_coalesced(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = _ALL_GATHER
+    ) -> dist.Work:
         """Does `allgather` for several tensors; a list for every rank."""
         by_tensor = list(zip(*output_lists, strict=True))
         works = [
@@ -207,14 +182,16 @@ class ProcessGroup(_Base):
     def _all_gather_uneven(self, outputs: Tensors, tensor: torch.Tensor, opts: Any) -> dist.Work:
         require_size(outputs[self._rank], tensor.numel(), "this rank's part of the output of all_gather")
         outputs[self._rank].copy_(tensor.view_as(outputs[self._rank]))
-        rooted = dist.BroadcastOptions()
+        rooted = c10d.BroadcastOptions()
         rooted.timeout = opts.timeout
         works = []
         for rooted.rootRank, output in enumerate(outputs):
             works.append(self.broadcast([output], rooted))
         return Several(works, [outputs])
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _REDUCE_SCATTER
+    ) -> dist.Work:
         """Reduces a list of tensors over all ranks; rank i gets the i-th."""
         (output,), (parts,) = outputs, inputs
         if any(each.numel() != output.numel() for each in parts):
@@ -222,14 +199,16 @@ class ProcessGroup(_Base):
         return self._reduce_scatter(output, as_one(parts), opts)
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
         """Reduces one tensor over all ranks; rank i gets the i-th part."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts or dist.ReduceScatterOptions())
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _REDUCE_SCATTER
+    ) -> dist.Work:
         """Does `reduce_scatter_single` for several pairs of tensors."""
         works = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -249,7 +228,7 @@ class ProcessGroup(_Base):
 
     def _reduce_scatter_uneven(self, output: torch.Tensor, parts: Tensors, opts: Any) -> dist.Work:
         require_size(output, parts[self._rank].numel(), "the output of reduce_scatter")
-        rooted = dist.ReduceOptions()
+        rooted = c10d.ReduceOptions()
         rooted.timeout, rooted.reduceOp = opts.timeout, opts.reduceOp
         copies = [part.clone() for part in parts]
         works = []
@@ -257,7 +236,7 @@ class ProcessGroup(_Base):
             works.append(self.reduce([copy], rooted))
         return Several(works, [output], lambda: output.copy_(copies[self._rank].view_as(output)))
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _GATHER) -> dist.Work:
         """Gives the root everybody's tensor, as a list."""
         (tensor,) = inputs
         nbytes = bytes_of(tensor)
@@ -273,7 +252,7 @@ class ProcessGroup(_Base):
             slot=nbytes, root=opts.rootRank, finish=finish,
         )  # fmt: skip
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _SCATTER) -> dist.Work:
         """Gives rank i the i-th tensor of the root's list."""
         (output,) = outputs
         nbytes = bytes_of(output)
@@ -286,7 +265,7 @@ class ProcessGroup(_Base):
             slot=nbytes * self._size, root=opts.rootRank, finish=finish,
         )  # fmt: skip
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _ALL_TO_ALL) -> dist.Work:
         """Sends the i-th tensor to rank i, and receives the i-th from there."""
         flat = joined(outputs)
         finish = None
@@ -302,17 +281,15 @@ class ProcessGroup(_Base):
         tensor: torch.Tensor,
         output_splits: Sequence[int],
         input_splits: Sequence[int],
-        opts: Any,
+        opts: Any = _ALL_TO_ALL,
     ) -> dist.Work:
         """Sends the i-th part of the first dim to rank i, and receives the i-th from there.
 
         Without splits the parts are equal.
         """
         flat, finish = to_be_filled(output)
-        splits = (
-            self._split_bytes(tensor, input_splits, "input"),
-            self._split_bytes(output, output_splits, "output"),
-        )
+        sent = split_bytes(tensor, input_splits, self._size, "input")
+        splits = sent, split_bytes(output, output_splits, self._size, "output")
         return self._all_to_all(flat, tensor.contiguous(), splits, opts, [output], finish)
 
     alltoall_base = all_to_all_single
@@ -331,26 +308,9 @@ class ProcessGroup(_Base):
             nbytes=0, whole=bytes_of(tensor), slot=0, splits=splits, finish=finish,
         )  # fmt: skip
 
-    def _split_bytes(self, tensor: torch.Tensor, splits: Sequence[int], what: str) -> list[int]:
-        rows = tensor.shape[0] if tensor.dim() else 0
-        row = bytes_of(tensor) // rows if rows else 0
-        if not splits:
-            if rows % self._size:
-                raise CollectiveError(
-                    f"the {what} of all_to_all has {rows} rows, which {self._size} ranks cannot share",
-                    fault="invalid",
-                )
-            return [rows // self._size * row] * self._size
-        if len(splits) != self._size or sum(splits) != rows:
-            raise CollectiveError(
-                f"the {what} splits of all_to_all are {list(splits)}; needed: {self._size}, in all {rows}",
-                fault="invalid",
-            )
-        return [split * row for split in splits]
-
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = _BARRIER) -> dist.Work:
         """Completes when all ranks have called it."""
-        return self._run("barrier", None, None, opts or dist.BarrierOptions(), [], nbytes=0, whole=0, slot=0)
+        return self._run("barrier", None, None, opts, [], nbytes=0, whole=0, slot=0)
 
     # --- messages ---
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shoal.errors import CollectiveError
 
-__all__ = ["bytes_of", "require_dense", "require_size", "to_be_changed", "to_be_filled"]
+__all__ = ["bytes_of", "require_dense", "require_size", "split_bytes", "to_be_changed", "to_be_filled"]
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -60,3 +60,26 @@ def to_be_filled(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]
 
 def _copy(from_: torch.Tensor, to: torch.Tensor) -> None:
     to.copy_(from_)
+
+
+def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int, what: str) -> list[int]:
+    """The bytes of each rank's part of a tensor that is split along its first dim; equal ones without splits.
+
+    Raises:
+        CollectiveError: The splits do not fit the tensor.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 0
+    row = bytes_of(tensor) // rows if rows else 0
+    if not splits:
+        if rows % ranks:
+            raise CollectiveError(
+                f"the {what} of all_to_all has {rows} rows, which {ranks} ranks cannot share equally",
+                fault="invalid",
+            )
+        return [rows // ranks * row] * ranks
+    if len(splits) != ranks or sum(splits) != rows:
+        raise CollectiveError(
+            f"the {what} splits of all_to_all are {list(splits)}; {ranks} are needed, {rows} in all",
+            fault="invalid",
+        )
+    return [split * row for split in splits]

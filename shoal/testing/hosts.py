@@ -26,7 +26,9 @@ __all__ = ["Hosts", "Traffic", "enter_host", "why_no_hosts"]
 _TOOLS = ("ip", "tc", "nsenter", "unshare")  # of iproute2 and util-linux
 _CLONE_NEWNET = 0x40000000
 _FRAME_HEADERS = 14 + 20 + 32  # bytes: Ethernet, IPv4, TCP with its time stamps
-_BURST_SECONDS = 400e-6  # how long a link may run ahead of its rate: what it takes to wake up in time for more
+_BURST_SECONDS = (
+    400e-6  # how long a link may run ahead of its rate: what it takes to wake up in time for more
+)
 _LARGEST_PACKET = 128 * 1024  # bytes that the system hands to an interface at once
 _QUEUE_SECONDS = "50ms"
 
@@ -138,8 +140,8 @@ class Hosts:
         for _ in self.addresses:
             self._start()
         switch = self._start()
-        _run_in(switch, "ip link add switch type bridge".split())
-        _run_in(switch, "ip link set switch up".split())
+        _run_in(switch, ["ip", "link", "add", "switch", "type", "bridge"])
+        _run_in(switch, ["ip", "link", "set", "switch", "up"])
         for index, address in enumerate(self.addresses):
             host, port = self.process(index), f"port{index}"
             peer = ["type", "veth", "peer", "name", self.interface, "netns", str(host)]
@@ -147,15 +149,13 @@ class Hosts:
             _run_in(switch, f"ip link set {port} master switch up".split())
             _run_in(host, f"ip address add {address}/24 dev {self.interface}".split())
             _run_in(host, f"ip link set {self.interface} up".split())
-            _run_in(host, "ip link set lo up".split())
+            _run_in(host, ["ip", "link", "set", "lo", "up"])
             if rate is not None:
                 for process, interface in ((host, self.interface), (switch, port)):
                     _run_in(process, _limit(interface, rate))
 
     def _start(self) -> int:
-        process = subprocess.Popen(
-            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._processes.append(process)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(b"\n")  # comes back once it is in its namespace
