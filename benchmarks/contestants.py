@@ -183,18 +183,18 @@ def _shoal_train(task: Task, rank: int) -> Step:
 # -- torch ----------------------------------------------------------------------------------------------
 
 
-def _ddp_model(task: Task) -> nn.Module:
-    dist.init_process_group("gloo")
+def _ddp_model(task: Task, backend: str) -> nn.Module:
+    dist.init_process_group(backend)
     return nn.parallel.DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
 
 
-def _ddp(task: Task, rank: int) -> Step:
-    model = _ddp_model(task)
+def _ddp(backend: str, task: Task, rank: int) -> Step:
+    model = _ddp_model(task, backend)
     return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
 
 
 def _ddp_zero_redundancy(task: Task, rank: int) -> Step:
-    model = _ddp_model(task)
+    model = _ddp_model(task, "gloo")
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_ADAMW)
     return _torch_loop(task, rank, model, optimizer)
 
@@ -207,7 +207,8 @@ def _shard_fully(model: Transformer, mesh: Any, *, reshard: bool) -> Transformer
     return model
 
 
-def _fsdp2(reshard: bool, task: Task, rank: int) -> Step:
+def _fsdp2(backend: str, reshard: bool, task: Task, rank: int) -> Step:
+    dist.init_process_group(backend)
     mesh = init_device_mesh("cpu", (task.ranks,))
     model = _shard_fully(task.model(), mesh, reshard=reshard)
     return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
@@ -289,9 +290,13 @@ def _deepspeed(stage: int, task: Task, rank: int) -> Step:
 REFERENCE = "torch DDP"
 """The contestant whose losses the others have to have."""
 
+_ALONE = "no communication"
+"""The contestant whose ranks have nothing to do with each other: what the step costs at least."""
+
 CONTESTANTS = (
-    Contestant("no communication", _no_communication, REFERENCE, communicates=False),
-    Contestant(REFERENCE, _ddp),
+    Contestant(_ALONE, _no_communication, communicates=False),
+    Contestant("torch DDP over shoal", partial(_ddp, "shoal"), _ALONE),
+    Contestant(REFERENCE, partial(_ddp, "gloo"), _ALONE),
     Contestant("shoal none", partial(_shoal, "none"), REFERENCE),
     Contestant("shoal train", _shoal_train, REFERENCE),
     Contestant("Accelerate DDP", _accelerate_ddp, REFERENCE, "accelerate"),
@@ -301,9 +306,10 @@ CONTESTANTS = (
     Contestant(
         "DeepSpeed ZeRO-1", partial(_deepspeed, 1), "torch DDP + ZeroRedundancyOptimizer", "deepspeed"
     ),
-    Contestant("torch FSDP2 without reshard", partial(_fsdp2, False)),
+    Contestant("torch FSDP2 without reshard", partial(_fsdp2, "gloo", False)),
     Contestant("shoal zero2", partial(_shoal, "zero2"), "torch FSDP2 without reshard"),
-    Contestant("torch FSDP2", partial(_fsdp2, True)),
+    Contestant("torch FSDP2 over shoal", partial(_fsdp2, "shoal", True), _ALONE),
+    Contestant("torch FSDP2", partial(_fsdp2, "gloo", True), _ALONE),
     Contestant("shoal zero3", partial(_shoal, "zero3"), "torch FSDP2"),
     Contestant("Fabric FSDP2", _fabric_fsdp2, "torch FSDP2", "lightning_fabric"),
     Contestant("DeepSpeed ZeRO-3", partial(_deepspeed, 3), "torch FSDP2", "deepspeed"),

@@ -1,6 +1,6 @@
 #include "executor.h"
 
-#include <signal.h>
+#include "common/quiet_thread.h"
 
 namespace shoal {
 
@@ -28,14 +28,7 @@ void Executor::start_background() {
   {
     std::lock_guard lock(mutex_);
     wanted_ = true;
-    if (!thread_.joinable()) {
-      // Signals are for the threads of the application.
-      sigset_t all, before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-      thread_ = std::thread([this] { run_background(); });
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    }
+    if (!thread_.joinable()) thread_ = start_quiet_thread([this] { run_background(); });
   }
   changed_.notify_all();
 }

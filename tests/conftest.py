@@ -13,7 +13,7 @@ settings.load_profile("shoal")
 
 @pytest.fixture(scope="session")
 def ranks():
-    with RankPool() as pool:
+    with RankPool("shoal") as pool:
         yield pool
 
 

@@ -1,16 +1,21 @@
 #include "algorithms/mailbox.h"
 
 #include <poll.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <cstring>
 #include <string>
 
+#include "common/quiet_thread.h"
+
 namespace shoal {
 
 Mailbox::Mailbox(Peers peers, const Alarm& alarm)
-    : peers_(std::move(peers)), alarm_(alarm), outgoing_(static_cast<size_t>(peers_.size)), incoming_(static_cast<size_t>(peers_.size)), is_requested_(static_cast<size_t>(peers_.size)) {}
+    : peers_(std::move(peers)),
+      alarm_(alarm),
+      outgoing_(static_cast<size_t>(peers_.size)),
+      incoming_(static_cast<size_t>(peers_.size)),
+      is_requested_(static_cast<size_t>(peers_.size)) {}
 
 Mailbox::~Mailbox() {
   {
@@ -22,13 +27,14 @@ Mailbox::~Mailbox() {
 }
 
 std::shared_ptr<Message> Mailbox::send(int peer, int tag, const void* data, size_t bytes) {
-  auto message = std::make_shared<Message>(peer, tag, static_cast<std::byte*>(const_cast<void*>(data)), bytes);
+  auto* bytes_of_message = static_cast<std::byte*>(const_cast<void*>(data));
+  auto message = std::make_shared<Message>(peer, tag, bytes_of_message, bytes);
   std::lock_guard lock(mutex_);
   if (broken_) std::rethrow_exception(broken_);
   request_link(peer);
   ++pending_;
   Outgoing outgoing{{Header::Kind::bytes, tag, bytes, 0, 0}, message->data, 0, message};
-  if (bytes >= kOffered && peers_.can_read(peer)) {
+  if (bytes >= offered_bytes && peers_.can_read(peer)) {
     outgoing.header.kind = Header::Kind::offer;
     outgoing.header.address = reinterpret_cast<uint64_t>(data);
     outgoing.header.number = next_number_;
@@ -37,7 +43,7 @@ std::shared_ptr<Message> Mailbox::send(int peer, int tag, const void* data, size
   }
   outgoing_[static_cast<size_t>(peer)].push_back(std::move(outgoing));
   progress();
-  if (pending_ > 0 && waiters_ == 0) start_thread();
+  leave_to_thread();
   return message;
 }
 
@@ -53,15 +59,15 @@ std::shared_ptr<Message> Mailbox::receive(int peer, int tag, void* data, size_t 
     early->wanted_by = message;
     message->peer = early->peer;
     if (early->complete) {
-      deliver(*early);
+      attempt([&] { deliver(*early); });
       early_.erase(early);
     }
-    if (pending_ > 0 && waiters_ == 0) start_thread();
+    leave_to_thread();
     return message;
   }
   posted_.push_back(message);
   progress();
-  if (pending_ > 0 && waiters_ == 0) start_thread();
+  leave_to_thread();
   return message;
 }
 
@@ -73,34 +79,26 @@ void Mailbox::request_link(int peer) {
 
 void Mailbox::wait(Message& message, const Patience& patience, const Deadline& deadline) {
   if (!message.done.load(std::memory_order_acquire)) {
+    constexpr unsigned rounds_per_look_at_the_clock = 256;
     std::unique_lock lock(mutex_);
     ++waiters_;
-    try {
-      for (int idle = 0; !message.done.load(std::memory_order_acquire);) {
-        if (progress()) {
-          idle = 0;
-          continue;
-        }
+    int idle = 0;  // rounds since something moved
+    for (unsigned round = 1; !message.done.load(std::memory_order_acquire); ++round) {
+      idle = progress() ? 0 : idle + 1;
+      const bool is_patient = idle > patience.spins + patience.yields;
+      if ((is_patient || round % rounds_per_look_at_the_clock == 0) && deadline.has_passed()) {
+        // Ends the other messages too, so that nothing is written any more to where this one's bytes are.
+        attempt([&] { deadline.check(message.peer); });
+      } else if (is_patient) {
+        sleep(lock);
+      } else if (idle > 0) {
         lock.unlock();
-        ++idle;
-        if (idle < patience.spins) {
-          pause_briefly();
-        } else if (idle < patience.spins + patience.yields) {
-          sched_yield();
-        } else {
-          deadline.check(message.peer);
-        }
+        idle < patience.spins ? pause_briefly() : static_cast<void>(sched_yield());
         lock.lock();
-        if (idle >= patience.spins + patience.yields && !message.done.load(std::memory_order_acquire)) sleep(lock);
       }
-    } catch (...) {
-      if (!lock.owns_lock()) lock.lock();
-      --waiters_;
-      changed_.notify_all();
-      throw;
     }
     --waiters_;
-    changed_.notify_all();
+    leave_to_thread();
   }
   if (message.failure) std::rethrow_exception(message.failure);
 }
@@ -116,28 +114,28 @@ void Mailbox::wake() {
 // Moves what can be moved; true if anything was. The lock is held. Everybody's messages are taken in, wanted yet
 // or not: who waits for one peer must not block another.
 bool Mailbox::progress() {
-  if (!broken_ && alarm_.is_raised()) {
-    try {
-      alarm_.check();
-    } catch (...) {
-      fail_all(std::current_exception());
-    }
-    return true;
-  }
   if (broken_) return false;
   bool moved = false;
-  try {
+  attempt([&] {
+    alarm_.check();
     for (int peer = 0; peer < peers_.size; ++peer) {
       Link* link = peers_.links.find(peer);
       if (link == nullptr) continue;
       moved |= progress_sends(peer, *link);
       moved |= progress_receives(peer, *link);
     }
+  });
+  return moved || broken_;
+}
+
+// What goes wrong with one peer ends all messages, as it ends the group.
+template <class Work>
+void Mailbox::attempt(const Work& work) {
+  try {
+    work();
   } catch (...) {
     fail_all(std::current_exception());
-    moved = true;
   }
-  return moved;
 }
 
 bool Mailbox::progress_sends(int peer, Link& link) {
@@ -149,7 +147,8 @@ bool Mailbox::progress_sends(int peer, Link& link) {
     const size_t total = header + (out.header.kind == Header::Kind::bytes ? out.header.bytes : 0);
     while (out.sent < total) {
       const bool in_header = out.sent < header;
-      const auto* from = in_header ? reinterpret_cast<const std::byte*>(&out.header) + out.sent : out.data + (out.sent - header);
+      const auto* from = in_header ? reinterpret_cast<const std::byte*>(&out.header) + out.sent
+                                   : out.data + (out.sent - header);
       const size_t sent = link.send(from, in_header ? header - out.sent : total - out.sent);
       if (sent == 0) return moved;
       out.sent += sent;
@@ -168,7 +167,8 @@ bool Mailbox::progress_receives(int peer, Link& link) {
   bool moved = false;
   for (;;) {
     if (in.header_bytes < sizeof(Header)) {
-      const size_t got = link.receive(reinterpret_cast<std::byte*>(&in.header) + in.header_bytes, sizeof(Header) - in.header_bytes);
+      auto* const to = reinterpret_cast<std::byte*>(&in.header) + in.header_bytes;
+      const size_t got = link.receive(to, sizeof(Header) - in.header_bytes);
       if (got == 0) return moved;
       moved = true;
       in.header_bytes += got;
@@ -178,9 +178,11 @@ bool Mailbox::progress_receives(int peer, Link& link) {
     const size_t total = in.header.kind == Header::Kind::bytes ? in.header.bytes : 0;
     while (in.received < total) {
       std::byte thrown_away[4096];
-      std::byte* to = in.message ? in.message->data + in.received : in.is_early ? in.early->bytes.data() + in.received : thrown_away;
-      const size_t room = in.message || in.is_early ? total - in.received : std::min(sizeof thrown_away, total - in.received);
-      const size_t got = link.receive(to, room);
+      const bool is_wanted = in.message || in.is_early;
+      std::byte* const begin = in.message ? in.message->data : is_wanted ? in.early->bytes.data() : thrown_away;
+      const size_t left = total - in.received;
+      const size_t got = is_wanted ? link.receive(begin + in.received, left)
+                                   : link.receive(thrown_away, std::min(sizeof thrown_away, left));
       if (got == 0) return moved;
       moved = true;
       in.received += got;
@@ -236,18 +238,24 @@ void Mailbox::deliver(Early& early) {
     return take(early.peer, early.header, fits ? early.wanted_by.get() : nullptr);
   }
   if (!fits) return;
-  std::memcpy(early.wanted_by->data, early.bytes.data(), early.bytes.size());
+  std::copy(early.bytes.begin(), early.bytes.end(), early.wanted_by->data);
   finish(*early.wanted_by);
 }
 
 // Reads what was offered, unless it does not fit (null), and tells its sender that it need not stay.
 void Mailbox::take(int peer, const Header& header, Message* message) {
   if (message != nullptr) {
-    peers_.read(peer, header.address, header.bytes, message->data);
+    constexpr uint64_t piece = 4 * 1024 * 1024;  // an alarm is heard in between
+    for (uint64_t done = 0; done < header.bytes; done += piece) {
+      const uint64_t bytes = std::min(piece, header.bytes - done);
+      peers_.read(peer, header.address + done, bytes, message->data + done);
+      alarm_.check();
+    }
     finish(*message);
   }
   ++pending_;
-  outgoing_[static_cast<size_t>(peer)].push_back({{Header::Kind::taken, 0, 0, 0, header.number}, nullptr, 0, nullptr});
+  const Header answer{Header::Kind::taken, 0, 0, 0, header.number};
+  outgoing_[static_cast<size_t>(peer)].push_back({answer, nullptr, 0, nullptr});
   if (Link* link = peers_.links.find(peer)) progress_sends(peer, *link);
 }
 
@@ -289,7 +297,8 @@ void Mailbox::fail_all(std::exception_ptr failure) {
 void Mailbox::sleep(std::unique_lock<std::mutex>& lock) {
   std::vector<pollfd> fds;
   for (int peer = 0; peer < peers_.size; ++peer) {
-    if (Link* link = peers_.links.find(peer)) link->append_poll(fds, !outgoing_[static_cast<size_t>(peer)].empty(), true);
+    const bool is_sending = !outgoing_[static_cast<size_t>(peer)].empty();
+    if (Link* link = peers_.links.find(peer)) link->append_poll(fds, is_sending, true);
   }
   const uint32_t seen = peers_.doorbell != nullptr ? peers_.doorbell->value.load(std::memory_order_seq_cst) : 0;
   if (progress()) return;  // something came while this thread was getting ready
@@ -302,17 +311,11 @@ void Mailbox::sleep(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-void Mailbox::start_thread() {
-  if (thread_.joinable()) {
-    changed_.notify_all();
-    return;
-  }
-  // Signals are for the threads of the application.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+// Has the thread go on with what is pending, unless somebody waits and so does it himself.
+void Mailbox::leave_to_thread() {
+  if (pending_ == 0 || waiters_ > 0 || broken_) return;
+  if (!thread_.joinable()) thread_ = start_quiet_thread([this] { run(); });
+  changed_.notify_all();
 }
 
 void Mailbox::run() {

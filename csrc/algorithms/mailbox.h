@@ -1,15 +1,16 @@
 // Messages from one rank to another, matched by sender and tag.
 //
-// A message is a header and its bytes, written to the link towards its receiver. A large one between processes of
-// a host that may read each other's memory is only offered: the receiver reads it from where it lies, when it
-// wants it, and then says so. What comes before anybody asked for it is kept here.
+// A message is a header and its bytes, written to the link towards its receiver. A large one between processes
+// of a host that may read each other's memory is only offered: the receiver reads it from where it lies, when
+// it wants it, and then says so. What comes before anybody asked for it is kept here.
 //
 // Whoever waits makes all messages of the group progress; while nobody waits, a thread of the mailbox does.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -44,7 +45,7 @@ class Mailbox {
     int size;
     Links& links;
     Flag* doorbell;  // rung by peers on this host when they wrote or read; null if there are none
-    // Copies bytes out of a peer's memory, or empty where that is not allowed, by rank.
+    // Whether a peer's memory can be read, and the reading of it.
     std::function<bool(int peer)> can_read;
     std::function<void(int peer, uint64_t address, size_t bytes, void* out)> read;
   };
@@ -108,9 +109,11 @@ class Mailbox {
   void fail_all(std::exception_ptr failure);
   void sleep(std::unique_lock<std::mutex>& lock);
   void run();
-  void start_thread();
+  void leave_to_thread();
+  template <class Work>
+  void attempt(const Work& work);
 
-  static constexpr size_t kOffered = 64 * 1024;  // from this size on, messages are offered rather than written
+  static constexpr size_t offered_bytes = 64 * 1024;  // from this size on, messages are offered, not written
 
   Peers peers_;
   const Alarm& alarm_;

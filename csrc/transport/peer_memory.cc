@@ -60,7 +60,7 @@ const void* PeerMemory::read(size_t offset, size_t bytes, void* scratch) const {
 
 void PeerMemory::copy(size_t offset, size_t bytes, void* out) const {
   if (mapped_ != nullptr) {
-    copy_streaming(out, mapped_ + offset, bytes);
+    if (mapped_ + offset != out) copy_streaming(out, mapped_ + offset, bytes);
     return;
   }
   auto* to = static_cast<std::byte*>(out);

@@ -1,5 +1,7 @@
 #include "transport/shared_buffers.h"
 
+#include <algorithm>
+
 #include "common/error.h"
 
 namespace shoal {
@@ -26,12 +28,23 @@ void* SharedBuffers::allocate(size_t bytes) {
 
 void SharedBuffers::release(void* data) {
   std::lock_guard lock(mutex_);
-  auto found = in_use_.find(reinterpret_cast<uintptr_t>(data));
+  cache_.push_back(take_back(data));
+  cached_bytes_ += cache_.back().segment.bytes();
+  if (cached_bytes_ > cache_limit) drop_cache();
+}
+
+void SharedBuffers::discard(void* data) {
+  std::lock_guard lock(mutex_);
+  take_back(data);
+  released_.fetch_add(1, std::memory_order_release);
+}
+
+SharedBuffers::Buffer SharedBuffers::take_back(void* data) {
+  const auto found = in_use_.find(reinterpret_cast<uintptr_t>(data));
   if (found == in_use_.end()) throw Failure(Code::invalid, -1, "no shared buffer begins at this address");
-  cached_bytes_ += found->second.segment.bytes();
-  cache_.push_back(std::move(found->second));
+  Buffer buffer = std::move(found->second);
   in_use_.erase(found);
-  if (cached_bytes_ > kCacheLimit) drop_cache();
+  return buffer;
 }
 
 void SharedBuffers::trim() {
@@ -51,7 +64,7 @@ bool SharedBuffers::find(const void* data, size_t bytes, Place& place) {
   if (holder == in_use_.end()) return false;
   const auto& [begin, buffer] = *holder;
   const size_t offset = reinterpret_cast<uintptr_t>(data) - begin;
-  if (offset + bytes > buffer.segment.bytes()) return false;
+  if (bytes > buffer.segment.bytes() - offset) return false;
   place = {buffer.segment.descriptor(), buffer.number, buffer.segment.bytes(), offset};
   return true;
 }

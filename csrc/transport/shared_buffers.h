@@ -1,7 +1,8 @@
-// Memory of this process that peers on the host may map: tensors that live here need no copy to be communicated.
+// Memory of this process that peers on the host may map: tensors that live here need no copy to be
+// communicated.
 //
-// Buffers are given back to a cache, not to the system: what trains allocates the same sizes again and again, and
-// peers keep their mappings.
+// Buffers are given back to a cache, not to the system: what trains allocates the same sizes again and again,
+// and peers keep their mappings.
 #pragma once
 
 #include <atomic>
@@ -28,8 +29,10 @@ class SharedBuffers {
   // At least `bytes` bytes at a page boundary; their content is not defined.
   void* allocate(size_t bytes);
 
-  // Gives back what `allocate` gave.
+  // Gives back what `allocate` gave: for use by another tensor, or, as a peer that a broken group left behind
+  // may write to it still, for none.
   void release(void* data);
+  void discard(void* data);
 
   // Gives what is in the cache back to the system.
   void trim();
@@ -40,8 +43,8 @@ class SharedBuffers {
   // How many buffers were given back to the system: their numbers' mappings elsewhere are void.
   uint32_t released() const { return released_.load(std::memory_order_acquire); }
 
-  // Moves the buffer that holds this address, if one does, to new pages at the same address: a peer that a broken
-  // group left behind in the middle of an operation then writes to pages that nobody reads.
+  // Moves the buffer that holds this address, if one does, to new pages at the same address: a peer that a
+  // broken group left behind in the middle of an operation then writes to pages that nobody reads.
   void detach(const void* data);
 
  private:
@@ -49,8 +52,9 @@ class SharedBuffers {
     Segment segment;
     uint32_t number = 0;
   };
-  static constexpr size_t kCacheLimit = size_t{1} << 30;
+  static constexpr size_t cache_limit = size_t{1} << 30;
 
+  Buffer take_back(void* data);
   std::map<uintptr_t, Buffer>::iterator holder_of(const void* data);
   void drop_cache();
 

@@ -61,6 +61,11 @@ class ProcessGroup(NamedGroup):
 
     # --- the group as a whole ---
 
+    @property
+    def timeout(self) -> timedelta:
+        """The time limit of operations that have none of their own."""
+        return timedelta(seconds=self._native.timeout)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the time limit of operations that have none of their own."""
         self._native.timeout = timeout.total_seconds()

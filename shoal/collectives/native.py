@@ -55,6 +55,7 @@ class NativeGroup:
         self.hosts = len(set(hosts))
         self._chooser = Chooser(options, size, self.hosts)
         self._debug = options.debug
+        self._abandoned: list[tuple[int, object]] = []
 
     def run(
         self,
@@ -92,6 +93,8 @@ class NativeGroup:
             splits: Of all-to-all, bytes to and from every rank.
             finish: What is left to do once it is complete.
         """
+        if self._abandoned:
+            self._forget_abandoned()
         algorithm = self.algorithm(collective, whole, slot, widening=2 if dtype in _NARROW else 1)
         call = Call(
             COLLECTIVE_NUMBERS[collective],
@@ -120,7 +123,6 @@ class NativeGroup:
             if finish is not None:
                 finish()
             return Done(result, algorithm)
-        keep = (self, input_, output)
         return Work(
             self._core,
             self._handle,
@@ -128,7 +130,8 @@ class NativeGroup:
             collective,
             timeout,
             result=result,
-            keep=keep,
+            operands=(input_, output),
+            abandon=self._abandon,
             algorithm=algorithm,
             finish=finish,
         )
@@ -167,10 +170,29 @@ class NativeGroup:
     def _message(
         self, ticket: int, name: str, tensor: torch.Tensor, finish: Callable[[], None] | None = None
     ) -> dist.Work:
-        keep = (self, tensor)
         return Work(
-            self._core, self._handle, ticket, name, self.timeout, result=[tensor], keep=keep, finish=finish
+            self._core,
+            self._handle,
+            ticket,
+            name,
+            self.timeout,
+            result=[tensor],
+            operands=tensor,
+            abandon=self._abandon,
+            finish=finish,
         )
+
+    def _abandon(self, ticket: int, operands: object) -> None:
+        """Keeps the operands of an operation that nobody can wait for any more, until it is complete."""
+        self._abandoned.append((ticket, operands))
+
+    def _forget_abandoned(self) -> None:
+        abandoned, self._abandoned = self._abandoned, []
+        for ticket, operands in abandoned:
+            if self._core.test(self._handle, ticket):
+                self._core.wait(self._handle, ticket, self.timeout, ctypes.byref(ctypes.c_double()))
+            else:
+                self._abandoned.append((ticket, operands))
 
     def _agree(self, collective: str, call: Call) -> None:
         """Has the ranks compare what they are about to do.

@@ -69,12 +69,14 @@ class Work(_Base):
 
     Args:
         core: The native core.
-        group: The native group; its Python owner must stay as long as this, which `keep` is for.
+        group: The native group.
         ticket: What the core gave for the operation.
         name: Of the operation, for errors.
         timeout: Seconds that a message may take; collectives know their own.
         result: The tensors that it gives.
-        keep: What must not be freed before it is complete.
+        operands: What must not be freed before it is complete.
+        abandon: Takes the ticket and the operands if this goes before the operation is complete. It belongs
+            to the native group's owner, which so stays as long as this.
         algorithm: The name of the one used.
         finish: What remains to be done when the core is done, such as copying to where the result is wanted.
     """
@@ -88,7 +90,8 @@ class Work(_Base):
         timeout: float,
         *,
         result: Sequence[Any],
-        keep: object,
+        operands: object,
+        abandon: Callable[[int, object], None],
         algorithm: str = "",
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -99,7 +102,8 @@ class Work(_Base):
         self._name = name
         self._timeout = timeout
         self._result = result
-        self._keep = keep
+        self._operands = operands
+        self._abandon = abandon
         self._finish = finish
         self.algorithm = algorithm
         self.finished = 0.0
@@ -127,7 +131,7 @@ class Work(_Base):
                     self._finish()
             except CollectiveError as failure:
                 self._failure = failure
-            self._finish = self._keep = None
+            self._finish = self._operands = None
         if self._failure is not None:
             raise self._failure
         return True
@@ -169,6 +173,12 @@ class Work(_Base):
         future = base.then(lambda _: self.result())
         base.set_result(None)
         return future
+
+    def __del__(self) -> None:
+        # Who drops a Work, as DistributedDataParallel does within a Join, may drop the tensors too, into which
+        # peers or the executor still write.
+        if self._ticket:
+            self._abandon(self._ticket, self._operands)
 
     def _end(self) -> None:
         with contextlib.suppress(CollectiveError):  # it is kept, and raised by who waits

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal.parallel.communication import Axes, Pending
+from shoal.parallel.communication import Axes, Pending, new_buffer
 from shoal.parallel.layout import BucketLayout
 
 __all__ = ["Bucket", "Fill", "Named", "Owned"]
@@ -73,10 +73,15 @@ class Bucket:
         shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters]
         self.layout = BucketLayout.of(shapes, axes.shard.size)
 
-        first = torch.zeros(self.layout.elements, device=self.parameters[0].device)
+        # What is dropped at times has to be ordinary memory, which can be emptied.
+        allocate = new_buffer if resident else torch.empty
+        elements, device = self.layout.elements, self.parameters[0].device
+        first = allocate(elements, dtype=torch.float32, device=device).zero_()
         for slot, view in zip(self.layout.slots, self.views(first), strict=True):
             fill(slot.name, view)
-        self.weights = first.to(dtype)
+        self.weights = first
+        if dtype != torch.float32:
+            self.weights = allocate(elements, dtype=dtype, device=device).copy_(first)
         self._shares_memory = resident and dtype == torch.float32
         self.master = self.own_part(first) if self._shares_memory else self.own_part(first).clone()
         self.whole = self._shares_memory and axes.shard.size == 1

@@ -19,13 +19,13 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from shoal.collectives import Done, Work
+from shoal.collectives import Done, ProcessGroup, Work, empty
 from shoal.errors import CommunicationError
 from shoal.plan import Mesh, Plan
 from shoal.record import NullRecorder, OpenSpan, Recorder
 from shoal.timeline import Kind, Lane
 
-__all__ = ["Axes", "Axis", "Pending"]
+__all__ = ["Axes", "Axis", "Pending", "new_buffer"]
 
 # torch 2.13 renames the two collectives of equal parts; before it only the older names exist.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -87,6 +87,16 @@ class _Started:
         self._running.pop()
         if not self._running:
             self._span.close()
+
+
+def new_buffer(elements: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor `[elements]` to communicate from, whose content is not defined.
+
+    Between CPUs it is where the ranks of a host reach it, if the backend is "shoal".
+    """
+    if device.type == "cpu" and dist.is_initialized() and dist.get_backend() == "shoal":
+        return empty(elements, dtype=dtype)
+    return torch.empty(elements, dtype=dtype, device=device)
 
 
 class Axis:
@@ -243,6 +253,8 @@ def _default_timeout() -> timedelta | None:
     """The time-out that the default group was made with, which torch does not pass on to new groups."""
     world = dist.group.WORLD
     assert world is not None
+    if isinstance(world, ProcessGroup):
+        return world.timeout
     options = world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 
 from shoal.errors import TrainingError
 from shoal.parallel.bucket import Bucket
-from shoal.parallel.communication import Pending
+from shoal.parallel.communication import Pending, new_buffer
 
 __all__ = ["NO_BACKWARD", "GradientReduction", "GradientSum"]
 
@@ -128,7 +128,8 @@ class GradientSum:
     def _begin(self) -> None:
         if self._buffer is None:
             weights = self.bucket.weights
-            self._buffer = torch.empty(self.bucket.layout.elements, device=weights.device)
+            elements = self.bucket.layout.elements
+            self._buffer = new_buffer(elements, dtype=torch.float32, device=weights.device)
             self._views = self.bucket.views(self._buffer)
             self._carried = []
         elif not self.bucket.whole:

@@ -35,7 +35,7 @@ class ListRecorder(Recorder):
 
 
 class ClosedSpan(OpenSpan):
-    def close(self):
+    def close(self, at=None, algorithm=""):
         pass
 
 

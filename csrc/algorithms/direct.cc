@@ -1,0 +1,132 @@
+#include "algorithms/direct.h"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include "algorithms/slice.h"
+#include "common/reduce.h"
+
+namespace shoal {
+
+namespace {
+
+// What is read from a peer at once, to be folded: it stays in the core's second cache.
+constexpr size_t fold_piece_bytes = 128 * 1024;
+
+// What is copied at once, so that an alarm is heard in between.
+constexpr size_t take_piece_bytes = 4 * 1024 * 1024;
+
+}  // namespace
+
+Slice slice_of(size_t bytes, int parts, int index) {
+  if (index >= parts) return {bytes, 0};
+  const auto boundaries = slice_boundaries(bytes, 1, parts);
+  const size_t begin = boundaries[static_cast<size_t>(index)];
+  return {begin, boundaries[static_cast<size_t>(index) + 1] - begin};
+}
+
+Bounce::Bounce(Host& host, const void* data, size_t bytes)
+    : buffers_(host.shared_buffers), exceptions_(std::uncaught_exceptions()) {
+  SharedBuffers::Place place;
+  if (bytes == 0 || host.can_read_peers || buffers_.find(data, bytes, place)) return;
+  copy_ = buffers_.allocate(bytes);
+}
+
+Bounce::~Bounce() {
+  if (copy_ == nullptr) return;
+  if (std::uncaught_exceptions() > exceptions_) {
+    buffers_.discard(copy_);  // the operation failed: a peer may be writing to it still
+  } else {
+    buffers_.release(copy_);
+  }
+}
+
+Direct::Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes)
+    : operation_(operation),
+      host_(host),
+      board_(host.board),
+      input_bytes_(input_bytes),
+      output_bytes_(output_bytes),
+      in_place_(operation.input == operation.output && output_bytes > 0),
+      input_bounce_(host, operation.input, in_place_ ? std::max(input_bytes, output_bytes) : input_bytes),
+      output_bounce_(host, operation.output, in_place_ ? 0 : output_bytes),
+      input_(operation.input),
+      output_(operation.output) {
+  if (void* copy = input_bounce_.copy()) {
+    std::memcpy(copy, operation.input, input_bytes);
+    input_ = copy;
+    if (in_place_) output_ = copy;
+  }
+  if (void* copy = output_bounce_.copy()) output_ = copy;
+}
+
+void Direct::open() {
+  board_.prepare(host_.patience, host_.alarm, operation_.deadline);
+  Notice& notice = board_.own_notice();
+  notice.input = describe(input_, input_bytes_, host_.shared_buffers);
+  notice.output = describe(output_, output_bytes_, host_.shared_buffers);
+  notice.released = host_.shared_buffers.released();
+  board_.publish();
+  board_.await_all(host_.patience, host_.alarm, operation_.deadline);
+  for (int index = 0; index < board_.size(); ++index) {
+    notices_.push_back(board_.notice(index));  // the board's own are written again two ticks on
+    if (index != board_.index()) host_.peer_buffers.refresh(board_.pid_of(index), notices_.back().released);
+  }
+  for (int index = 0; index < board_.size(); ++index) {
+    const Notice& theirs = notices_[static_cast<size_t>(index)];
+    inputs_.emplace_back(board_, host_.peer_buffers, index, theirs.input);
+    outputs_.emplace_back(board_, host_.peer_buffers, index, theirs.output);
+  }
+}
+
+void Direct::close() {
+  pass();
+  if (output_ != operation_.output) std::memcpy(operation_.output, output_, output_bytes_);
+}
+
+void Direct::fold(size_t offset, size_t bytes, std::byte* out, bool pushed) {
+  const size_t element = size_of(operation_.dtype);
+  const int size = board_.size();
+  std::vector<std::byte>& scratch = host_.scratch;
+  scratch.resize(fold_piece_bytes * static_cast<size_t>(size));
+  std::vector<const void*> sources(static_cast<size_t>(size));
+  for (size_t done = 0; done < bytes; done += fold_piece_bytes) {
+    const size_t piece = std::min(fold_piece_bytes, bytes - done);
+    for (size_t index = 0; index < sources.size(); ++index) {
+      sources[index] = inputs_[index].read(offset + done, piece, scratch.data() + index * fold_piece_bytes);
+    }
+    combine(operation_.dtype, operation_.reduction, out + done, sources.data(), size, piece / element, size);
+    if (pushed) push(offset + done, piece, out + done);
+    host_.alarm.check();
+  }
+}
+
+void Direct::push(size_t offset, size_t bytes, const std::byte* data) {
+  for (int step = 1; step < board_.size(); ++step) {
+    const auto peer = static_cast<size_t>((board_.index() + step) % board_.size());
+    copy_streaming(outputs_[peer].mapped() + offset, data, bytes);
+  }
+}
+
+void Direct::take(const PeerMemory& from, size_t offset, size_t bytes, std::byte* out) {
+  for (size_t done = 0; done < bytes; done += take_piece_bytes) {
+    from.copy(offset + done, std::min(take_piece_bytes, bytes - done), out + done);
+    host_.alarm.check();
+  }
+}
+
+void Direct::take_slices(int slices) {
+  for (int step = 1; step < board_.size(); ++step) {
+    const int peer = (board_.index() + step) % board_.size();
+    const Slice slice = slice_of(operation_.bytes, slices, peer);
+    take_output(peer, slice.offset, slice.bytes, output() + slice.offset);
+  }
+}
+
+bool Direct::outputs_are_shared() const {
+  return std::all_of(notices_.begin(), notices_.end(),
+                     [](const Notice& notice) { return notice.output.descriptor >= 0; });
+}
+
+}  // namespace shoal

@@ -1,0 +1,86 @@
+// One operation of a rank in which the ranks of a host read each other's buffers: its own, as the peers reach
+// them, and the peers', as it does.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "algorithms/host.h"
+#include "algorithms/operation.h"
+
+namespace shoal {
+
+struct Slice {
+  size_t offset, bytes;
+};
+
+// The index-th of `parts` slices of a buffer, cut at cache lines; from `parts` on they are empty.
+Slice slice_of(size_t bytes, int parts, int index);
+
+// A copy of private memory that peers can reach, for systems that forbid reading each other's memory.
+class Bounce {
+ public:
+  // Makes room for the copy, if `data` needs one.
+  Bounce(Host& host, const void* data, size_t bytes);
+  ~Bounce();
+  Bounce(const Bounce&) = delete;
+
+  void* copy() const { return copy_; }  // null if there is none
+
+ private:
+  SharedBuffers& buffers_;
+  const int exceptions_;  // under way when this was made
+  void* copy_ = nullptr;
+};
+
+class Direct {
+ public:
+  // Shows the first `input_bytes` of the operation's input and the first `output_bytes` of its output.
+  Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes);
+
+  // Tells everybody where this rank's buffers are, and waits for everybody's.
+  void open();
+
+  // Waits until everybody has come as far.
+  void pass() { board_.pass(host_.patience, host_.alarm, operation_.deadline); }
+
+  // Waits until everybody has read what it needs, and gives a result that was written elsewhere to the caller.
+  void close();
+
+  // Folds everybody's input from `offset` into `out`, and writes the result to that place of everybody else's
+  // output too, if it is to be `pushed` there.
+  void fold(size_t offset, size_t bytes, std::byte* out, bool pushed = false);
+
+  // Takes bytes of a peer's input or output.
+  void take_input(int index, size_t offset, size_t bytes, std::byte* out) {
+    take(inputs_[static_cast<size_t>(index)], offset, bytes, out);
+  }
+  void take_output(int index, size_t offset, size_t bytes, std::byte* out) {
+    take(outputs_[static_cast<size_t>(index)], offset, bytes, out);
+  }
+
+  // Takes the slices of the result, of which there are `slices`, from the ranks that folded them.
+  void take_slices(int slices);
+
+  // Whether everybody's output is in a shared buffer: what all ranks find alike.
+  bool outputs_are_shared() const;
+
+  std::byte* output() const { return static_cast<std::byte*>(output_); }
+
+ private:
+  void push(size_t offset, size_t bytes, const std::byte* data);
+  void take(const PeerMemory& from, size_t offset, size_t bytes, std::byte* out);
+
+  const Operation& operation_;
+  Host& host_;
+  Board& board_;
+  const size_t input_bytes_, output_bytes_;
+  const bool in_place_;
+  Bounce input_bounce_, output_bounce_;
+  const void* input_;  // as shown
+  void* output_;
+  std::vector<Notice> notices_;
+  std::vector<PeerMemory> inputs_, outputs_;
+};
+
+}  // namespace shoal

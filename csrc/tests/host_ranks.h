@@ -1,0 +1,71 @@
+// Ranks of one host: threads of a test, with the memory that processes would have in common.
+#pragma once
+
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "algorithms/host.h"
+#include "common/alarm.h"
+#include "transport/board.h"
+#include "transport/peer_memory.h"
+#include "transport/shared_buffers.h"
+
+namespace shoal::testing {
+
+struct HostOptions {
+  uint32_t first_tick = 0;
+  bool reads_peers = true;
+  Patience patience = {.spins = 20, .yields = 20};  // there are more ranks than cores
+};
+
+// What a rank's process would have.
+struct HostRank {
+  HostRank(int index, int size, const HostOptions& options)
+      : index(index),
+        board(size, options.first_tick),
+        host{board, peer_buffers, shared_buffers, alarm, options.patience, options.reads_peers} {}
+
+  const int index;
+  Board board;
+  PeerBuffers peer_buffers;
+  SharedBuffers shared_buffers;
+  Alarm alarm;
+  Host host;
+};
+
+class HostRanks {
+ public:
+  explicit HostRanks(int size, const HostOptions& options = {}) {
+    std::vector<Introduction> introductions;
+    std::vector<int> numbers;
+    for (int index = 0; index < size; ++index) {
+      ranks_.push_back(std::make_unique<HostRank>(index, size, options));
+      introductions.push_back(ranks_.back()->board.introduce());
+      numbers.push_back(number_of(index));
+    }
+    for (auto& rank : ranks_) rank->board.attach(rank->index, introductions, numbers);
+  }
+
+  // The rank in the group of the host's rank `index`: another number, to tell the two apart in errors.
+  static int number_of(int index) { return index + 100; }
+
+  HostRank& operator[](int index) { return *ranks_[static_cast<size_t>(index)]; }
+
+  // Calls `work(rank)` on a thread per rank.
+  template <class Work>
+  void run(const Work& work) {
+    std::vector<std::thread> threads;
+    for (auto& rank : ranks_) threads.emplace_back([&] { work(*rank); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  std::vector<std::unique_ptr<HostRank>> ranks_;
+};
+
+}  // namespace shoal::testing
