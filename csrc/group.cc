@@ -97,11 +97,11 @@ class Group::PeerLinks final : public Links {
 class Group::AcrossLinks final : public Links {
  public:
   explicit AcrossLinks(Group& group) : group_(group) {}
-  Link& to(int host, Deadline deadline) override { return group_.collective_links_->to(rank_on(host), deadline); }
-  Link* find(int host) override { return group_.collective_links_->find(rank_on(host)); }
+  Link& to(int host, Deadline deadline) override { return group_.collective_links_->to(rank_of(host), deadline); }
+  Link* find(int host) override { return group_.collective_links_->find(rank_of(host)); }
+  int rank_of(int host) const override { return group_.across_ranks_[static_cast<size_t>(host)]; }
 
  private:
-  int rank_on(int host) const { return group_.across_ranks_[static_cast<size_t>(host)]; }
   Group& group_;
 };
 
@@ -185,7 +185,9 @@ Group::~Group() {
 
 std::shared_ptr<Task> Group::call(Operation operation, bool asynchronous) {
   alarm_.check();
-  auto idle = one_host_ && operation.algorithm == Algorithm::one_shot ? executor_->try_idle() : std::unique_lock<std::mutex>();
+  require_possible(operation, size());
+  const bool is_one_shot = one_host_ && operation.algorithm == Algorithm::one_shot;
+  auto idle = is_one_shot ? executor_->try_idle() : std::unique_lock<std::mutex>();
   bool begun = false;
   if (idle && board_.is_prepared()) {
     host_->patience = patience_;
@@ -214,11 +216,17 @@ void Group::wait(Task& task) {
 
 std::shared_ptr<Message> Group::send(int peer, int tag, const void* data, size_t bytes) {
   alarm_.check();
+  if (peer == rank() || peer < 0 || peer >= size()) {
+    throw Failure(Code::invalid, -1, "rank " + std::to_string(peer) + " is no other rank to send to");
+  }
   return mailbox_->send(peer, tag, data, bytes);
 }
 
 std::shared_ptr<Message> Group::receive(int peer, int tag, void* data, size_t bytes) {
   alarm_.check();
+  if (peer == rank() || peer < -1 || peer >= size()) {
+    throw Failure(Code::invalid, -1, "rank " + std::to_string(peer) + " is no other rank to receive from");
+  }
   return mailbox_->receive(peer, tag, data, bytes);
 }
 
@@ -267,9 +275,19 @@ void Group::run(Task& task, bool is_background) {
       over_links_->run(operation);
     }
   } catch (const Failure& failure) {
-    shared_buffers_.detach(operation.output);
-    give_up(failure);
+    leave(operation, failure);
+  } catch (const std::exception& error) {  // such as no memory: the others must not wait for this rank
+    leave(operation, Failure(Code::system, rank(), error.what()));
   }
+}
+
+void Group::leave(const Operation& operation, const Failure& failure) {
+  try {
+    shared_buffers_.detach(operation.output);
+  } catch (const Failure&) {
+    // There are no other pages to be had. The group has failed all the same.
+  }
+  give_up(failure);
 }
 
 void Group::run_hierarchical(const Operation& operation) {

@@ -58,6 +58,7 @@ class Group {
   void run_hierarchical(const Operation& operation);
   void wake_sleepers();
   bool is_here(int rank) const { return options_.hosts[static_cast<size_t>(rank)] == options_.hosts[static_cast<size_t>(options_.rank)]; }
+  [[noreturn]] void leave(const Operation& operation, const Failure& failure);
   [[noreturn]] void give_up(const Failure& failure);
 
   const GroupOptions options_;

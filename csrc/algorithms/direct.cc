@@ -116,11 +116,12 @@ void Direct::take(const PeerMemory& from, size_t offset, size_t bytes, std::byte
   }
 }
 
-void Direct::take_slices(int slices) {
+void Direct::take_slices(int slices, Slice block) {
   for (int step = 1; step < board_.size(); ++step) {
     const int peer = (board_.index() + step) % board_.size();
-    const Slice slice = slice_of(operation_.bytes, slices, peer);
-    take_output(peer, slice.offset, slice.bytes, output() + slice.offset);
+    const Slice slice = slice_of(block.bytes, slices, peer);
+    const size_t offset = block.offset + slice.offset;
+    take_output(peer, offset, slice.bytes, output() + offset);
   }
 }
 

@@ -59,8 +59,8 @@ class Direct {
     take(outputs_[static_cast<size_t>(index)], offset, bytes, out);
   }
 
-  // Takes the slices of the result, of which there are `slices`, from the ranks that folded them.
-  void take_slices(int slices);
+  // Takes the slices of a block of the result, of which there are `slices`, from the ranks that folded them.
+  void take_slices(int slices, Slice block);
 
   // Whether everybody's output is in a shared buffer: what all ranks find alike.
   bool outputs_are_shared() const;

@@ -26,6 +26,7 @@ constexpr size_t piece_bytes = 64 * 1024;
 
 struct Lane {
   int peer = -1;
+  int rank = -1;  // of the peer, in the group
   bool is_sending = false;
   int step = no_step;  // the current one; no_step: all are done
   int last = no_step;
@@ -125,7 +126,7 @@ void Execution::lay_lanes() {
     int& number = numbers[2 * static_cast<size_t>(step.peer) + (is_sending ? 1 : 0)];
     if (number < 0) {
       number = static_cast<int>(lanes_.size());
-      lanes_.push_back({step.peer, is_sending});
+      lanes_.push_back({.peer = step.peer, .is_sending = is_sending});
     }
     return lanes_[static_cast<size_t>(number)];
   };
@@ -146,6 +147,7 @@ void Execution::connect(Links& links) {
   for (Lane* lane : by_peer) {
     const bool is_same_link = before != nullptr && before->peer == lane->peer;
     lane->link = is_same_link ? before->link : &links.to(lane->peer, deadline_);
+    lane->rank = links.rank_of(lane->peer);
     before = lane;
   }
 }
@@ -263,8 +265,8 @@ void Execution::check_deadline() const {
     if (lane.step == no_step || !may_start(lane.step)) continue;
     std::string& ranks = lane.is_sending ? receivers : senders;
     int& first = lane.is_sending ? first_receiver : first_sender;
-    if (first < 0) first = lane.peer;
-    ranks += (ranks.empty() ? " " : ", ") + std::to_string(lane.peer);
+    if (first < 0) first = lane.rank;
+    ranks += (ranks.empty() ? " " : ", ") + std::to_string(lane.rank);
   }
   std::string text = "the operation's timeout ran out";
   if (!senders.empty()) text += "; nothing came from" + senders;

@@ -1,5 +1,6 @@
 // The collectives in which the ranks of a host read each other's buffers.
 
+#include <algorithm>
 #include <cstring>
 
 #include "algorithms/direct.h"
@@ -11,18 +12,24 @@ namespace shoal {
 namespace {
 
 // Two-shot. Where every output is in a shared buffer, rank i writes slice i of the result to all outputs itself,
-// which saves a tick and a reading; otherwise everyone reads it from rank i. (Writing into a peer's private memory
-// is never done: a rank left behind by a group that failed would write into what the peer has there by then.)
+// which saves a tick and a reading; otherwise everyone reads it from rank i, block by block, while the block is in
+// the cache. (Writing into a peer's private memory is never done: a rank left behind by a group that failed would
+// write into what the peer has there by then.)
 void all_reduce(const Operation& op, Host& host) {
   Direct direct(op, host, op.bytes, op.bytes);
   direct.open();
   const int size = host.board.size();
-  const Slice own = slice_of(op.bytes, size, host.board.index());
   const bool pushed = direct.outputs_are_shared();
-  direct.fold(own.offset, own.bytes, direct.output() + own.offset, pushed);
-  if (!pushed) {
-    direct.pass();
-    direct.take_slices(size);
+  const size_t block_bytes = pushed ? op.bytes : 4 * 1024 * 1024;
+  for (size_t begin = 0; begin < op.bytes; begin += block_bytes) {
+    const Slice block{begin, std::min(block_bytes, op.bytes - begin)};
+    const Slice own = slice_of(block.bytes, size, host.board.index());
+    const size_t offset = begin + own.offset;
+    direct.fold(offset, own.bytes, direct.output() + offset, pushed);
+    if (!pushed) {
+      direct.pass();
+      direct.take_slices(size, block);
+    }
   }
   direct.close();
 }
@@ -131,7 +138,7 @@ void run_hierarchical_all_reduce(const Operation& operation, Host& host, int sli
   direct.fold(own.offset, own.bytes, direct.output() + own.offset);
   if (host.board.index() < slices) across(direct.output() + own.offset, own.bytes);
   direct.pass();
-  direct.take_slices(slices);
+  direct.take_slices(slices, {0, op.bytes});
   direct.close();
 }
 

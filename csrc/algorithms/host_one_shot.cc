@@ -1,4 +1,7 @@
+// The collectives in which every rank puts what others need into its slot.
+
 #include <cstring>
+#include <string>
 
 #include "algorithms/host.h"
 #include "common/reduce.h"
@@ -72,6 +75,9 @@ bool fits_one_shot(const Operation& op, int size) {
 
 void begin_one_shot(const Operation& op, Host& host) {
   Board& board = host.board;
+  if (!fits_one_shot(op, board.size())) {
+    throw Failure(Code::invalid, -1, std::to_string(op.bytes) + " bytes do not fit a slot of one-shot");
+  }
   board.prepare(host.patience, host.alarm, op.deadline);
   const Payload payload = payload_of(op, board);
   if (payload.bytes > 0) std::memcpy(board.own_slot(), payload.data, payload.bytes);

@@ -49,4 +49,8 @@ struct Operation {
   Deadline deadline = Deadline::after(1800);
 };
 
+// Throws Failure(Code::invalid) for what no algorithm can do among `size` ranks. All ranks find the same, and none has
+// sent anything yet.
+void require_possible(const Operation& operation, int size);
+
 }  // namespace shoal

@@ -41,11 +41,18 @@ void OverLinks::run_narrow(const Operation& op, int divisor) {
 void OverLinks::run_as_is(const Operation& op, int divisor) {
   const Schedule schedule = schedule_of(op, rank_, size_);
   if (scratch_.size() < schedule.scratch_bytes) scratch_.resize(schedule.scratch_bytes);
+  const void* input = op.input;
   void* output = op.output;
-  std::vector<std::byte> tokens(op.collective == Collective::barrier ? static_cast<size_t>(size_) : 0);
-  if (!tokens.empty()) output = tokens.data();  // of a barrier: everybody's byte
-  if (op.collective == Collective::all_reduce && op.input != op.output) std::memcpy(output, op.input, op.bytes);
-  execute(schedule, op.dtype, op.reduction, tokens.empty() ? op.input : tokens.data(), output, scratch_.data(), links_, alarm_, op.deadline, divisor);
+  std::vector<std::byte> tokens;  // of a barrier: everybody's byte
+  if (op.collective == Collective::barrier) {
+    tokens.resize(static_cast<size_t>(size_));
+    input = output = tokens.data();
+  }
+  if (op.collective == Collective::all_reduce && input != output && op.bytes > 0) {
+    std::memcpy(output, input, op.bytes);
+  }
+  execute(schedule, op.dtype, op.reduction, input, output, scratch_.data(), links_, alarm_, op.deadline,
+          divisor);
   if (op.reduction == Reduction::average && passes_on_sums(op) && output != nullptr && op.bytes > 0) {
     divide(op.dtype, output, op.bytes / size_of(op.dtype), divisor);
   }

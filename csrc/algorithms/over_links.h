@@ -13,10 +13,11 @@ namespace shoal {
 class OverLinks {
  public:
   // `rank` among `size`, as `links` number them.
-  OverLinks(int rank, int size, Links& links, const Alarm& alarm) : rank_(rank), size_(size), links_(links), alarm_(alarm) {}
+  OverLinks(int rank, int size, Links& links, const Alarm& alarm)
+      : rank_(rank), size_(size), links_(links), alarm_(alarm) {}
 
-  // Does the operation. Sums of 16-bit floats that travel unfinished are float32 throughout; `average` divides by
-  // `divisor`, or by the number of ranks if that is 0.
+  // Does the operation. Sums of 16-bit floats that travel unfinished are float32 throughout; `average` divides
+  // by `divisor`, or by the number of ranks if that is 0.
   void run(const Operation& operation, int divisor = 0);
 
  private:

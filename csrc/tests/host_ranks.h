@@ -23,9 +23,9 @@ struct HostOptions {
   Patience patience = {.spins = 20, .yields = 20};  // there are more ranks than cores
 };
 
-// What a rank's process would have.
+// What a group of the rank would have; shared buffers are the process's.
 struct HostRank {
-  HostRank(int index, int size, const HostOptions& options)
+  HostRank(int index, int size, SharedBuffers& shared_buffers, const HostOptions& options)
       : index(index),
         board(size, options.first_tick),
         host{board, peer_buffers, shared_buffers, alarm, options.patience, options.reads_peers} {}
@@ -33,7 +33,6 @@ struct HostRank {
   const int index;
   Board board;
   PeerBuffers peer_buffers;
-  SharedBuffers shared_buffers;
   Alarm alarm;
   Host host;
 };
@@ -44,7 +43,7 @@ class HostRanks {
     std::vector<Introduction> introductions;
     std::vector<int> numbers;
     for (int index = 0; index < size; ++index) {
-      ranks_.push_back(std::make_unique<HostRank>(index, size, options));
+      ranks_.push_back(std::make_unique<HostRank>(index, size, shared_buffers_, options));
       introductions.push_back(ranks_.back()->board.introduce());
       numbers.push_back(number_of(index));
     }
@@ -53,6 +52,8 @@ class HostRanks {
 
   // The rank in the group of the host's rank `index`: another number, to tell the two apart in errors.
   static int number_of(int index) { return index + 100; }
+
+  SharedBuffers& shared_buffers() { return shared_buffers_; }
 
   HostRank& operator[](int index) { return *ranks_[static_cast<size_t>(index)]; }
 
@@ -65,6 +66,7 @@ class HostRanks {
   }
 
  private:
+  SharedBuffers shared_buffers_;
   std::vector<std::unique_ptr<HostRank>> ranks_;
 };
 

@@ -5,8 +5,8 @@
 #include <random>
 
 #include "algorithms/hierarchical.h"
+#include "tests/calls.h"
 #include "tests/check.h"
-#include "tests/collectives.h"
 #include "tests/host_ranks.h"
 
 using namespace shoal;
@@ -16,62 +16,8 @@ namespace {
 
 using Method = shoal::Algorithm;
 
-// Where a rank's buffers are.
+// Where ranks' buffers are: in private memory, in shared buffers, in one on some ranks and in the other on the rest.
 enum class Placement { own, shared, mixed };
-
-constexpr Kind kinds[] = {Kind::all_reduce, Kind::all_gather, Kind::reduce_scatter, Kind::broadcast,
-                          Kind::reduce,     Kind::gather,     Kind::scatter,        Kind::all_to_all};
-
-Collective collective_of(Kind kind) {
-  switch (kind) {
-    case Kind::all_reduce:
-      return Collective::all_reduce;
-    case Kind::all_gather:
-      return Collective::all_gather;
-    case Kind::reduce_scatter:
-      return Collective::reduce_scatter;
-    case Kind::broadcast:
-      return Collective::broadcast;
-    case Kind::reduce:
-      return Collective::reduce;
-    case Kind::gather:
-      return Collective::gather;
-    case Kind::scatter:
-      return Collective::scatter;
-    case Kind::all_to_all:
-      return Collective::all_to_all;
-  }
-  return Collective::barrier;
-}
-
-// Elements in memory of a rank, private or shared; null if there are none.
-class Elements {
- public:
-  Elements(const std::vector<uint32_t>& values, SharedBuffers& buffers, bool is_shared)
-      : buffers_(buffers), count_(values.size()), is_shared_(is_shared && count_ > 0) {
-    if (is_shared_) {
-      data_ = static_cast<uint32_t*>(buffers_.allocate(count_ * sizeof(uint32_t)));
-    } else if (count_ > 0) {
-      own_.resize(count_);
-      data_ = own_.data();
-    }
-    std::copy(values.begin(), values.end(), data_);
-  }
-  ~Elements() {
-    if (is_shared_) buffers_.release(data_);
-  }
-  Elements(const Elements&) = delete;
-
-  uint32_t* data() { return data_; }
-  std::vector<uint32_t> values() const { return {data_, data_ + count_}; }
-
- private:
-  SharedBuffers& buffers_;
-  const size_t count_;
-  const bool is_shared_;
-  std::vector<uint32_t> own_;
-  uint32_t* data_ = nullptr;
-};
 
 struct Case {
   Kind kind;
@@ -87,29 +33,15 @@ bool is_shared(Placement placement, int index) {
 
 void run_case(const Case& given, HostRank& rank) {
   const Problem& problem = given.problem;
-  const auto own = static_cast<size_t>(rank.index);
-  Buffers buffers = make_buffers(given.kind, own, problem);
+  Buffers buffers = make_buffers(given.kind, static_cast<size_t>(rank.index), problem);
   const bool moves_in_place = given.kind == Kind::all_reduce || given.kind == Kind::broadcast;
   const bool in_place = moves_in_place && (given.in_place || given.kind == Kind::broadcast);
   if (moves_in_place && !in_place) buffers.input = buffers.output;
   const bool shared = is_shared(given.placement, rank.index);
-  Elements input(buffers.input, rank.shared_buffers, shared);
-  Elements output(buffers.output, rank.shared_buffers, shared);
-  Operation operation;
-  operation.collective = collective_of(given.kind);
-  operation.algorithm = given.method;
-  operation.dtype = Dtype::int32;
-  operation.root = problem.root;
-  operation.input = in_place ? output.data() : input.data();
-  operation.output = output.data();
-  operation.bytes = problem.bytes();
-  operation.deadline = Deadline::after(60);
-  if (given.kind == Kind::all_to_all) {
-    for (size_t peer = 0; peer < problem.ranks(); ++peer) {
-      operation.send_bytes.push_back(problem.count_between(own, peer) * sizeof(uint32_t));
-      operation.receive_bytes.push_back(problem.count_between(peer, own) * sizeof(uint32_t));
-    }
-  }
+  Elements input(buffers.input, rank.host.shared_buffers, shared);
+  Elements output(buffers.output, rank.host.shared_buffers, shared);
+  const Operation operation =
+      operation_of(given.kind, problem, rank.index, in_place ? output.data() : input.data(), output.data());
   if (given.method == Method::one_shot && fits_one_shot(operation, problem.size)) {
     begin_one_shot(operation, rank.host);
     finish_one_shot(operation, rank.host);
@@ -119,8 +51,7 @@ void run_case(const Case& given, HostRank& rank) {
   } else {
     run_direct(operation, rank.host);
   }
-  const std::vector<uint32_t> wanted = expected_output(given.kind, own, problem);
-  CHECK(output.values() == wanted);
+  CHECK(output.values() == expected_output(given.kind, static_cast<size_t>(rank.index), problem));
   if (!in_place) CHECK(input.values() == buffers.input);
 }
 

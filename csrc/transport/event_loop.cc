@@ -6,10 +6,10 @@
 
 #include <array>
 #include <cerrno>
-#include <csignal>
 #include <future>
 
 #include "common/error.h"
+#include "common/quiet_thread.h"
 
 namespace shoal {
 
@@ -28,11 +28,7 @@ void EventLoop::start() {
     if (read(wake_.number(), &count, sizeof count) < 0) return;  // there is nothing to take
   });
 
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_quiet_thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "shoal-watch");
 }
 

@@ -68,6 +68,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", type=Path, help="also draw time and busbw over size, such as bench.png"
     )
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        type=Path,
+        help="instead time every algorithm of the backend shoal, and write the table it chooses by (TOML)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -131,11 +137,15 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _measure(args: argparse.Namespace, settings: Settings, ranks: Ranks) -> int:
+    from shoal.collectives.bench.calibration import write_table
     from shoal.collectives.bench.report import report_json, report_table
     from shoal.collectives.bench.run import run, stdout_for_data
     from shoal.collectives.bench.world import joined
 
     with stdout_for_data(), joined(ranks):
+        if args.calibrate is not None:
+            write_table(settings, ranks, args.calibrate)
+            return 0
         run(settings, ranks, report_json if args.json else report_table, args.plot)
     return 0
 
@@ -156,7 +166,7 @@ def _require_no_mpi(settings: Settings) -> None:
 
 def _words(args: argparse.Namespace) -> list[str]:
     """The command line again, for the ranks."""
-    names = ("collective", "backend", "sizes", "dtype", "op", "rounds", "algorithm", "plot")
+    names = ("collective", "backend", "sizes", "dtype", "op", "rounds", "algorithm", "plot", "calibrate")
     given = {name: getattr(args, name) for name in names}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
     return ["bench", *words, *(["--json"] if args.json else [])]

@@ -62,6 +62,11 @@ class ProcessGroup(NamedGroup):
     # --- the group as a whole ---
 
     @property
+    def hosts(self) -> int:
+        """How many hosts its ranks are on."""
+        return self._native.hosts
+
+    @property
     def timeout(self) -> timedelta:
         """The time limit of operations that have none of their own."""
         return timedelta(seconds=self._native.timeout)

@@ -48,9 +48,7 @@ class NativeGroup:
         self.size = size
         self.timeout = timeout.total_seconds()
         self._core = core
-        self._handle, hosts = form_group(
-            core, store, rank, size, timeout, streams=options.streams, heartbeat=options.heartbeat
-        )
+        self._handle, hosts = form_group(core, store, rank, size, timeout, options)
         self.close = weakref.finalize(self, core.group_close, self._handle)
         self.hosts = len(set(hosts))
         self._chooser = Chooser(options, size, self.hosts)

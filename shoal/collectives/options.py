@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from shoal.collectives.table import Table
-from shoal.collectives.table_file import built_in_table
+from shoal.collectives.table_file import built_in_table, load_table
 from shoal.cost import ALGORITHMS, COLLECTIVES
 from shoal.errors import ConfigError, nearest
 
@@ -23,6 +25,8 @@ class Options:
         table: What each algorithm costs on this machine; the rest is chosen by it.
         streams: TCP connections between two ranks of different hosts.
         heartbeat: Seconds without a sign of life after which a peer counts as stopped.
+        direct_reads: Whether ranks of a host read each other's memory, where the system lets them; otherwise
+            they copy what is not in shared buffers.
         debug: Whether ranks tell each other what they call, so that a mismatch is reported, not hung on.
     """
 
@@ -30,6 +34,7 @@ class Options:
     table: Table = field(default_factory=built_in_table)
     streams: int = 2
     heartbeat: float = 5.0
+    direct_reads: bool = True
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -48,8 +53,10 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Options:
-        """What the environment says: SHOAL_ALGORITHMS (all_reduce=ring,broadcast=chain), SHOAL_STREAMS,
-        SHOAL_HEARTBEAT (seconds) and SHOAL_DEBUG (1).
+        """What the environment says.
+
+        SHOAL_ALGORITHMS (all_reduce=ring,broadcast=chain), SHOAL_TABLE (a file that `shoal bench --calibrate`
+        wrote), SHOAL_STREAMS, SHOAL_HEARTBEAT (seconds), SHOAL_DIRECT_READS (0) and SHOAL_DEBUG (1).
 
         Raises:
             ConfigError: One of these cannot be used.
@@ -60,10 +67,22 @@ class Options:
             algorithms[collective.strip()] = name.strip()
         return cls(
             algorithms=algorithms,
+            table=load_table(Path(file)) if (file := environment.get("SHOAL_TABLE")) else built_in_table(),
             streams=int(_number(environment, "SHOAL_STREAMS", cls.streams)),
             heartbeat=_number(environment, "SHOAL_HEARTBEAT", cls.heartbeat),
+            direct_reads=environment.get("SHOAL_DIRECT_READS", "1") != "0",
             debug=environment.get("SHOAL_DEBUG", "0") not in ("", "0"),
         )
+
+    def fingerprint(self) -> str:
+        """What has to be the same on all ranks of a group, as a short text."""
+        shared = (
+            sorted(self.algorithms.items()),
+            sorted(self.table.entries.items()),
+            self.streams,
+            self.debug,
+        )
+        return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
 
 
 def _check(what: str, given: str, offered: tuple[str, ...] | list[str]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.core import Core
 from shoal.collectives.interface import address_towards, find_interface_address
+from shoal.collectives.options import Options
 from shoal.errors import CollectiveError, ConfigError
 
 __all__ = ["form_group", "host_identity"]
@@ -41,9 +42,7 @@ def form_group(
     rank: int,
     size: int,
     timeout: timedelta,
-    *,
-    streams: int,
-    heartbeat: float,
+    options: Options,
 ) -> tuple[int, list[int]]:
     """Forms the native group of these ranks.
 
@@ -53,22 +52,33 @@ def form_group(
         rank: This process within the group.
         size: Ranks in the group.
         timeout: For all ranks to come.
-        streams: TCP connections between two hosts' ranks.
-        heartbeat: Seconds without a sign of life after which a peer counts as stopped.
+        options: How the group communicates.
 
     Returns:
         The native group, and for each rank the number of its host.
 
     Raises:
-        CollectiveError: The ranks did not all come, or cannot reach each other.
+        CollectiveError: The ranks did not all come, cannot reach each other, or have different options.
     """
     exchange = _Exchange(store, rank, size, timeout)
-    identities = exchange("host", host_identity())
+    told = exchange("host", f"{options.fingerprint()} {host_identity()}")
+    fingerprints = [each.partition(" ")[0] for each in told]
+    for other, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[rank]:
+            raise CollectiveError(
+                f"the group did not form: rank {other} has other options than rank {rank} (SHOAL_ALGORITHMS, "
+                "SHOAL_TABLE, SHOAL_STREAMS, SHOAL_DEBUG, or Options)",
+                rank=other,
+                fault="mismatch",
+            )
+    identities = [each.partition(" ")[2] for each in told]
     hosts = [identities.index(identity) for identity in identities]
     address = ""
     if len(set(hosts)) > 1:
         address = _own_address(store)
-    group = core.group_create(rank, size, (ctypes.c_int * size)(*hosts), address.encode(), streams, heartbeat)
+    group = core.group_create(
+        rank, size, (ctypes.c_int * size)(*hosts), address.encode(), options.streams, options.heartbeat
+    )
     if not group:
         raise core.failure("forming a group")
     try:
@@ -81,7 +91,7 @@ def form_group(
             group, (ctypes.c_char_p * size)(*introductions), bytes.fromhex(secret), timeout.total_seconds()
         )
         problem = str(core.failure("joining the group")) if joined < 0 else ""
-        outcomes = exchange("joined", problem or ("reads" if joined else "copies"))
+        outcomes = exchange("joined", problem or ("reads" if joined and options.direct_reads else "copies"))
         for other, outcome in enumerate(outcomes):
             if outcome not in ("reads", "copies"):
                 raise CollectiveError(f"the group did not form: rank {other}: {outcome}", rank=other)

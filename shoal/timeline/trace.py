@@ -80,6 +80,8 @@ def _complete(span: Span, thread: int) -> dict[str, Any]:
     args: dict[str, Any] = {}
     if span.bytes:
         args["bytes"] = span.bytes
+    if span.algorithm:
+        args["algorithm"] = span.algorithm
     if span.group:
         args["group"] = list(span.group)
     return {

@@ -1,0 +1,275 @@
+// Groups whose ranks are threads, on one host and on several, which are then as far apart as the loopback takes them.
+#include "group.h"
+
+#include <chrono>
+#include <optional>
+#include <random>
+
+#include "tests/calls.h"
+#include "tests/check.h"
+#include "tests/network_ranks.h"
+
+using namespace shoal;
+using namespace shoal::testing;
+
+namespace {
+
+using Method = shoal::Algorithm;
+using Hosts = std::vector<int>;
+
+class Groups {
+ public:
+  explicit Groups(const Hosts& hosts, bool reads_peers = true) {
+    const int size = static_cast<int>(hosts.size());
+    std::vector<std::string> introductions;
+    for (int rank = 0; rank < size; ++rank) {
+      GroupOptions options;
+      options.rank = rank;
+      options.hosts = hosts;
+      options.bind_address = "127.0.0.1";
+      groups_.push_back(std::make_unique<Group>(options, shared_buffers_));
+      introductions.push_back(groups_.back()->introduce());
+    }
+    run([&](Group& group) { CHECK(group.join(introductions, secret_of(7), Deadline::after(60))); });
+    run([&](Group& group) { group.start(reads_peers); });
+  }
+
+  Group& operator[](int rank) { return *groups_[static_cast<size_t>(rank)]; }
+  SharedBuffers& shared_buffers() { return shared_buffers_; }
+
+  // Calls `work(group)` on a thread per rank.
+  template <class Work>
+  void run(const Work& work) {
+    std::vector<std::thread> threads;
+    for (auto& group : groups_) {
+      threads.emplace_back([&] {
+        try {
+          work(*group);
+        } catch (const std::exception& error) {
+          std::fprintf(stderr, "rank %d: %s\n", group->rank(), error.what());
+          CHECK(false);
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  void close(int rank) { groups_[static_cast<size_t>(rank)].reset(); }
+
+ private:
+  SharedBuffers shared_buffers_;
+  std::vector<std::unique_ptr<Group>> groups_;
+};
+
+const std::vector<Hosts> layouts = {{0}, {0, 0}, {0, 0, 0}, {0, 1}, {0, 0, 1, 1}, {0, 1, 0}, {0, 1, 2}};
+
+void call(Group& group, Operation operation, bool asynchronous = false) {
+  if (const auto task = group.call(std::move(operation), asynchronous)) group.wait(*task);
+}
+
+Operation all_reduce_of(std::vector<float>& data, double seconds, Method algorithm) {
+  Operation operation;
+  operation.collective = Collective::all_reduce;
+  operation.algorithm = algorithm;
+  operation.dtype = Dtype::float32;
+  operation.input = operation.output = data.data();
+  operation.bytes = data.size() * sizeof(float);
+  operation.deadline = Deadline::after(seconds);
+  return operation;
+}
+
+// What there is for a collective; of one host, one-shot and direct are those through its memory.
+std::vector<Method> methods_of(Kind kind) {
+  switch (kind) {
+    case Kind::all_reduce:
+      return {Method::one_shot, Method::direct,      Method::ring,
+              Method::halving_doubling, Method::double_tree, Method::hierarchical};
+    case Kind::all_gather:
+    case Kind::reduce_scatter:
+      return {Method::direct, Method::ring, Method::halving_doubling};
+    case Kind::broadcast:
+    case Kind::reduce:
+      return {Method::tree, Method::chain};
+    case Kind::all_to_all:
+      return {Method::pairwise};
+    default:
+      return {Method::direct};
+  }
+}
+
+// Operations that a rank began and has not waited for yet.
+struct Begun {
+  Kind kind;
+  Problem problem;
+  std::unique_ptr<Elements> input, output;
+  std::shared_ptr<Task> task;
+};
+
+// The same random program on all ranks; some operations are waited for at once, and some much later.
+void programs_give_what_the_reference_gives(const Hosts& hosts, bool reads_peers, unsigned seed) {
+  Groups groups(hosts, reads_peers);
+  const int size = static_cast<int>(hosts.size());
+  groups.run([&](Group& group) {
+    std::mt19937 random(seed);
+    const auto pick = [&](const auto& options) { return options[random() % std::size(options)]; };
+    constexpr size_t counts[] = {0, 1, 15, 17, 1000, 4099, 33'000};
+    std::vector<Begun> begun;
+    const auto finish_all = [&] {
+      for (Begun& each : begun) {
+        if (each.task) group.wait(*each.task);
+        const auto own = static_cast<size_t>(group.rank());
+        CHECK(each.output->values() == expected_output(each.kind, own, each.problem));
+      }
+      begun.clear();
+    };
+    for (int turn = 0; turn < 60; ++turn) {
+      const Kind kind = pick(kinds);
+      const Method method = pick(methods_of(kind));
+      const Problem problem{size, static_cast<int>(random() % static_cast<unsigned>(size)), pick(counts), 0};
+      const bool in_place = kind == Kind::all_reduce || kind == Kind::broadcast;
+      const bool is_shared = random() % 2 == 0, asynchronous = random() % 2 == 0;
+      const Buffers buffers = make_buffers(kind, static_cast<size_t>(group.rank()), problem);
+      begun.push_back({kind, problem, {}, {}, nullptr});
+      Begun& last = begun.back();
+      last.input = std::make_unique<Elements>(buffers.input, groups.shared_buffers(), is_shared);
+      last.output = std::make_unique<Elements>(buffers.output, groups.shared_buffers(), is_shared);
+      Operation operation = operation_of(kind, problem, group.rank(),
+                                         in_place ? last.output->data() : last.input->data(), last.output->data());
+      operation.algorithm = method;
+      last.task = group.call(std::move(operation), asynchronous);
+      if (random() % 4 == 0) finish_all();
+    }
+    finish_all();
+    Operation barrier;
+    barrier.algorithm = Method::hierarchical;
+    call(group, barrier);
+  });
+}
+
+void messages_and_collectives_do_not_disturb_each_other(const Hosts& hosts) {
+  Groups groups(hosts);
+  const int size = static_cast<int>(hosts.size());
+  groups.run([&](Group& group) {
+    const int next = (group.rank() + 1) % size, previous = (group.rank() + size - 1) % size;
+    for (int turn = 0; turn < 20; ++turn) {
+      const size_t count = turn % 3 == 0 ? 50'000 : 10;
+      const auto sent = elements_of(static_cast<size_t>(group.rank()), count);
+      std::vector<uint32_t> received(count);
+      std::vector<float> sum(5000, 1);
+      const auto send = group.send(next, turn, sent.data(), count * sizeof(uint32_t));
+      const auto receive = group.receive(turn % 2 == 0 ? previous : -1, turn, received.data(), count * sizeof(uint32_t));
+      call(group, all_reduce_of(sum, 60, Method::ring), true);
+      group.wait(*receive, Deadline::after(60));
+      group.wait(*send, Deadline::after(60));
+      CHECK_EQUAL(receive->peer, previous);
+      CHECK(received == elements_of(static_cast<size_t>(previous), count));
+      CHECK(sum == std::vector<float>(5000, static_cast<float>(size)));
+    }
+  });
+}
+
+// Rank 0 aborts; the others wait in a collective that it does not call, or for its message.
+void an_abort_frees_every_rank_that_waits(const Hosts& hosts) {
+  Groups groups(hosts);
+  groups.run([&](Group& group) {
+    if (group.rank() == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      return group.abort(Code::aborted, 0, "a test's reason");
+    }
+    std::vector<float> data(100'000);
+    if (group.rank() == 1) {
+      CHECK_THROWS(call(group, all_reduce_of(data, 60, Method::ring)), Code::aborted);
+    } else {
+      const auto message = group.receive(0, 0, data.data(), 4);
+      CHECK_THROWS(group.wait(*message, Deadline::after(60)), Code::aborted);
+    }
+    CHECK_THROWS(call(group, all_reduce_of(data, 60, Method::ring)), Code::aborted);
+  });
+}
+
+// Where the links' own numbers are those of hosts, the rank is named all the same.
+void time_that_ran_out_is_said_of_the_rank_that_did_not_come(const Hosts& hosts, Method algorithm, int absent) {
+  Groups groups(hosts);
+  std::atomic<int> failed{0};
+  groups.run([&](Group& group) {
+    if (hosts[static_cast<size_t>(group.rank())] == hosts[static_cast<size_t>(absent)]) {
+      while (failed == 0) std::this_thread::yield();
+      return;
+    }
+    std::vector<float> data(1000);
+    try {
+      call(group, all_reduce_of(data, 0.1, algorithm));
+      CHECK(false);
+    } catch (const Failure& failure) {
+      CHECK_EQUAL(failure.code, Code::timeout);
+      CHECK_EQUAL(hosts[static_cast<size_t>(failure.rank)], hosts[static_cast<size_t>(absent)]);
+    }
+    ++failed;
+  });
+}
+
+void what_cannot_be_done_is_refused_and_the_group_goes_on() {
+  Groups groups({0, 0});
+  groups.run([&](Group& group) {
+    std::vector<float> data(1000, 1);
+    Operation wrong = all_reduce_of(data, 60, Method::direct);
+    wrong.reduction = Reduction::bit_and;
+    CHECK_THROWS(group.call(wrong, false), Code::invalid);
+    wrong = all_reduce_of(data, 60, Method::direct);
+    wrong.bytes = 5;
+    CHECK_THROWS(group.call(wrong, false), Code::invalid);
+    wrong.collective = Collective::broadcast;
+    wrong.root = 2;
+    CHECK_THROWS(group.call(wrong, false), Code::invalid);
+    std::vector<float> large(Board::slot_bytes, 1);
+    CHECK_THROWS(call(group, all_reduce_of(large, 60, Method::one_shot)), Code::invalid);
+    CHECK_THROWS(group.send(group.rank(), 0, data.data(), 4), Code::invalid);
+    CHECK_THROWS(group.receive(2, 0, data.data(), 4), Code::invalid);
+    call(group, all_reduce_of(data, 60, Method::direct));
+    CHECK_EQUAL(data[0], 2);
+  });
+}
+
+void nothing_is_left_of_groups_that_were_closed(const Hosts& hosts) {
+  const int size = static_cast<int>(hosts.size());
+  int descriptors = 0;
+  for (int round = 0; round < 10; ++round) {
+    {
+      Groups groups(hosts);
+      std::vector<std::vector<float>> data(hosts.size(), std::vector<float>(50'000, 1));
+      groups.run([&](Group& group) {
+        std::vector<float>& own = data[static_cast<size_t>(group.rank())];
+        call(group, all_reduce_of(own, 60, Method::ring));
+        // Left behind: an operation and messages that nobody else ever calls.
+        if (group.rank() == round % size) {
+          group.call(all_reduce_of(own, 60, Method::direct), true);
+          group.send((group.rank() + 1) % size, 0, own.data(), own.size());
+          group.receive((group.rank() + 1) % size, 0, own.data(), own.size());
+        }
+        if (round % 2 == 0) groups.close(group.rank());  // all at once, and otherwise one by one
+      });
+    }
+    if (round == 0) descriptors = open_descriptors();
+  }
+  CHECK_EQUAL(open_descriptors(), descriptors);
+}
+
+}  // namespace
+
+int main() {
+  for (const Hosts& hosts : layouts) {
+    for (const bool reads_peers : {true, false}) {
+      programs_give_what_the_reference_gives(hosts, reads_peers, static_cast<unsigned>(hosts.size()));
+    }
+  }
+  for (const Hosts& hosts : {Hosts{0, 0}, Hosts{0, 0, 0}, Hosts{0, 1}, Hosts{0, 0, 1}}) {
+    messages_and_collectives_do_not_disturb_each_other(hosts);
+    an_abort_frees_every_rank_that_waits(hosts);
+    nothing_is_left_of_groups_that_were_closed(hosts);
+  }
+  time_that_ran_out_is_said_of_the_rank_that_did_not_come({0, 0, 1, 1}, Method::hierarchical, 2);
+  time_that_ran_out_is_said_of_the_rank_that_did_not_come({0, 0, 1, 1}, Method::ring, 2);
+  time_that_ran_out_is_said_of_the_rank_that_did_not_come({0, 1}, Method::direct, 1);
+  what_cannot_be_done_is_refused_and_the_group_goes_on();
+  return report();
+}
