@@ -25,6 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.utils import clip_grad_norm_
 
 import shoal
+from shoal.collectives import keep_freed_memory, share_buffers
 from shoal.data import DataConfig, Loader, TokenSamples, prepare
 from shoal.models import Transformer, next_token_loss, preset
 from shoal.record import Recorder, SpanRecorder
@@ -207,10 +208,20 @@ def _shard_fully(model: Transformer, mesh: Any, *, reshard: bool) -> Transformer
     return model
 
 
-def _fsdp2(backend: str, reshard: bool, task: Task, rank: int) -> Step:
+def _fsdp2_model(task: Task, backend: str, *, reshard: bool) -> Transformer:
     dist.init_process_group(backend)
-    mesh = init_device_mesh("cpu", (task.ranks,))
-    model = _shard_fully(task.model(), mesh, reshard=reshard)
+    return _shard_fully(task.model(), init_device_mesh("cpu", (task.ranks,)), reshard=reshard)
+
+
+def _fsdp2(backend: str, reshard: bool, task: Task, rank: int) -> Step:
+    model = _fsdp2_model(task, backend, reshard=reshard)
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+
+
+def _fsdp2_sharing_buffers(task: Task, rank: int) -> Step:
+    model = _fsdp2_model(task, "shoal", reshard=True)
+    share_buffers(model)
+    keep_freed_memory()
     return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
 
 
@@ -309,6 +320,7 @@ CONTESTANTS = (
     Contestant("torch FSDP2 without reshard", partial(_fsdp2, "gloo", False)),
     Contestant("shoal zero2", partial(_shoal, "zero2"), "torch FSDP2 without reshard"),
     Contestant("torch FSDP2 over shoal", partial(_fsdp2, "shoal", True), _ALONE),
+    Contestant("torch FSDP2 over shoal in shared buffers", _fsdp2_sharing_buffers, _ALONE),
     Contestant("torch FSDP2", partial(_fsdp2, "gloo", True), _ALONE),
     Contestant("shoal zero3", partial(_shoal, "zero3"), "torch FSDP2"),
     Contestant("Fabric FSDP2", _fabric_fsdp2, "torch FSDP2", "lightning_fabric"),

@@ -2,12 +2,13 @@
 
     python benchmarks/hosts.py [--networks 2x1@1,2x2@10] [--collectives all_reduce] [--sizes 64MiB] > hosts.md
 
-A network `2x4@10` is 2 hosts with 4 ranks each, on links of 10 Gbit/s: network namespaces, each with one interface
-at a common switch (shoal.testing.Hosts). That takes root. Everything is gone afterwards, however it ends.
+A network `2x4@10` is 2 hosts with 4 ranks each, on links of 10 Gbit/s: network namespaces, each with one
+interface at a common switch (shoal.testing.hosts). That takes root. Everything is gone afterwards, however it
+ends.
 
-The bound of a collective is what has to cross the busiest link one way, at the nominal rate's share for payload. A
-plain TCP stream each way between two hosts, which is measured beside it, says how much of the rate the machine
-itself can carry: all hosts share its cores.
+The bound of a collective is what has to cross the busiest link one way, at the nominal rate's share for
+payload. A plain TCP stream each way between two hosts, which is measured beside it, says how much of the rate
+the machine itself can carry: all hosts share its cores.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from shoal.collectives import Options
 from shoal.collectives.bench import COLLECTIVES, describe, parse_sizes
@@ -65,13 +67,14 @@ class Network:
 
     @property
     def ranks(self) -> int:
+        """Of all hosts."""
         return self.hosts * self.ranks_per_host
 
     def bytes_across(self, collective: str, size: int) -> float:
         """What at least has to cross the busiest link one way, in bytes.
 
-        With hosts in the place of ranks it is what the bus factor says, where ranks of a host can share what has
-        come, and combine what is to go; of all-to-all each rank's data is its own.
+        With hosts in the place of ranks it is what the bus factor says, where ranks of a host can share what
+        has come, and combine what is to go; of all-to-all each rank's data is its own.
         """
         if collective == "all_to_all":
             return size * self.ranks_per_host * (self.ranks - self.ranks_per_host) / self.ranks
@@ -113,7 +116,7 @@ class Ranks:
         self._ask([("ready",)] * network.ranks)
 
     def stream_rate(self) -> float:
-        """Bytes a second of a plain TCP stream from the first host to the second, while another comes back."""
+        """Bytes a second of a plain TCP stream from one host to another, while another comes back."""
         questions: list[tuple[object, ...]] = [("ready",)] * len(self._members)
         questions[0] = questions[self._first_of_second] = ("stream",)
         rates = self._ask(questions)
@@ -148,11 +151,11 @@ class Ranks:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise WorkerError(min(waiting.values()), f"no answer within {_TIMEOUT:.0f} s")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
+            for answering in ready:
+                assert isinstance(answering, Connection)
+                rank = waiting.pop(answering)
                 try:
-                    answer = connection.recv()
+                    answer = answering.recv()
                 except EOFError:
                     raise WorkerError(rank, "its process died") from None
                 if isinstance(answer, str):
@@ -276,13 +279,13 @@ def _serve(
     place: tuple[int, str],
     contestants: Mapping[str, Options | None],
 ) -> None:
-    """Answers what is asked until the pipe ends. `place`: the host's process, and the first host's address."""
+    """Answers until the pipe ends. `place`: the host's process, and the first host's address."""
     process, first_address = place
     enter_host(process)
     os.environ |= {"GLOO_SOCKET_IFNAME": Hosts.interface, "MASTER_ADDR": first_address}
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore(first_address, _STORE_PORT, ranks, is_master=rank == 0)
+        store = TCPStore(first_address, _STORE_PORT, ranks, is_master=rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         groups = {
             name: dist.new_group(backend="gloo" if options is None else "shoal", pg_options=options)

@@ -1,15 +1,23 @@
 #include "c_interface.h"
 
+#include <pthread.h>
+
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <thread>
 #include <variant>
 
+#include "common/interruption.h"
 #include "common/reduce.h"
 #include "group.h"
 #include "measure.h"
+#include "transport/process.h"
 
 using namespace shoal;
 
@@ -18,9 +26,16 @@ namespace {
 thread_local int last_rank = -1;
 thread_local std::string last_text;
 
-// The process's buffers outlive every group, and are never destroyed: tensors may be, after everything else.
+// The process's buffers outlive every group, and are never destroyed: tensors may be, after everything
+// else. A process that was forked off has others: what it gave back, and took again, would still be its
+// parent's.
 SharedBuffers& shared_buffers() {
-  static auto* buffers = new SharedBuffers;
+  static std::atomic<SharedBuffers*> buffers;
+  static std::once_flag once;
+  std::call_once(once, [] {
+    buffers = new SharedBuffers;
+    pthread_atfork(nullptr, nullptr, [] { buffers = new SharedBuffers; });
+  });
   return *buffers;
 }
 
@@ -41,13 +56,24 @@ int64_t guarded(const Function& function) {
   }
 }
 
+// The same, of what waits: a signal that interrupted it counts for more than what came of that.
+template <class Function>
+int64_t interruptible(const Function& function) {
+  const int64_t outcome = guarded(function);
+  return was_interrupted() ? -static_cast<int64_t>(Code::interrupted) : outcome;
+}
+
 }  // namespace
 
-// A group and what was begun on it and not yet waited for.
+// A group and what was begun on it and is not forgotten yet. It stays, closed, until nobody can ask for it
+// any more.
 struct shoal_group {
-  using Begun = std::variant<std::shared_ptr<Task>, std::shared_ptr<Message>>;
+  struct Begun {
+    std::variant<std::shared_ptr<Task>, std::shared_ptr<Message>> what;
+    Deadline deadline;  // of messages; an operation knows its own
+  };
 
-  shoal_group(const GroupOptions& options) : group(options, shared_buffers()) {}
+  explicit shoal_group(const GroupOptions& options) : group(std::in_place, options, shared_buffers()) {}
 
   int64_t keep(Begun begun) {
     std::lock_guard lock(mutex);
@@ -67,11 +93,50 @@ struct shoal_group {
     tickets.erase(ticket);
   }
 
-  Group group;
+  // Forked off, a process has none of the group's threads, and must not say goodbye for its parent.
+  bool is_forked() const { return generation() != born_in; }
+
+  void close() {
+    if (is_forked() || is_closed.exchange(true)) return;
+    group->end();
+    while (visitors.load() > 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    group.reset();
+  }
+
+  std::optional<Group> group;
+  const unsigned born_in = generation();
+  std::atomic<bool> is_closed{false};
+  std::atomic<int> visitors{0};  // threads that use the group
   std::mutex mutex;
   std::map<int64_t, Begun> tickets;
   int64_t last_ticket = 0;
 };
+
+namespace {
+
+// Keeps a group open while a thread uses it.
+class Visit {
+ public:
+  explicit Visit(shoal_group* shell) : shell_(*shell) {
+    if (shell_.is_forked()) {
+      throw Failure(Code::invalid, -1, "a process that was forked off a rank is not part of its groups");
+    }
+    shell_.visitors.fetch_add(1);
+    if (!shell_.is_closed.load()) return;
+    shell_.visitors.fetch_sub(1);
+    throw Failure(Code::aborted, -1, "the group was closed");
+  }
+  ~Visit() { shell_.visitors.fetch_sub(1); }
+  Visit(const Visit&) = delete;
+
+  shoal_group& operator*() const { return shell_; }
+  Group* operator->() const { return &*shell_.group; }
+
+ private:
+  shoal_group& shell_;
+};
+
+}  // namespace
 
 int shoal_last_failure(int* rank, char* text, size_t capacity) {
   *rank = last_rank;
@@ -85,7 +150,8 @@ shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char
                                 double heartbeat) {
   shoal_group* made = nullptr;
   guarded([&] {
-    made = new shoal_group(GroupOptions{rank, std::vector<int>(hosts, hosts + size), bind_address, streams, heartbeat});
+    const std::vector<int> all_hosts(hosts, hosts + size);
+    made = new shoal_group(GroupOptions{rank, all_hosts, bind_address, streams, heartbeat});
     return 0;
   });
   return made;
@@ -93,40 +159,58 @@ shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char
 
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity) {
   return static_cast<int>(guarded([&] {
-    const std::string introduction = group->group.introduce();
-    if (introduction.size() + 1 > capacity) throw Failure(Code::invalid, -1, "an introduction is longer than its buffer");
+    const std::string introduction = Visit(group)->introduce();
+    if (introduction.size() + 1 > capacity) {
+      throw Failure(Code::invalid, -1, "an introduction is longer than its buffer");
+    }
     std::memcpy(text, introduction.c_str(), introduction.size() + 1);
     return 0;
   }));
 }
 
-int shoal_group_join(shoal_group* group, const char* const* introductions, const char* secret, double timeout) {
-  return static_cast<int>(guarded([&] {
-    const std::vector<std::string> all(introductions, introductions + group->group.size());
+int shoal_group_join(shoal_group* group, const char* const* introductions, const char* secret,
+                     double timeout) {
+  return static_cast<int>(interruptible([&] {
+    const Visit visit(group);
+    const std::vector<std::string> all(introductions, introductions + visit->size());
     Secret bytes;
     std::memcpy(bytes.data(), secret, bytes.size());
-    return group->group.join(all, bytes, Deadline::after(timeout)) ? 1 : 0;
+    return visit->join(all, bytes, Deadline::after(timeout)) ? 1 : 0;
   }));
 }
 
 int shoal_group_start(shoal_group* group, int can_read_peers) {
   return static_cast<int>(guarded([&] {
-    group->group.start(can_read_peers != 0);
+    Visit(group)->start(can_read_peers != 0);
     return 0;
   }));
 }
 
 int shoal_group_abort(shoal_group* group, const char* text) {
   return static_cast<int>(guarded([&] {
-    group->group.abort(Code::aborted, group->group.rank(), text);
+    const Visit visit(group);
+    visit->abort(Code::aborted, visit->rank(), text);
     return 0;
   }));
 }
 
-void shoal_group_close(shoal_group* group) { delete group; }
+int shoal_group_check(shoal_group* group) {
+  return static_cast<int>(guarded([&] {
+    Visit(group)->check();
+    return 0;
+  }));
+}
+
+void shoal_group_close(shoal_group* group) { group->close(); }
+
+void shoal_group_free(shoal_group* group) {
+  group->close();
+  if (!group->is_forked()) delete group;
+}
 
 int64_t shoal_begin(shoal_group* group, const shoal_call* call) {
   return guarded([&]() -> int64_t {
+    const Visit visit(group);
     Operation operation;
     operation.collective = static_cast<Collective>(call->collective);
     operation.algorithm = static_cast<Algorithm>(call->algorithm);
@@ -137,47 +221,62 @@ int64_t shoal_begin(shoal_group* group, const shoal_call* call) {
     operation.output = call->output;
     operation.bytes = call->bytes;
     if (call->send_bytes != nullptr) {
-      operation.send_bytes.assign(call->send_bytes, call->send_bytes + group->group.size());
-      operation.receive_bytes.assign(call->receive_bytes, call->receive_bytes + group->group.size());
+      operation.send_bytes.assign(call->send_bytes, call->send_bytes + visit->size());
+      operation.receive_bytes.assign(call->receive_bytes, call->receive_bytes + visit->size());
     }
-    operation.deadline = Deadline::after(call->timeout);
-    auto task = group->group.call(std::move(operation), call->asynchronous != 0);
-    return task ? group->keep(std::move(task)) : 0;
+    const Deadline deadline = operation.deadline = Deadline::after(call->timeout);
+    auto task = visit->call(std::move(operation), call->asynchronous != 0);
+    return task ? group->keep({std::move(task), deadline}) : 0;
   });
 }
 
-int64_t shoal_send(shoal_group* group, int peer, int tag, const void* data, uint64_t bytes) {
+int64_t shoal_send(shoal_group* group, int peer, int tag, const void* data, uint64_t bytes, double timeout) {
   return guarded([&]() -> int64_t {
-    auto message = group->group.send(peer, tag, data, bytes);
-    return message->done && !message->failure ? 0 : group->keep(std::move(message));
+    auto message = Visit(group)->send(peer, tag, data, bytes);
+    if (message->done && !message->failure) return 0;
+    return group->keep({std::move(message), Deadline::after(timeout)});
   });
 }
 
-int64_t shoal_receive(shoal_group* group, int peer, int tag, void* data, uint64_t bytes) {
-  return guarded([&] { return group->keep(group->group.receive(peer, tag, data, bytes)); });
+int64_t shoal_receive(shoal_group* group, int peer, int tag, void* data, uint64_t bytes, double timeout) {
+  return guarded([&] {
+    return group->keep({Visit(group)->receive(peer, tag, data, bytes), Deadline::after(timeout)});
+  });
 }
 
-int shoal_wait(shoal_group* group, int64_t ticket, double timeout, double* finished) {
-  return static_cast<int>(guarded([&] {
-    const auto begun = group->find(ticket);
-    group->forget(ticket);
-    if (const auto* task = std::get_if<std::shared_ptr<Task>>(&begun)) {
-      group->group.wait(**task);
+int shoal_wait(shoal_group* group, int64_t ticket, double limit, double* finished) {
+  return static_cast<int>(interruptible([&] {
+    const Visit visit(group);
+    const auto [what, deadline] = group->find(ticket);
+    const auto until = limit >= 0 ? std::optional(Deadline::after(limit)) : std::nullopt;
+    if (const auto* task = std::get_if<std::shared_ptr<Task>>(&what)) {
+      if (!visit->wait(**task, until)) {
+        throw Failure(Code::unfinished, -1, "it is not complete in the time given");
+      }
       *finished = (*task)->finished;
       return 0;
     }
-    auto& message = *std::get<std::shared_ptr<Message>>(begun);
-    group->group.wait(message, Deadline::after(timeout));
+    Message& message = *std::get<std::shared_ptr<Message>>(what);
+    if (!visit->wait(message, deadline, until)) {
+      throw Failure(Code::unfinished, message.peer, "it is not complete in the time given");
+    }
     *finished = message.finished;
-    return message.peer;
+    return std::max(message.sender, 0);
   }));
 }
 
 int shoal_test(shoal_group* group, int64_t ticket) {
   return static_cast<int>(guarded([&] {
-    return std::visit([](const auto& begun) { return begun->done.load() ? 1 : 0; }, group->find(ticket));
+    if (group->is_forked()) return 0;
+    return std::visit([](const auto& begun) { return begun->done.load() ? 1 : 0; }, group->find(ticket).what);
   }));
 }
+
+void shoal_forget(shoal_group* group, int64_t ticket) {
+  if (!group->is_forked()) group->forget(ticket);
+}
+
+void shoal_raise(void) { take_interruption(); }
 
 void* shoal_buffer_allocate(uint64_t bytes) {
   void* data = nullptr;
@@ -209,7 +308,8 @@ int shoal_force_vector_unit(const char* name) { return force_vector_unit(name) ?
 int shoal_combine(int dtype, int reduction, void* output, const void* const* inputs, int count_of_inputs,
                   uint64_t count, int divisor) {
   return static_cast<int>(guarded([&] {
-    combine(static_cast<Dtype>(dtype), static_cast<Reduction>(reduction), output, inputs, count_of_inputs, count, divisor);
+    const auto type = static_cast<Dtype>(dtype);
+    combine(type, static_cast<Reduction>(reduction), output, inputs, count_of_inputs, count, divisor);
     return 0;
   }));
 }

@@ -1,8 +1,18 @@
 #include "executor.h"
 
+#include <algorithm>
+
+#include "common/interruption.h"
 #include "common/quiet_thread.h"
 
 namespace shoal {
+
+namespace {
+
+// Seconds after which who waits for another thread looks for signals.
+constexpr double longest_sleep = 0.1;
+
+}  // namespace
 
 Executor::~Executor() {
   {
@@ -39,10 +49,29 @@ void Executor::wait(Task& task) {
     if (!running_) {
       run_front(lock, false);
     } else {
-      changed_.wait(lock);
+      sleep(lock, longest_sleep);
     }
   }
   if (task.failure) std::rethrow_exception(task.failure);
+}
+
+bool Executor::wait_until(Task& task, Deadline limit) {
+  start_background();
+  std::unique_lock lock(mutex_);
+  while (!task.done.load(std::memory_order_acquire)) {
+    if (limit.has_passed()) return false;
+    sleep(lock, std::min(longest_sleep, limit.remaining()));
+  }
+  if (task.failure) std::rethrow_exception(task.failure);
+  return true;
+}
+
+// Until something changed. The lock is given up meanwhile.
+void Executor::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
+  changed_.wait_for(lock, std::chrono::duration<double>(seconds));
+  lock.unlock();
+  run_signal_handlers();
+  lock.lock();
 }
 
 // The lock is given up while the task runs.

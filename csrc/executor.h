@@ -1,7 +1,7 @@
 // The collectives of one group, one after the other, in the order in which they were called.
 //
-// Who waits for an operation runs it, and what was called before it, in his own thread; what nobody waits for yet
-// is run by a thread of the executor, so that communication goes on under computation.
+// Who waits for an operation runs it, and what was called before it, in his own thread; what nobody waits
+// for yet is run by a thread of the executor, so that communication goes on under computation.
 #pragma once
 
 #include <atomic>
@@ -40,11 +40,15 @@ class Executor {
   // Has the executor's thread run what is queued.
   void start_background();
 
-  // Returns when the task is done; throws what went wrong in it.
+  // Returns when the task is done; throws what went wrong in it, or Interrupted.
   void wait(Task& task);
+
+  // Returns then at the latest: false if the task is not done. It is left to the executor's thread.
+  bool wait_until(Task& task, Deadline limit);
 
  private:
   void run_front(std::unique_lock<std::mutex>& lock, bool is_background);
+  void sleep(std::unique_lock<std::mutex>& lock, double seconds);
   void run_background();
 
   std::function<void(Task&, bool)> run_;

@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "algorithms/hierarchical.h"
+#include "common/interruption.h"
 
 namespace shoal {
 
@@ -29,16 +30,26 @@ std::vector<int> ranks_on_host_of(int rank, const std::vector<int>& hosts) {
   return ranks;
 }
 
-// Counts an operation that is waited for: peers that stay silent are given up only then.
-class Waiting {
+// Counts what is waited for while it is: peers that are silent, or left, are given up only then.
+class Counted {
  public:
-  explicit Waiting(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
-  ~Waiting() { count_.fetch_sub(1); }
-  Waiting(const Waiting&) = delete;
+  explicit Counted(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
+  ~Counted() { count_.fetch_sub(1); }
+  Counted(const Counted&) = delete;
 
  private:
   std::atomic<int>& count_;
 };
+
+bool is_narrow(Dtype dtype) { return dtype == Dtype::float16 || dtype == Dtype::bfloat16; }
+
+// Which hierarchical operations are not one schedule: those in which flags within the host save time, and sums of
+// 16-bit floats, which two-shot moves as such, as it passes on no unfinished sums.
+bool goes_level_by_level(const Operation& operation) {
+  constexpr size_t large = 512 * 1024;
+  if (operation.collective == Collective::barrier) return true;
+  return operation.collective == Collective::all_reduce && (operation.bytes < large || is_narrow(operation.dtype));
+}
 
 }  // namespace
 
@@ -51,10 +62,12 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers)
       patience_(patience_for(static_cast<int>(local_ranks_.size()), false)),
       background_patience_(patience_for(static_cast<int>(local_ranks_.size()), true)),
       looks_(patience_.spins / 4),
+      messages_waiting_(options.hosts.size()),
       board_(static_cast<int>(local_ranks_.size())) {
   for (int rank = 0; rank < size(); ++rank) {
     const std::vector<int> there = ranks_on_host_of(rank, options_.hosts);
-    local_index_[static_cast<size_t>(rank)] = static_cast<int>(std::find(there.begin(), there.end(), rank) - there.begin());
+    const auto index = std::find(there.begin(), there.end(), rank) - there.begin();
+    local_index_[static_cast<size_t>(rank)] = static_cast<int>(index);
     const int ranks_there = static_cast<int>(there.size());
     slices_ = rank == 0 ? ranks_there : std::min(slices_, ranks_there);
   }
@@ -63,8 +76,13 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers)
     if (local_index_[static_cast<size_t>(rank)] == own_index) across_ranks_.push_back(rank);
   }
   Front& front = board_.front(0);
-  const LocalPeer self{options_.rank, getpid(), 0, &front.heartbeat, &front.state, &front.presence};
-  watch_.emplace(self, waiting_, Watch::Limits{.silence = options_.heartbeat}, alarm_, [this] { wake_sleepers(); });
+  const LocalPeer self{options_.rank, getpid(),        0,            &front.heartbeat,
+                       &front.state,  &front.presence, &front.reason};
+  // On one host, who left took part in all that others still do. Elsewhere what it sent may be on its way
+  // for long, and that no more comes shows in the connection's end.
+  const Watch::Limits limits{options_.heartbeat, one_host_ ? 0.5 : options_.heartbeat,
+                             [this](int peer) { return is_waited_for(peer); }};
+  watch_.emplace(self, waiting_, limits, alarm_, [this] { wake_sleepers(); });
   if (!one_host_) {
     network_.emplace(options_.rank, size(), options_.bind_address, options_.streams, alarm_, *watch_);
   }
@@ -72,11 +90,13 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers)
 
 class Group::PeerLinks final : public Links {
  public:
-  PeerLinks(Group& group, int channel)
-      : group_(group), rings_(group.board_, channel), remote_(group.network_ ? &group.network_->channel(channel) : nullptr) {}
+  PeerLinks(Group& group, int channel, bool may_show)
+      : group_(group),
+        rings_(group.board_, channel, may_show),
+        remote_(group.network_ ? &group.network_->channel(channel) : nullptr) {}
 
   Link& to(int peer, Deadline deadline) override {
-    return group_.is_here(peer) ? rings_.to(group_.local_index_[static_cast<size_t>(peer)]) : remote_->to(peer, deadline);
+    return group_.is_here(peer) ? ring_to(peer) : remote_->to(peer, deadline);
   }
 
   void request(int peer) override {
@@ -85,10 +105,12 @@ class Group::PeerLinks final : public Links {
 
   Link* find(int peer) override {
     if (peer == group_.rank()) return nullptr;
-    return group_.is_here(peer) ? &rings_.to(group_.local_index_[static_cast<size_t>(peer)]) : remote_->find(peer);
+    return group_.is_here(peer) ? &ring_to(peer) : remote_->find(peer);
   }
 
  private:
+  Link& ring_to(int peer) { return rings_.to(group_.local_index_[static_cast<size_t>(peer)]); }
+
   Group& group_;
   RingLinks rings_;
   Links* const remote_;
@@ -97,7 +119,9 @@ class Group::PeerLinks final : public Links {
 class Group::AcrossLinks final : public Links {
  public:
   explicit AcrossLinks(Group& group) : group_(group) {}
-  Link& to(int host, Deadline deadline) override { return group_.collective_links_->to(rank_of(host), deadline); }
+  Link& to(int host, Deadline deadline) override {
+    return group_.collective_links_->to(rank_of(host), deadline);
+  }
   Link* find(int host) override { return group_.collective_links_->find(rank_of(host)); }
   int rank_of(int host) const override { return group_.across_ranks_[static_cast<size_t>(host)]; }
 
@@ -134,7 +158,7 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
     const Introduction& peer = peers_here[static_cast<size_t>(index)];
     Front& front = board_.front(index);
     watch_->add_local({local_ranks_[static_cast<size_t>(index)], peer.pid, peer.started,
-                       &front.heartbeat, &front.state, &front.presence});
+                       &front.heartbeat, &front.state, &front.presence, &front.reason});
   }
   if (network_) network_->start(addresses, remote_ranks, secret, deadline);
   return board_.can_read_peers();
@@ -142,13 +166,13 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
 
 void Group::start(bool can_read_peers) {
   host_.emplace(Host{board_, peer_buffers_, shared_buffers_, alarm_, {}, can_read_peers});
-  collective_links_ = std::make_unique<PeerLinks>(*this, 0);
-  message_links_ = std::make_unique<PeerLinks>(*this, 1);
-  over_links_.emplace(rank(), size(), *collective_links_, alarm_);
+  collective_links_ = std::make_unique<PeerLinks>(*this, 0, can_read_peers);
+  message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // large messages are the mailbox's affair
+  over_links_.emplace(rank(), Hierarchy(options_.hosts), *collective_links_, alarm_);
   if (!across_ranks_.empty()) {
     across_links_ = std::make_unique<AcrossLinks>(*this);
     const auto own = std::find(across_ranks_.begin(), across_ranks_.end(), rank()) - across_ranks_.begin();
-    over_hosts_.emplace(static_cast<int>(own), static_cast<int>(across_ranks_.size()), *across_links_, alarm_);
+    over_hosts_.emplace(static_cast<int>(own), Hierarchy(across_ranks_), *across_links_, alarm_);  // a rank on each
   }
   const auto read = [this](int peer, uint64_t address, size_t bytes, void* out) {
     Location location;
@@ -166,14 +190,13 @@ void Group::start(bool can_read_peers) {
     std::lock_guard lock(wake_mutex_);
     mailbox_ = std::make_unique<Mailbox>(std::move(peers), alarm_);
   }
-  executor_ = std::make_unique<Executor>([this](Task& task, bool is_background) { run(task, is_background); });
+  const auto run_task = [this](Task& task, bool is_background) { run(task, is_background); };
+  executor_ = std::make_unique<Executor>(run_task);
 }
 
 Group::~Group() {
   watch_->leave();
-  // What still runs here is given up, which concerns nobody else.
-  alarm_.raise(Code::aborted, rank(), "the group was closed");
-  wake_sleepers();
+  end();
   executor_.reset();
   {
     std::lock_guard lock(wake_mutex_);
@@ -209,9 +232,11 @@ std::shared_ptr<Task> Group::call(Operation operation, bool asynchronous) {
   return task;
 }
 
-void Group::wait(Task& task) {
-  Waiting waiting(waiting_);
+bool Group::wait(Task& task, const std::optional<Deadline>& limit) {
+  Counted waiting(waiting_), operation(operations_waiting_);
+  if (limit) return executor_->wait_until(task, *limit);
   executor_->wait(task);
+  return true;
 }
 
 std::shared_ptr<Message> Group::send(int peer, int tag, const void* data, size_t bytes) {
@@ -230,13 +255,21 @@ std::shared_ptr<Message> Group::receive(int peer, int tag, void* data, size_t by
   return mailbox_->receive(peer, tag, data, bytes);
 }
 
-void Group::wait(Message& message, Deadline deadline) {
-  Waiting waiting(waiting_);
+bool Group::wait(Message& message, Deadline deadline, const std::optional<Deadline>& limit) {
+  Counted waiting(waiting_);
+  std::optional<Counted> for_peer;
+  if (message.peer >= 0) for_peer.emplace(messages_waiting_[static_cast<size_t>(message.peer)]);
+  if (limit && limit->remaining() < deadline.remaining()) {
+    if (!mailbox_->wait_until(message, patience_, *limit)) return false;
+  }
   try {
     mailbox_->wait(message, patience_, deadline);
   } catch (const Failure& failure) {
-    give_up(failure);
+    // A message of the wrong size harms no other.
+    if (failure.code != Code::mismatch) abort(failure.code, failure.rank, failure.what());
+    throw;
   }
+  return true;
 }
 
 void Group::abort(Code code, int rank, const std::string& text) {
@@ -250,15 +283,18 @@ void Group::wake_sleepers() {
   if (mailbox_) mailbox_->wake();
 }
 
-void Group::give_up(const Failure& failure) {
-  // Ranks that went different ways cannot meet again; a message of the wrong size harms nobody else.
-  if (failure.code != Code::invalid) abort(failure.code, failure.rank, failure.what());
-  throw failure;
+void Group::end() {
+  alarm_.raise(Code::aborted, rank(), "the group was closed");
+  wake_sleepers();
+}
+
+bool Group::is_waited_for(int rank) const {
+  return operations_waiting_.load() > 0 || messages_waiting_[static_cast<size_t>(rank)].load() > 0;
 }
 
 void Group::run(Task& task, bool is_background) {
   const Operation& operation = task.operation;
-  Waiting waiting(waiting_);
+  Counted waiting(waiting_), counted(operations_waiting_);
   try {
     alarm_.check();
     host_->patience = is_background ? background_patience_ : patience_;
@@ -269,43 +305,47 @@ void Group::run(Task& task, bool is_background) {
       finish_one_shot(operation, *host_);
     } else if (one_host_ && operation.algorithm == Algorithm::direct) {
       run_direct(operation, *host_);
-    } else if (operation.algorithm == Algorithm::hierarchical) {
-      run_hierarchical(operation);
+    } else if (operation.algorithm == Algorithm::hierarchical && goes_level_by_level(operation)) {
+      run_level_by_level(operation);
     } else {
       over_links_->run(operation);
     }
   } catch (const Failure& failure) {
     leave(operation, failure);
+    throw;
+  } catch (const Interrupted&) {
+    leave(operation, Failure(Code::aborted, rank(), "a signal interrupted rank " + std::to_string(rank())));
+    alarm_.check();
   } catch (const std::exception& error) {  // such as no memory: the others must not wait for this rank
     leave(operation, Failure(Code::system, rank(), error.what()));
+    throw;
   }
 }
 
+// Ranks that went different ways cannot meet again. That this one cannot serve what was asked harms nobody else.
 void Group::leave(const Operation& operation, const Failure& failure) {
+  if (failure.code == Code::invalid) return;
+  abort(failure.code, failure.rank, failure.what());
+  const bool is_written_by_peers =
+      one_host_ && operation.collective == Collective::all_reduce && operation.algorithm == Algorithm::direct;
+  if (!is_written_by_peers) return;
   try {
     shared_buffers_.detach(operation.output);
   } catch (const Failure&) {
     // There are no other pages to be had. The group has failed all the same.
   }
-  give_up(failure);
 }
 
-void Group::run_hierarchical(const Operation& operation) {
+void Group::run_level_by_level(const Operation& operation) {
   if (operation.collective == Collective::barrier) {
     board_.pass(host_->patience, alarm_, operation.deadline);
     if (board_.index() == 0) over_hosts_->run(operation);
     board_.pass(host_->patience, alarm_, operation.deadline);
     return;
   }
-  if (operation.collective != Collective::all_reduce) {
-    throw Failure(Code::invalid, -1, "only all-reduce is hierarchical");
-  }
   run_hierarchical_all_reduce(operation, *host_, slices_, [&](std::byte* slice, size_t bytes) {
-    constexpr size_t large = 256 * 1024;
-    const bool is_narrow = operation.dtype == Dtype::float16 || operation.dtype == Dtype::bfloat16;
     Operation across = operation;
-    // Of 16-bit floats two-shot moves 16 bits, as it passes on no sums.
-    across.algorithm = is_narrow ? Algorithm::direct : bytes < large ? Algorithm::halving_doubling : Algorithm::ring;
+    across.algorithm = is_narrow(operation.dtype) ? Algorithm::direct : Algorithm::halving_doubling;
     across.input = across.output = slice;
     across.bytes = bytes;
     over_hosts_->run(across, size());

@@ -1,4 +1,5 @@
-// A process group, seen from one of its ranks: its peers on this host and on others, and what they do together.
+// A process group, seen from one of its ranks: its peers on this host and on others, and what they do
+// together.
 #pragma once
 
 #include <atomic>
@@ -30,7 +31,8 @@ class Group {
   Group(const GroupOptions& options, SharedBuffers& shared_buffers);
   ~Group();
 
-  // Forming a group: every rank publishes its introduction, joins with everybody's, and starts when all have joined.
+  // Forming a group: every rank publishes its introduction, joins with everybody's, and starts when all
+  // have joined.
   std::string introduce() const;
   // True if this rank can read the memory of all its peers on the host.
   bool join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline);
@@ -38,14 +40,22 @@ class Group {
 
   // Begins an operation. Null if it is done already; otherwise it has to be waited for.
   std::shared_ptr<Task> call(Operation operation, bool asynchronous);
-  void wait(Task& task);
+  // Returns when the operation is done, or when `limit`, if there is one, has passed: then false.
+  bool wait(Task& task, const std::optional<Deadline>& limit = {});
 
   std::shared_ptr<Message> send(int peer, int tag, const void* data, size_t bytes);
   std::shared_ptr<Message> receive(int peer, int tag, void* data, size_t bytes);
-  void wait(Message& message, Deadline deadline);
+  // The same; a message that is not done by its `deadline` ends the group.
+  bool wait(Message& message, Deadline deadline, const std::optional<Deadline>& limit = {});
 
   // Frees everybody who waits, here and on the other ranks; the group is of no use any more.
   void abort(Code code, int rank, const std::string& text);
+
+  // Throws why the group cannot communicate any more, if so.
+  void check() const { alarm_.check(); }
+
+  // Frees who waits on this rank, which concerns nobody else; nothing may be begun any more.
+  void end();
 
   int rank() const { return options_.rank; }
   int size() const { return static_cast<int>(options_.hosts.size()); }
@@ -55,11 +65,12 @@ class Group {
   class AcrossLinks;  // to the ranks of the same local index, on every host
 
   void run(Task& task, bool is_background);
-  void run_hierarchical(const Operation& operation);
+  void run_level_by_level(const Operation& operation);
   void wake_sleepers();
-  bool is_here(int rank) const { return options_.hosts[static_cast<size_t>(rank)] == options_.hosts[static_cast<size_t>(options_.rank)]; }
-  [[noreturn]] void leave(const Operation& operation, const Failure& failure);
-  [[noreturn]] void give_up(const Failure& failure);
+  int host_of(int rank) const { return options_.hosts[static_cast<size_t>(rank)]; }
+  bool is_here(int rank) const { return host_of(rank) == host_of(options_.rank); }
+  bool is_waited_for(int rank) const;
+  void leave(const Operation& operation, const Failure& failure);
 
   const GroupOptions options_;
   SharedBuffers& shared_buffers_;
@@ -72,6 +83,8 @@ class Group {
   int looks_;  // at a small operation's completion, before its caller is let go
   Alarm alarm_;
   std::atomic<int> waiting_{0};    // operations and messages that are waited for
+  std::atomic<int> operations_waiting_{0};            // of these, operations: for all ranks
+  std::vector<std::atomic<int>> messages_waiting_;    // of these, messages: by peer
   Board board_;
   PeerBuffers peer_buffers_;
   std::optional<Watch> watch_;

@@ -31,7 +31,7 @@ void take_turns(std::atomic<int>& flag, int first, int last) {
 }  // namespace
 
 double flag_latency(int core, int other) {
-  constexpr int kBatches = 101, kTurns = 2000;
+  constexpr int batches = 101, turns_per_batch = 2000;
   alignas(64) std::atomic<int> flag{0};
   std::atomic<int> pinned{0};  // how many threads are where they belong; negative: one cannot be
   std::vector<double> nanoseconds;
@@ -42,11 +42,11 @@ double flag_latency(int core, int other) {
       if (pinned < 0) return;
       std::this_thread::yield();
     }
-    for (int batch = 0; batch < kBatches; ++batch) {
+    for (int batch = 0; batch < batches; ++batch) {
       const auto begin = std::chrono::steady_clock::now();
-      take_turns(flag, batch * kTurns + first, (batch + 1) * kTurns);
+      take_turns(flag, batch * turns_per_batch + first, (batch + 1) * turns_per_batch);
       const std::chrono::duration<double, std::nano> took = std::chrono::steady_clock::now() - begin;
-      if (first == 0) nanoseconds.push_back(took.count() / kTurns);
+      if (first == 0) nanoseconds.push_back(took.count() / turns_per_batch);
     }
   };
   if (core == other) return -1;
@@ -55,8 +55,8 @@ double flag_latency(int core, int other) {
   one.join();
   two.join();
   if (pinned < 0) return -1;
-  std::nth_element(nanoseconds.begin(), nanoseconds.begin() + kBatches / 2, nanoseconds.end());
-  return nanoseconds[kBatches / 2];
+  std::nth_element(nanoseconds.begin(), nanoseconds.begin() + batches / 2, nanoseconds.end());
+  return nanoseconds[batches / 2];
 }
 
 }  // namespace shoal

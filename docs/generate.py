@@ -1,7 +1,8 @@
 """Writes the parts of the pages that are told elsewhere: `python docs/generate.py`.
 
 What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example, the keys of
-the configuration, the settings of a Plan, the layers. A test holds the pages to it.
+the configuration, the settings of a Plan, the layers, the steps and bytes of collectives and their options. A
+test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from shoal.collectives import Options
+from shoal.cost import LEVELS, collectives
 from shoal.layers import LAYERS, TORCH_FREE
 from shoal.models import preset, preset_names
 from shoal.plan import CHOICES, Plan
@@ -40,7 +43,15 @@ def render(page: str) -> str:
 
 
 def _part(name: str) -> str:
-    tables = {"configuration": _configuration, "plan": _plan, "layers": _layers, "presets": _presets}
+    tables = {
+        "algorithms in shared memory": lambda: _algorithms("shared-memory"),
+        "algorithms over the network": lambda: _algorithms("network"),
+        "configuration": _configuration,
+        "layers": _layers,
+        "options of a group": _options,
+        "plan": _plan,
+        "presets": _presets,
+    }
     return tables[name]() if name in tables else _file(ROOT / name)
 
 
@@ -126,6 +137,22 @@ def _presets() -> str:
         )
     head = ["preset", "parameters", "layers", "hidden", "query / key-value heads", "context", "vocabulary"]
     return _table(head, rows)
+
+
+def _algorithms(level: str) -> str:
+    """The table of a level, as shoal.cost.collectives tells it above its code."""
+    tables = re.findall(r"^\|(?:.|\n\|)*", inspect.getdoc(collectives) or "", re.MULTILINE)
+    return tables[LEVELS.index(level)]
+
+
+def _options() -> str:
+    meanings = _attributes(Options)
+    defaults = {"algorithms": "none", "table": "`shoal/collectives/table.toml`"}
+    rows = []
+    for field in dataclasses.fields(Options):
+        default = defaults.get(field.name, f"`{field.default}`")
+        rows.append([f"`{field.name}`", f"`SHOAL_{field.name.upper()}`", default, meanings[field.name]])
+    return _table(["option", "variable", "default", "what it is"], rows)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:

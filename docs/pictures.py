@@ -1,231 +1,179 @@
 """Draws the algorithms of docs/concepts/collectives.md: `python docs/pictures.py` writes docs/pictures/*.svg.
 
-An algorithm is a list of steps, and a step a list of messages between ranks. It is played, and each row of its
-picture shows what the ranks have by then; a test compares steps and messages with shoal.cost. The colours are
-of middle brightness, for white pages and dark ones alike.
+A row shows what every rank has of the buffer, the arrows below it what is sent next. Colours are of middle
+brightness, for white pages and dark ones alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-__all__ = ["FOLDER", "GRAY", "PLAYED", "Message", "Played", "Step", "draw", "in_order_parents", "pictures"]
+from played import PLAYED, Played, in_order_parents
+
+__all__ = ["BLUE", "FOLDER", "GRAY", "pictures"]
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
-
 GRAY, BLUE = "#6e7781", "#2f81f7"
 
+WIDTH = 640
+MARGIN = 128  # left of the ranks, for the steps' names
+HEADER = 26
+BOX_HEIGHT = 18
+ROW = 62  # from one row of boxes to the next
+GAP = 22  # between ranks
+BETWEEN_HOSTS = 30  # more than that
 
-class Message(NamedTuple):
-    """Slices of a buffer, on their way; the receiver folds them with its own, or takes them as they are."""
-
-    sender: int
-    receiver: int
-    slices: tuple[int, ...]
-
-
-class Step(NamedTuple):
-    """Messages that travel at the same time."""
-
-    label: str
-    messages: list[Message]
+DEPTH = 56  # from one generation of a tree to the next
+RADIUS = 13
 
 
-@dataclass(frozen=True, kw_only=True)
-class Played:
-    """An algorithm, played with a few ranks.
-
-    Attributes:
-        name: Of the file.
-        title: What the picture shows, for who cannot see it.
-        ranks: How many there are.
-        slices: Into how many the buffer is cut.
-        whole: How many ranks' data a slice holds in the end.
-        start: By rank and slice, whose data is in it at first.
-        steps: What happens.
-        ranks_per_host: Where there are several hosts.
-    """
-
-    name: str
-    title: str
-    ranks: int
-    slices: int
-    whole: int
-    start: list[list[set[int]]]
-    steps: list[Step]
-    ranks_per_host: int = 0
-
-    def states(self) -> list[list[list[set[int]]]]:
-        """By row, rank and slice, whose data is in it: at first, and after each step."""
-        states = [self.start]
-        for step in self.steps:
-            before = states[-1]
-            after = [[set(held) for held in slices] for slices in before]
-            for sender, receiver, slices in step.messages:
-                for index in slices:
-                    after[receiver][index] |= before[sender][index]
-            states.append(after)
-        return states
+def pictures() -> dict[str, str]:
+    """The text of every picture, by the name of its file."""
+    drawn = {f"{played.name}.svg": _rows(played) for played in PLAYED}
+    return {**drawn, "double-tree.svg": _double_tree(6)}
 
 
-# --- the algorithms, as csrc/algorithms has them ---
+def _rows(played: Played) -> str:
+    states = played.states()
+    columns = _columns(played)
+    top = HEADER + (HEADER if played.ranks_per_host else 0)
+    height = top + ROW * (len(states) - 1) + BOX_HEIGHT + 10
+    parts = list(_hosts(played, columns, height))
+    for rank, (left, right) in enumerate(columns):
+        parts.append(_text((left + right) / 2, top - 10, f"rank {rank}"))
+    for row, (step, state) in enumerate(zip(played.steps, states, strict=False)):
+        below = top + row * ROW + BOX_HEIGHT
+        parts.append(_text(0, below + (ROW - BOX_HEIGHT) / 2 + 4, f"{row + 1}  {step.label}", anchor="start"))
+        # Those of the first rank that sends stand out, and lie above the others.
+        first = min(message.sender for message in step.messages)
+        for message in sorted(step.messages, key=lambda each: each.sender == first):
+            for index in message.slices:
+                assert state[message.sender][index], "a rank sends what it does not have"
+                start = _middle(columns[message.sender], played.slices, index), below + 2
+                end = _middle(columns[message.receiver], played.slices, index), below + ROW - BOX_HEIGHT - 2
+                parts.append(_arrow(start, end, stands_out=message.sender == first))
+    for row, state in enumerate(states):
+        for column, slices in zip(columns, state, strict=True):
+            shares = [len(held) / played.whole for held in slices]
+            parts += _box(column, top + row * ROW, shares)
+    return _svg(played.title, WIDTH, height, parts)
 
 
-def one_shot(ranks: int) -> list[Step]:
-    """Everyone reads everything."""
-    return [Step("one step", _everyone(ranks, lambda sender, receiver: (0,)))]
+def _columns(played: Played) -> list[tuple[float, float]]:
+    """The left and the right edge of every rank's box."""
+    per_host = played.ranks_per_host or played.ranks
+    spare = BETWEEN_HOSTS * (played.ranks // per_host - 1) + (12 if played.ranks_per_host else 2)
+    width = (WIDTH - MARGIN - spare - GAP * (played.ranks - 1)) / played.ranks
+    lefts = [MARGIN + rank * (width + GAP) + rank // per_host * BETWEEN_HOSTS for rank in range(played.ranks)]
+    return [(left, left + width) for left in lefts]
 
 
-def two_shot(ranks: int) -> list[Step]:
-    """Slice i of all goes to rank i, and its sum to all."""
-    return [
-        Step("fold", _everyone(ranks, lambda sender, receiver: (receiver,))),
-        Step("share", _everyone(ranks, lambda sender, receiver: (sender,))),
-    ]
-
-
-def ring(ranks: int) -> list[Step]:
-    """In step s, rank r passes on slice r - s."""
-    return [
-        Step(
-            "fold" if step < ranks - 1 else "pass on",
-            [Message(rank, (rank + 1) % ranks, ((rank - step) % ranks,)) for rank in range(ranks)],
+def _hosts(played: Played, columns: list[tuple[float, float]], height: float) -> Iterator[str]:
+    """A frame around the ranks of each host."""
+    if not played.ranks_per_host:
+        return
+    for host in range(played.ranks // played.ranks_per_host):
+        left = columns[host * played.ranks_per_host][0] - 11
+        right = columns[(host + 1) * played.ranks_per_host - 1][1] + 11
+        yield (
+            f'<rect x="{left:g}" y="1" width="{right - left:g}" height="{height - 2:g}" rx="8" fill="none" '
+            f'stroke="{GRAY}" stroke-opacity="0.5"/>'
         )
-        for step in range(2 * (ranks - 1))
-    ]
+        yield _text((left + right) / 2, 18, f"host {host}")
 
 
-def halving_doubling(ranks: int) -> list[Step]:
-    """A rank that is responsible for `held` slices, counted from its own, sends away all but `kept`; then back."""
-    rounds = []
-    held = ranks
-    while held > 1:
-        rounds.append((held, (held + 1) // 2))
-        held = (held + 1) // 2
-
-    def run(rank: int, first: int, last: int) -> tuple[int, ...]:
-        return tuple((rank + entry) % ranks for entry in range(first, last))
-
-    halving = [
-        Step("halve", [Message(r, (r + kept) % ranks, run(r, kept, held)) for r in range(ranks)])
-        for held, kept in rounds
-    ]
-    doubling = [
-        Step("double", [Message(r, (r - kept) % ranks, run(r, 0, held - kept)) for r in range(ranks)])
-        for held, kept in reversed(rounds)
-    ]
-    return halving + doubling
-
-
-def hierarchical(hosts: int, ranks_per_host: int) -> list[Step]:
-    """Slices are folded inside the hosts, go round a ring of the hosts, and are shared inside."""
-    ranks = hosts * ranks_per_host
-
-    def part(rank: int) -> tuple[int, ...]:
-        first = rank % ranks_per_host * hosts
-        return tuple(range(first, first + hosts))
-
-    def inside(slices_of: int) -> list[Message]:
-        pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-        return [
-            Message(*pair, part(pair[slices_of]))
-            for pair in pairs
-            if pair[0] // ranks_per_host == pair[1] // ranks_per_host
-        ]
-
-    def across(messages: Iterable[Message]) -> list[Message]:
-        return [
-            Message(
-                sender * ranks_per_host + index,
-                receiver * ranks_per_host + index,
-                tuple(index * hosts + each for each in slices),
-            )
-            for sender, receiver, slices in messages
-            for index in range(ranks_per_host)
-        ]
-
-    return [
-        Step("inside: fold", inside(1)),
-        *(Step(f"across: {label}", across(messages)) for label, messages in ring(hosts)),
-        Step("inside: share", inside(0)),
-    ]
-
-
-def tree(ranks: int) -> list[Step]:
-    """In each step, whoever has it sends it half as far as in the one before."""
-    distance = 1 << (ranks - 1).bit_length()
-    steps = []
-    while distance > 1:
-        distance //= 2
-        senders = range(0, ranks - distance, 2 * distance)
-        steps.append(Step("send", [Message(rank, rank + distance, (0,)) for rank in senders]))
-    return steps
-
-
-def chain(ranks: int, chunks: int) -> list[Step]:
-    """In step s, rank r passes on chunk s - r."""
-    return [
-        Step(
-            "pass on",
-            [Message(r, r + 1, (step - r,)) for r in range(ranks - 1) if 0 <= step - r < chunks],
+def _box(column: tuple[float, float], top: float, shares: list[float]) -> Iterator[str]:
+    """A rank's slices: the more of what it is to hold a slice has, the fuller its colour."""
+    left, right = column
+    width = (right - left) / len(shares)
+    for index, share in enumerate(shares):
+        opacity = 0 if share == 0 else 1 if share == 1 else 0.08 + 0.62 * share
+        yield (
+            f'<rect x="{left + index * width:g}" y="{top:g}" width="{width:g}" height="{BOX_HEIGHT}" '
+            f'fill="{BLUE}" fill-opacity="{opacity:.2g}" stroke="{GRAY}"/>'
         )
-        for step in range(ranks - 2 + chunks)
+
+
+def _middle(column: tuple[float, float], slices: int, index: int) -> float:
+    left, right = column
+    return left + (right - left) * (index + 0.5) / slices
+
+
+def _double_tree(ranks: int) -> str:
+    """Two trees over the ranks, the second the first with every rank one position further."""
+    parents = in_order_parents(ranks)
+    depths: dict[int, int] = {0: -1}
+    for position in sorted(parents, key=lambda each: -(each & -each)):  # the root first
+        depths[position] = depths[parents[position]] + 1
+    spacing = WIDTH / 2 / (ranks + 1)
+    height = HEADER + DEPTH * max(depths.values()) + 2 * RADIUS + 10
+    parts = []
+    for half in (0, 1):
+        left = half * WIDTH / 2
+        parts.append(_text(left + WIDTH / 4, 14, f"{('first', 'second')[half]} half of the buffer"))
+        at = {
+            position: (left + position * spacing, HEADER + RADIUS + DEPTH * depths[position])
+            for position in parents
+        }
+        for position, parent in parents.items():
+            if parent:
+                parts.append(_line(at[position], at[parent]))
+        for position, (x, y) in at.items():
+            is_inner = position in parents.values()
+            parts.append(_node(x, y, (position - 1 - half) % ranks, is_inner=is_inner))
+    return _svg(f"Double binary tree, {ranks} ranks", WIDTH, height, parts)
+
+
+def _node(x: float, y: float, rank: int, *, is_inner: bool) -> str:
+    fill = BLUE if is_inner else "none"
+    circle = f'<circle cx="{x:g}" cy="{y:g}" r="{RADIUS}" fill="{fill}" stroke="{BLUE}" stroke-width="1.5"/>'
+    return circle + "\n" + _text(x, y + 4.5, str(rank), color="#ffffff" if is_inner else GRAY)
+
+
+def _line(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """Between the edges of two nodes."""
+    (x1, y1), (x2, y2) = start, end
+    length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
+    dx, dy = (x2 - x1) * RADIUS / length, (y2 - y1) * RADIUS / length
+    return (
+        f'<line x1="{x1 + dx:.1f}" y1="{y1 + dy:.1f}" x2="{x2 - dx:.1f}" y2="{y2 - dy:.1f}" '
+        f'stroke="{GRAY}" stroke-width="1.5"/>'
+    )
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float], *, stands_out: bool) -> str:
+    color, width, opacity = (BLUE, 1.8, 1) if stands_out else (GRAY, 1, 0.7)
+    return (
+        f'<line x1="{start[0]:g}" y1="{start[1]:g}" x2="{end[0]:g}" y2="{end[1]:g}" stroke="{color}" '
+        f'stroke-width="{width}" opacity="{opacity}" marker-end="url(#{"blue" if stands_out else "gray"})"/>'
+    )
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "middle", color: str = GRAY) -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}">{text}</text>'
+
+
+def _svg(title: str, width: float, height: float, parts: list[str]) -> str:
+    markers = [
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" '
+        f'markerUnits="userSpaceOnUse" orient="auto"><path d="M0 1 8 4 0 7z" fill="{color}"/></marker>'
+        for name, color in (("gray", GRAY), ("blue", BLUE))
     ]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'height="{height:g}" role="img" font-family="system-ui, sans-serif" font-size="13">',
+            f"<title>{title}</title>",
+            f"<defs>{''.join(markers)}</defs>",
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
 
 
-def pairwise(ranks: int) -> list[Step]:
-    """In step s, rank r sends to rank r + s."""
-    return [
-        Step(f"to rank + {shift}", [Message(rank, (rank + shift) % ranks, (rank,)) for rank in range(ranks)])
-        for shift in range(1, ranks)
-    ]
-
-
-def in_order_parents(ranks: int) -> dict[int, int]:
-    """Of the binary tree over positions 1 to `ranks`, each position's parent; 0 of the root."""
-    parents: dict[int, int] = {}
-
-    def plant(first: int, last: int, parent: int) -> None:
-        if first <= last:
-            root = max(range(first, last + 1), key=lambda position: position & -position)
-            parents[root] = parent
-            plant(first, root - 1, root)
-            plant(root + 1, last, root)
-
-    plant(1, ranks, 0)
-    return parents
-
-
-def _everyone(ranks: int, slices_of) -> list[Message]:  # type: ignore[no-untyped-def]
-    pairs = [(sender, receiver) for sender in range(ranks) for receiver in range(ranks) if sender != receiver]
-    return [Message(*pair, slices_of(*pair)) for pair in pairs]
-
-
-def _reduced(name: str, title: str, ranks: int, slices: int, steps: list[Step], per_host: int = 0) -> Played:
-    start = [[{rank} for _ in range(slices)] for rank in range(ranks)]
-    return Played(
-        name=name, title=title, ranks=ranks, slices=slices, whole=ranks, start=start, steps=steps,
-        ranks_per_host=per_host,
-    )  # fmt: skip
-
-
-def _moved(name: str, title: str, ranks: int, slices: int, steps: list[Step], owner: Sequence[int]) -> Played:
-    start = [[{rank} & {owner[index]} for index in range(slices)] for rank in range(ranks)]
-    return Played(name=name, title=title, ranks=ranks, slices=slices, whole=1, start=start, steps=steps)
-
-
-PLAYED = (
-    _reduced("one-shot", "One-shot all-reduce, four ranks", 4, 1, one_shot(4)),
-    _reduced("two-shot", "Two-shot all-reduce, three ranks", 3, 3, two_shot(3)),
-    _reduced("ring", "Ring all-reduce, four ranks", 4, 4, ring(4)),
-    _reduced("halving-doubling", "Halving-doubling all-reduce, five ranks", 5, 5, halving_doubling(5)),
-    _reduced(
-        "hierarchical", "Hierarchical all-reduce, two hosts of two ranks", 4, 4, hierarchical(2, 2), per_host=2
-    ),
-    _moved("tree", "Broadcast along a binomial tree, eight ranks", 8, 1, tree(8), owner=[0]),
-    _moved("chain", "Broadcast along a chain, four ranks, three chunks", 4, 3, chain(4, 3), owner=[0] * 3),
-    _moved("pairwise", "Pairwise all-to-all, four ranks", 4, 4, pairwise(4), owner=range(4)),
-)
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pictures().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ import shoal
 
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 if ranks > 1:
-    dist.init_process_group("gloo")
+    dist.init_process_group("shoal")
 model = shoal.parallelize(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), f"dp={ranks}")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for inputs in map(model.local, torch.randn(100, 64, 8)):  # all ranks draw the same; each takes its rows

@@ -33,7 +33,7 @@ class Residual(nn.Module):
 def main(path: str) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    dist.init_process_group("nccl" if cuda else "shoal", device_id=device if cuda else None)
     torch.manual_seed(0)
 
     model = nn.Sequential(nn.Linear(16, 64), *(Residual(64) for _ in range(4)), nn.Linear(64, 16)).to(device)

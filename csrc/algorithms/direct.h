@@ -44,7 +44,8 @@ class Direct {
   // Waits until everybody has come as far.
   void pass() { board_.pass(host_.patience, host_.alarm, operation_.deadline); }
 
-  // Waits until everybody has read what it needs, and gives a result that was written elsewhere to the caller.
+  // Waits until everybody has read what it needs, and gives a result that was written elsewhere to the
+  // caller.
   void close();
 
   // Folds everybody's input from `offset` into `out`, and writes the result to that place of everybody else's

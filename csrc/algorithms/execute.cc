@@ -9,6 +9,7 @@
 #include <string>
 
 #include "algorithms/waiting.h"
+#include "common/interruption.h"
 #include "common/reduce.h"
 
 // The steps towards one peer form a lane, those from one peer another, and those on this rank's own memory a
@@ -164,6 +165,7 @@ void Execution::run() {
       waiting_.restart();
     } else if (waiting_.has_lasted()) {
       check_deadline();
+      run_signal_handlers();
       sleep();
     }
   }
@@ -232,7 +234,8 @@ size_t Execution::copy(const Lane& lane, const Step& step) {
   const size_t bytes = std::min(step.region.bytes - lane.moved, piece_bytes);
   std::byte* const to = writable(step.region.place()) + lane.moved;
   const std::byte* const from = readable(step.from) + lane.moved;
-  if (to != from) std::memcpy(to, from, bytes);  // a caller's input may be its place in the output
+  // A caller's input may be its place in the output already.
+  if (to != from && bytes > 0) std::memcpy(to, from, bytes);
   return bytes;
 }
 

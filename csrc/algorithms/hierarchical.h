@@ -1,21 +1,48 @@
-// All-reduce in two levels: ranks of a host fold a slice each, every slice is all-reduced among the ranks that have
-// it on the different hosts, and the ranks of a host take each other's slices.
-//
-//   host 0   rank 0  [A.]--fold-->[A]       [A']--.            What crosses the network is S / g per rank, and
-//            rank 1  [.B]--fold-->[B]--net-->[B']--share-->    2 (k - 1)/k S per host, as little as can be;
-//   host 1   rank 2  [A.]--fold-->[A]--net-->[A']              k hosts of g ranks. The steps inside the hosts go
-//            rank 3  [.B]--fold-->[B]       [B']--'            through shared memory.
-//
-// A host with more ranks than another has ranks without a slice. 16-bit floats are rounded after each level.
+// Collectives in two levels, for hosts of several ranks: what crosses the network does so once per host.
 #pragma once
 
 #include <functional>
+#include <vector>
 
 #include "algorithms/host.h"
 #include "algorithms/operation.h"
+#include "algorithms/schedule.h"
 
 namespace shoal {
 
+// Which ranks of a group are on which host.
+class Hierarchy {
+ public:
+  // `hosts`: for every rank, which host it is on; equal numbers, same host.
+  explicit Hierarchy(const std::vector<int>& hosts);
+
+  int ranks() const { return static_cast<int>(host_of_.size()); }
+  int hosts() const { return static_cast<int>(ranks_.size()); }
+  const std::vector<int>& ranks_on(int host) const { return ranks_[static_cast<size_t>(host)]; }
+  int host_of(int rank) const { return host_of_[static_cast<size_t>(rank)]; }
+  int index_of(int rank) const { return index_of_[static_cast<size_t>(rank)]; }  // among its host's
+
+  // Ranks of the smallest host, and whether all hosts have as many.
+  int smallest() const { return smallest_; }
+  bool is_even() const;
+
+  // The ranks with that index, by host. `index` is below `smallest`.
+  std::vector<int> across(int index) const;
+
+ private:
+  std::vector<std::vector<int>> ranks_;  // by host, hosts in the order of their first ranks
+  std::vector<int> host_of_, index_of_;  // by rank
+  int smallest_;
+};
+
+// In place in the output. `chunk`: the most bytes of one step.
+Schedule hierarchical_all_reduce(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element, size_t chunk);
+
+// `bytes` per rank; the output holds as much for every rank. The hierarchy is even.
+Schedule hierarchical_all_gather(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element, size_t chunk);
+
+// All-reduce one level after the other: for what is small, and for sums that are to travel in 16 bits; these are
+// rounded after each level.
 // `slices` is how many ranks of every host have one: the size of the smallest host. `across` reduces a slice of the
 // sum over this host, in place, over all hosts.
 void run_hierarchical_all_reduce(const Operation& operation, Host& host, int slices,

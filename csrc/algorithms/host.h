@@ -23,16 +23,17 @@ struct Host {
   std::vector<std::byte> scratch = {};  // kept from one operation to the next
 };
 
-// One-shot: every rank copies what others need into its slot and publishes; when all have, every rank takes what
-// it needs out of the slots. One tick, S bytes written and (n - 1) S read per rank of an all-reduce. In two
-// halves, so that a caller can look whether the second would have to wait.
+// One-shot: every rank copies what others need into its slot and publishes; when all have, every rank takes
+// what it needs out of the slots. One tick, S bytes written and (n - 1) S read per rank of an all-reduce.
+// In two halves, so that a caller can look whether the second would have to wait.
 bool fits_one_shot(const Operation& operation, int size);
 void begin_one_shot(const Operation& operation, Host& host);
 void finish_one_shot(const Operation& operation, Host& host);
 
-// Direct: ranks publish where their buffers are, and read from each other's what they need; a second tick says
-// that they have, so that the buffers may be used again. All-reduce, "two-shot": rank i folds the i-th slice of
-// all, then everyone takes the slices of the others: (n - 1)/n S read twice, nothing copied besides.
+// Direct: ranks publish where their buffers are, and read from each other's what they need; a second tick
+// says that they have, so that the buffers may be used again. All-reduce, "two-shot": rank i folds the i-th
+// slice of all, then everyone takes the slices of the others: (n - 1)/n S read twice, nothing copied
+// besides.
 void run_direct(const Operation& operation, Host& host);
 
 }  // namespace shoal

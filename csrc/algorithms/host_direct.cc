@@ -11,10 +11,10 @@ namespace shoal {
 
 namespace {
 
-// Two-shot. Where every output is in a shared buffer, rank i writes slice i of the result to all outputs itself,
-// which saves a tick and a reading; otherwise everyone reads it from rank i, block by block, while the block is in
-// the cache. (Writing into a peer's private memory is never done: a rank left behind by a group that failed would
-// write into what the peer has there by then.)
+// Two-shot. Where every output is in a shared buffer, rank i writes slice i of the result to all outputs
+// itself, which saves a tick and a reading; otherwise everyone reads it from rank i, block by block, while
+// the block is in the cache. (Writing into a peer's private memory is never done: a rank left behind by a
+// group that failed would write into what the peer has there by then.)
 void all_reduce(const Operation& op, Host& host) {
   Direct direct(op, host, op.bytes, op.bytes);
   direct.open();

@@ -38,11 +38,11 @@ Payload payload_of(const Operation& op, const Board& board) {
 
 // Folds the bytes from `offset` of every slot into `out`.
 void fold_slots(const Operation& op, const Board& board, size_t offset) {
-  constexpr int kMany = 64;
-  const void* few[kMany];
+  constexpr int few_ranks = 64;
+  const void* few[few_ranks];
   std::vector<const void*> many;
   const void** slots = few;
-  if (board.size() > kMany) {
+  if (board.size() > few_ranks) {
     many.resize(static_cast<size_t>(board.size()));
     slots = many.data();
   }
@@ -50,11 +50,14 @@ void fold_slots(const Operation& op, const Board& board, size_t offset) {
   combine(op.dtype, op.reduction, op.output, slots, board.size(), op.bytes / size_of(op.dtype), board.size());
 }
 
+// Copies a part out of a slot to the output's part `part`.
+void take_part(const Operation& op, const std::byte* from, int part) {
+  if (op.bytes == 0) return;  // then there may be no output
+  std::memcpy(static_cast<std::byte*>(op.output) + static_cast<size_t>(part) * op.bytes, from, op.bytes);
+}
+
 void gather_slots(const Operation& op, const Board& board) {
-  auto* out = static_cast<std::byte*>(op.output);
-  for (int index = 0; index < board.size(); ++index) {
-    std::memcpy(out + static_cast<size_t>(index) * op.bytes, board.slot(index), op.bytes);
-  }
+  for (int index = 0; index < board.size(); ++index) take_part(op, board.slot(index), index);
 }
 
 }  // namespace
@@ -113,12 +116,10 @@ void finish_one_shot(const Operation& op, Host& host) {
     case Collective::broadcast:
       if (is_root) return;
       await_root();
-      std::memcpy(op.output, board.slot(op.root), op.bytes);
-      return;
+      return take_part(op, board.slot(op.root), 0);
     case Collective::scatter:
       await_root();
-      std::memcpy(op.output, board.slot(op.root) + own * op.bytes, op.bytes);
-      return;
+      return take_part(op, board.slot(op.root) + own * op.bytes, 0);
     default:
       return;
   }

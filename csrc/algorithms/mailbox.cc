@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 
+#include "common/interruption.h"
 #include "common/quiet_thread.h"
 
 namespace shoal {
@@ -57,7 +58,7 @@ std::shared_ptr<Message> Mailbox::receive(int peer, int tag, void* data, size_t 
   for (auto early = early_.begin(); early != early_.end(); ++early) {
     if (early->wanted_by || early->header.tag != tag || (peer >= 0 && early->peer != peer)) continue;
     early->wanted_by = message;
-    message->peer = early->peer;
+    message->sender = early->peer;
     if (early->complete) {
       attempt([&] { deliver(*early); });
       early_.erase(early);
@@ -77,30 +78,56 @@ void Mailbox::request_link(int peer) {
   is_requested_[at] = true;
 }
 
+// While there is one, the mailbox's own thread has nothing to do. Made and gone with the lock held.
+class Mailbox::Waiter {
+ public:
+  Waiter(Mailbox& mailbox, std::unique_lock<std::mutex>& lock) : mailbox_(mailbox), lock_(lock) {
+    ++mailbox_.waiters_;
+  }
+  ~Waiter() {
+    if (!lock_.owns_lock()) lock_.lock();
+    --mailbox_.waiters_;
+    mailbox_.leave_to_thread();
+  }
+  Waiter(const Waiter&) = delete;
+
+ private:
+  Mailbox& mailbox_;
+  std::unique_lock<std::mutex>& lock_;
+};
+
 void Mailbox::wait(Message& message, const Patience& patience, const Deadline& deadline) {
-  if (!message.done.load(std::memory_order_acquire)) {
-    constexpr unsigned rounds_per_look_at_the_clock = 256;
-    std::unique_lock lock(mutex_);
-    ++waiters_;
-    int idle = 0;  // rounds since something moved
-    for (unsigned round = 1; !message.done.load(std::memory_order_acquire); ++round) {
-      idle = progress() ? 0 : idle + 1;
-      const bool is_patient = idle > patience.spins + patience.yields;
-      if ((is_patient || round % rounds_per_look_at_the_clock == 0) && deadline.has_passed()) {
-        // Ends the other messages too, so that nothing is written any more to where this one's bytes are.
-        attempt([&] { deadline.check(message.peer); });
-      } else if (is_patient) {
-        sleep(lock);
-      } else if (idle > 0) {
-        lock.unlock();
-        idle < patience.spins ? pause_briefly() : static_cast<void>(sched_yield());
-        lock.lock();
-      }
-    }
-    --waiters_;
-    leave_to_thread();
+  if (!wait_until(message, patience, deadline)) {
+    // Ends the other messages too, so that nothing is written any more to where this one's bytes are.
+    std::lock_guard lock(mutex_);
+    if (!message.done) attempt([&] { deadline.check(message.peer); });
   }
   if (message.failure) std::rethrow_exception(message.failure);
+}
+
+bool Mailbox::wait_until(Message& message, const Patience& patience, const Deadline& limit) {
+  if (message.done.load(std::memory_order_acquire)) return true;
+  constexpr unsigned rounds_per_look_at_the_clock = 256;
+  std::unique_lock lock(mutex_);
+  const Waiter waiter(*this, lock);
+  int idle = 0;  // rounds since something moved
+  for (unsigned round = 1; !message.done.load(std::memory_order_acquire); ++round) {
+    idle = progress() ? 0 : idle + 1;
+    const bool is_patient = idle > patience.spins + patience.yields;
+    if ((is_patient || round % rounds_per_look_at_the_clock == 0) && limit.has_passed()) return false;
+    if (idle == 0) continue;
+    if (is_patient) sleep(lock);
+    lock.unlock();
+    if (is_patient) {
+      run_signal_handlers();
+    } else if (idle < patience.spins) {
+      pause_briefly();
+    } else {
+      sched_yield();
+    }
+    lock.lock();
+  }
+  return true;
 }
 
 void Mailbox::wake() {
@@ -111,8 +138,8 @@ void Mailbox::wake() {
   changed_.notify_all();
 }
 
-// Moves what can be moved; true if anything was. The lock is held. Everybody's messages are taken in, wanted yet
-// or not: who waits for one peer must not block another.
+// Moves what can be moved; true if anything was. The lock is held. Everybody's messages are taken in,
+// wanted yet or not: who waits for one peer must not block another.
 bool Mailbox::progress() {
   if (broken_) return false;
   bool moved = false;
@@ -179,10 +206,14 @@ bool Mailbox::progress_receives(int peer, Link& link) {
     while (in.received < total) {
       std::byte thrown_away[4096];
       const bool is_wanted = in.message || in.is_early;
-      std::byte* const begin = in.message ? in.message->data : is_wanted ? in.early->bytes.data() : thrown_away;
       const size_t left = total - in.received;
-      const size_t got = is_wanted ? link.receive(begin + in.received, left)
-                                   : link.receive(thrown_away, std::min(sizeof thrown_away, left));
+      size_t got;
+      if (is_wanted) {
+        std::byte* const begin = in.message ? in.message->data : in.early->bytes.data();
+        got = link.receive(begin + in.received, left);
+      } else {
+        got = link.receive(thrown_away, std::min(sizeof thrown_away, left));
+      }
       if (got == 0) return moved;
       moved = true;
       in.received += got;
@@ -200,7 +231,7 @@ void Mailbox::begin(int peer, Incoming& in) {
   });
   if (wanted != posted_.end()) {
     in.message = *wanted;
-    in.message->peer = peer;
+    in.message->sender = peer;
     posted_.erase(wanted);
     if (!check_size(peer, in.header, *in.message)) in.message = nullptr;
     return;
@@ -300,7 +331,7 @@ void Mailbox::sleep(std::unique_lock<std::mutex>& lock) {
     const bool is_sending = !outgoing_[static_cast<size_t>(peer)].empty();
     if (Link* link = peers_.links.find(peer)) link->append_poll(fds, is_sending, true);
   }
-  const uint32_t seen = peers_.doorbell != nullptr ? peers_.doorbell->value.load(std::memory_order_seq_cst) : 0;
+  const uint32_t seen = peers_.doorbell != nullptr ? peers_.doorbell->value.load() : 0;
   if (progress()) return;  // something came while this thread was getting ready
   lock.unlock();
   if (peers_.doorbell != nullptr && fds.empty()) {

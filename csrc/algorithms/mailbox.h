@@ -1,8 +1,8 @@
 // Messages from one rank to another, matched by sender and tag.
 //
-// A message is a header and its bytes, written to the link towards its receiver. A large one between processes
-// of a host that may read each other's memory is only offered: the receiver reads it from where it lies, when
-// it wants it, and then says so. What comes before anybody asked for it is kept here.
+// A message is a header and its bytes, written to the link towards its receiver. A large one between
+// processes of a host that may read each other's memory is only offered: the receiver reads it from where
+// it lies, when it wants it, and then says so. What comes before anybody asked for it is kept here.
 //
 // Whoever waits makes all messages of the group progress; while nobody waits, a thread of the mailbox does.
 #pragma once
@@ -30,10 +30,11 @@ namespace shoal {
 
 // A send or a receive that was posted.
 struct Message {
-  int peer;  // -1 of a receive: from anyone; the sender, once it is known
-  int tag;
+  const int peer;  // -1 of a receive: from anyone
+  const int tag;
   std::byte* data;  // of a send it is only read
   size_t bytes;
+  int sender = -1;      // of a receive, read after `done`
   double finished = 0;  // when it was done, in seconds of the monotonic clock
   std::atomic<bool> done{false};
   std::exception_ptr failure;  // read after `done`
@@ -57,13 +58,18 @@ class Mailbox {
   std::shared_ptr<Message> send(int peer, int tag, const void* data, size_t bytes);
   std::shared_ptr<Message> receive(int peer, int tag, void* data, size_t bytes);
 
-  // Returns when the message is done; throws what went wrong with it.
+  // Returns when the message is done; throws what went wrong with it. After the deadline no message is
+  // served.
   void wait(Message& message, const Patience& patience, const Deadline& deadline);
+
+  // Returns then at the latest: false if the message is not done. Throws nothing but Interrupted.
+  bool wait_until(Message& message, const Patience& patience, const Deadline& limit);
 
   // Ends what the alarm has ended.
   void wake();
 
  private:
+  class Waiter;
   struct Header {
     enum class Kind : uint32_t { bytes, offer, taken };
     Kind kind = Kind::bytes;

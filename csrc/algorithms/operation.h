@@ -42,15 +42,16 @@ struct Operation {
   int root = 0;
   const void* input = nullptr;
   void* output = nullptr;
-  // all_reduce, broadcast, reduce: of the whole; all_gather, reduce_scatter, gather, scatter: of one rank's part.
+  // all_reduce, broadcast, reduce: of the whole; all_gather, reduce_scatter, gather, scatter: of one rank's
+  // part.
   size_t bytes = 0;
   // all_to_all: what goes to (comes from) each rank, in the order of ranks, without gaps.
   std::vector<size_t> send_bytes, receive_bytes;
   Deadline deadline = Deadline::after(1800);
 };
 
-// Throws Failure(Code::invalid) for what no algorithm can do among `size` ranks. All ranks find the same, and none has
-// sent anything yet.
+// Throws Failure(Code::invalid) for what no algorithm can do among `size` ranks. All ranks find the same,
+// and none has sent anything yet.
 void require_possible(const Operation& operation, int size);
 
 }  // namespace shoal

@@ -39,7 +39,7 @@ void OverLinks::run_narrow(const Operation& op, int divisor) {
 }
 
 void OverLinks::run_as_is(const Operation& op, int divisor) {
-  const Schedule schedule = schedule_of(op, rank_, size_);
+  const Schedule schedule = schedule_of(op, rank_, hierarchy_);
   if (scratch_.size() < schedule.scratch_bytes) scratch_.resize(schedule.scratch_bytes);
   const void* input = op.input;
   void* output = op.output;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
+#include "algorithms/hierarchical.h"
 #include "algorithms/operation.h"
 #include "common/alarm.h"
 #include "transport/link.h"
@@ -12,12 +14,12 @@ namespace shoal {
 
 class OverLinks {
  public:
-  // `rank` among `size`, as `links` number them.
-  OverLinks(int rank, int size, Links& links, const Alarm& alarm)
-      : rank_(rank), size_(size), links_(links), alarm_(alarm) {}
+  // `rank` among those of the hierarchy, as `links` number them.
+  OverLinks(int rank, Hierarchy hierarchy, Links& links, const Alarm& alarm)
+      : rank_(rank), size_(hierarchy.ranks()), hierarchy_(std::move(hierarchy)), links_(links), alarm_(alarm) {}
 
-  // Does the operation. Sums of 16-bit floats that travel unfinished are float32 throughout; `average` divides
-  // by `divisor`, or by the number of ranks if that is 0.
+  // Does the operation. Sums of 16-bit floats that travel unfinished are float32 throughout; `average`
+  // divides by `divisor`, or by the number of ranks if that is 0.
   void run(const Operation& operation, int divisor = 0);
 
  private:
@@ -25,6 +27,7 @@ class OverLinks {
   void run_as_is(const Operation& operation, int divisor);
 
   const int rank_, size_;
+  const Hierarchy hierarchy_;
   Links& links_;
   const Alarm& alarm_;
   std::vector<std::byte> scratch_;

@@ -1,5 +1,7 @@
 #include "algorithms/ring.h"
 
+#include <numeric>
+
 #include "algorithms/slice.h"
 
 // The buffer is cut into one slice per rank. In step s of n - 1, rank r sends slice r - s to the next rank
@@ -48,56 +50,86 @@ int most_chunks(const std::vector<size_t>& boundaries, size_t chunk) {
   return chunk_count(longest, chunk);
 }
 
+// A ring of all ranks of a group.
+std::vector<int> everyone(int size) {
+  std::vector<int> ranks(static_cast<size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 }  // namespace
+
+void add_ring_all_reduce(Schedule& schedule, const std::vector<int>& ranks, int own, Region region, size_t element,
+                         size_t chunk, const Ready& ready, const Finished& finished) {
+  const Ring ring{own, static_cast<int>(ranks.size())};
+  const int next = ranks[static_cast<size_t>(ring.next())], previous = ranks[static_cast<size_t>(ring.previous())];
+  const auto boundaries = slice_boundaries(region.bytes, element, ring.size);
+  chunk = chunk_bytes(element, chunk);
+  const int chunks = most_chunks(boundaries, chunk);
+  const auto piece_of = [&](int part, int index) {
+    Region piece = chunk_of(slice(region.space, boundaries, part), chunk, index);
+    piece.offset += region.offset;
+    return piece;
+  };
+  std::vector<int> arrived(chunks_per_lap, no_step);  // the step that brought what the next step sends
+  for (int lap = 0; lap < chunks; lap += chunks_per_lap) {
+    const int end = std::min(chunks, lap + chunks_per_lap);
+    for (int index = lap; index < end; ++index) {
+      const Region first = piece_of(ring.sent(0), index);
+      arrived[static_cast<size_t>(index - lap)] = ready(first);
+      if (ring.size == 1) finished(first, arrived[static_cast<size_t>(index - lap)]);
+    }
+    for (int step = 0; step < 2 * (ring.size - 1); ++step) {
+      for (int index = lap; index < end; ++index) {
+        int& last = arrived[static_cast<size_t>(index - lap)];
+        schedule.send(next, piece_of(ring.sent(step), index), last);
+        const Region piece = piece_of(ring.received(step), index);
+        last = step < ring.size - 1 ? schedule.receive_reduce(previous, piece, piece.place(), ready(piece))
+                                    : schedule.receive(previous, piece, no_step);
+        if (step >= ring.size - 2) finished(piece, last);
+      }
+    }
+  }
+}
 
 Schedule ring_all_reduce(int rank, int size, size_t bytes, size_t element, size_t chunk) {
   Schedule schedule;
   if (size == 1) return schedule;
-  const Ring ring{rank, size};
-  const auto boundaries = slice_boundaries(bytes, element, size);
-  chunk = chunk_bytes(element, chunk);
-  const int chunks = most_chunks(boundaries, chunk);
-  std::vector<int> arrived(chunks_per_lap, no_step);  // the step that brought what the next step sends
-  for (int lap = 0; lap < chunks; lap += chunks_per_lap) {
-    const int end = std::min(chunks, lap + chunks_per_lap);
-    std::fill(arrived.begin(), arrived.end(), no_step);
-    for (int step = 0; step < 2 * (size - 1); ++step) {
-      const Region leaving = slice(Space::output, boundaries, ring.sent(step));
-      const Region coming = slice(Space::output, boundaries, ring.received(step));
-      for (int index = lap; index < end; ++index) {
-        int& ready = arrived[static_cast<size_t>(index - lap)];
-        schedule.send(ring.next(), chunk_of(leaving, chunk, index), ready);
-        const Region piece = chunk_of(coming, chunk, index);
-        ready = step < size - 1 ? schedule.receive_reduce(ring.previous(), piece, piece.place(), no_step)
-                                : schedule.receive(ring.previous(), piece, no_step);
-      }
-    }
-  }
+  add_ring_all_reduce(schedule, everyone(size), rank, {Space::output, 0, bytes}, element, chunk,
+                      [](const Region&) { return no_step; }, [](const Region&, int) {});
   return schedule;
 }
 
-Schedule ring_all_gather(int rank, int size, size_t bytes, size_t element, size_t chunk) {
-  Schedule schedule;
-  const Ring ring{rank, size};
-  const auto boundaries = part_boundaries(bytes, size);
-  schedule.copy(slice(Space::output, boundaries, rank), {Space::input, 0}, no_step);
+void add_ring_all_gather(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
+                         size_t chunk, const Finished& finished) {
+  const Ring ring{own, static_cast<int>(ranks.size())};
+  const int next = ranks[static_cast<size_t>(ring.next())], previous = ranks[static_cast<size_t>(ring.previous())];
+  const auto part = [&](int index) {
+    return Region{Space::output, static_cast<size_t>(ranks[static_cast<size_t>(index)]) * bytes, bytes};
+  };
+  schedule.copy(part(own), {Space::input, 0}, no_step);
   chunk = chunk_bytes(element, chunk);
   const int chunks = chunk_count(bytes, chunk);
   std::vector<int> arrived(chunks_per_lap, no_step);
   for (int lap = 0; lap < chunks; lap += chunks_per_lap) {
     const int end = std::min(chunks, lap + chunks_per_lap);
     std::fill(arrived.begin(), arrived.end(), no_step);
-    for (int step = 0; step < size - 1; ++step) {
-      const Region own{Space::input, 0, bytes};
-      const Region leaving = step == 0 ? own : slice(Space::output, boundaries, ring.sent(step));
-      const Region coming = slice(Space::output, boundaries, ring.received(step));
+    for (int step = 0; step < ring.size - 1; ++step) {
+      const Region leaving = step == 0 ? Region{Space::input, 0, bytes} : part(ring.sent(step));
       for (int index = lap; index < end; ++index) {
-        int& ready = arrived[static_cast<size_t>(index - lap)];
-        schedule.send(ring.next(), chunk_of(leaving, chunk, index), ready);
-        ready = schedule.receive(ring.previous(), chunk_of(coming, chunk, index), no_step);
+        int& last = arrived[static_cast<size_t>(index - lap)];
+        schedule.send(next, chunk_of(leaving, chunk, index), last);
+        const Region piece = chunk_of(part(ring.received(step)), chunk, index);
+        last = schedule.receive(previous, piece, no_step);
+        finished(piece, last);
       }
     }
   }
+}
+
+Schedule ring_all_gather(int rank, int size, size_t bytes, size_t element, size_t chunk) {
+  Schedule schedule;
+  add_ring_all_gather(schedule, everyone(size), rank, bytes, element, chunk, [](const Region&, int) {});
   return schedule;
 }
 

@@ -3,6 +3,9 @@
 // Patarasuk, Yuan: Bandwidth optimal all-reduce algorithms for clusters of workstations (2009).
 #pragma once
 
+#include <functional>
+#include <vector>
+
 #include "algorithms/schedule.h"
 
 namespace shoal {
@@ -16,5 +19,22 @@ Schedule ring_all_gather(int rank, int size, size_t bytes, size_t element, size_
 // The input holds size * bytes, the output `bytes`. Scratch: about ten chunks, or two parts if they are
 // smaller.
 Schedule ring_reduce_scatter(int rank, int size, size_t bytes, size_t element, size_t chunk);
+
+// --- a ring as a part of a schedule: the one of `ranks` in which this rank is at the place `own` ---
+
+// Adds what has to be done before a piece leaves or is folded; returns its last step.
+using Ready = std::function<int(const Region& piece)>;
+
+// Told of each piece that holds its result once `step` is done.
+using Finished = std::function<void(const Region& piece, int step)>;
+
+// In place in the region. `ready` is asked once for each piece, in the order in which they are needed.
+void add_ring_all_reduce(Schedule& schedule, const std::vector<int>& ranks, int own, Region region, size_t element,
+                         size_t chunk, const Ready& ready, const Finished& finished);
+
+// The part of each rank goes to its place among those of the whole group, in the output. `finished` is told of
+// others' parts only.
+void add_ring_all_gather(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
+                         size_t chunk, const Finished& finished);
 
 }  // namespace shoal

@@ -13,7 +13,7 @@ namespace shoal {
 
 namespace {
 
-constexpr size_t kChunk = 256 * 1024;
+constexpr size_t chunk_limit = 256 * 1024;
 
 std::vector<Extent> extents(const std::vector<size_t>& bytes) {
   std::vector<Extent> all;
@@ -27,33 +27,54 @@ std::vector<Extent> extents(const std::vector<size_t>& bytes) {
 
 }  // namespace
 
-Schedule schedule_of(const Operation& op, int rank, int size) {
+Schedule schedule_of(const Operation& op, int rank, const Hierarchy& hierarchy) {
+  const int size = hierarchy.ranks();
   const size_t element = size_of(op.dtype);
-  const Algorithm algorithm = op.algorithm;
   switch (op.collective) {
     case Collective::barrier:
       return recursive_doubling_all_gather(rank, size, 1);
     case Collective::all_reduce:
-      if (algorithm == Algorithm::one_shot) return one_shot_all_reduce(rank, size, op.bytes, element, kChunk);
-      if (algorithm == Algorithm::direct) return two_shot_all_reduce(rank, size, op.bytes, element, kChunk);
-      if (algorithm == Algorithm::ring) return ring_all_reduce(rank, size, op.bytes, element, kChunk);
-      if (algorithm == Algorithm::halving_doubling) return halving_doubling_all_reduce(rank, size, op.bytes, element);
-      if (algorithm == Algorithm::double_tree) return double_tree_all_reduce(rank, size, op.bytes, element, kChunk);
-      break;
+      switch (op.algorithm) {
+        case Algorithm::one_shot:
+          return one_shot_all_reduce(rank, size, op.bytes, element, chunk_limit);
+        case Algorithm::direct:
+          return two_shot_all_reduce(rank, size, op.bytes, element, chunk_limit);
+        case Algorithm::ring:
+          return ring_all_reduce(rank, size, op.bytes, element, chunk_limit);
+        case Algorithm::halving_doubling:
+          return halving_doubling_all_reduce(rank, size, op.bytes, element);
+        case Algorithm::double_tree:
+          return double_tree_all_reduce(rank, size, op.bytes, element, chunk_limit);
+        case Algorithm::hierarchical:
+          return hierarchical_all_reduce(hierarchy, rank, op.bytes, element, chunk_limit);
+        default:
+          throw Failure(Code::invalid, -1, "all-reduce over links has no such algorithm");
+      }
     case Collective::all_gather:
-      if (algorithm == Algorithm::ring) return ring_all_gather(rank, size, op.bytes, element, kChunk);
-      if (algorithm == Algorithm::halving_doubling) return recursive_doubling_all_gather(rank, size, op.bytes);
+      if (op.algorithm == Algorithm::hierarchical && hierarchy.is_even()) {
+        return hierarchical_all_gather(hierarchy, rank, op.bytes, element, chunk_limit);
+      }
+      if (op.algorithm == Algorithm::ring) return ring_all_gather(rank, size, op.bytes, element, chunk_limit);
+      if (op.algorithm == Algorithm::halving_doubling) {
+        return recursive_doubling_all_gather(rank, size, op.bytes);
+      }
       return direct_all_gather(rank, size, op.bytes);
     case Collective::reduce_scatter:
-      if (algorithm == Algorithm::ring) return ring_reduce_scatter(rank, size, op.bytes, element, kChunk);
-      if (algorithm == Algorithm::halving_doubling) return recursive_halving_reduce_scatter(rank, size, op.bytes);
-      return direct_reduce_scatter(rank, size, op.bytes, element, kChunk);
+      if (op.algorithm == Algorithm::ring) return ring_reduce_scatter(rank, size, op.bytes, element, chunk_limit);
+      if (op.algorithm == Algorithm::halving_doubling) {
+        return recursive_halving_reduce_scatter(rank, size, op.bytes);
+      }
+      return direct_reduce_scatter(rank, size, op.bytes, element, chunk_limit);
     case Collective::broadcast:
-      if (algorithm == Algorithm::chain) return chain_broadcast(rank, size, op.root, op.bytes, element, kChunk);
-      return tree_broadcast(rank, size, op.root, op.bytes, element, kChunk);
+      if (op.algorithm == Algorithm::chain) {
+        return chain_broadcast(rank, size, op.root, op.bytes, element, chunk_limit);
+      }
+      return tree_broadcast(rank, size, op.root, op.bytes, element, chunk_limit);
     case Collective::reduce:
-      if (algorithm == Algorithm::chain) return chain_reduce(rank, size, op.root, op.bytes, element, kChunk);
-      return tree_reduce(rank, size, op.root, op.bytes, element, kChunk);
+      if (op.algorithm == Algorithm::chain) {
+        return chain_reduce(rank, size, op.root, op.bytes, element, chunk_limit);
+      }
+      return tree_reduce(rank, size, op.root, op.bytes, element, chunk_limit);
     case Collective::gather:
       return direct_gather(rank, size, op.root, op.bytes);
     case Collective::scatter:

@@ -1,14 +1,15 @@
 // From an operation to its schedule over links.
 #pragma once
 
+#include "algorithms/hierarchical.h"
 #include "algorithms/operation.h"
 #include "algorithms/schedule.h"
 
 namespace shoal {
 
-// The schedule of `rank` among `size`. For an all-reduce the output holds the input already.
+// The schedule of `rank`. For an all-reduce the output holds the input already.
 // Throws Failure(Code::invalid) if the collective has no such algorithm.
-Schedule schedule_of(const Operation& operation, int rank, int size);
+Schedule schedule_of(const Operation& operation, int rank, const Hierarchy& hierarchy);
 
 // Whether ranks pass on sums that are not complete yet. Of 16-bit floats those have to be kept as float32.
 bool passes_on_sums(const Operation& operation);

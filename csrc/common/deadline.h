@@ -11,7 +11,8 @@ class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The moment that it is, in seconds of the clock that deadlines are on, which is the system's monotonic one.
+  // The moment that it is, in seconds of the clock that deadlines are on, which is the system's monotonic
+  // one.
   static double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
   static Deadline after(double seconds) {

@@ -16,6 +16,8 @@ enum class Code : int {
   mismatch = 6,      // ranks called different operations, sizes or types (SHOAL_DEBUG=1)
   system = 7,        // the operating system refused something
   refused = 8,       // a connection without the group's secret
+  interrupted = 9,   // a signal handler raised while the thread waited; the operation may go on
+  unfinished = 10,   // the time given to a wait ran out; the operation goes on
 };
 
 // `rank` is the rank (within the group) that the failure is about, or -1.

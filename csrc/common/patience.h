@@ -13,6 +13,7 @@
 
 #include "common/alarm.h"
 #include "common/deadline.h"
+#include "common/interruption.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -43,7 +44,8 @@ struct alignas(64) Flag {
 
   // Sleeps while the value is `seen`, at most `seconds`.
   void sleep(uint32_t seen, double seconds) {
-    const timespec limit{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<time_t>(seconds)) * 1e9)};
+    const auto whole = static_cast<time_t>(seconds);
+    const timespec limit{whole, static_cast<long>((seconds - static_cast<double>(whole)) * 1e9)};
     sleepers.fetch_add(1, std::memory_order_seq_cst);
     if (value.load(std::memory_order_seq_cst) == seen) {
       syscall(SYS_futex, &value, FUTEX_WAIT, seen, &limit, nullptr, 0);
@@ -56,7 +58,8 @@ struct Patience {
   int spins = 2000;  // looks with a pause between: some tens of microseconds
   int yields = 50;   // looks after letting others run
 
-  // Returns when `ready(value)` holds for the flag's value. Throws what the alarm holds, or a timeout.
+  // Returns when `ready(value)` holds for the flag's value. Throws what the alarm holds, a timeout, or
+  // Interrupted.
   template <class Ready>
   void await(Flag& flag, const Ready& ready, const Alarm& alarm, const Deadline& deadline, int rank) const {
     for (int spin = 0; spin < spins; ++spin) {
@@ -73,6 +76,7 @@ struct Patience {
       if (ready(seen)) return;
       alarm.check();
       deadline.check(rank);
+      run_signal_handlers();
       flag.sleep(seen, slice);
     }
   }

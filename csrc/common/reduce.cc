@@ -42,17 +42,6 @@ Task simplest_form(Dtype dtype, Reduction op, size_t count) {
   return {dtype, op, count};
 }
 
-using Tables = FoldTable VectorUnit::*;
-
-void combine_by(Tables table, Dtype dtype, Reduction op, void* out, const void* const* inputs, int n,
-                size_t count, int divisor) {
-  require_supported(dtype, op);
-  assert(n >= 1 && divisor >= 1);
-  const Task task = simplest_form(dtype, op, count);
-  const FoldKernel fold = (current_vector_unit().*table).at(task.op, task.dtype);
-  fold(out, inputs, n, task.count, divisor);
-}
-
 const Conversion& conversion_of(Dtype dtype) {
   assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16);
   const VectorUnit& unit = current_vector_unit();
@@ -63,12 +52,11 @@ const Conversion& conversion_of(Dtype dtype) {
 
 void combine(Dtype dtype, Reduction op, void* out, const void* const* inputs, int n, size_t count,
              int divisor) {
-  combine_by(&VectorUnit::cached, dtype, op, out, inputs, n, count, divisor);
-}
-
-void combine_streaming(Dtype dtype, Reduction op, void* out, const void* const* inputs, int n, size_t count,
-                       int divisor) {
-  combine_by(&VectorUnit::streaming, dtype, op, out, inputs, n, count, divisor);
+  require_supported(dtype, op);
+  assert(n >= 1 && divisor >= 1);
+  const Task task = simplest_form(dtype, op, count);
+  const FoldKernel fold = current_vector_unit().folds.at(task.op, task.dtype);
+  fold(out, inputs, n, task.count, divisor);
 }
 
 void copy_streaming(void* out, const void* in, size_t bytes) {
@@ -77,8 +65,7 @@ void copy_streaming(void* out, const void* in, size_t bytes) {
     if (bytes > 0) std::memcpy(out, in, bytes);
     return;
   }
-  // The fold of a single input is a copy.
-  combine_streaming(Dtype::uint8, Reduction::bit_or, out, &in, 1, bytes);
+  current_vector_unit().copy(out, in, bytes);
 }
 
 void widen(Dtype from, float* out, const void* in, size_t count) {

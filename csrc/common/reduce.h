@@ -12,18 +12,14 @@ namespace shoal {
 // float16 and bfloat16 are folded in float32 and rounded (to nearest, ties to even) once. `average` folds the
 // sum and divides it by `divisor` before rounding. `minimum` and `maximum` give NaN where an input has NaN.
 // On booleans sum, maximum and bit_or are "or"; product, minimum and bit_and are "and"; bit_xor is "xor".
-// `out` may be one of the inputs; otherwise nothing overlaps. Pointers need no alignment beyond the element's.
-// Results do not depend on which vector unit was used: every path rounds alike and folds in the same order.
+// `out` may be one of the inputs; otherwise nothing overlaps. Pointers need no alignment beyond the
+// element's. Results do not depend on which vector unit was used: every path rounds alike and folds in the
+// same order.
 //
 // Throws Failure(Code::invalid) for bit operations and average on types that have none: bit operations on
 // floating point, average on booleans.
 void combine(Dtype dtype, Reduction op, void* out, const void* const* inputs, int n, size_t count,
              int divisor = 1);
-
-// As `combine`, but writes past the caches where the processor can: for results that are read much later or by
-// another core.
-void combine_streaming(Dtype dtype, Reduction op, void* out, const void* const* inputs, int n, size_t count,
-                       int divisor = 1);
 
 // Copies without leaving the destination in the caches, where the processor can.
 void copy_streaming(void* out, const void* in, size_t bytes);

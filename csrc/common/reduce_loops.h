@@ -95,20 +95,21 @@ void fold(void* out, const void* const* inputs, int n, size_t count, int divisor
   Fold<Unit, Element, Operation>(out, inputs, n, divisor).template run<CachedStore>(0, count);
 }
 
-// Stores that pass by the caches must be aligned, and are fast where whole cache lines are written. So what
-// lies before the first whole line is stored the usual way.
-template <class Unit, class Element, class Operation>
-void fold_streaming(void* out, const void* const* inputs, int n, size_t count, int divisor) {
-  constexpr size_t line = 64, size = sizeof(typename Element::Stored);
-  const size_t bytes_before = -reinterpret_cast<uintptr_t>(out) % line;
-  const size_t before = bytes_before / size;
-  if (bytes_before % size != 0 || before >= count)
-    return fold<Unit, Element, Operation>(out, inputs, n, count, divisor);
-
-  fold<Unit, Element, Operation>(out, inputs, n, before, divisor);
-  Fold<Unit, Element, Operation>(out, inputs, n, divisor)
-      .template run<typename Unit::StreamingStore>(before, count);
-  Unit::fence();
+// A copy is the fold of one input. Stores that pass by the caches must be aligned, and are fast where whole
+// cache lines are written. So what lies before the first whole line is stored the usual way.
+template <class Unit>
+void copy(void* out, const void* in, size_t bytes) {
+  const Fold<Unit, Plain<Unit, uint8_t>, BitOr> all(out, &in, 1, 1);
+  if constexpr (requires { typename Unit::StreamingStore; }) {
+    constexpr size_t line = 64;
+    const size_t unaligned = -reinterpret_cast<uintptr_t>(out) % line;
+    const size_t before = unaligned < bytes ? unaligned : bytes;
+    all.template run<CachedStore>(0, before);
+    all.template run<typename Unit::StreamingStore>(before, bytes);
+    Unit::fence();
+  } else {
+    all.template run<CachedStore>(0, bytes);
+  }
 }
 
 // ---- Conversions
@@ -143,43 +144,31 @@ void narrow_all(void* out, const float* in, size_t count) {
 
 // ---- The tables
 
-template <class Unit>
-struct Cached {
-  template <class Element, class Operation>
-  static constexpr FoldKernel kernel = fold<Unit, Element, Operation>;
-};
-
-template <class Unit>
-struct Streaming {
-  template <class Element, class Operation>
-  static constexpr FoldKernel kernel = fold_streaming<Unit, Element, Operation>;
-};
-
-template <class Stores, class Element>
+template <class Unit, class Element>
 constexpr void add_arithmetic(FoldTable& table, Dtype dtype) {
-  table.at(Reduction::sum, dtype) = Stores::template kernel<Element, Sum>;
-  table.at(Reduction::average, dtype) = Stores::template kernel<Element, Average>;
-  table.at(Reduction::minimum, dtype) = Stores::template kernel<Element, Minimum>;
-  table.at(Reduction::maximum, dtype) = Stores::template kernel<Element, Maximum>;
-  table.at(Reduction::product, dtype) = Stores::template kernel<Element, Product>;
+  table.at(Reduction::sum, dtype) = fold<Unit, Element, Sum>;
+  table.at(Reduction::average, dtype) = fold<Unit, Element, Average>;
+  table.at(Reduction::minimum, dtype) = fold<Unit, Element, Minimum>;
+  table.at(Reduction::maximum, dtype) = fold<Unit, Element, Maximum>;
+  table.at(Reduction::product, dtype) = fold<Unit, Element, Product>;
 }
 
-template <class Unit, class Stores>
+template <class Unit>
 constexpr FoldTable make_table() {
   FoldTable table;
-  add_arithmetic<Stores, Plain<Unit, float>>(table, Dtype::float32);
-  add_arithmetic<Stores, Plain<Unit, double>>(table, Dtype::float64);
-  add_arithmetic<Stores, typename Unit::Float16>(table, Dtype::float16);
-  add_arithmetic<Stores, PairedHalves<Unit, Bfloat16Format>>(table, Dtype::bfloat16);
-  add_arithmetic<Stores, Plain<Unit, int8_t>>(table, Dtype::int8);
-  add_arithmetic<Stores, Plain<Unit, uint8_t>>(table, Dtype::uint8);
-  add_arithmetic<Stores, Plain<Unit, int16_t>>(table, Dtype::int16);
-  add_arithmetic<Stores, Plain<Unit, int32_t>>(table, Dtype::int32);
-  add_arithmetic<Stores, Plain<Unit, int64_t>>(table, Dtype::int64);
+  add_arithmetic<Unit, Plain<Unit, float>>(table, Dtype::float32);
+  add_arithmetic<Unit, Plain<Unit, double>>(table, Dtype::float64);
+  add_arithmetic<Unit, typename Unit::Float16>(table, Dtype::float16);
+  add_arithmetic<Unit, PairedHalves<Unit, Bfloat16Format>>(table, Dtype::bfloat16);
+  add_arithmetic<Unit, Plain<Unit, int8_t>>(table, Dtype::int8);
+  add_arithmetic<Unit, Plain<Unit, uint8_t>>(table, Dtype::uint8);
+  add_arithmetic<Unit, Plain<Unit, int16_t>>(table, Dtype::int16);
+  add_arithmetic<Unit, Plain<Unit, int32_t>>(table, Dtype::int32);
+  add_arithmetic<Unit, Plain<Unit, int64_t>>(table, Dtype::int64);
   using Bytes = Plain<Unit, uint8_t>;
-  table.at(Reduction::bit_and, Dtype::uint8) = Stores::template kernel<Bytes, BitAnd>;
-  table.at(Reduction::bit_or, Dtype::uint8) = Stores::template kernel<Bytes, BitOr>;
-  table.at(Reduction::bit_xor, Dtype::uint8) = Stores::template kernel<Bytes, BitXor>;
+  table.at(Reduction::bit_and, Dtype::uint8) = fold<Unit, Bytes, BitAnd>;
+  table.at(Reduction::bit_or, Dtype::uint8) = fold<Unit, Bytes, BitOr>;
+  table.at(Reduction::bit_xor, Dtype::uint8) = fold<Unit, Bytes, BitXor>;
   return table;
 }
 
@@ -193,11 +182,8 @@ constexpr VectorUnit make_vector_unit(const char* name) {
   VectorUnit unit{};
   unit.name = name;
   unit.is_present = Unit::is_present;
-  unit.cached = make_table<Unit, Cached<Unit>>();
-  if constexpr (requires { typename Unit::StreamingStore; })
-    unit.streaming = make_table<Unit, Streaming<Unit>>();
-  else
-    unit.streaming = unit.cached;
+  unit.folds = make_table<Unit>();
+  unit.copy = copy<Unit>;
   unit.float16 = make_conversion<typename Unit::Float16>();
   unit.bfloat16 = make_conversion<PairedHalves<Unit, Bfloat16Format>>();
   return unit;

@@ -36,8 +36,8 @@ struct Conversion {
 struct VectorUnit {
   const char* name;
   bool (*is_present)();  // on the processor that runs this
-  FoldTable cached;
-  FoldTable streaming;  // the same results, stored past the caches where the unit can
+  FoldTable folds;
+  void (*copy)(void* out, const void* in, size_t bytes);  // past the caches, where the unit can
   Conversion float16;
   Conversion bfloat16;
 };

@@ -12,7 +12,9 @@ using namespace shoal::testing;
 namespace {
 
 // What rank `index` shows at a tick.
-uint64_t content(int index, int tick) { return static_cast<uint64_t>(index) * 1000003u + static_cast<uint64_t>(tick); }
+uint64_t content(int index, int tick) {
+  return static_cast<uint64_t>(index) * 1000003u + static_cast<uint64_t>(tick);
+}
 
 void write_content(Board& board, int tick) {
   const uint64_t value = content(board.index(), tick);
@@ -75,8 +77,8 @@ void an_alarm_frees_a_rank_that_sleeps() {
   sleeper.join();
 }
 
-// Two threads take turns, each of them asleep while it is not its turn. A wake-up that got lost would cost the
-// whole limit of a sleep, which only a failure takes.
+// Two threads take turns, each of them asleep while it is not its turn. A wake-up that got lost would cost
+// the whole limit of a sleep, which only a failure takes.
 void no_wake_up_of_a_flag_is_lost() {
   constexpr double limit = 20;
   constexpr uint32_t turns = 20000;

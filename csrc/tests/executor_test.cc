@@ -15,7 +15,9 @@ std::shared_ptr<Task> task_of(int number) {
   return task;
 }
 
-void add(Executor& executor, const std::shared_ptr<Task>& task) { executor.enqueue(task, executor.try_idle()); }
+void add(Executor& executor, const std::shared_ptr<Task>& task) {
+  executor.enqueue(task, executor.try_idle());
+}
 
 void tasks_run_in_order_whoever_waits_for_which() {
   std::vector<int> order;  // guarded by the executor: one task runs at a time
@@ -29,7 +31,9 @@ void tasks_run_in_order_whoever_waits_for_which() {
   std::vector<std::thread> waiters;
   for (int waiter = 0; waiter < 4; ++waiter) {
     waiters.emplace_back([&, waiter] {
-      for (int number = 199 - waiter; number >= 0; number -= 4) executor.wait(*tasks[static_cast<size_t>(number)]);
+      for (int number = 199 - waiter; number >= 0; number -= 4) {
+        executor.wait(*tasks[static_cast<size_t>(number)]);
+      }
     });
   }
   for (std::thread& waiter : waiters) waiter.join();

@@ -1,4 +1,5 @@
-// Groups whose ranks are threads, on one host and on several, which are then as far apart as the loopback takes them.
+// Groups whose ranks are threads, on one host and on several, which are then as far apart as the loopback
+// takes them.
 #include "group.h"
 
 #include <chrono>
@@ -133,8 +134,8 @@ void programs_give_what_the_reference_gives(const Hosts& hosts, bool reads_peers
       Begun& last = begun.back();
       last.input = std::make_unique<Elements>(buffers.input, groups.shared_buffers(), is_shared);
       last.output = std::make_unique<Elements>(buffers.output, groups.shared_buffers(), is_shared);
-      Operation operation = operation_of(kind, problem, group.rank(),
-                                         in_place ? last.output->data() : last.input->data(), last.output->data());
+      const void* input = in_place ? last.output->data() : last.input->data();
+      Operation operation = operation_of(kind, problem, group.rank(), input, last.output->data());
       operation.algorithm = method;
       last.task = group.call(std::move(operation), asynchronous);
       if (random() % 4 == 0) finish_all();
@@ -157,11 +158,12 @@ void messages_and_collectives_do_not_disturb_each_other(const Hosts& hosts) {
       std::vector<uint32_t> received(count);
       std::vector<float> sum(5000, 1);
       const auto send = group.send(next, turn, sent.data(), count * sizeof(uint32_t));
-      const auto receive = group.receive(turn % 2 == 0 ? previous : -1, turn, received.data(), count * sizeof(uint32_t));
+      const int sender = turn % 2 == 0 ? previous : -1;
+      const auto receive = group.receive(sender, turn, received.data(), count * sizeof(uint32_t));
       call(group, all_reduce_of(sum, 60, Method::ring), true);
       group.wait(*receive, Deadline::after(60));
       group.wait(*send, Deadline::after(60));
-      CHECK_EQUAL(receive->peer, previous);
+      CHECK_EQUAL(receive->sender, previous);
       CHECK(received == elements_of(static_cast<size_t>(previous), count));
       CHECK(sum == std::vector<float>(5000, static_cast<float>(size)));
     }
@@ -187,8 +189,8 @@ void an_abort_frees_every_rank_that_waits(const Hosts& hosts) {
   });
 }
 
-// Where the links' own numbers are those of hosts, the rank is named all the same.
-void time_that_ran_out_is_said_of_the_rank_that_did_not_come(const Hosts& hosts, Method algorithm, int absent) {
+// Nobody of one host comes. Where the links' own numbers are those of hosts, a rank is named all the same.
+void time_that_ran_out_is_said_of_a_rank_that_did_not_come(const Hosts& hosts, Method algorithm, int absent) {
   Groups groups(hosts);
   std::atomic<int> failed{0};
   groups.run([&](Group& group) {
@@ -235,8 +237,8 @@ void nothing_is_left_of_groups_that_were_closed(const Hosts& hosts) {
   int descriptors = 0;
   for (int round = 0; round < 10; ++round) {
     {
-      Groups groups(hosts);
       std::vector<std::vector<float>> data(hosts.size(), std::vector<float>(50'000, 1));
+      Groups groups(hosts);  // which are done with the data once they are gone
       groups.run([&](Group& group) {
         std::vector<float>& own = data[static_cast<size_t>(group.rank())];
         call(group, all_reduce_of(own, 60, Method::ring));
@@ -267,9 +269,8 @@ int main() {
     an_abort_frees_every_rank_that_waits(hosts);
     nothing_is_left_of_groups_that_were_closed(hosts);
   }
-  time_that_ran_out_is_said_of_the_rank_that_did_not_come({0, 0, 1, 1}, Method::hierarchical, 2);
-  time_that_ran_out_is_said_of_the_rank_that_did_not_come({0, 0, 1, 1}, Method::ring, 2);
-  time_that_ran_out_is_said_of_the_rank_that_did_not_come({0, 1}, Method::direct, 1);
+  time_that_ran_out_is_said_of_a_rank_that_did_not_come({0, 0, 1, 1}, Method::hierarchical, 2);
+  time_that_ran_out_is_said_of_a_rank_that_did_not_come({0, 1}, Method::direct, 1);
   what_cannot_be_done_is_refused_and_the_group_goes_on();
   return report();
 }

@@ -1,5 +1,5 @@
-// The collectives within a host, one-shot and direct, against a plain reference: random programs, which all ranks
-// run without anything between the operations.
+// The collectives within a host, one-shot and direct, against a plain reference: random programs, which all
+// ranks run without anything between the operations.
 #include "algorithms/host.h"
 
 #include <random>
@@ -16,7 +16,8 @@ namespace {
 
 using Method = shoal::Algorithm;
 
-// Where ranks' buffers are: in private memory, in shared buffers, in one on some ranks and in the other on the rest.
+// Where ranks' buffers are: in private memory, in shared buffers, in one on some ranks and in the other on
+// the rest.
 enum class Placement { own, shared, mixed };
 
 struct Case {
@@ -64,7 +65,8 @@ std::vector<Case> random_cases(int size, unsigned seed, int count) {
   std::vector<Case> cases;
   for (int index = 0; index < count; ++index) {
     const int root = static_cast<int>(random() % static_cast<unsigned>(size));
-    cases.push_back({pick(kinds), {size, root, pick(counts), 0}, pick(methods), pick(placements), random() % 2 == 0});
+    const Problem problem{size, root, pick(counts), 0};
+    cases.push_back({pick(kinds), problem, pick(methods), pick(placements), random() % 2 == 0});
   }
   return cases;
 }

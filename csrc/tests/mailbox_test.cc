@@ -1,5 +1,5 @@
-// Messages between ranks that are threads: through rings, with and without reading each other's memory, and through
-// queues that stand for the network.
+// Messages between ranks that are threads: through rings, with and without reading each other's memory, and
+// through queues that stand for the network.
 #include "algorithms/mailbox.h"
 
 #include <chrono>
@@ -32,7 +32,7 @@ Bytes content(int from, int to, int number, size_t bytes) {
 // A rank's links through the rings of its host.
 class HostLinks final : public Links {
  public:
-  explicit HostLinks(Board& board) : board_(board), rings_(board, 1) {}
+  explicit HostLinks(Board& board) : board_(board), rings_(board, 1, false) {}
   Link& to(int peer, Deadline) override { return rings_.to(peer); }
   Link* find(int peer) override { return peer == board_.index() ? nullptr : &rings_.to(peer); }
 
@@ -150,9 +150,9 @@ void anyone_may_be_received_from(Way way) {
         Bytes data(bytes);
         const auto message = mailboxes[0].receive(-1, round, data.data(), bytes);
         wait(mailboxes[0], *message);
-        CHECK(!came[static_cast<size_t>(message->peer)]);
-        came[static_cast<size_t>(message->peer)] = true;
-        CHECK(data == content(message->peer, 0, round, bytes));
+        CHECK(!came[static_cast<size_t>(message->sender)]);
+        came[static_cast<size_t>(message->sender)] = true;
+        CHECK(data == content(message->sender, 0, round, bytes));
       }
     }
   });
@@ -226,15 +226,14 @@ void time_runs_out_for_a_message_that_does_not_come(Way way) {
 }
 
 void an_alarm_frees_everybody_who_waits(Way way) {
+  Bytes data(1'000'000);
   Mailboxes mailboxes(2, way);
+  std::vector<std::shared_ptr<Message>> messages{mailboxes[0].send(1, 0, data.data(), data.size()),
+                                                 mailboxes[0].receive(1, 1, data.data(), 10),
+                                                 mailboxes[0].receive(-1, 2, data.data(), 10)};
   std::vector<std::thread> waiters;
-  for (int tag = 0; tag < 3; ++tag) {
-    waiters.emplace_back([&, tag] {
-      Bytes data(200'000);
-      const auto message = tag == 0 ? mailboxes[0].send(1, tag, data.data(), data.size())
-                                    : mailboxes[0].receive(1, tag, data.data(), data.size());
-      CHECK_THROWS(wait(mailboxes[0], *message), Code::aborted);
-    });
+  for (const auto& message : messages) {
+    waiters.emplace_back([&] { CHECK_THROWS(wait(mailboxes[0], *message), Code::aborted); });
   }
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   mailboxes.raise(0, Code::aborted);

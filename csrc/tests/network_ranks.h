@@ -36,9 +36,10 @@ struct Shown {
   std::atomic<uint64_t> heartbeat{0};
   std::atomic<uint32_t> state{0};
   Presence presence;
+  Reason reason{};
 
   LocalPeer as(int rank, pid_t pid = getpid()) {
-    return {rank, pid, start_time_of(pid), &heartbeat, &state, &presence};
+    return {rank, pid, start_time_of(pid), &heartbeat, &state, &presence, &reason};
   }
 };
 

@@ -27,7 +27,6 @@ constexpr Dtype floating_point[] = {Dtype::float32, Dtype::float64, Dtype::float
 constexpr Reduction all_reductions[] = {Reduction::sum,     Reduction::average, Reduction::minimum,
                                         Reduction::maximum, Reduction::product, Reduction::bit_and,
                                         Reduction::bit_or,  Reduction::bit_xor};
-constexpr decltype(&combine) both_stores[] = {combine, combine_streaming};
 
 bool is_floating_point(Dtype dtype) { return dtype <= Dtype::bfloat16; }
 
@@ -97,31 +96,28 @@ void check_tail(Dtype dtype, Reduction op, const std::vector<Bytes>& inputs, con
 
   constexpr unsigned char untouched = 0xa5;
   constexpr size_t margin = 64;
-  for (const auto call : both_stores) {
-    const size_t begin = margin + shift_of(count % 3);
-    Bytes out(begin + bytes + margin, untouched);
-    call(dtype, op, out.data() + begin, pointers.data(), n, count, divisor);
-    const auto first = out.begin() + static_cast<std::ptrdiff_t>(begin);
-    const auto last = out.end() - static_cast<std::ptrdiff_t>(margin);
-    const bool right = same_elements<Type>(Bytes(first, last), tail(wanted, bytes, 0));
-    CHECK(right);
-    if (!right) std::fprintf(stderr, "%s\n", describe(dtype, op, n, count).c_str());
-    CHECK(std::count(out.begin(), first, untouched) == first - out.begin());
-    CHECK(std::count(last, out.end(), untouched) == out.end() - last);
-  }
+  const size_t begin = margin + shift_of(count % 3);
+  Bytes out(begin + bytes + margin, untouched);
+  combine(dtype, op, out.data() + begin, pointers.data(), n, count, divisor);
+  const auto first = out.begin() + static_cast<std::ptrdiff_t>(begin);
+  const auto last = out.end() - static_cast<std::ptrdiff_t>(margin);
+  const bool right = same_elements<Type>(Bytes(first, last), tail(wanted, bytes, 0));
+  CHECK(right);
+  if (!right) std::fprintf(stderr, "%s\n", describe(dtype, op, n, count).c_str());
+  CHECK(std::count(out.begin(), first, untouched) == first - out.begin());
+  CHECK(std::count(last, out.end(), untouched) == out.end() - last);
 }
 
 template <typename Type>
 void check_in_place(Dtype dtype, Reduction op, const std::vector<Bytes>& inputs, const Bytes& wanted,
                     int n, int divisor) {
-  for (const auto call : both_stores)
-    for (int target = 0; target < n; ++target) {
-      std::vector<Bytes> copies(inputs.begin(), inputs.begin() + n);
-      std::vector<const void*> pointers;
-      for (const Bytes& copy : copies) pointers.push_back(copy.data());
-      call(dtype, op, copies[target].data(), pointers.data(), n, longest, divisor);
-      CHECK(same_elements<Type>(copies[target], wanted));
-    }
+  for (int target = 0; target < n; ++target) {
+    std::vector<Bytes> copies(inputs.begin(), inputs.begin() + n);
+    std::vector<const void*> pointers;
+    for (const Bytes& copy : copies) pointers.push_back(copy.data());
+    combine(dtype, op, copies[target].data(), pointers.data(), n, longest, divisor);
+    CHECK(same_elements<Type>(copies[target], wanted));
+  }
 }
 
 void folds_equal_the_reference() {
@@ -156,11 +152,9 @@ void many_and_large_inputs_are_folded() {
       for (int k = 0; k < n; ++k) inputs.push_back(random_elements<Type>(count, random));
       for (const Bytes& input : inputs) pointers.push_back(input.data());
       const Bytes wanted = fold_reference<Type>(Reduction::average, inputs, n, n);
-      for (const auto call : both_stores) {
-        Bytes out(wanted.size());
-        call(dtype, Reduction::average, out.data(), pointers.data(), n, count, n);
-        CHECK(same_elements<Type>(out, wanted));
-      }
+      Bytes out(wanted.size());
+      combine(dtype, Reduction::average, out.data(), pointers.data(), n, count, n);
+      CHECK(same_elements<Type>(out, wanted));
     });
 }
 
@@ -245,7 +239,7 @@ void what_has_no_meaning_is_refused() {
         continue;
       }
       CHECK_THROWS(require_supported(dtype, op), Code::invalid);
-      for (const auto call : both_stores) CHECK_THROWS(call(dtype, op, out, &input, 1, 1, 1), Code::invalid);
+      CHECK_THROWS(combine(dtype, op, out, &input, 1, 1, 1), Code::invalid);
     }
   bool flag = true;
   CHECK_THROWS(divide(Dtype::boolean, &flag, 1, 2), Code::invalid);

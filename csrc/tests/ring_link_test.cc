@@ -18,12 +18,12 @@ std::vector<uint8_t> stream_of(int from, int to, size_t bytes) {
 }
 
 // Every pair of ranks has a stream each way, cut into pieces of random sizes on both sides.
-void streams_arrive_whole_and_in_order(int size, size_t bytes) {
+void streams_arrive_whole_and_in_order(int size, size_t bytes, bool may_show) {
   HostRanks ranks(size);
   ranks.run([&](HostRank& rank) {
     std::mt19937 random(static_cast<unsigned>(rank.index));
     std::uniform_int_distribution<size_t> piece(1, 3 * Ring::capacity / 2);
-    RingLinks links(rank.board, 0);
+    RingLinks links(rank.board, 0, may_show);
     const auto at = [](int index) { return static_cast<size_t>(index); };
     std::vector<std::vector<uint8_t>> outgoing(at(size)), incoming(at(size));
     std::vector<size_t> sent(at(size)), received(at(size));
@@ -36,8 +36,9 @@ void streams_arrive_whole_and_in_order(int size, size_t bytes) {
         if (peer == rank.index) continue;
         size_t& out = sent[at(peer)];
         size_t& in = received[at(peer)];
-        const size_t wrote = links.to(peer).send(outgoing[at(peer)].data() + out, std::min(piece(random), bytes - out));
-        const size_t read = links.to(peer).receive(incoming[at(peer)].data() + in, std::min(piece(random), bytes - in));
+        RingLink& link = links.to(peer);
+        const size_t wrote = link.send(outgoing[at(peer)].data() + out, std::min(piece(random), bytes - out));
+        const size_t read = link.receive(incoming[at(peer)].data() + in, std::min(piece(random), bytes - in));
         out += wrote, in += read, moved += wrote + read;
         if (wrote + read == 0) std::this_thread::yield();
       }
@@ -50,7 +51,7 @@ void streams_arrive_whole_and_in_order(int size, size_t bytes) {
 
 void a_full_ring_takes_nothing_until_it_is_read() {
   HostRanks ranks(2);
-  RingLinks sender(ranks[0].board, 1), receiver(ranks[1].board, 1);
+  RingLinks sender(ranks[0].board, 1, false), receiver(ranks[1].board, 1, false);
   const std::vector<uint8_t> stream = stream_of(0, 1, 2 * Ring::capacity);
   CHECK_EQUAL(sender.to(1).send(stream.data(), stream.size()), Ring::capacity);
   CHECK_EQUAL(sender.to(1).send(stream.data(), 1), 0u);
@@ -61,7 +62,7 @@ void a_full_ring_takes_nothing_until_it_is_read() {
 
 void channels_are_apart() {
   HostRanks ranks(2);
-  RingLinks collectives(ranks[0].board, 0), messages(ranks[1].board, 1);
+  RingLinks collectives(ranks[0].board, 0, false), messages(ranks[1].board, 1, false);
   const char byte = 'x';
   char found = 0;
   CHECK_EQUAL(collectives.to(1).send(&byte, 1), 1u);
@@ -70,7 +71,7 @@ void channels_are_apart() {
 
 void each_piece_rings_the_peers_doorbell() {
   HostRanks ranks(2);
-  RingLinks sender(ranks[0].board, 0), receiver(ranks[1].board, 0);
+  RingLinks sender(ranks[0].board, 0, false), receiver(ranks[1].board, 0, false);
   char byte = 'x';
   sender.to(1).send(&byte, 1);
   CHECK_EQUAL(ranks[1].board.front(1).doorbell.value.load(), 1u);
@@ -82,7 +83,11 @@ void each_piece_rings_the_peers_doorbell() {
 }  // namespace
 
 int main() {
-  for (const int size : {2, 3}) streams_arrive_whole_and_in_order(size, 5 * Ring::capacity + 17);
+  for (const int size : {2, 3}) {
+    for (const bool may_show : {false, true}) {
+      streams_arrive_whole_and_in_order(size, 5 * Ring::capacity + 17, may_show);
+    }
+  }
   a_full_ring_takes_nothing_until_it_is_read();
   channels_are_apart();
   each_piece_rings_the_peers_doorbell();

@@ -140,7 +140,7 @@ void an_alarm_frees_who_polls_a_link_and_who_waits_for_one() {
   for (std::thread& waiter : waiters) waiter.join();
   for (auto& rank : ranks) {
     CHECK_EQUAL(raised(rank->alarm).rank, 2);
-    CHECK_EQUAL(std::string(raised(rank->alarm).what()), "rank 2 aborted the group");
+    CHECK(std::string(raised(rank->alarm).what()).ends_with("rank 2 aborted the group"));
   }
   CHECK_THROWS(ranks[0]->network.channel(1).to(2, Deadline::after(20)), Code::aborted);
 }

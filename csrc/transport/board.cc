@@ -10,7 +10,7 @@
 namespace shoal {
 
 namespace {
-constexpr uint64_t kCookie = 0x73686f616c213f21;
+constexpr uint64_t known_number = 0x73686f616c213f21;
 }
 
 Board::Board(int size, uint32_t first_tick)
@@ -18,10 +18,11 @@ Board::Board(int size, uint32_t first_tick)
   segments_[0] = Segment::create(segment_bytes());
   Front* front = new (segments_[0].data()) Front;
   front->flag.value.store(first_tick, std::memory_order_relaxed);
-  front->cookie = kCookie;
+  front->cookie = known_number;
 }
 
 Introduction Board::introduce() const {
+  let_siblings_read();
   return {getpid(), segments_[0].descriptor(), start_time_of(getpid()),
           reinterpret_cast<uint64_t>(&front(0).cookie)};
 }
@@ -32,7 +33,8 @@ void Board::attach(int index, const std::vector<Introduction>& peers, const std:
   ranks_ = ranks;
   std::vector<Segment> segments(size_);
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != index) segments[peer] = Segment::attach(peers[peer].pid, peers[peer].descriptor, segment_bytes());
+    const auto& [pid, descriptor, started, cookie_address] = peers[peer];
+    if (peer != index) segments[peer] = Segment::attach(pid, descriptor, segment_bytes());
   }
   segments[index] = std::move(segments_[0]);
   segments_ = std::move(segments);
@@ -44,7 +46,8 @@ bool Board::can_read_peers() const {
     uint64_t cookie = 0;
     iovec here{&cookie, sizeof cookie};
     iovec there{reinterpret_cast<void*>(peers_[peer].cookie_address), sizeof cookie};
-    if (process_vm_readv(peers_[peer].pid, &here, 1, &there, 1, 0) != sizeof cookie || cookie != kCookie) return false;
+    const ssize_t got = process_vm_readv(peers_[peer].pid, &here, 1, &there, 1, 0);
+    if (got != sizeof cookie || cookie != known_number) return false;
   }
   return true;
 }
@@ -73,8 +76,8 @@ void Board::await_all(const Patience& patience, const Alarm& alarm, const Deadli
 }
 
 void Board::await(int index, const Patience& patience, const Alarm& alarm, const Deadline& deadline) const {
-  patience.await(
-      front(index).flag, [this](uint32_t value) { return has_reached(value); }, alarm, deadline, ranks_[index]);
+  const auto is_there = [this](uint32_t value) { return has_reached(value); };
+  patience.await(front(index).flag, is_there, alarm, deadline, ranks_[index]);
 }
 
 void Board::wake_sleepers() {

@@ -1,9 +1,9 @@
 // What the ranks of one group show each other on one host: a flag, a notice and two slots each.
 //
 // Everything happens in ticks. In a tick a rank writes its notice and its slot, and then publishes: its flag
-// becomes the tick's number. A rank that sees the flags of all at a tick may read everyone's notice and slot of
-// that tick. There are two of each, for even and odd ticks: a rank writes those of tick t + 1 only after it saw
-// everybody's flag at t, which everybody raises after having read what belongs to t - 1.
+// becomes the tick's number. A rank that sees the flags of all at a tick may read everyone's notice and
+// slot of that tick. There are two of each, for even and odd ticks: a rank writes those of tick t + 1 only
+// after it saw everybody's flag at t, which everybody raises after having read what belongs to t - 1.
 #pragma once
 
 #include <sys/types.h>
@@ -17,6 +17,7 @@
 #include "common/patience.h"
 #include "transport/presence.h"
 #include "transport/segment.h"
+#include "transport/watch.h"
 
 namespace shoal {
 
@@ -32,7 +33,7 @@ struct Location {
 
 struct Notice {
   Location input, output;
-  uint32_t released = 0;  // how many shared buffers the process has given back: mappings older than that are void
+  uint32_t released = 0;  // how many shared buffers the process has given back: older mappings are void
 };
 
 // The first page of a rank's segment.
@@ -42,6 +43,7 @@ struct Front {
   alignas(64) std::atomic<uint64_t> heartbeat{0};
   std::atomic<uint32_t> state{0};
   Presence presence;
+  Reason reason{};
   alignas(64) uint64_t cookie = 0;  // a known number, for peers to try whether they can read this process
   alignas(64) Notice notices[2];
 };
@@ -55,11 +57,15 @@ struct Introduction {
   uint64_t cookie_address = 0;
 };
 
-// A queue of bytes from one process to another.
+// A queue of bytes from one process to another. A large region is shown instead of written, one at a time: it comes
+// after all that was written before, and the reader takes it from where it lies.
 struct Ring {
   static constexpr size_t capacity = 128 * 1024;
   alignas(64) std::atomic<uint64_t> written{0};
+  std::atomic<uint64_t> shown{0};  // bytes of all regions so far
+  uint64_t shown_end = 0;          // the address after the last region
   alignas(64) std::atomic<uint64_t> read{0};
+  std::atomic<uint64_t> taken{0};  // of those shown
   alignas(64) std::byte bytes[capacity];
 };
 
@@ -73,8 +79,8 @@ class Board {
 
   Introduction introduce() const;
 
-  // Maps the parts of the others. `peers` is in the order of local indices, `index` is this rank's own; `ranks`
-  // gives each one's rank in the group, for errors.
+  // Maps the parts of the others. `peers` is in the order of local indices, `index` is this rank's own;
+  // `ranks` gives each one's rank in the group, for errors.
   void attach(int index, const std::vector<Introduction>& peers, const std::vector<int>& ranks);
 
   // Whether the memory of every peer can be read directly (process_vm_readv).

@@ -42,7 +42,8 @@ class Links {
   // The link to `peer`, or null while there is none: also one that the peer asked for.
   virtual Link* find(int peer) = 0;
 
-  // The rank in the group of `peer`, for errors: another number where the links are those of a part of the group.
+  // The rank in the group of `peer`, for errors: another number where the links are those of a part of the
+  // group.
   virtual int rank_of(int peer) const { return peer; }
 };
 

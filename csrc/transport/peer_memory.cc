@@ -43,6 +43,20 @@ void PeerBuffers::refresh(pid_t pid, uint32_t released) {
   mapped_.erase(mapped_.lower_bound({pid, 0}), mapped_.upper_bound({pid, UINT32_MAX}));
 }
 
+void read_process(pid_t pid, int rank, uint64_t address, size_t bytes, void* out) {
+  auto* to = static_cast<std::byte*>(out);
+  while (bytes > 0) {
+    iovec here{to, bytes};
+    iovec there{reinterpret_cast<void*>(address), bytes};
+    const ssize_t moved = process_vm_readv(pid, &here, 1, &there, 1, 0);
+    if (moved <= 0) {
+      if (errno == ESRCH) throw Failure(Code::peer_lost, rank, "the process of rank " + std::to_string(rank) + " ended");
+      throw system_failure("the memory of rank " + std::to_string(rank) + " cannot be read", errno, rank);
+    }
+    to += moved, address += static_cast<uint64_t>(moved), bytes -= static_cast<size_t>(moved);
+  }
+}
+
 PeerMemory::PeerMemory(Board& board, PeerBuffers& buffers, int index, const Location& region)
     : region_(&region), pid_(board.pid_of(index)), rank_(board.rank_of(index)) {
   if (index == board.index()) {
@@ -63,17 +77,7 @@ void PeerMemory::copy(size_t offset, size_t bytes, void* out) const {
     if (mapped_ + offset != out) copy_streaming(out, mapped_ + offset, bytes);
     return;
   }
-  auto* to = static_cast<std::byte*>(out);
-  while (bytes > 0) {
-    iovec here{to, bytes};
-    iovec there{reinterpret_cast<void*>(region_->address + offset), bytes};
-    const ssize_t moved = process_vm_readv(pid_, &here, 1, &there, 1, 0);
-    if (moved <= 0) {
-      if (errno == ESRCH) throw Failure(Code::peer_lost, rank_, "its process ended");
-      throw system_failure("the memory of rank " + std::to_string(rank_) + " cannot be read", errno, rank_);
-    }
-    to += moved, offset += static_cast<size_t>(moved), bytes -= static_cast<size_t>(moved);
-  }
+  read_process(pid_, rank_, region_->address + offset, bytes, out);
 }
 
 }  // namespace shoal

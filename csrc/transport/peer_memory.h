@@ -29,6 +29,10 @@ class PeerBuffers {
   std::map<pid_t, uint32_t> released_;
 };
 
+// Copies bytes out of the memory of another process. Throws Failure: peer_lost, if it ended; system, if it may not be
+// read. `rank` is who is named.
+void read_process(pid_t pid, int rank, uint64_t address, size_t bytes, void* out);
+
 // A region of a peer, to be read in pieces: in place where it is mapped, by process_vm_readv otherwise.
 class PeerMemory {
  public:

@@ -58,8 +58,8 @@ void Segment::hold(std::shared_ptr<Mapping> mapping) {
   mapping_ = std::move(mapping);
 }
 
-// The segments that this process made, by descriptor: what its own ranks attach is the same mapping. One for the
-// process, as descriptors are the process's.
+// The segments that this process made, by descriptor: what its own ranks attach is the same mapping. One
+// for the process, as descriptors are the process's.
 class Segment::OwnMappings {
  public:
   static OwnMappings& instance() {
@@ -119,9 +119,10 @@ Segment::~Segment() {
 
 void Segment::detach() {
   Descriptor fresh = make_pages(bytes_);
-  {
-    const Mapping copy(fresh, bytes_);
-    std::memcpy(copy.data(), data_, bytes_);
+  for (size_t done = 0; done < bytes_;) {  // sooner done than through a mapping, page fault by page fault
+    const ssize_t written = pwrite(fresh.number(), data_ + done, bytes_ - done, static_cast<off_t>(done));
+    if (written <= 0) throw system_failure("shared memory cannot be copied", errno);
+    done += static_cast<size_t>(written);
   }
   map_pages(fresh, bytes_, data_);
   OwnMappings::instance().remove(descriptor());

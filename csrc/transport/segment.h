@@ -33,7 +33,8 @@ class Segment {
   }
   ~Segment();
 
-  // Puts a copy of the content, in memory that no other process has, at the same address. Of one that was created.
+  // Puts a copy of the content, in memory that no other process has, at the same address. Of one that was
+  // created.
   void detach();
 
   std::byte* data() const { return data_; }  // null if there is none

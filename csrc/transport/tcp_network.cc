@@ -4,6 +4,8 @@
 #include <map>
 #include <utility>
 
+#include "common/interruption.h"
+
 namespace shoal {
 
 namespace {
@@ -183,6 +185,9 @@ bool TcpNetwork::await(const Ready& ready, std::unique_lock<std::mutex>& lock, D
     if (deadline.has_passed()) return false;
     const double seconds = std::min(alarm_look, deadline.remaining());
     changed_.wait_for(lock, std::chrono::duration<double>(seconds));
+    lock.unlock();
+    run_signal_handlers();
+    lock.lock();
   }
   return true;
 }

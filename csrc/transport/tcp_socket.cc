@@ -76,8 +76,9 @@ std::string address_of(const Descriptor& socket) {
   if (getnameinfo(address, size, host, sizeof host, port, sizeof port, numeric) != 0) {
     throw Failure(Code::system, -1, "a socket's address has no text form");
   }
-  const bool is_ipv6 = address->sa_family == AF_INET6;
-  return (is_ipv6 ? "[" + std::string(host) + "]" : std::string(host)) + ":" + port;
+  std::string text = host;
+  if (address->sa_family == AF_INET6) text = '[' + text + ']';
+  return text + ':' + port;
 }
 
 Descriptor begin_to_connect(const std::string& address_and_port) {

@@ -30,21 +30,10 @@ uint32_t pack_gave_up(Code code, int rank) {
          static_cast<uint32_t>(rank + 1) << 16;
 }
 
-// What a rank of this host tells through its state has no text.
-std::string describe(int teller, Code code, int culprit) {
-  const std::string about = culprit >= 0 && culprit != teller ? " because of " + name_of(culprit) : "";
-  switch (code) {
-    case Code::aborted:
-      return name_of(teller) + " aborted the group" + about;
-    case Code::peer_lost:
-      return name_of(culprit) + " is gone, " + name_of(teller) + " found";
-    case Code::peer_stopped:
-      return name_of(culprit) + " gives no sign of life, " + name_of(teller) + " found";
-    case Code::timeout:
-      return "an operation of " + name_of(teller) + " ran out of time" + about;
-    default:
-      return name_of(teller) + " gave the group up" + about;
-  }
+// What a rank tells the others of its reason.
+std::string account(int teller, Code code, const std::string& text) {
+  if (code == Code::peer_lost || code == Code::peer_stopped) return text;
+  return name_of(teller) + " gave the group up: " + text;
 }
 
 Descriptor open_process(pid_t pid) {
@@ -83,11 +72,19 @@ void Watch::add_remote(int rank, Descriptor control, std::function<void(int)> on
 }
 
 void Watch::tell(Code code, int rank, const std::string& text) {
+  raise(code, rank, text, account(self_.rank, code, text));
+}
+
+// `told` is what the others get to hear.
+void Watch::raise(Code code, int rank, const std::string& text, const std::string& told) {
+  std::unique_lock lock(raising_);
   if (!alarm_.raise(code, rank, text)) return;
+  if (self_.reason) told.copy(self_.reason->data(), self_.reason->size() - 1);
   self_.state->store(pack_gave_up(code, rank), std::memory_order_release);
-  loop_.post([this, message = ControlMessage{ControlMessage::Kind::alarm, code, rank, text}] {
+  loop_.post([this, message = ControlMessage{ControlMessage::Kind::alarm, code, rank, told}] {
     send_to_all(message);
   });
+  lock.unlock();
   on_alarm_();
 }
 
@@ -101,6 +98,8 @@ void Watch::request(int rank, int number) {
 
 void Watch::leave() {
   if (std::exchange(has_left_, true)) return;
+  // Who saw the alarm may be here before the others are told of it: that has to come before the goodbye.
+  { std::lock_guard lock(raising_); }
   loop_.call([this] { say_goodbye(); });
   loop_.stop();
 }
@@ -145,7 +144,7 @@ void Watch::tick() {
     look_at(peer, now);
     judge(peer, now);
   }
-  for (const Remote& peer : remotes_) judge(peer, now);
+  for (Remote& peer : remotes_) judge(peer, now);
 }
 
 void Watch::begin_counting_afresh(Time now) {
@@ -169,7 +168,8 @@ void Watch::look_at(Local& peer, Time now) {
     case PeerState::gave_up: {
       const auto code = static_cast<Code>(state >> 8 & 0xff);
       const int culprit = static_cast<int>(state >> 16) - 1;
-      tell(code, culprit, describe(peer.rank, code, culprit));
+      const std::string text = peer.shown.reason ? peer.shown.reason->data() : name_of(peer.rank) + " gave the group up";
+      raise(code, culprit, text, text);
       break;
     }
   }
@@ -205,7 +205,7 @@ void Watch::read_from(Remote& peer) {
         note_goodbye(peer);
         break;
       case ControlMessage::Kind::alarm:
-        tell(message.code, message.number, message.text);
+        raise(message.code, message.number, message.text, message.text);
         break;
       case ControlMessage::Kind::request:
         peer.on_request(message.number);
@@ -222,9 +222,15 @@ void Watch::connection_ended(Remote& peer) {
   tell(Code::peer_lost, peer.rank, name_of(peer.rank) + " ended, or the connection with it did");
 }
 
-void Watch::judge(const Peer& peer, Time now) {
+bool Watch::has_everyone_left() const {
+  const auto has_left = [](const Peer& peer) { return peer.said_goodbye; };
+  return std::all_of(locals_.begin(), locals_.end(), has_left) && std::all_of(remotes_.begin(), remotes_.end(), has_left);
+}
+
+void Watch::judge(Peer& peer, Time now) {
   if (alarm_.is_raised()) return;
   if (peer.said_goodbye) {
+    if (!limits_.is_waited_for(peer.rank) && !has_everyone_left()) peer.said_goodbye_at = now;
     if (seconds_between(std::max(peer.said_goodbye_at, waiting_since_), now) <= limits_.absence) return;
     tell(Code::peer_lost, peer.rank, name_of(peer.rank) + " left the group");
   } else {

@@ -9,10 +9,12 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -28,6 +30,9 @@ namespace shoal {
 // sixteen above them the culprit's rank + 1 (0: nobody in particular).
 enum class PeerState : uint32_t { running = 0, said_goodbye = 1, gave_up = 2 };
 
+// Why a rank gave the group up, in words that end with a zero. Written before the state says that it did.
+using Reason = std::array<char, 512>;
+
 // A rank of this host. What it points to is in memory that all ranks of the host map, and outlives the Watch.
 struct LocalPeer {
   int rank = -1;
@@ -36,13 +41,15 @@ struct LocalPeer {
   std::atomic<uint64_t>* heartbeat = nullptr;
   std::atomic<uint32_t>* state = nullptr;
   Presence* presence = nullptr;  // held by the rank's Watch; null: the end of a large process shows late
+  Reason* reason = nullptr;      // null: it gives none
 };
 
 class Watch {
  public:
   struct Limits {
     double silence = 5;  // seconds without a sign of life, of a peer that is waited for
-    double absence = 5;  // seconds of waiting after a peer said goodbye
+    double absence = 5;  // seconds of waiting after a peer said goodbye, for that peer or when all did
+    std::function<bool(int rank)> is_waited_for = [](int) { return true; };
   };
 
   // `waiting` counts the operations that wait for peers: while it is 0, neither a silent peer nor one that
@@ -105,7 +112,9 @@ class Watch {
   void process_ended(Local& peer);
   void read_from(Remote& peer);
   void connection_ended(Remote& peer);
-  void judge(const Peer& peer, Time now);
+  bool has_everyone_left() const;
+  void judge(Peer& peer, Time now);
+  void raise(Code code, int rank, const std::string& text, const std::string& told);
   void note_goodbye(Peer& peer);
   void send_to_all(const ControlMessage& message);
 
@@ -121,6 +130,7 @@ class Watch {
   Time last_tick_, waiting_since_, last_heartbeat_;
   bool ticks_ = false;
 
+  std::mutex raising_;  // held from the alarm until the message about it is on its way
   bool has_left_ = false;
   EventLoop loop_;
 };

@@ -3,15 +3,18 @@
 Importing this registers the backend; `torch.distributed.init_process_group("shoal")` then serves everything
 that PyTorch builds on process groups. The native core (csrc/) does the work; `ProcessGroup` is its face to
 c10d, `Options` say how a group communicates, a `Table` holds what each algorithm costs on this machine and so
-which one is used, and `empty` makes tensors that ranks of one host read from each other without a copy.
+which one is used, and `empty` makes tensors that ranks of one host read from each other without a copy, as
+`share_buffers` has FSDP2 do.
 `elastic`, `parallel` and the benchmarks call it.
 """
 
+from shoal.collectives.allocator import keep_freed_memory
 from shoal.collectives.buffers import empty
 from shoal.collectives.core import is_built
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
 from shoal.collectives.registration import register
+from shoal.collectives.sharded_buffers import share_buffers
 from shoal.collectives.table import Table
 from shoal.collectives.table_file import built_in_table, load_table, save_table
 from shoal.collectives.work import Done, Work
@@ -25,9 +28,11 @@ __all__ = [
     "built_in_table",
     "empty",
     "is_built",
+    "keep_freed_memory",
     "load_table",
     "register",
     "save_table",
+    "share_buffers",
 ]
 
 register()

@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import ReduceOp
 
 from shoal.collectives.options import Options
 from shoal.collectives.table import Call
+from shoal.cost import ALGORITHMS
 from shoal.errors import CollectiveError
 
 __all__ = [
@@ -145,9 +146,10 @@ class Chooser:
         return name
 
     def _envelope(self, collective: str, widening: int) -> tuple[tuple[float, ...], tuple[str, ...]]:
-        forced = self._options.algorithms.get(collective)
-        if forced is not None:
-            return (), (forced,)
         level = "shared-memory" if self._hosts == 1 else "network"
+        forced = self._options.algorithms.get(collective)
+        # Within a host the core has those of the network too, through rings of bytes in shared memory.
+        if forced is not None and (self._hosts == 1 or (collective, forced, level) in ALGORITHMS):
+            return (), (forced,)
         choices = self._options.table.choices(Call(collective, level, self._ranks, self._hosts, widening))
         return choices.bounds, choices.names

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.errors import CollectiveError
 
-__all__ = ["Call", "Core", "is_built", "load_core"]
+__all__ = ["GOING_ON", "Call", "Core", "is_built", "load_core"]
 
 _FAULTS = {
     1: "invalid",
@@ -20,7 +20,12 @@ _FAULTS = {
     6: "mismatch",
     7: "system",
     8: "refused",
+    10: "timeout",
 }
+_INTERRUPTED, _UNFINISHED = 9, 10
+
+GOING_ON = (-_INTERRUPTED, -_UNFINISHED)
+"""What a wait gives while the operation is still under way."""
 
 
 class Call(ctypes.Structure):
@@ -69,12 +74,16 @@ class Core:
         self.group_join = function(releasing, "group_join", number, pointer, pointer, text, real)
         self.group_start = function(releasing, "group_start", number, pointer, number)
         self.group_abort = function(releasing, "group_abort", number, pointer, text)
+        self.group_check = function(keeping, "group_check", number, pointer)
         self.group_close = function(releasing, "group_close", None, pointer)
+        self.group_free = function(releasing, "group_free", None, pointer)
         self.begin = function(keeping, "begin", ticket, pointer, ctypes.POINTER(Call))
-        self.send = function(keeping, "send", ticket, pointer, number, number, pointer, size)
-        self.receive = function(keeping, "receive", ticket, pointer, number, number, pointer, size)
+        self.send = function(keeping, "send", ticket, pointer, number, number, pointer, size, real)
+        self.receive = function(keeping, "receive", ticket, pointer, number, number, pointer, size, real)
         self.wait = function(releasing, "wait", number, pointer, ticket, real, ctypes.POINTER(real))
         self.test = function(keeping, "test", number, pointer, ticket)
+        self.forget = function(keeping, "forget", None, pointer, ticket)
+        self._raise = function(keeping, "raise", None)
         self.buffer_allocate = function(keeping, "buffer_allocate", pointer, size)
         self.buffer_release = function(keeping, "buffer_release", number, pointer)
         self.buffer_trim = function(keeping, "buffer_trim", number)
@@ -99,7 +108,14 @@ class Core:
         )
 
     def check(self, result: int, doing: str) -> int:
-        """Passes a result on; raises CollectiveError for one that is negative."""
+        """Passes a result on.
+
+        Raises:
+            CollectiveError: It is negative.
+            BaseException: What a signal handler raised during the call, such as KeyboardInterrupt.
+        """
+        if result == -_INTERRUPTED:
+            self._raise()
         if result < 0:
             raise self.failure(doing, -result)
         return result

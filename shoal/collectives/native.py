@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shoal.collectives.agreement import describe_call, first_difference
+from shoal.collectives.agreement import describe_call, first_difference, first_uneven_split
 from shoal.collectives.calls import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, Chooser
+from shoal.collectives.completer import Completer
 from shoal.collectives.core import Call, Core
+from shoal.collectives.monitored import MonitoredBarrier
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import form_group
 from shoal.collectives.work import Done, Work
@@ -51,9 +53,20 @@ class NativeGroup:
         self._handle, hosts = form_group(core, store, rank, size, timeout, options)
         self.close = weakref.finalize(self, core.group_close, self._handle)
         self.hosts = len(set(hosts))
+        # Within a host there would be nothing to gain: see Work.get_future.
+        self._completer = Completer() if self.hosts > 1 else None
         self._chooser = Chooser(options, size, self.hosts)
         self._debug = options.debug
+        self._monitored = MonitoredBarrier()
         self._abandoned: list[tuple[int, object]] = []
+
+    def __del__(self) -> None:
+        # Not where the interpreter's end closes it: a Work may be asked something after that.
+        if hasattr(self, "close"):
+            self.close()
+            self._core.group_free(self._handle)
+            if self._completer is not None:
+                self._completer.close()
 
     def run(
         self,
@@ -113,7 +126,7 @@ class NativeGroup:
             tables = tuple((ctypes.c_uint64 * self.size)(*counts) for counts in splits)
             call.send_bytes, call.receive_bytes = (ctypes.addressof(table) for table in tables)
         if self._debug:
-            self._agree(collective, call)
+            self._agree(collective, call, output if input_ is None else input_, splits)
         ticket = self._core.begin(self._handle, call)
         if ticket < 0:
             self._core.check(ticket, collective)
@@ -126,12 +139,12 @@ class NativeGroup:
             self._handle,
             ticket,
             collective,
-            timeout,
             result=result,
             operands=(input_, output),
             abandon=self._abandon,
             algorithm=algorithm,
             finish=finish,
+            completer=self._completer,
         )
 
     def algorithm(self, collective: str, whole: int, slot: int, *, widening: int = 1) -> str:
@@ -145,7 +158,7 @@ class NativeGroup:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begins to send a contiguous tensor."""
         nbytes = tensor.numel() * tensor.element_size()
-        ticket = self._core.send(self._handle, peer, tag, tensor.data_ptr(), nbytes)
+        ticket = self._core.send(self._handle, peer, tag, tensor.data_ptr(), nbytes, self.timeout)
         if ticket == 0:
             return Done([tensor])
         return self._message(self._core.check(ticket, f"send to rank {peer}"), f"send to rank {peer}", tensor)
@@ -157,13 +170,17 @@ class NativeGroup:
         nbytes = tensor.numel() * tensor.element_size()
         name = f"receive from rank {peer}" if peer >= 0 else "receive from any rank"
         ticket = self._core.check(
-            self._core.receive(self._handle, peer, tag, tensor.data_ptr(), nbytes), name
+            self._core.receive(self._handle, peer, tag, tensor.data_ptr(), nbytes, self.timeout), name
         )
         return self._message(ticket, name, tensor, finish)
 
     def abort(self, reason: str) -> None:
         """Frees every rank that waits; the group cannot be used any more."""
         self._core.group_abort(self._handle, reason.encode())
+
+    def monitored_barrier(self, seconds: float, wait_all_ranks: bool) -> None:
+        """A barrier that says who did not come; arguments and errors as `MonitoredBarrier` has them."""
+        self._monitored(self, seconds, wait_all_ranks)
 
     def _message(
         self, ticket: int, name: str, tensor: torch.Tensor, finish: Callable[[], None] | None = None
@@ -173,11 +190,11 @@ class NativeGroup:
             self._handle,
             ticket,
             name,
-            self.timeout,
             result=[tensor],
             operands=tensor,
             abandon=self._abandon,
             finish=finish,
+            completer=self._completer,
         )
 
     def _abandon(self, ticket: int, operands: object) -> None:
@@ -188,21 +205,36 @@ class NativeGroup:
         abandoned, self._abandoned = self._abandoned, []
         for ticket, operands in abandoned:
             if self._core.test(self._handle, ticket):
-                self._core.wait(self._handle, ticket, self.timeout, ctypes.byref(ctypes.c_double()))
+                self._core.forget(self._handle, ticket)
             else:
                 self._abandoned.append((ticket, operands))
 
-    def _agree(self, collective: str, call: Call) -> None:
+    def _agree(
+        self,
+        collective: str,
+        call: Call,
+        tensor: torch.Tensor | None,
+        splits: tuple[Sequence[int], Sequence[int]] | None,
+    ) -> None:
         """Has the ranks compare what they are about to do.
 
         Raises:
             CollectiveError: They are about to do different things.
         """
-        own = describe_call(call)
-        everyone = torch.empty(self.size, len(own), dtype=torch.int64)
+        calls = self._gather(describe_call(call, tensor), call.timeout)
+        difference = first_difference(calls, self.rank)
+        if difference is None and splits is not None:
+            difference = first_uneven_split(self._gather([*splits[0], *splits[1]], call.timeout))
+        if difference is not None:
+            rank, text = difference
+            raise CollectiveError(text, rank=rank, fault="mismatch")
+
+    def _gather(self, own: Sequence[int], timeout: float) -> list[list[int]]:
+        """What every rank gives, of the same length."""
         told = torch.tensor(own)
+        everyone = torch.empty(self.size, len(own), dtype=torch.int64)
         nbytes = told.numel() * told.element_size()
-        check = Call(
+        call = Call(
             COLLECTIVE_NUMBERS["all_gather"],
             ALGORITHM_NUMBERS[self.algorithm("all_gather", nbytes * self.size, nbytes)],
             5,
@@ -214,14 +246,19 @@ class NativeGroup:
             nbytes,
             None,
             None,
-            call.timeout,
+            timeout,
         )
-        ticket = self._core.check(self._core.begin(self._handle, check), collective)
+        name = "comparing what the ranks call"
+        ticket = self._core.check(self._core.begin(self._handle, call), name)
         if ticket:
-            done = ctypes.byref(ctypes.c_double())
-            self._core.check(self._core.wait(self._handle, ticket, call.timeout, done), collective)
-        difference = first_difference(own, everyone.tolist(), self.rank)
-        if difference is not None:
-            rank, text = difference
-            self.abort(text)
-            raise CollectiveError(text, rank=rank, fault="mismatch")
+            work = Work(
+                self._core,
+                self._handle,
+                ticket,
+                name,
+                result=(),
+                operands=(told, everyone),
+                abandon=self._abandon,
+            )
+            work.wait()
+        return everyone.tolist()  # type: ignore[no-any-return]

@@ -21,7 +21,8 @@ class Options:
     """What `init_process_group` and `new_group` take as `pg_options` for the backend "shoal".
 
     Attributes:
-        algorithms: For a collective, the algorithm that it always uses, such as {"all_reduce": "ring"}.
+        algorithms: For a collective, the algorithm that it always uses, such as {"all_reduce": "ring"}. One
+            that works only within a host is passed over where there are several.
         table: What each algorithm costs on this machine; the rest is chosen by it.
         streams: TCP connections between two ranks of different hosts.
         heartbeat: Seconds without a sign of life after which a peer counts as stopped.
@@ -88,7 +89,7 @@ class Options:
 def _check(what: str, given: str, offered: tuple[str, ...] | list[str]) -> None:
     if given not in offered:
         raise ConfigError(
-            f"{given!r} is not a {what}{nearest(given, offered)}",
+            f"there is no {what} {given!r}{nearest(given, offered)}",
             possible=", ".join(offered),
             change="use one of these names",
         )

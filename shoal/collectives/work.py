@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.collectives.core import Core
+from shoal.collectives.completer import Completer
+from shoal.collectives.core import GOING_ON, Core
 from shoal.errors import CollectiveError
 
 __all__ = ["Done", "Work"]
@@ -72,13 +73,13 @@ class Work(_Base):
         group: The native group.
         ticket: What the core gave for the operation.
         name: Of the operation, for errors.
-        timeout: Seconds that a message may take; collectives know their own.
         result: The tensors that it gives.
         operands: What must not be freed before it is complete.
         abandon: Takes the ticket and the operands if this goes before the operation is complete. It belongs
             to the native group's owner, which so stays as long as this.
         algorithm: The name of the one used.
         finish: What remains to be done when the core is done, such as copying to where the result is wanted.
+        completer: Completes the future, while the thread that asks for it computes; None: that thread does.
     """
 
     def __init__(
@@ -87,54 +88,69 @@ class Work(_Base):
         group: int,
         ticket: int,
         name: str,
-        timeout: float,
         *,
         result: Sequence[Any],
         operands: object,
         abandon: Callable[[int, object], None],
         algorithm: str = "",
         finish: Callable[[], None] | None = None,
+        completer: Completer | None = None,
     ) -> None:
         super().__init__()
         self._core = core
         self._group = group
         self._ticket = ticket
         self._name = name
-        self._timeout = timeout
         self._result = result
         self._operands = operands
         self._abandon = abandon
         self._finish = finish
+        self._completer = completer
         self.algorithm = algorithm
         self.finished = 0.0
         self._failure: CollectiveError | None = None
         self._source = -1
+        self._ending = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns once the operation is complete.
 
         Args:
-            timeout: For a send or receive, at most this long; collectives have theirs from their call.
+            timeout: How long to wait; the operation goes on after it, and can be waited for again. None or 0:
+                as long as the operation itself may take, which its call or the group says.
 
         Raises:
-            CollectiveError: It failed.
+            CollectiveError: It failed, or is not complete within the timeout.
         """
-        if self._ticket:
-            ticket, self._ticket = self._ticket, 0
-            seconds = max(timeout.total_seconds(), 0.0) if timeout is not None else 0.0
-            finished = ctypes.c_double()
-            outcome = self._core.wait(self._group, ticket, seconds or self._timeout, ctypes.byref(finished))
-            self.finished = finished.value
-            try:
-                self._source = self._core.check(outcome, self._name)
-                if self._finish is not None:
-                    self._finish()
-            except CollectiveError as failure:
-                self._failure = failure
-            self._finish = self._operands = None
+        self._wait(timeout)
         if self._failure is not None:
             raise self._failure
         return True
+
+    def _wait(self, timeout: timedelta | None = None) -> None:
+        ticket = self._ticket
+        if not ticket:
+            return
+        limit = timeout.total_seconds() if timeout else -1.0
+        finished = ctypes.c_double()
+        outcome = self._core.wait(self._group, ticket, limit, ctypes.byref(finished))
+        if outcome in GOING_ON:
+            self._core.check(outcome, f"waiting for {self._name}")
+        with self._ending:
+            if self._ticket:  # otherwise another thread that waited was first
+                self._end(outcome, finished.value)
+
+    def _end(self, outcome: int, finished: float) -> None:
+        self.finished = finished
+        try:
+            self._source = self._core.check(outcome, self._name)
+            if self._finish is not None:
+                self._finish()
+        except CollectiveError as failure:
+            self._failure = failure
+        self._core.forget(self._group, self._ticket)
+        self._finish = self._operands = None
+        self._ticket = 0
 
     def is_completed(self) -> bool:
         """Whether it is complete, or has failed."""
@@ -146,8 +162,8 @@ class Work(_Base):
 
     def exception(self) -> CollectiveError | None:
         """What went wrong, once it is complete; None if nothing did."""
-        if self._ticket and self.is_completed():
-            self._end()
+        if self.is_completed():
+            self._wait()
         return self._failure
 
     def result(self) -> list[Any]:
@@ -164,25 +180,25 @@ class Work(_Base):
     def get_future(self) -> torch.futures.Future:
         """A future of the tensors.
 
-        It is complete when it is returned: within a host, waiting in the thread that called costs less than
-        having another one wait and hand over (docs/log.md).
+        Between hosts another thread completes it. Within one it is complete when it is returned: the ranks'
+        cores have to move the bytes anyway, so that a thread beside the one that computes would only take
+        turns with it, and handing over costs more than a small operation.
         """
         # A failure has to be raised within a callback: DistributedDataParallel ends the process on one that
         # was set from outside.
         base: torch.futures.Future = torch.futures.Future()
         future = base.then(lambda _: self.result())
-        base.set_result(None)
+        if self._completer is None:
+            base.set_result(None)
+        else:
+            self._completer.set(base)
         return future
 
     def __del__(self) -> None:
-        # Who drops a Work, as DistributedDataParallel does within a Join, may drop the tensors too, into which
-        # peers or the executor still write.
+        # Who drops a Work, as DistributedDataParallel does within a Join, may drop the tensors too, into
+        # which peers or the executor still write.
         if self._ticket:
             self._abandon(self._ticket, self._operands)
-
-    def _end(self) -> None:
-        with contextlib.suppress(CollectiveError):  # it is kept, and raised by who waits
-            self.wait()
 
 
 class Several(_Base):
@@ -203,9 +219,9 @@ class Several(_Base):
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns once all are complete; raises what went wrong in the first that failed."""
+        """Returns once all are complete, within the timeout each; raises what went wrong first."""
         for work in self._works:
-            work.wait()
+            work.wait() if timeout is None else work.wait(timeout)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -229,7 +245,7 @@ class Several(_Base):
         return list(self._result)
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the tensors; complete, as that of `Work` is."""
+        """A future of the tensors, complete when it is returned."""
         base: torch.futures.Future = torch.futures.Future()
         future = base.then(lambda _: self.result())
         base.set_result(None)

@@ -193,7 +193,6 @@ _DEFINED = (
         "hierarchical",
         _others_twice,
         _rest_twice,
-        forwards_sums=True,
         inside=(("reduce_scatter", "direct"), ("all_gather", "direct")),
     ),
     _network("all_gather", "direct", _others, _rest, crowds=True),

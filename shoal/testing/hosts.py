@@ -1,10 +1,11 @@
 """Hosts of a small network, as network namespaces of this machine.
 
-Every host has one interface, eth0, on a cable to a switch. Each direction of a cable carries a given rate, as an
-Ethernet adapter does; what the machine's cores can do is the other limit.
+Every host has one interface, eth0, on a cable to a switch. Each direction of a cable carries a given rate, as
+an Ethernet adapter does; what the machine's cores can do is the other limit.
 
-The namespaces have no names: each lives as long as a process that is in it. One such process per host only waits for
-the end of its input, so that everything is gone when the process that made the hosts is, whatever ended it.
+The namespaces have no names: each lives as long as a process that is in it. One such process per host only
+waits for the end of its input, so that everything is gone when the process that made the hosts is, whatever
+ended it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Traffic:
 
     @property
     def sent_payload(self) -> int:
-        """Bytes within TCP. Packets are counted before they are cut into frames, so each had its headers once."""
+        """Bytes within TCP. Packets are counted before they are cut into frames: one header each."""
         return self.sent_bytes - _FRAME_HEADERS * self.sent_packets
 
     @property
@@ -122,7 +123,8 @@ class Hosts:
     def close(self) -> None:
         """Ends the hosts; who is still in one is cut off."""
         for process in self._processes:
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.close()
             process.wait()
             process.stdout.close()
@@ -157,7 +159,8 @@ class Hosts:
     def _start(self) -> int:
         process = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._processes.append(process)
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.write(b"\n")  # comes back once it is in its namespace
         process.stdin.flush()
         process.stdout.readline()

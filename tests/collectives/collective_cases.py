@@ -89,7 +89,11 @@ def same(given: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
 
 
 def run_cases(
-    seed: int, cases: int, algorithms: dict[str, str] | None = None, ranks_per_host: int | None = None
+    seed: int,
+    cases: int,
+    algorithms: dict[str, str] | None = None,
+    ranks_per_host: int | None = None,
+    direct_reads: bool = True,
 ) -> None:
     """Every collective `cases` times, with random sizes, types, reductions, offsets and roots.
 
@@ -102,7 +106,7 @@ def run_cases(
         else {"SHOAL_HOST_ID": f"host {rank // ranks_per_host}", "MASTER_ADDR": "127.0.0.1"}
     )
     with mock.patch.dict(os.environ, hosts):
-        group = dist.new_group(pg_options=Options(algorithms=algorithms or {}))
+        group = dist.new_group(pg_options=Options(algorithms=algorithms or {}, direct_reads=direct_reads))
     choose = random.Random(seed)
     for case in range(cases):
         dtype = choose.choice(DTYPES)

@@ -1,5 +1,8 @@
 """What PyTorch builds on process groups computes the same over the backend "shoal" as over gloo, or alone."""
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.collectives import share_buffers
+from shoal.errors import ModelError
 from shoal.testing import RankPool
 
 WIDTH, ROWS, STEPS = 9, 4, 3
@@ -115,6 +120,41 @@ def ddp_with_uneven_inputs():
     close(*parameters)
 
 
+def between_hosts():
+    """A group whose ranks take themselves to be on different hosts."""
+    with mock.patch.dict(
+        os.environ, {"SHOAL_HOST_ID": f"host {dist.get_rank()}", "MASTER_ADDR": "127.0.0.1"}
+    ):
+        return dist.new_group()
+
+
+def ddp_between_hosts():
+    ddp(process_group=between_hosts())
+
+
+def future_between_hosts():
+    group = between_hosts()
+    tensor = torch.ones(1000)
+    if dist.get_rank() == 0:
+        future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+        assert not future.done()
+    dist.barrier()  # in the group on one host; only now the other rank begins
+    if dist.get_rank() == 1:
+        future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+    (summed,) = future.wait()
+    assert summed is tensor
+    assert torch.equal(tensor, torch.full((1000,), 2.0))
+
+
+def failing_future_between_hosts():
+    group = between_hosts()
+    if dist.get_rank() == 0:
+        future = dist.all_reduce(torch.ones(1000), group=group, async_op=True).get_future()
+        group.abort()
+        with pytest.raises(RuntimeError, match="abort"):
+            future.wait()
+
+
 @pytest.mark.parametrize("view", [True, False])
 def test_ddp_trains_as_one_process_does(shoal_ranks, view):
     shoal_ranks.run(ddp_keeping_views if view else ddp, 2)
@@ -122,6 +162,18 @@ def test_ddp_trains_as_one_process_does(shoal_ranks, view):
 
 def ddp_keeping_views():
     ddp(gradient_as_bucket_view=True)
+
+
+def test_ddp_between_hosts_trains_as_one_process_does(shoal_ranks):
+    shoal_ranks.run(ddp_between_hosts, 2)
+
+
+def test_a_future_between_hosts_does_not_hold_back_who_asks_for_it(shoal_ranks):
+    shoal_ranks.run(future_between_hosts, 2)
+
+
+def test_a_future_between_hosts_raises_what_failed(shoal_ranks):
+    shoal_ranks.run(failing_future_between_hosts, 2)
 
 
 @pytest.mark.parametrize("run", [ddp_without_synchronization, ddp_with_a_hook, ddp_with_uneven_inputs])
@@ -146,6 +198,12 @@ def fsdp2(reshard):
     close(train(shard(mesh, reshard=reshard)), train_alone())
 
 
+def fsdp2_in_shared_buffers():
+    model = shard(init_device_mesh("cpu", (dist.get_world_size(),)))
+    share_buffers(model)
+    close(train(model), train_alone())
+
+
 def fsdp2_in_bf16():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -168,6 +226,15 @@ def fsdp1():
 @pytest.mark.parametrize("reshard", [True, False])
 def test_fsdp2_trains_as_one_process_does(shoal_ranks, reshard):
     shoal_ranks.run(fsdp2, 2, reshard)
+
+
+def test_fsdp2_in_shared_buffers_trains_as_one_process_does(shoal_ranks):
+    shoal_ranks.run(fsdp2_in_shared_buffers, 3)
+
+
+def test_buffers_are_shared_of_nothing_but_what_fsdp2_shards():
+    with pytest.raises(ModelError, match="Linear"):
+        share_buffers(nn.Linear(2, 2))
 
 
 def test_fsdp2_in_bf16_trains_as_over_gloo(shoal_ranks):

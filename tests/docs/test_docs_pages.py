@@ -32,7 +32,16 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         part for path in generate.pages() for part in re.findall("generated: (.+?) -->", path.read_text())
     ]
     examples = [name(path) for path in sorted((ROOT / "examples").iterdir()) if path.is_file()]
-    assert set(parts) == {"configuration", "layers", "plan", "presets", *examples}
+    tables = {
+        "algorithms in shared memory",
+        "algorithms over the network",
+        "configuration",
+        "layers",
+        "options of a group",
+        "plan",
+        "presets",
+    }
+    assert set(parts) == {*tables, *examples}
 
 
 def test_a_generated_part_that_is_behind_is_written_anew():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -31,9 +32,9 @@ def enter(name: str, *, algorithms: Mapping[str, str], local_rank: int) -> Conte
     """
     match name:
         case "shoal":
-            return TorchGroup(name, _group("shoal", Options(algorithms=algorithms)))
+            return TorchGroup(name, _group("shoal", _options(algorithms)))
         case "shoal-shared":
-            group = _group("shoal", Options(algorithms=algorithms))
+            group = _group("shoal", _options(algorithms))
             return TorchGroup(name, group, empty, memory="shared")
         case "gloo":
             return TorchGroup(name, _group(name))
@@ -50,6 +51,12 @@ def enter(name: str, *, algorithms: Mapping[str, str], local_rank: int) -> Conte
         case "memory":
             return PrivateMemory(dist.get_rank(), dist.get_world_size())
     raise AssertionError(name)
+
+
+def _options(algorithms: Mapping[str, str]) -> Options:
+    """The environment's, but for the algorithms that the bench was told to use."""
+    options = Options.from_environment()
+    return dataclasses.replace(options, algorithms={**options.algorithms, **algorithms})
 
 
 def _group(backend: str, options: Options | None = None) -> dist.ProcessGroup:

@@ -1,0 +1,241 @@
+"""The algorithms of collectives, played with a few ranks: what docs/pictures.py draws.
+
+An algorithm is a list of steps, and a step a list of messages between ranks, as csrc/algorithms has them. A
+test holds their steps and bytes to shoal.cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = [
+    "PLAYED",
+    "Message",
+    "Played",
+    "Step",
+    "chain",
+    "halving_doubling",
+    "hierarchical",
+    "in_order_parents",
+    "one_shot",
+    "pairwise",
+    "ring",
+    "tree",
+    "two_shot",
+]
+
+
+class Message(NamedTuple):
+    """Slices of a buffer, on their way; the receiver folds them with its own, or takes them as they are."""
+
+    sender: int
+    receiver: int
+    slices: tuple[int, ...]
+
+
+class Step(NamedTuple):
+    """Messages that travel at the same time."""
+
+    label: str
+    messages: list[Message]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """An algorithm, played with a few ranks.
+
+    Attributes:
+        name: Of the file.
+        title: What the picture shows, for who cannot see it.
+        ranks: How many there are.
+        slices: Into how many the buffer is cut.
+        whole: How many ranks' data a slice holds in the end.
+        start: By rank and slice, whose data is in it at first.
+        steps: What happens.
+        ranks_per_host: Where there are several hosts.
+    """
+
+    name: str
+    title: str
+    ranks: int
+    slices: int
+    whole: int
+    start: list[list[set[int]]]
+    steps: list[Step]
+    ranks_per_host: int = 0
+
+    def states(self) -> list[list[list[set[int]]]]:
+        """By row, rank and slice, whose data is in it: at first, and after each step."""
+        states = [self.start]
+        for step in self.steps:
+            before = states[-1]
+            after = [[set(held) for held in slices] for slices in before]
+            for sender, receiver, slices in step.messages:
+                for index in slices:
+                    after[receiver][index] |= before[sender][index]
+            states.append(after)
+        return states
+
+
+def one_shot(ranks: int) -> list[Step]:
+    """Everyone reads everything."""
+    return [Step("fold", _everyone(ranks, lambda sender, receiver: (0,)))]
+
+
+def two_shot(ranks: int) -> list[Step]:
+    """Slice i of all goes to rank i, and its sum to all."""
+    return [
+        Step("fold", _everyone(ranks, lambda sender, receiver: (receiver,))),
+        Step("share", _everyone(ranks, lambda sender, receiver: (sender,))),
+    ]
+
+
+def ring(ranks: int) -> list[Step]:
+    """In step s, rank r passes on slice r - s."""
+    return [
+        Step(
+            "fold" if step < ranks - 1 else "pass on",
+            [Message(rank, (rank + 1) % ranks, ((rank - step) % ranks,)) for rank in range(ranks)],
+        )
+        for step in range(2 * (ranks - 1))
+    ]
+
+
+def halving_doubling(ranks: int) -> list[Step]:
+    """Of the `held` slices that a rank answers for, its own first, it sends all but `kept`; then back."""
+    rounds = []
+    held = ranks
+    while held > 1:
+        rounds.append((held, (held + 1) // 2))
+        held = (held + 1) // 2
+
+    def run(rank: int, first: int, last: int) -> tuple[int, ...]:
+        return tuple((rank + entry) % ranks for entry in range(first, last))
+
+    halving = [
+        Step("halve", [Message(r, (r + kept) % ranks, run(r, kept, held)) for r in range(ranks)])
+        for held, kept in rounds
+    ]
+    doubling = [
+        Step("double", [Message(r, (r - kept) % ranks, run(r, 0, held - kept)) for r in range(ranks)])
+        for held, kept in reversed(rounds)
+    ]
+    return halving + doubling
+
+
+def hierarchical(hosts: int, ranks_per_host: int) -> list[Step]:
+    """Slices are folded inside the hosts, go round a ring of the hosts, and are shared inside."""
+    ranks = hosts * ranks_per_host
+
+    def part(rank: int) -> tuple[int, ...]:
+        first = rank % ranks_per_host * hosts
+        return tuple(range(first, first + hosts))
+
+    def inside(slices_of: int) -> list[Message]:
+        pairs = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+        return [
+            Message(*pair, part(pair[slices_of]))
+            for pair in pairs
+            if pair[0] // ranks_per_host == pair[1] // ranks_per_host
+        ]
+
+    def across(messages: Iterable[Message]) -> list[Message]:
+        return [
+            Message(
+                sender * ranks_per_host + index,
+                receiver * ranks_per_host + index,
+                tuple(index * hosts + each for each in slices),
+            )
+            for sender, receiver, slices in messages
+            for index in range(ranks_per_host)
+        ]
+
+    return [
+        Step("inside: fold", inside(1)),
+        *(Step(f"across: {label}", across(messages)) for label, messages in ring(hosts)),
+        Step("inside: share", inside(0)),
+    ]
+
+
+def tree(ranks: int) -> list[Step]:
+    """In each step, whoever has it sends it half as far as in the one before."""
+    distance = 1 << (ranks - 1).bit_length()
+    steps = []
+    while distance > 1:
+        distance //= 2
+        senders = range(0, ranks - distance, 2 * distance)
+        steps.append(Step("send", [Message(rank, rank + distance, (0,)) for rank in senders]))
+    return steps
+
+
+def chain(ranks: int, chunks: int) -> list[Step]:
+    """In step s, rank r passes on chunk s - r."""
+    return [
+        Step(
+            "pass on",
+            [Message(r, r + 1, (step - r,)) for r in range(ranks - 1) if 0 <= step - r < chunks],
+        )
+        for step in range(ranks - 2 + chunks)
+    ]
+
+
+def pairwise(ranks: int) -> list[Step]:
+    """In step s, rank r sends to rank r + s."""
+    return [
+        Step(f"to rank + {shift}", [Message(rank, (rank + shift) % ranks, (rank,)) for rank in range(ranks)])
+        for shift in range(1, ranks)
+    ]
+
+
+def in_order_parents(ranks: int) -> dict[int, int]:
+    """Of the binary tree over positions 1 to `ranks`, each position's parent; 0 of the root."""
+    parents: dict[int, int] = {}
+
+    def plant(first: int, last: int, parent: int) -> None:
+        if first <= last:
+            root = max(range(first, last + 1), key=lambda position: position & -position)
+            parents[root] = parent
+            plant(first, root - 1, root)
+            plant(root + 1, last, root)
+
+    plant(1, ranks, 0)
+    return parents
+
+
+def _everyone(ranks: int, slices_of: Callable[[int, int], tuple[int, ...]]) -> list[Message]:
+    pairs = [(sender, receiver) for sender in range(ranks) for receiver in range(ranks) if sender != receiver]
+    return [Message(*pair, slices_of(*pair)) for pair in pairs]
+
+
+def _reduced(name: str, title: str, ranks: int, slices: int, steps: list[Step], per_host: int = 0) -> Played:
+    start = [[{rank} for _ in range(slices)] for rank in range(ranks)]
+    return Played(
+        name=name, title=title, ranks=ranks, slices=slices, whole=ranks, start=start, steps=steps,
+        ranks_per_host=per_host,
+    )  # fmt: skip
+
+
+def _moved(name: str, title: str, ranks: int, slices: int, steps: list[Step], owner: Sequence[int]) -> Played:
+    start = [[{rank} & {owner[index]} for index in range(slices)] for rank in range(ranks)]
+    return Played(name=name, title=title, ranks=ranks, slices=slices, whole=1, start=start, steps=steps)
+
+
+PLAYED = (
+    _reduced("one-shot", "One-shot all-reduce, four ranks", 4, 1, one_shot(4)),
+    _reduced("two-shot", "Two-shot all-reduce, three ranks", 3, 3, two_shot(3)),
+    _reduced("ring", "Ring all-reduce, four ranks", 4, 4, ring(4)),
+    _reduced("halving-doubling", "Halving-doubling all-reduce, five ranks", 5, 5, halving_doubling(5)),
+    _reduced(
+        "hierarchical",
+        "Hierarchical all-reduce, two hosts of two ranks",
+        4,
+        4,
+        hierarchical(2, 2),
+        per_host=2,
+    ),
+    _moved("tree", "Broadcast along a binomial tree, eight ranks", 8, 1, tree(8), owner=[0]),
+    _moved("chain", "Broadcast along a chain, four ranks, three chunks", 4, 3, chain(4, 3), owner=[0] * 3),
+    _moved("pairwise", "Pairwise all-to-all, four ranks", 4, 4, pairwise(4), owner=range(4)),
+)

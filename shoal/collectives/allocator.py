@@ -1,0 +1,28 @@
+"""Memory that the C library keeps for the next tensor, rather than giving it back to the system."""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["keep_freed_memory"]
+
+# Of mallopt(3).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_NEVER = 2**31 - 1
+_LARGEST_MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; glibc before 2.35 takes no more than the second
+
+
+def keep_freed_memory() -> bool:
+    """Has the C library keep freed memory, in the whole process and for as long as it lives.
+
+    glibc gives large blocks back to the system, which has to clear their pages when they are taken again.
+    FSDP2 frees and takes every parameter in every step: for a model of 12.6 M parameters 14,000 to 22,000
+    page faults, a tenth of the step. The price is that the process stays as large as it once was.
+
+    Returns:
+        Whether the C library can do so, as glibc can.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not mallopt(_TRIM_THRESHOLD, _NEVER):
+        return False
+    return any(mallopt(_MMAP_THRESHOLD, nbytes) for nbytes in _LARGEST_MMAP_THRESHOLDS)
