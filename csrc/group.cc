@@ -314,8 +314,9 @@ void Group::run(Task& task, bool is_background) {
     leave(operation, failure);
     throw;
   } catch (const Interrupted&) {
-    leave(operation, Failure(Code::aborted, rank(), "a signal interrupted rank " + std::to_string(rank())));
-    alarm_.check();
+    const Failure failure(Code::aborted, rank(), "a signal interrupted rank " + std::to_string(rank()));
+    leave(operation, failure);
+    throw failure;
   } catch (const std::exception& error) {  // such as no memory: the others must not wait for this rank
     leave(operation, Failure(Code::system, rank(), error.what()));
     throw;

@@ -75,17 +75,13 @@ void Watch::tell(Code code, int rank, const std::string& text) {
   raise(code, rank, text, account(self_.rank, code, text));
 }
 
-// `told` is what the others get to hear.
+// `told` is what the others get to hear; before this rank does, as whoever hears it may end the process at once.
 void Watch::raise(Code code, int rank, const std::string& text, const std::string& told) {
-  std::unique_lock lock(raising_);
-  if (!alarm_.raise(code, rank, text)) return;
+  if (alarm_.is_raised() || is_raising_.exchange(true)) return;
   if (self_.reason) told.copy(self_.reason->data(), self_.reason->size() - 1);
   self_.state->store(pack_gave_up(code, rank), std::memory_order_release);
-  loop_.post([this, message = ControlMessage{ControlMessage::Kind::alarm, code, rank, told}] {
-    send_to_all(message);
-  });
-  lock.unlock();
-  on_alarm_();
+  loop_.call([&] { send_to_all({ControlMessage::Kind::alarm, code, rank, told}); });
+  if (alarm_.raise(code, rank, text)) on_alarm_();
 }
 
 void Watch::request(int rank, int number) {
@@ -98,8 +94,6 @@ void Watch::request(int rank, int number) {
 
 void Watch::leave() {
   if (std::exchange(has_left_, true)) return;
-  // Who saw the alarm may be here before the others are told of it: that has to come before the goodbye.
-  { std::lock_guard lock(raising_); }
   loop_.call([this] { say_goodbye(); });
   loop_.stop();
 }

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <functional>
 #include <list>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -130,7 +129,7 @@ class Watch {
   Time last_tick_, waiting_since_, last_heartbeat_;
   bool ticks_ = false;
 
-  std::mutex raising_;  // held from the alarm until the message about it is on its way
+  std::atomic<bool> is_raising_{false};
   bool has_left_ = false;
   EventLoop loop_;
 };

@@ -13,7 +13,8 @@ def test_a_calibrated_table_chooses_among_what_was_measured(tmp_path):
     assert main(["bench", *arguments]) == 0
     assert file.read_text().startswith("# shoal bench --calibrate: 2 ranks on 1 host")
     table = load_table(file)
-    for collective, names in (("all_reduce", {"one-shot", "two-shot"}), ("broadcast", {"one-shot", "direct"})):
+    wanted = {"all_reduce": {"one-shot", "two-shot"}, "broadcast": {"one-shot", "direct"}}
+    for collective, names in wanted.items():
         call = Call(collective, "shared-memory", ranks=2)
         assert set(table.candidates(call)) == names
         assert table.choices(call).choose(1024) in names
