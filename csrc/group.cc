@@ -4,7 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <sstream>
+#include <thread>
 
 #include "algorithms/hierarchical.h"
 #include "common/interruption.h"
@@ -165,7 +167,7 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
 }
 
 void Group::start(bool can_read_peers) {
-  host_.emplace(Host{board_, peer_buffers_, shared_buffers_, alarm_, {}, can_read_peers});
+  host_.emplace(Host{board_, peer_buffers_, shared_buffers_, huge_pages_, alarm_, {}, can_read_peers});
   collective_links_ = std::make_unique<PeerLinks>(*this, 0, can_read_peers);
   message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // large messages are the mailbox's affair
   over_links_.emplace(rank(), Hierarchy(options_.hosts), *collective_links_, alarm_);
@@ -244,6 +246,7 @@ std::shared_ptr<Message> Group::send(int peer, int tag, const void* data, size_t
   if (peer == rank() || peer < 0 || peer >= size()) {
     throw Failure(Code::invalid, -1, "rank " + std::to_string(peer) + " is no other rank to send to");
   }
+  if (is_here(peer)) huge_pages_.note(data, bytes);
   return mailbox_->send(peer, tag, data, bytes);
 }
 
@@ -266,8 +269,10 @@ bool Group::wait(Message& message, Deadline deadline, const std::optional<Deadli
     mailbox_->wait(message, patience_, deadline);
   } catch (const Failure& failure) {
     // A message of the wrong size harms no other.
-    if (failure.code != Code::mismatch) abort(failure.code, failure.rank, failure.what());
-    throw;
+    if (failure.code == Code::mismatch) throw;
+    hear_out(failure);
+    abort(failure.code, failure.rank, failure.what());
+    alarm_.check();
   }
   return true;
 }
@@ -312,6 +317,7 @@ void Group::run(Task& task, bool is_background) {
     }
   } catch (const Failure& failure) {
     leave(operation, failure);
+    alarm_.check();
     throw;
   } catch (const Interrupted&) {
     const Failure failure(Code::aborted, rank(), "a signal interrupted rank " + std::to_string(rank()));
@@ -323,9 +329,16 @@ void Group::run(Task& task, bool is_background) {
   }
 }
 
+// That a peer's process or memory is gone can be found before what the peer told, which may name another culprit.
+void Group::hear_out(const Failure& failure) const {
+  if (failure.rank < 0 || (failure.code != Code::peer_lost && failure.code != Code::system)) return;
+  for (int look = 0; look < 50 && !alarm_.is_raised(); ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
 // Ranks that went different ways cannot meet again. That this one cannot serve what was asked harms nobody else.
 void Group::leave(const Operation& operation, const Failure& failure) {
   if (failure.code == Code::invalid) return;
+  hear_out(failure);
   abort(failure.code, failure.rank, failure.what());
   const bool is_written_by_peers =
       one_host_ && operation.collective == Collective::all_reduce && operation.algorithm == Algorithm::direct;

@@ -70,6 +70,7 @@ class Group {
   int host_of(int rank) const { return options_.hosts[static_cast<size_t>(rank)]; }
   bool is_here(int rank) const { return host_of(rank) == host_of(options_.rank); }
   bool is_waited_for(int rank) const;
+  void hear_out(const Failure& failure) const;
   void leave(const Operation& operation, const Failure& failure);
 
   const GroupOptions options_;
@@ -87,6 +88,7 @@ class Group {
   std::vector<std::atomic<int>> messages_waiting_;    // of these, messages: by peer
   Board board_;
   PeerBuffers peer_buffers_;
+  HugePages huge_pages_;
   std::optional<Watch> watch_;
   std::optional<TcpNetwork> network_;  // if there are several hosts
   std::optional<Host> host_;

@@ -66,6 +66,8 @@ void Direct::open() {
   Notice& notice = board_.own_notice();
   notice.input = describe(input_, input_bytes_, host_.shared_buffers);
   notice.output = describe(output_, output_bytes_, host_.shared_buffers);
+  if (notice.input.descriptor < 0) host_.huge_pages.note(input_, input_bytes_);
+  if (notice.output.descriptor < 0 && output_ != input_) host_.huge_pages.note(output_, output_bytes_);
   notice.released = host_.shared_buffers.released();
   board_.publish();
   board_.await_all(host_.patience, host_.alarm, operation_.deadline);

@@ -9,6 +9,7 @@
 
 #include "algorithms/operation.h"
 #include "transport/board.h"
+#include "transport/huge_pages.h"
 #include "transport/peer_memory.h"
 
 namespace shoal {
@@ -17,6 +18,7 @@ struct Host {
   Board& board;
   PeerBuffers& peer_buffers;
   SharedBuffers& shared_buffers;
+  HugePages& huge_pages;
   const Alarm& alarm;
   Patience patience;
   bool can_read_peers;  // process_vm_readv works between all ranks of the host

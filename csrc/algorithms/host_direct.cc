@@ -20,7 +20,7 @@ void all_reduce(const Operation& op, Host& host) {
   direct.open();
   const int size = host.board.size();
   const bool pushed = direct.outputs_are_shared();
-  const size_t block_bytes = pushed ? op.bytes : 4 * 1024 * 1024;
+  const size_t block_bytes = pushed ? op.bytes : 1024 * 1024;
   for (size_t begin = 0; begin < op.bytes; begin += block_bytes) {
     const Slice block{begin, std::min(block_bytes, op.bytes - begin)};
     const Slice own = slice_of(block.bytes, size, host.board.index());

@@ -208,7 +208,7 @@ def test_the_error_of_different_calls_reads_as_the_page_shows_it():
         ("a slot of 256 KiB", "transport/board.h", "slot_bytes = 256 * 1024;"),
         ("stripes of 128 KiB", "transport/tcp_link.h", "stripe_bytes = 128 * 1024;"),
         ("From 64 KiB on the receiver reads", "algorithms/mailbox.h", "offered_bytes = 64 * 1024;"),
-        ("from 256 KiB on by a ring", "group.cc", "large = 256 * 1024;"),
+        ("from 512 KiB on by a ring", "group.cc", "large = 512 * 1024;"),
         ("looked for every 20 ms", "transport/watch.cc", "longest_tick = 0.02;"),
         ("after 5 s of waiting", "transport/watch.h", "absence = 5;"),
         ("takes longer than five seconds", "transport/tcp_network.h", "handshake_limit = 5)"),
