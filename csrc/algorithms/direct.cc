@@ -107,7 +107,8 @@ void Direct::fold(size_t offset, size_t bytes, std::byte* out, bool pushed) {
 void Direct::push(size_t offset, size_t bytes, const std::byte* data) {
   for (int step = 1; step < board_.size(); ++step) {
     const auto peer = static_cast<size_t>((board_.index() + step) % board_.size());
-    copy_streaming(outputs_[peer].mapped() + offset, data, bytes);
+    // Through the caches: measured faster than past them at every size.
+    std::memcpy(outputs_[peer].mapped() + offset, data, bytes);
   }
 }
 
