@@ -146,7 +146,7 @@ def _no_communication(task: Task, rank: int) -> Step:
 
 
 def _shoal(shard: str, task: Task, rank: int) -> Step:
-    dist.init_process_group("gloo")
+    dist.init_process_group("shoal")
     model = shoal.parallelize(task.model(), f"dp={task.ranks},shard={shard}")
     optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
     return _loop(task, rank, forward=model, update=_update(optimizer, partial(model.clip_gradients, _CLIP)))
@@ -154,7 +154,7 @@ def _shoal(shard: str, task: Task, rank: int) -> Step:
 
 def make_trainer(task: Task, shard: str, recorder: Recorder) -> shoal.Trainer:
     """Forms the default process group, and in it a Trainer that does what the loops do."""
-    dist.init_process_group("gloo")
+    dist.init_process_group("shoal")
     return shoal.Trainer(
         task.model(),
         task.samples(),

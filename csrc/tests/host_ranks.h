@@ -28,11 +28,12 @@ struct HostRank {
   HostRank(int index, int size, SharedBuffers& shared_buffers, const HostOptions& options)
       : index(index),
         board(size, options.first_tick),
-        host{board, peer_buffers, shared_buffers, alarm, options.patience, options.reads_peers} {}
+        host{board, peer_buffers, shared_buffers, huge_pages, alarm, options.patience, options.reads_peers} {}
 
   const int index;
   Board board;
   PeerBuffers peer_buffers;
+  HugePages huge_pages;
   Alarm alarm;
   Host host;
 };
