@@ -25,7 +25,7 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-CORE := setup.py $(wildcard csrc/*.h csrc/*.cc csrc/*/*.h csrc/*/*.cc)
+CORE := setup.py $(foreach folder,csrc csrc/common csrc/transport csrc/algorithms,$(wildcard $(folder)/*.h $(folder)/*.cc))
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	@echo "installing Shoal and PyTorch into $(VENV) (once, a minute or more)"

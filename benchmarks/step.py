@@ -24,9 +24,9 @@ from pathlib import Path
 from statistics import median
 
 from contestants import CONTESTANTS, REFERENCE, Contestant, Task
-from machine import describe
 from rounds import Burst, Ranks, Spread, interleave
 
+from shoal.collectives.bench import describe
 from shoal.errors import WorkerError
 from shoal.units import format_bytes
 

@@ -24,14 +24,6 @@ Patience patience_for(int ranks_here, bool is_background) {
   return {.spins = 2000, .yields = 50};
 }
 
-std::vector<int> ranks_on_host_of(int rank, const std::vector<int>& hosts) {
-  std::vector<int> ranks;
-  for (int other = 0; other < static_cast<int>(hosts.size()); ++other) {
-    if (hosts[static_cast<size_t>(other)] == hosts[static_cast<size_t>(rank)]) ranks.push_back(other);
-  }
-  return ranks;
-}
-
 // Counts what is waited for while it is: peers that are silent, or left, are given up only then.
 class Counted {
  public:
@@ -42,8 +34,6 @@ class Counted {
  private:
   std::atomic<int>& count_;
 };
-
-bool is_narrow(Dtype dtype) { return dtype == Dtype::float16 || dtype == Dtype::bfloat16; }
 
 // Which hierarchical operations are not one schedule: those in which flags within the host save time, and sums of
 // 16-bit floats, which two-shot moves as such, as it passes on no unfinished sums.
@@ -58,25 +48,14 @@ bool goes_level_by_level(const Operation& operation) {
 Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers)
     : options_(options),
       shared_buffers_(shared_buffers),
-      local_ranks_(ranks_on_host_of(options.rank, options.hosts)),
-      local_index_(options.hosts.size()),
-      one_host_(local_ranks_.size() == options.hosts.size()),
-      patience_(patience_for(static_cast<int>(local_ranks_.size()), false)),
-      background_patience_(patience_for(static_cast<int>(local_ranks_.size()), true)),
+      hierarchy_(options.hosts),
+      one_host_(hierarchy_.hosts() == 1),
+      patience_(patience_for(static_cast<int>(local_ranks().size()), false)),
+      background_patience_(patience_for(static_cast<int>(local_ranks().size()), true)),
       looks_(patience_.spins / 4),
       messages_waiting_(options.hosts.size()),
-      board_(static_cast<int>(local_ranks_.size())) {
-  for (int rank = 0; rank < size(); ++rank) {
-    const std::vector<int> there = ranks_on_host_of(rank, options_.hosts);
-    const auto index = std::find(there.begin(), there.end(), rank) - there.begin();
-    local_index_[static_cast<size_t>(rank)] = static_cast<int>(index);
-    const int ranks_there = static_cast<int>(there.size());
-    slices_ = rank == 0 ? ranks_there : std::min(slices_, ranks_there);
-  }
-  const int own_index = local_index_[static_cast<size_t>(options_.rank)];
-  for (int rank = 0; rank < size() && own_index < slices_; ++rank) {
-    if (local_index_[static_cast<size_t>(rank)] == own_index) across_ranks_.push_back(rank);
-  }
+      board_(static_cast<int>(local_ranks().size())) {
+  if (index() < hierarchy_.smallest()) across_ranks_ = hierarchy_.across(index());
   Front& front = board_.front(0);
   const LocalPeer self{options_.rank, getpid(),        0,            &front.heartbeat,
                        &front.state,  &front.presence, &front.reason};
@@ -111,7 +90,7 @@ class Group::PeerLinks final : public Links {
   }
 
  private:
-  Link& ring_to(int peer) { return rings_.to(group_.local_index_[static_cast<size_t>(peer)]); }
+  Link& ring_to(int peer) { return rings_.to(group_.hierarchy_.index_of(peer)); }
 
   Group& group_;
   RingLinks rings_;
@@ -153,13 +132,12 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
       remote_ranks.push_back(rank);
     }
   }
-  const int own_index = local_index_[static_cast<size_t>(options_.rank)];
-  board_.attach(own_index, peers_here, local_ranks_);
-  for (int index = 0; index < board_.size(); ++index) {
-    if (index == own_index) continue;
-    const Introduction& peer = peers_here[static_cast<size_t>(index)];
-    Front& front = board_.front(index);
-    watch_->add_local({local_ranks_[static_cast<size_t>(index)], peer.pid, peer.started,
+  board_.attach(index(), peers_here, local_ranks());
+  for (int other = 0; other < board_.size(); ++other) {
+    if (other == index()) continue;
+    const Introduction& peer = peers_here[static_cast<size_t>(other)];
+    Front& front = board_.front(other);
+    watch_->add_local({local_ranks()[static_cast<size_t>(other)], peer.pid, peer.started,
                        &front.heartbeat, &front.state, &front.presence, &front.reason});
   }
   if (network_) network_->start(addresses, remote_ranks, secret, deadline);
@@ -170,7 +148,7 @@ void Group::start(bool can_read_peers) {
   host_.emplace(Host{board_, peer_buffers_, shared_buffers_, huge_pages_, alarm_, {}, can_read_peers});
   collective_links_ = std::make_unique<PeerLinks>(*this, 0, can_read_peers);
   message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // large messages are the mailbox's affair
-  over_links_.emplace(rank(), Hierarchy(options_.hosts), *collective_links_, alarm_);
+  over_links_.emplace(rank(), hierarchy_, *collective_links_, alarm_);
   if (!across_ranks_.empty()) {
     across_links_ = std::make_unique<AcrossLinks>(*this);
     const auto own = std::find(across_ranks_.begin(), across_ranks_.end(), rank()) - across_ranks_.begin();
@@ -179,12 +157,12 @@ void Group::start(bool can_read_peers) {
   const auto read = [this](int peer, uint64_t address, size_t bytes, void* out) {
     Location location;
     location.address = address, location.bytes = bytes;
-    PeerMemory(board_, peer_buffers_, local_index_[static_cast<size_t>(peer)], location).copy(0, bytes, out);
+    PeerMemory(board_, peer_buffers_, hierarchy_.index_of(peer), location).copy(0, bytes, out);
   };
   Mailbox::Peers peers{
       .size = size(),
       .links = *message_links_,
-      .doorbell = local_ranks_.size() > 1 ? &board_.front(board_.index()).doorbell : nullptr,
+      .doorbell = local_ranks().size() > 1 ? &board_.front(board_.index()).doorbell : nullptr,
       .can_read = [this, can_read_peers](int peer) { return can_read_peers && is_here(peer); },
       .read = read,
   };
@@ -357,7 +335,7 @@ void Group::run_level_by_level(const Operation& operation) {
     board_.pass(host_->patience, alarm_, operation.deadline);
     return;
   }
-  run_hierarchical_all_reduce(operation, *host_, slices_, [&](std::byte* slice, size_t bytes) {
+  run_hierarchical_all_reduce(operation, *host_, hierarchy_.smallest(), [&](std::byte* slice, size_t bytes) {
     Operation across = operation;
     across.algorithm = is_narrow(operation.dtype) ? Algorithm::direct : Algorithm::halving_doubling;
     across.input = across.output = slice;

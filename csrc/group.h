@@ -67,18 +67,17 @@ class Group {
   void run(Task& task, bool is_background);
   void run_level_by_level(const Operation& operation);
   void wake_sleepers();
-  int host_of(int rank) const { return options_.hosts[static_cast<size_t>(rank)]; }
-  bool is_here(int rank) const { return host_of(rank) == host_of(options_.rank); }
+  const std::vector<int>& local_ranks() const { return hierarchy_.ranks_on(hierarchy_.host_of(options_.rank)); }
+  int index() const { return hierarchy_.index_of(rank()); }  // of this rank, on its host
+  bool is_here(int rank) const { return hierarchy_.host_of(rank) == hierarchy_.host_of(options_.rank); }
   bool is_waited_for(int rank) const;
   void hear_out(const Failure& failure) const;
   void leave(const Operation& operation, const Failure& failure);
 
   const GroupOptions options_;
   SharedBuffers& shared_buffers_;
-  std::vector<int> local_ranks_;   // the ranks of this host
-  std::vector<int> local_index_;   // of every rank, on its own host
+  const Hierarchy hierarchy_;      // which ranks are on which host
   std::vector<int> across_ranks_;  // the ranks with this one's local index, by host, if every host has one
-  int slices_ = 0;                 // ranks of the smallest host
   bool one_host_;
   Patience patience_, background_patience_;
   int looks_;  // at a small operation's completion, before its caller is let go

@@ -8,12 +8,6 @@
 
 namespace shoal {
 
-namespace {
-
-bool is_narrow(Dtype dtype) { return dtype == Dtype::float16 || dtype == Dtype::bfloat16; }
-
-}  // namespace
-
 void OverLinks::run(const Operation& op, int divisor) {
   if (divisor == 0) divisor = size_;
   if (is_narrow(op.dtype) && passes_on_sums(op)) {

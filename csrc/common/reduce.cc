@@ -43,7 +43,7 @@ Task simplest_form(Dtype dtype, Reduction op, size_t count) {
 }
 
 const Conversion& conversion_of(Dtype dtype) {
-  assert(dtype == Dtype::float16 || dtype == Dtype::bfloat16);
+  assert(is_narrow(dtype));
   const VectorUnit& unit = current_vector_unit();
   return dtype == Dtype::float16 ? unit.float16 : unit.bfloat16;
 }

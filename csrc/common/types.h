@@ -46,4 +46,7 @@ constexpr size_t size_of(Dtype dtype) {
   }
 }
 
+// Whether a type is a 16-bit float, whose sums are kept as float32.
+constexpr bool is_narrow(Dtype dtype) { return dtype == Dtype::float16 || dtype == Dtype::bfloat16; }
+
 }  // namespace shoal

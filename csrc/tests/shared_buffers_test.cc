@@ -32,7 +32,7 @@ void another_process_has_the_same_memory_until_it_is_detached() {
   const pid_t owner = getpid();
   SharedWithChildren<std::atomic<int>> stage;
   Child child([&] {
-    Segment segment = Segment::attach(owner, place.descriptor, place.buffer_bytes);
+    Segment segment = Segment::attach(owner, place.descriptor, place.buffer_bytes, 0);
     segment.data()[99'999] = std::byte{42};
     stage->store(1);
     if (!comes_true([&] { return stage->load() == 2; })) throw Failure(Code::timeout, -1, "not detached");
@@ -51,13 +51,13 @@ void another_process_has_the_same_memory_until_it_is_detached() {
 
 void a_segment_is_mapped_once_in_a_process() {
   Segment own = Segment::create(10'000);
-  Segment attached = Segment::attach(getpid(), own.descriptor(), 10'000);
+  Segment attached = Segment::attach(getpid(), own.descriptor(), 10'000, 0);
   CHECK_EQUAL(attached.data(), own.data());
   attached.data()[5] = std::byte{1};
   const int descriptor = own.descriptor();
   own = Segment();
   CHECK(attached.data()[5] == std::byte{1});  // it is there for as long as somebody has it
-  CHECK_THROWS(Segment::attach(getpid(), descriptor, 10'000), Code::system);
+  CHECK_THROWS(Segment::attach(getpid(), descriptor, 10'000, 0), Code::system);
 }
 
 void a_place_is_found_if_it_is_wholly_within_a_buffer() {

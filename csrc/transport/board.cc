@@ -34,7 +34,7 @@ void Board::attach(int index, const std::vector<Introduction>& peers, const std:
   std::vector<Segment> segments(size_);
   for (int peer = 0; peer < size_; ++peer) {
     const auto& [pid, descriptor, started, cookie_address] = peers[peer];
-    if (peer != index) segments[peer] = Segment::attach(pid, descriptor, segment_bytes());
+    if (peer != index) segments[peer] = Segment::attach(pid, descriptor, segment_bytes(), ranks[peer]);
   }
   segments[index] = std::move(segments_[0]);
   segments_ = std::move(segments);

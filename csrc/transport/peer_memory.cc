@@ -23,11 +23,11 @@ Location describe(const void* data, size_t bytes, SharedBuffers& buffers) {
   return region;
 }
 
-std::byte* PeerBuffers::map(pid_t pid, const Location& region) {
+std::byte* PeerBuffers::map(pid_t pid, int rank, const Location& region) {
   auto [found, is_new] = mapped_.try_emplace({pid, region.buffer});
   if (is_new) {
     try {
-      found->second = Segment::attach(pid, region.descriptor, region.buffer_bytes);
+      found->second = Segment::attach(pid, region.descriptor, region.buffer_bytes, rank);
     } catch (...) {
       mapped_.erase(found);
       throw;
@@ -62,7 +62,7 @@ PeerMemory::PeerMemory(Board& board, PeerBuffers& buffers, int index, const Loca
   if (index == board.index()) {
     mapped_ = reinterpret_cast<std::byte*>(region.address);
   } else if (region.descriptor >= 0) {
-    mapped_ = buffers.map(pid_, region);
+    mapped_ = buffers.map(pid_, rank_, region);
   }
 }
 

@@ -19,7 +19,7 @@ Location describe(const void* data, size_t bytes, SharedBuffers& buffers);
 class PeerBuffers {
  public:
   // The first byte of `region`, which is in a shared buffer of the process `pid`.
-  std::byte* map(pid_t pid, const Location& region);
+  std::byte* map(pid_t pid, int rank, const Location& region);
 
   // Unmaps the process's buffers if it has given any back to the system since.
   void refresh(pid_t pid, uint32_t released);

@@ -96,7 +96,7 @@ Segment Segment::create(size_t bytes) {
   return segment;
 }
 
-Segment Segment::attach(pid_t pid, int fd, size_t bytes) {
+Segment Segment::attach(pid_t pid, int fd, size_t bytes, int rank) {
   Segment segment;
   if (pid == getpid()) {
     if (auto own = OwnMappings::instance().find(fd)) {
@@ -107,7 +107,7 @@ Segment Segment::attach(pid_t pid, int fd, size_t bytes) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const Descriptor descriptor(open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!descriptor) {
-    throw system_failure("the memory of process " + std::to_string(pid) + " cannot be opened", errno);
+    throw system_failure("the memory of rank " + std::to_string(rank) + " cannot be opened", errno, rank);
   }
   segment.hold(std::make_shared<Mapping>(descriptor, bytes));
   return segment;

@@ -23,8 +23,8 @@ class Segment {
   // A new one of `bytes` zeros; pages are taken when they are first touched.
   static Segment create(size_t bytes);
 
-  // The one that process `pid` has as its descriptor `fd`.
-  static Segment attach(pid_t pid, int fd, size_t bytes);
+  // The one that process `pid`, of the rank that failures name, has as its descriptor `fd`.
+  static Segment attach(pid_t pid, int fd, size_t bytes, int rank);
 
   Segment(Segment&& other) noexcept { swap(other); }
   Segment& operator=(Segment&& other) noexcept {

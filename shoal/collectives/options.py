@@ -10,8 +10,8 @@ from pathlib import Path
 
 from shoal.collectives.table import Table
 from shoal.collectives.table_file import built_in_table, load_table
-from shoal.cost import ALGORITHMS, COLLECTIVES
-from shoal.errors import ConfigError, nearest
+from shoal.cost import ALGORITHMS, COLLECTIVES, require_name
+from shoal.errors import ConfigError
 
 __all__ = ["Options"]
 
@@ -40,12 +40,9 @@ class Options:
 
     def __post_init__(self) -> None:
         for collective, name in self.algorithms.items():
-            _check("collective", collective, COLLECTIVES)
-            _check(
-                f"algorithm of {collective}",
-                name,
-                sorted({key[1] for key in ALGORITHMS if key[0] == collective}),
-            )
+            require_name("a collective", collective, COLLECTIVES)
+            offered = sorted({key[1] for key in ALGORITHMS if key[0] == collective})
+            require_name(f"an algorithm of {collective}", name, offered)
         for name, value in (("streams", self.streams), ("heartbeat", self.heartbeat)):
             if value <= 0:
                 raise ConfigError(
@@ -84,15 +81,6 @@ class Options:
             self.debug,
         )
         return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
-
-
-def _check(what: str, given: str, offered: tuple[str, ...] | list[str]) -> None:
-    if given not in offered:
-        raise ConfigError(
-            f"there is no {what} {given!r}{nearest(given, offered)}",
-            possible=", ".join(offered),
-            change="use one of these names",
-        )
 
 
 def _number(environment: Mapping[str, str], name: str, default: float) -> float:

@@ -5,7 +5,14 @@ and a byte cost). Called by the choice of algorithm in shoal/collectives, by the
 """
 
 from shoal.cost.algorithm import Algorithm, AlphaBeta
-from shoal.cost.collectives import ALGORITHMS, COLLECTIVES, LEVELS, algorithms_of, find_algorithm
+from shoal.cost.collectives import (
+    ALGORITHMS,
+    COLLECTIVES,
+    LEVELS,
+    algorithms_of,
+    find_algorithm,
+    require_name,
+)
 from shoal.cost.fit import fit_alpha_beta
 
 __all__ = [
@@ -17,4 +24,5 @@ __all__ = [
     "algorithms_of",
     "find_algorithm",
     "fit_alpha_beta",
+    "require_name",
 ]

@@ -56,12 +56,12 @@ Sources: Thakur, Rabenseifner and Gropp, 2005 (ring, recursive, pairwise, tree);
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shoal.cost.algorithm import Algorithm
 from shoal.errors import ConfigError, nearest
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "LEVELS", "algorithms_of", "find_algorithm"]
+__all__ = ["ALGORITHMS", "COLLECTIVES", "LEVELS", "algorithms_of", "find_algorithm", "require_name"]
 
 LEVELS: tuple[str, ...] = ("shared-memory", "network")
 """What carries the bytes: the memory of one host, or the network between hosts."""
@@ -84,10 +84,10 @@ def find_algorithm(collective: str, name: str, level: str) -> Algorithm:
     Raises:
         ConfigError: There is no such collective, level or algorithm, or it is not on that level.
     """
-    _check("collective", collective, COLLECTIVES)
-    _check("level", level, LEVELS)
+    require_name("a collective", collective, COLLECTIVES)
+    require_name("a level", level, LEVELS)
     offered = tuple(each.name for each in algorithms_of(collective, level))
-    _check(f"{level} algorithm of {collective}", name, offered)
+    require_name(f"a {level} algorithm of {collective}", name, offered)
     return ALGORITHMS[collective, name, level]
 
 
@@ -96,10 +96,17 @@ def algorithms_of(collective: str, level: str) -> tuple[Algorithm, ...]:
     return tuple(each for each in ALGORITHMS.values() if (each.collective, each.level) == (collective, level))
 
 
-def _check(what: str, given: str, offered: tuple[str, ...]) -> None:
+def require_name(what: str, given: str, offered: Sequence[str]) -> None:
+    """Raises ConfigError unless the name is among those offered.
+
+    Args:
+        what: What it should be, with its article, such as "a collective".
+        given: The name.
+        offered: Those that there are.
+    """
     if given not in offered:
         raise ConfigError(
-            f"{given!r} is not a {what}{nearest(given, offered)}",
+            f"{given!r} is not {what}{nearest(given, offered)}",
             possible=", ".join(offered),
             change="use one of these names",
         )

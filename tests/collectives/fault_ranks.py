@@ -223,3 +223,15 @@ class Ranks:
 def _run(function: Callable[..., None], tell: Connection, *arguments: Any) -> None:
     torch.set_num_threads(1)
     function(tell, *arguments)
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def failure_of(call: Callable[[], object]) -> CollectiveError:
+    try:
+        call()
+    except CollectiveError as failure:
+        return failure
+    raise AssertionError("it did not fail")
