@@ -253,14 +253,14 @@ int shoal_wait(shoal_group* group, int64_t ticket, double limit, double* finishe
       if (!visit->wait(**task, until)) {
         throw Failure(Code::unfinished, -1, "it is not complete in the time given");
       }
-      *finished = (*task)->finished;
+      if (finished != nullptr) *finished = (*task)->finished;
       return 0;
     }
     Message& message = *std::get<std::shared_ptr<Message>>(what);
     if (!visit->wait(message, deadline, until)) {
       throw Failure(Code::unfinished, message.peer, "it is not complete in the time given");
     }
-    *finished = message.finished;
+    if (finished != nullptr) *finished = message.finished;
     return std::max(message.sender, 0);
   }));
 }

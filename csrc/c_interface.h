@@ -49,8 +49,8 @@ int64_t shoal_begin(shoal_group* group, const shoal_call* call);
 int64_t shoal_send(shoal_group* group, int peer, int tag, const void* data, uint64_t bytes, double timeout);
 // peer -1: from anyone
 int64_t shoal_receive(shoal_group* group, int peer, int tag, void* data, uint64_t bytes, double timeout);
-// Returns once the ticket's operation is done; of a receive, 0 or the sender's rank. `finished` gets the
-// moment at which it was, in seconds of the monotonic clock. `limit`: seconds after which it returns the
+// Returns once the ticket's operation is done; of a receive, 0 or the sender's rank. `finished`, unless
+// null, gets the moment at which it was, in seconds of the monotonic clock. `limit`: seconds after which it returns the
 // negative of `unfinished`, the operation going on; negative: none. Where it returns that of `interrupted`,
 // `shoal_raise` raises what a signal handler raised.
 int shoal_wait(shoal_group* group, int64_t ticket, double limit, double* finished);

@@ -154,16 +154,18 @@ void Group::start(bool can_read_peers) {
     const auto own = std::find(across_ranks_.begin(), across_ranks_.end(), rank()) - across_ranks_.begin();
     over_hosts_.emplace(static_cast<int>(own), Hierarchy(across_ranks_), *across_links_, alarm_);  // a rank on each
   }
-  const auto read = [this](int peer, uint64_t address, size_t bytes, void* out) {
-    Location location;
-    location.address = address, location.bytes = bytes;
-    PeerMemory(board_, peer_buffers_, hierarchy_.index_of(peer), location).copy(0, bytes, out);
+  const auto read = [this](int peer, const Notice& offered, size_t offset, size_t bytes, void* out) {
+    const int index = hierarchy_.index_of(peer);
+    offered_buffers_.refresh(board_.pid_of(index), offered.released);
+    PeerMemory(board_, offered_buffers_, index, offered.input).copy(offset, bytes, out);
   };
   Mailbox::Peers peers{
       .size = size(),
       .links = *message_links_,
       .doorbell = local_ranks().size() > 1 ? &board_.front(board_.index()).doorbell : nullptr,
-      .can_read = [this, can_read_peers](int peer) { return can_read_peers && is_here(peer); },
+      .shared_buffers = shared_buffers_,
+      .can_read_peers = can_read_peers,
+      .is_here = [this](int peer) { return is_here(peer); },
       .read = read,
   };
   {

@@ -87,6 +87,7 @@ class Group {
   std::vector<std::atomic<int>> messages_waiting_;    // of these, messages: by peer
   Board board_;
   PeerBuffers peer_buffers_;
+  PeerBuffers offered_buffers_;  // by messages, which have another lock than collectives
   HugePages huge_pages_;
   std::optional<Watch> watch_;
   std::optional<TcpNetwork> network_;  // if there are several hosts

@@ -1,6 +1,7 @@
 #include "algorithms/direct.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <exception>
 
@@ -14,8 +15,15 @@ namespace {
 // What is read from a peer at once, to be folded: it stays in the core's second cache.
 constexpr size_t fold_piece_bytes = 128 * 1024;
 
+// Up to this size, what peers read is copied to where they have it mapped. An all-reduce in which all do so also saves
+// the second reading, as results are pushed: that pays for as long as the copies of all ranks stay in the last cache.
+size_t worth_copying(const Operation& op, int size) {
+  constexpr size_t moved = 2 * 1024 * 1024, reduced = 32 * 1024 * 1024;
+  return op.collective == Collective::all_reduce ? reduced / static_cast<size_t>(size) : moved;
+}
+
 // What is copied at once, so that an alarm is heard in between.
-constexpr size_t take_piece_bytes = 4 * 1024 * 1024;
+constexpr size_t take_piece_bytes = 16 * 1024 * 1024;
 
 }  // namespace
 
@@ -26,11 +34,12 @@ Slice slice_of(size_t bytes, int parts, int index) {
   return {begin, boundaries[static_cast<size_t>(index) + 1] - begin};
 }
 
-Bounce::Bounce(Host& host, const void* data, size_t bytes)
+Bounce::Bounce(Host& host, const void* data, size_t bytes, size_t limit)
     : buffers_(host.shared_buffers), exceptions_(std::uncaught_exceptions()) {
   SharedBuffers::Place place;
-  if (bytes == 0 || host.can_read_peers || buffers_.find(data, bytes, place)) return;
-  copy_ = buffers_.allocate(bytes);
+  const bool is_read_in_place = host.can_read_peers && bytes > limit;
+  if (bytes == 0 || is_read_in_place || buffers_.find(data, bytes, place)) return;
+  copy_ = buffers_.allocate(std::bit_ceil(bytes));  // few sizes, so that the next operation finds it again
 }
 
 Bounce::~Bounce() {
@@ -42,19 +51,21 @@ Bounce::~Bounce() {
   }
 }
 
-Direct::Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes)
+Direct::Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes, Slice own)
     : operation_(operation),
       host_(host),
       board_(host.board),
       input_bytes_(input_bytes),
       output_bytes_(output_bytes),
+      own_(own),
       in_place_(operation.input == operation.output && output_bytes > 0),
-      input_bounce_(host, operation.input, in_place_ ? std::max(input_bytes, output_bytes) : input_bytes),
-      output_bounce_(host, operation.output, in_place_ ? 0 : output_bytes),
+      input_bounce_(host, operation.input, in_place_ ? std::max(input_bytes, output_bytes) : input_bytes,
+                    worth_copying(operation, board_.size())),
+      output_bounce_(host, operation.output, in_place_ ? 0 : output_bytes, worth_copying(operation, board_.size())),
       input_(operation.input),
       output_(operation.output) {
   if (void* copy = input_bounce_.copy()) {
-    std::memcpy(copy, operation.input, input_bytes);
+    copy_but_own(copy, operation.input, input_bytes);
     input_ = copy;
     if (in_place_) output_ = copy;
   }
@@ -75,6 +86,8 @@ void Direct::open() {
     notices_.push_back(board_.notice(index));  // the board's own are written again two ticks on
     if (index != board_.index()) host_.peer_buffers.refresh(board_.pid_of(index), notices_.back().released);
   }
+  // This rank itself reads its input, not the copy.
+  notices_[static_cast<size_t>(board_.index())].input.address = reinterpret_cast<uint64_t>(operation_.input);
   for (int index = 0; index < board_.size(); ++index) {
     const Notice& theirs = notices_[static_cast<size_t>(index)];
     inputs_.emplace_back(board_, host_.peer_buffers, index, theirs.input);
@@ -84,7 +97,13 @@ void Direct::open() {
 
 void Direct::close() {
   pass();
-  if (output_ != operation_.output) std::memcpy(operation_.output, output_, output_bytes_);
+  if (output_ != operation_.output) copy_but_own(operation_.output, output_, output_bytes_);
+}
+
+void Direct::copy_but_own(void* to, const void* from, size_t bytes) const {
+  const size_t after = own_.offset + own_.bytes;
+  std::memcpy(to, from, own_.offset);
+  std::memcpy(static_cast<std::byte*>(to) + after, static_cast<const std::byte*>(from) + after, bytes - after);
 }
 
 void Direct::fold(size_t offset, size_t bytes, std::byte* out, bool pushed) {

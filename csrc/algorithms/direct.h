@@ -17,11 +17,12 @@ struct Slice {
 // The index-th of `parts` slices of a buffer, cut at cache lines; from `parts` on they are empty.
 Slice slice_of(size_t bytes, int parts, int index);
 
-// A copy of private memory that peers can reach, for systems that forbid reading each other's memory.
+// A copy of private memory that peers can reach: where the system forbids reading each other's memory, and where
+// copying takes less time than the system takes to look up the pages.
 class Bounce {
  public:
-  // Makes room for the copy, if `data` needs one.
-  Bounce(Host& host, const void* data, size_t bytes);
+  // Makes room for the copy, if `data` needs one: up to `limit` bytes it does even if peers could read it.
+  Bounce(Host& host, const void* data, size_t bytes, size_t limit);
   ~Bounce();
   Bounce(const Bounce&) = delete;
 
@@ -35,8 +36,9 @@ class Bounce {
 
 class Direct {
  public:
-  // Shows the first `input_bytes` of the operation's input and the first `output_bytes` of its output.
-  Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes);
+  // Shows the first `input_bytes` of the operation's input and the first `output_bytes` of its output, but for `own`,
+  // a part that the peers neither read nor write.
+  Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes, Slice own = {0, 0});
 
   // Tells everybody where this rank's buffers are, and waits for everybody's.
   void open();
@@ -70,12 +72,14 @@ class Direct {
 
  private:
   void push(size_t offset, size_t bytes, const std::byte* data);
+  void copy_but_own(void* to, const void* from, size_t bytes) const;
   void take(const PeerMemory& from, size_t offset, size_t bytes, std::byte* out);
 
   const Operation& operation_;
   Host& host_;
   Board& board_;
   const size_t input_bytes_, output_bytes_;
+  const Slice own_;
   const bool in_place_;
   Bounce input_bounce_, output_bounce_;
   const void* input_;  // as shown

@@ -16,16 +16,17 @@ namespace {
 // the block is in the cache. (Writing into a peer's private memory is never done: a rank left behind by a
 // group that failed would write into what the peer has there by then.)
 void all_reduce(const Operation& op, Host& host) {
-  Direct direct(op, host, op.bytes, op.bytes);
-  direct.open();
   const int size = host.board.size();
+  // What is pushed to copies of the outputs, which all ranks make alike, is all but the rank's own slice.
+  Direct direct(op, host, op.bytes, op.bytes, slice_of(op.bytes, size, host.board.index()));
+  direct.open();
   const bool pushed = direct.outputs_are_shared();
   const size_t block_bytes = pushed ? op.bytes : 1024 * 1024;
   for (size_t begin = 0; begin < op.bytes; begin += block_bytes) {
     const Slice block{begin, std::min(block_bytes, op.bytes - begin)};
     const Slice own = slice_of(block.bytes, size, host.board.index());
     const size_t offset = begin + own.offset;
-    direct.fold(offset, own.bytes, direct.output() + offset, pushed);
+    direct.fold(offset, own.bytes, static_cast<std::byte*>(op.output) + offset, pushed);
     if (!pushed) {
       direct.pass();
       direct.take_slices(size, block);
@@ -35,9 +36,10 @@ void all_reduce(const Operation& op, Host& host) {
 }
 
 void reduce_scatter(const Operation& op, Host& host) {
-  Direct direct(op, host, op.bytes * static_cast<size_t>(host.board.size()), 0);
+  const Slice own{static_cast<size_t>(host.board.index()) * op.bytes, op.bytes};
+  Direct direct(op, host, op.bytes * static_cast<size_t>(host.board.size()), 0, own);
   direct.open();
-  direct.fold(static_cast<size_t>(host.board.index()) * op.bytes, op.bytes, direct.output());
+  direct.fold(own.offset, own.bytes, direct.output());
   direct.pass();
 }
 
@@ -107,7 +109,8 @@ void all_to_all(const Operation& op, Host& host) {
     total += op.send_bytes[static_cast<size_t>(peer)];
   }
   offsets[size] = total;
-  Direct direct(op, host, total, 0);
+  const auto self = static_cast<size_t>(board.index());
+  Direct direct(op, host, total, 0, {offsets[self], op.send_bytes[self]});
   direct.open();
   size_t taken = 0;
   for (int peer = 0; peer < size; ++peer) {

@@ -3,11 +3,14 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <bit>
+#include <chrono>
 #include <cstring>
 #include <string>
 
 #include "common/interruption.h"
 #include "common/quiet_thread.h"
+#include "transport/peer_memory.h"
 
 namespace shoal {
 
@@ -25,6 +28,9 @@ Mailbox::~Mailbox() {
   }
   wake();
   if (thread_.joinable()) thread_.join();
+  for (auto& [number, offered] : offered_) {
+    if (offered.copy != nullptr) peers_.shared_buffers.release(offered.copy);  // peers only read it
+  }
 }
 
 std::shared_ptr<Message> Mailbox::send(int peer, int tag, const void* data, size_t bytes) {
@@ -34,18 +40,34 @@ std::shared_ptr<Message> Mailbox::send(int peer, int tag, const void* data, size
   if (broken_) std::rethrow_exception(broken_);
   request_link(peer);
   ++pending_;
-  Outgoing outgoing{{Header::Kind::bytes, tag, bytes, 0, 0}, message->data, 0, message};
-  if (bytes >= offered_bytes && peers_.can_read(peer)) {
-    outgoing.header.kind = Header::Kind::offer;
-    outgoing.header.address = reinterpret_cast<uint64_t>(data);
-    outgoing.header.number = next_number_;
-    offered_.emplace(next_number_++, message);
-    outgoing.message = nullptr;
-  }
+  Outgoing outgoing{{Header::Kind::bytes, tag, bytes}, message->data, 0, message};
+  if (bytes >= offered_bytes && peers_.is_here(peer) && offer(outgoing)) outgoing.message = nullptr;
   outgoing_[static_cast<size_t>(peer)].push_back(std::move(outgoing));
   progress();
   leave_to_thread();
   return message;
+}
+
+// Makes a message an offer, if the peer has a way to read it.
+bool Mailbox::offer(Outgoing& outgoing) {
+  const size_t bytes = outgoing.header.bytes;
+  Notice& notice = outgoing.header.offered;
+  Offered offered{outgoing.message, nullptr, bytes};
+  notice.input = describe(outgoing.data, bytes, peers_.shared_buffers);
+  if (notice.input.descriptor < 0 && bytes <= copied_bytes && copied_ + bytes <= copies_bytes) {
+    offered.copy = peers_.shared_buffers.allocate(std::bit_ceil(bytes));
+    std::memcpy(offered.copy, outgoing.data, bytes);
+    copied_ += bytes;
+    notice.input = describe(offered.copy, bytes, peers_.shared_buffers);
+    finish(*outgoing.message);
+    offered.message = nullptr;
+  }
+  if (notice.input.descriptor < 0 && !peers_.can_read_peers) return false;
+  notice.released = peers_.shared_buffers.released();
+  outgoing.header.kind = Header::Kind::offer;
+  outgoing.header.number = next_number_;
+  offered_.emplace(next_number_++, std::move(offered));
+  return true;
 }
 
 std::shared_ptr<Message> Mailbox::receive(int peer, int tag, void* data, size_t bytes) {
@@ -247,7 +269,12 @@ void Mailbox::end(int peer, Incoming& in) {
   if (in.header.kind == Header::Kind::taken) {
     auto found = offered_.find(in.header.number);
     if (found == offered_.end()) return;
-    finish(*found->second);
+    const Offered& offered = found->second;
+    if (offered.message) finish(*offered.message);
+    if (offered.copy != nullptr) {
+      peers_.shared_buffers.release(offered.copy);
+      copied_ -= offered.bytes;
+    }
     offered_.erase(found);
   } else if (in.is_early) {
     in.early->complete = true;
@@ -279,13 +306,13 @@ void Mailbox::take(int peer, const Header& header, Message* message) {
     constexpr uint64_t piece = 4 * 1024 * 1024;  // an alarm is heard in between
     for (uint64_t done = 0; done < header.bytes; done += piece) {
       const uint64_t bytes = std::min(piece, header.bytes - done);
-      peers_.read(peer, header.address + done, bytes, message->data + done);
+      peers_.read(peer, header.offered, done, bytes, message->data + done);
       alarm_.check();
     }
     finish(*message);
   }
   ++pending_;
-  const Header answer{Header::Kind::taken, 0, 0, 0, header.number};
+  const Header answer{Header::Kind::taken, 0, 0, {}, header.number};
   outgoing_[static_cast<size_t>(peer)].push_back({answer, nullptr, 0, nullptr});
   if (Link* link = peers_.links.find(peer)) progress_sends(peer, *link);
 }
@@ -315,7 +342,7 @@ void Mailbox::fail_all(std::exception_ptr failure) {
     if (message && !message->done.load(std::memory_order_relaxed)) fail(*message, failure);
   };
   for (auto& message : posted_) fail_if_pending(message);
-  for (auto& [number, message] : offered_) fail_if_pending(message);
+  for (auto& [number, offered] : offered_) fail_if_pending(offered.message);
   for (auto& early : early_) fail_if_pending(early.wanted_by);
   for (auto& queue : outgoing_) {
     for (auto& out : queue) fail_if_pending(out.message);
@@ -342,20 +369,34 @@ void Mailbox::sleep(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// Has the thread go on with what is pending, unless somebody waits and so does it himself.
+// Has the thread go on with what is pending, unless somebody waits and so does it himself. Who posts a message
+// mostly waits for it at once: while messages come and go the thread looks by itself now and then, and is only woken
+// for what does not fit its link.
 void Mailbox::leave_to_thread() {
-  if (pending_ == 0 || waiters_ > 0 || broken_) return;
+  if (!is_left()) return;
+  is_in_use_ = true;
   if (!thread_.joinable()) thread_ = start_quiet_thread([this] { run(); });
-  changed_.notify_all();
+  const auto is_unsent = [](const auto& queue) { return !queue.empty(); };
+  if (is_resting_ || std::any_of(outgoing_.begin(), outgoing_.end(), is_unsent)) changed_.notify_all();
 }
 
 void Mailbox::run() {
+  constexpr std::chrono::microseconds between_looks{500};
+  constexpr int longest_idleness = 100;  // looks
   std::unique_lock lock(mutex_);
-  while (!stopped_) {
-    if (pending_ == 0 || waiters_ > 0 || broken_) {
+  for (int idle = 0; !stopped_;) {
+    if (is_left()) {
+      if (!progress()) sleep(lock);
+      continue;
+    }
+    idle = is_in_use_ ? 0 : idle + 1;
+    is_in_use_ = false;
+    if (idle < longest_idleness) {
+      changed_.wait_for(lock, between_looks);
+    } else {
+      is_resting_ = true;
       changed_.wait(lock);
-    } else if (!progress()) {
-      sleep(lock);
+      is_resting_ = false;
     }
   }
 }

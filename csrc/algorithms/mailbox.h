@@ -1,8 +1,9 @@
 // Messages from one rank to another, matched by sender and tag.
 //
-// A message is a header and its bytes, written to the link towards its receiver. A large one between
-// processes of a host that may read each other's memory is only offered: the receiver reads it from where
-// it lies, when it wants it, and then says so. What comes before anybody asked for it is kept here.
+// A message is a header and its bytes, written to the link towards its receiver. A larger one between processes of
+// a host is only offered: the receiver reads it from where it lies, when it wants it, and then says so. That is the
+// sender's memory, if it is in a shared buffer or may be read all the same, or a copy in a shared buffer: then the
+// message is done at once. What comes before anybody asked for it is kept here.
 //
 // Whoever waits makes all messages of the group progress; while nobody waits, a thread of the mailbox does.
 #pragma once
@@ -24,7 +25,9 @@
 #include "common/alarm.h"
 #include "common/deadline.h"
 #include "common/patience.h"
+#include "transport/board.h"
 #include "transport/link.h"
+#include "transport/shared_buffers.h"
 
 namespace shoal {
 
@@ -46,9 +49,11 @@ class Mailbox {
     int size;
     Links& links;
     Flag* doorbell;  // rung by peers on this host when they wrote or read; null if there are none
-    // Whether a peer's memory can be read, and the reading of it.
-    std::function<bool(int peer)> can_read;
-    std::function<void(int peer, uint64_t address, size_t bytes, void* out)> read;
+    SharedBuffers& shared_buffers;
+    bool can_read_peers;  // of this host, in their private memory
+    std::function<bool(int peer)> is_here;
+    // Reads what a peer on this host offers.
+    std::function<void(int peer, const Notice& offered, size_t offset, size_t bytes, void* out)> read;
   };
 
   Mailbox(Peers peers, const Alarm& alarm);
@@ -75,14 +80,19 @@ class Mailbox {
     Kind kind = Kind::bytes;
     int32_t tag = 0;
     uint64_t bytes = 0;
-    uint64_t address = 0;  // of an offer
-    uint64_t number = 0;   // of an offer, and of its having been taken
+    Notice offered = {};  // by an offer, as an input
+    uint64_t number = 0;  // of an offer, and of its having been taken
   };
   struct Outgoing {
     Header header;
     const std::byte* data;
     size_t sent = 0;  // of header and bytes
     std::shared_ptr<Message> message;  // done when all is sent; null: nobody waits
+  };
+  struct Offered {
+    std::shared_ptr<Message> message;  // done when it is taken; null if it is done already, as there is
+    void* copy;                        // a copy, or null
+    size_t bytes;
   };
   // A message that came, or is coming, before it was asked for.
   struct Early {
@@ -119,7 +129,12 @@ class Mailbox {
   template <class Work>
   void attempt(const Work& work);
 
+  bool offer(Outgoing& outgoing);
+  bool is_left() const { return pending_ > 0 && waiters_ == 0 && !broken_; }
+
   static constexpr size_t offered_bytes = 64 * 1024;  // from this size on, messages are offered, not written
+  static constexpr size_t copied_bytes = 2 * 1024 * 1024;  // up to this size, copied rather than read by the system
+  static constexpr size_t copies_bytes = 32 * 1024 * 1024;  // of all copies that were not taken yet, at most
 
   Peers peers_;
   const Alarm& alarm_;
@@ -130,13 +145,16 @@ class Mailbox {
   std::vector<bool> is_requested_;  // by rank: the link towards it
   std::list<std::shared_ptr<Message>> posted_;  // receives, in the order in which they were posted
   std::list<Early> early_;
-  std::map<uint64_t, std::shared_ptr<Message>> offered_;
+  std::map<uint64_t, Offered> offered_;
+  size_t copied_ = 0;  // bytes, of the copies offered
   uint64_t next_number_ = 0;
   size_t pending_ = 0;  // messages that are not done, and answers to offers that are not sent
   int waiters_ = 0;
   bool stopped_ = false;
   std::exception_ptr broken_;
   std::thread thread_;
+  bool is_resting_ = false;  // the thread, until it is told of work
+  bool is_in_use_ = false;   // something was left to the thread since it last looked
 };
 
 }  // namespace shoal

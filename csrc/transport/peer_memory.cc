@@ -3,11 +3,19 @@
 #include <sys/uio.h>
 
 #include <cerrno>
+#include <cstring>
 #include <string>
 
 #include "common/reduce.h"
 
 namespace shoal {
+
+namespace {
+
+// What is smaller is still in a cache when it is next used.
+constexpr size_t worth_streaming = 4 * 1024 * 1024;
+
+}  // namespace
 
 Location describe(const void* data, size_t bytes, SharedBuffers& buffers) {
   Location region;
@@ -73,11 +81,14 @@ const void* PeerMemory::read(size_t offset, size_t bytes, void* scratch) const {
 }
 
 void PeerMemory::copy(size_t offset, size_t bytes, void* out) const {
-  if (mapped_ != nullptr) {
-    if (mapped_ + offset != out) copy_streaming(out, mapped_ + offset, bytes);
-    return;
+  if (mapped_ == nullptr) return read_process(pid_, rank_, region_->address + offset, bytes, out);
+  const std::byte* from = mapped_ + offset;
+  if (from == out) return;
+  if (bytes > worth_streaming) {
+    copy_streaming(out, from, bytes);
+  } else {
+    std::memcpy(out, from, bytes);
   }
-  read_process(pid_, rank_, region_->address + offset, bytes, out);
 }
 
 }  // namespace shoal

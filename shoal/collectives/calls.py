@@ -17,6 +17,7 @@ __all__ = [
     "ALGORITHM_NUMBERS",
     "COLLECTIVE_NUMBERS",
     "DTYPE_NAMES",
+    "MOVED",
     "REDUCTION_NAMES",
     "Chooser",
     "dtype_number",
@@ -65,22 +66,21 @@ _DTYPES = {
     torch.bool: 9,
 }
 
+MOVED = _DTYPES[torch.uint8]
+"""The type's number where nothing is reduced: bytes are moved."""
+
 _Kind: Any = ReduceOp.RedOpType  # its members are the native module's, which has no types
 
 _REDUCTIONS = {
-    _Kind.SUM: 0,
-    _Kind.AVG: 1,
-    _Kind.MIN: 2,
-    _Kind.MAX: 3,
-    _Kind.PRODUCT: 4,
-    _Kind.BAND: 5,
-    _Kind.BOR: 6,
-    _Kind.BXOR: 7,
+    kind.value: number  # by value, which is looked up six times as fast as a member
+    for number, kind in enumerate(
+        (_Kind.SUM, _Kind.AVG, _Kind.MIN, _Kind.MAX, _Kind.PRODUCT, _Kind.BAND, _Kind.BOR, _Kind.BXOR)
+    )
 }
 _BITWISE = (5, 6, 7)
 
 DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in _DTYPES.items()}
-REDUCTION_NAMES = {number: kind.name for kind, number in _REDUCTIONS.items()}
+REDUCTION_NAMES = {number: _Kind(value).name for value, number in _REDUCTIONS.items()}
 
 
 def dtype_number(dtype: torch.dtype) -> int:
@@ -104,7 +104,7 @@ def reduction_number(op: Any, dtype: torch.dtype) -> int:
     Raises:
         CollectiveError: There is none for the type.
     """
-    number = _REDUCTIONS.get(op.op)
+    number = _REDUCTIONS.get(op.op.value)
     if number is None:
         raise CollectiveError(f"there is no reduction {op.op.name} between CPUs", fault="invalid")
     if number in _BITWISE and dtype.is_floating_point:

@@ -15,7 +15,7 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shoal.collectives.calls import dtype_number, reduction_number
+from shoal.collectives.calls import MOVED, dtype_number, reduction_number
 from shoal.collectives.core import Core
 from shoal.collectives.flat import as_one, joined, spread
 from shoal.collectives.named import NamedGroup
@@ -363,23 +363,37 @@ class ProcessGroup(NamedGroup):
         opts: Any,
         result: Sequence[Any],
         *,
+        nbytes: int,
+        whole: int,
+        slot: int,
+        root: int = 0,
         reduces: torch.Tensor | None = None,
-        **arguments: Any,
+        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+        finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         self._sequence_number += 1
-        for tensor in (input_, output):
-            if tensor is not None:
-                require_dense(tensor)
+        if input_ is not None:
+            require_dense(input_)
+        if output is not None and output is not input_:
+            require_dense(output)
+        dtype, reduction = MOVED, 0
         if reduces is not None:
-            arguments["dtype"] = dtype_number(reduces.dtype)
-            arguments["reduction"] = reduction_number(opts.reduceOp, reduces.dtype)
+            dtype = dtype_number(reduces.dtype)
+            reduction = reduction_number(opts.reduceOp, reduces.dtype)
         timeout = opts.timeout.total_seconds()
         return self._native.run(
             collective,
             input_,
             output,
+            nbytes=nbytes,
+            whole=whole,
+            slot=slot,
             timeout=timeout if timeout > 0 else self._native.timeout,
             asynchronous=getattr(opts, "asyncOp", True),
             result=result,
-            **arguments,
+            dtype=dtype,
+            reduction=reduction,
+            root=root,
+            splits=splits,
+            finish=finish,
         )

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from shoal.collectives.agreement import describe_call, first_difference, first_uneven_split
-from shoal.collectives.calls import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, Chooser
+from shoal.collectives.calls import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser
 from shoal.collectives.completer import Completer
-from shoal.collectives.core import Call, Core
+from shoal.collectives.core import GOING_ON, Call, Core
 from shoal.collectives.monitored import MonitoredBarrier
+from shoal.collectives.operands import bytes_of
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import form_group
 from shoal.collectives.work import Done, Work
@@ -80,7 +81,7 @@ class NativeGroup:
         timeout: float,
         asynchronous: bool,
         result: Sequence[Any],
-        dtype: int = 5,
+        dtype: int = MOVED,
         reduction: int = 0,
         root: int = 0,
         splits: tuple[Sequence[int], Sequence[int]] | None = None,
@@ -130,6 +131,9 @@ class NativeGroup:
         ticket = self._core.begin(self._handle, call)
         if ticket < 0:
             self._core.check(ticket, collective)
+        if ticket and not asynchronous:
+            self._complete(ticket, collective, (input_, output))
+            ticket = 0
         if ticket == 0:
             if finish is not None:
                 finish()
@@ -157,7 +161,7 @@ class NativeGroup:
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begins to send a contiguous tensor."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = bytes_of(tensor)
         ticket = self._core.send(self._handle, peer, tag, tensor.data_ptr(), nbytes, self.timeout)
         if ticket == 0:
             return Done([tensor])
@@ -167,7 +171,7 @@ class NativeGroup:
         self, tensor: torch.Tensor, peer: int, tag: int, finish: Callable[[], None] | None
     ) -> dist.Work:
         """Begins to receive a contiguous tensor; from anyone, if `peer` is -1."""
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = bytes_of(tensor)
         name = f"receive from rank {peer}" if peer >= 0 else "receive from any rank"
         ticket = self._core.check(
             self._core.receive(self._handle, peer, tag, tensor.data_ptr(), nbytes, self.timeout), name
@@ -196,6 +200,15 @@ class NativeGroup:
             finish=finish,
             completer=self._completer,
         )
+
+    def _complete(self, ticket: int, name: str, operands: object) -> None:
+        """Waits for an operation of which nobody else knows; arguments as `Work` has them."""
+        outcome = self._core.wait(self._handle, ticket, -1.0, None)
+        if outcome in GOING_ON:
+            self._abandon(ticket, operands)
+        else:
+            self._core.forget(self._handle, ticket)
+        self._core.check(outcome, name)
 
     def _abandon(self, ticket: int, operands: object) -> None:
         """Keeps the operands of an operation that nobody can wait for any more, until it is complete."""
@@ -233,14 +246,14 @@ class NativeGroup:
         """What every rank gives, of the same length."""
         told = torch.tensor(own)
         everyone = torch.empty(self.size, len(own), dtype=torch.int64)
-        nbytes = told.numel() * told.element_size()
+        nbytes = bytes_of(told)
         call = Call(
             COLLECTIVE_NUMBERS["all_gather"],
             ALGORITHM_NUMBERS[self.algorithm("all_gather", nbytes * self.size, nbytes)],
-            5,
+            MOVED,
             0,
             0,
-            0,
+            False,
             told.data_ptr(),
             everyone.data_ptr(),
             nbytes,
@@ -251,14 +264,5 @@ class NativeGroup:
         name = "comparing what the ranks call"
         ticket = self._core.check(self._core.begin(self._handle, call), name)
         if ticket:
-            work = Work(
-                self._core,
-                self._handle,
-                ticket,
-                name,
-                result=(),
-                operands=(told, everyone),
-                abandon=self._abandon,
-            )
-            work.wait()
+            self._complete(ticket, name, (told, everyone))
         return everyone.tolist()  # type: ignore[no-any-return]

@@ -18,7 +18,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 
 def require_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Gives the tensor back; raises CollectiveError for one that the core cannot move."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise CollectiveError(
             f'the backend "shoal" moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}',
             fault="invalid",
