@@ -58,6 +58,7 @@ class NativeGroup:
         self._completer = Completer() if self.hosts > 1 else None
         self._chooser = Chooser(options, size, self.hosts)
         self._debug = options.debug
+        self._Counts = ctypes.c_uint64 * size
         self._monitored = MonitoredBarrier()
         self._abandoned: list[tuple[int, object]] = []
 
@@ -122,10 +123,9 @@ class NativeGroup:
             None,
             timeout,
         )
-        tables: tuple[Any, ...] = ()
         if splits is not None:
-            tables = tuple((ctypes.c_uint64 * self.size)(*counts) for counts in splits)
-            call.send_bytes, call.receive_bytes = (ctypes.addressof(table) for table in tables)
+            sent, received = self._Counts(*splits[0]), self._Counts(*splits[1])  # until the call has begun
+            call.send_bytes, call.receive_bytes = ctypes.addressof(sent), ctypes.addressof(received)
         if self._debug:
             self._agree(collective, call, output if input_ is None else input_, splits)
         ticket = self._core.begin(self._handle, call)
