@@ -7,8 +7,8 @@ interface at a common switch (shoal.testing.hosts). That takes root. Everything 
 ends.
 
 The bound of a collective is what has to cross the busiest link one way, at the nominal rate's share for
-payload. A plain TCP stream each way between two hosts, which is measured beside it, says how much of the rate
-the machine itself can carry: all hosts share its cores.
+payload. A plain TCP stream from each host to the next, all at once, is measured beside it: it says how much of the
+rate the machine itself can carry, as all hosts share its cores.
 """
 
 from __future__ import annotations
@@ -112,13 +112,16 @@ class Ranks:
             process.start()
             theirs.close()
             self._members.append((process, ours))
-        self._first_of_second = network.ranks_per_host
+        self._ranks_per_host = network.ranks_per_host
         self._ask([("ready",)] * network.ranks)
 
     def stream_rate(self) -> float:
-        """Bytes a second of a plain TCP stream from one host to another, while another comes back."""
+        """Bytes a second of a plain TCP stream from each host to the next, the slowest of all at once."""
         questions: list[tuple[object, ...]] = [("ready",)] * len(self._members)
-        questions[0] = questions[self._first_of_second] = ("stream",)
+        addresses = self._hosts.addresses
+        for host, address in enumerate(addresses):
+            following = addresses[(host + 1) % len(addresses)]
+            questions[host * self._ranks_per_host] = ("stream", address, following)
         rates = self._ask(questions)
         return min(rate for rate in rates if rate)
 
@@ -206,7 +209,7 @@ def _measure(
                 lines += [_line(network, collective, size, name, turns) for name in contestants]
     print(f"### {network}\n")
     print(
-        f"Payload at the nominal rate: {payload_rate / 1e6:.1f} MB/s each way; a plain TCP stream each way: "
+        f"Payload at the nominal rate: {payload_rate / 1e6:.1f} MB/s each way; plain TCP streams round the hosts: "
         f"{median(streams) / 1e6:.1f} ({min(streams) / 1e6:.1f} to {max(streams) / 1e6:.1f}) MB/s.\n"
     )
     print(_markdown(_HEADER, lines), end="\n\n", flush=True)
@@ -295,8 +298,8 @@ def _serve(
             match connection.recv():
                 case ("ready",):
                     connection.send(0.0)
-                case ("stream",):
-                    connection.send(_stream(rank == 0, first_address))
+                case ("stream", own, following):
+                    connection.send(_stream(own, following))
                 case ("run", name, collective, size, operations):
                     connection.send(_run(groups[name], collective, size, operations))
     except (EOFError, BrokenPipeError):
@@ -325,27 +328,25 @@ def _run(group: dist.ProcessGroup, name: str, size: int, operations: int) -> flo
     return time.perf_counter() - start
 
 
-def _stream(is_listening: bool, address: str) -> float:
-    """Bytes a second that come in, while as much as can be goes out."""
-    if is_listening:
-        with socket.create_server((address, _STREAM_PORT)) as listener:
-            peer, _ = listener.accept()
-    else:
-        peer = _call(address)
+def _stream(own: str, following: str) -> float:
+    """Bytes a second that come in, while as much as can be goes out to the following host."""
+    with socket.create_server((own, _STREAM_PORT)) as listener:
+        after = _call(following)
+        before, _ = listener.accept()
     end = time.monotonic() + _STREAM_SECONDS
     piece, taken = bytes(1 << 20), bytearray(1 << 20)
 
     def send() -> None:
         while time.monotonic() < end:
-            peer.sendall(piece)
-        peer.shutdown(socket.SHUT_WR)
+            after.sendall(piece)
+        after.shutdown(socket.SHUT_WR)
 
-    with peer:
+    with before, after:
         sender = threading.Thread(target=send)
         start = time.perf_counter()
         sender.start()
         received = 0
-        while count := peer.recv_into(taken):
+        while count := before.recv_into(taken):
             received += count
         seconds = time.perf_counter() - start
         sender.join()
