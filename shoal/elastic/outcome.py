@@ -80,7 +80,7 @@ def root_cause(outcomes: Sequence[Outcome], exit_codes: Mapping[int, int]) -> Wo
         if not outcome.in_collective:
             return _as_error(outcome)
     told = {outcome.rank for outcome in outcomes}
-    silent = {rank: code for rank, code in exit_codes.items() if rank not in told}
+    silent = {rank: code for rank, code in exit_codes.items() if rank not in told or not failures}
     killed = {rank: code for rank, code in silent.items() if code < 0 and -code != signal.SIGTERM}
     for rank, code in (killed or silent).items():
         if code < 0:

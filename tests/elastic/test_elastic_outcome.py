@@ -44,6 +44,9 @@ def collective(rank, when):
         ([collective(0, 2.0), collective(1, 1.0)], {0: 1, 1: 1}, 1, "CommunicationError"),
         # one ended well
         ([Outcome(rank=0, exit_code=0), own(1, 1.0)], {1: 1}, 1, "ValueError"),
+        # one ended badly after its work was done
+        ([Outcome(rank=0, exit_code=0)], {0: 1}, 0, "exit code 1"),
+        ([Outcome(rank=0, exit_code=0), Outcome(rank=1, exit_code=0)], {0: TERM, 1: SEGV}, 1, "SIGSEGV"),
     ],
 )
 def test_the_cause_is_the_failure_that_no_other_explains(outcomes, codes, rank, reason):
