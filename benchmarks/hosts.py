@@ -7,8 +7,8 @@ interface at a common switch (shoal.testing.hosts). That takes root. Everything 
 ends.
 
 The bound of a collective is what has to cross the busiest link one way, at the nominal rate's share for
-payload. A plain TCP stream from each host to the next, all at once, is measured beside it: it says how much of
-the rate the machine itself can carry, as all hosts share its cores.
+payload. A plain TCP stream from each host to the next, all at once, is measured beside it: it says how much
+of the rate the machine itself can carry, as all hosts share its cores.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def _measure(
     print(f"### {network}\n")
     print(
         f"Payload at the nominal rate: {payload_rate / 1e6:.1f} MB/s each way; "
-        f"plain TCP streams round the hosts: {median(streams) / 1e6:.1f} ({min(streams) / 1e6:.1f} to {max(streams) / 1e6:.1f}) MB/s.\n"
+        f"plain TCP streams round the hosts: {median(streams) / 1e6:.1f} "
+        f"({min(streams) / 1e6:.1f} to {max(streams) / 1e6:.1f}) MB/s.\n"
     )
     print(_markdown(_HEADER, lines), end="\n\n", flush=True)
 
