@@ -118,10 +118,11 @@ void parts_may_be_in_place(bool reads_peers) {
 void parts_of_the_wrong_size_are_named() {
   HostRanks ranks(2);
   ranks.run([&](HostRank& rank) {
-    std::vector<uint8_t> data(64);
+    // Not a copy, which would be gone with the rank that fails, before the other one has opened it.
+    void* const data = ranks.shared_buffers().allocate(64);
     Operation operation;
     operation.collective = Collective::all_to_all;
-    operation.input = operation.output = data.data();
+    operation.input = operation.output = data;
     operation.send_bytes = {8, 8};
     operation.receive_bytes = {rank.index == 0 ? size_t{8} : size_t{16}, 8};
     operation.deadline = Deadline::after(0.5);  // rank 0 waits for rank 1, as nobody raises the alarm here
