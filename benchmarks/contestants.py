@@ -31,11 +31,11 @@ from shoal.models import Transformer, next_token_loss, preset
 from shoal.record import Recorder, SpanRecorder
 from shoal.train import OptimizerConfig
 
-__all__ = ["CONTESTANTS", "REFERENCE", "Contestant", "Task", "make_trainer"]
+__all__ = ["ADAMW", "CLIP", "CONTESTANTS", "REFERENCE", "Contestant", "Task", "make_trainer"]
 
 _SEED = 0
-_CLIP = 1.0
-_ADAMW: dict[str, Any] = {
+CLIP = 1.0
+ADAMW: dict[str, Any] = {
     "lr": 1e-3,
     "betas": (0.9, 0.95),
     "eps": 1e-8,
@@ -133,13 +133,13 @@ def _update(optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Cal
 
 
 def _torch_loop(task: Task, rank: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    clip = partial(clip_grad_norm_, list(model.parameters()), _CLIP)
+    clip = partial(clip_grad_norm_, list(model.parameters()), CLIP)
     return _loop(task, rank, forward=model, update=_update(optimizer, clip))
 
 
 def _no_communication(task: Task, rank: int) -> Step:
     model = task.model()
-    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **ADAMW))
 
 
 # -- Shoal ----------------------------------------------------------------------------------------------
@@ -148,8 +148,8 @@ def _no_communication(task: Task, rank: int) -> Step:
 def _shoal(shard: str, task: Task, rank: int) -> Step:
     dist.init_process_group("shoal")
     model = shoal.parallelize(task.model(), f"dp={task.ranks},shard={shard}")
-    optimizer = torch.optim.AdamW(model.parameters(), **_ADAMW)
-    return _loop(task, rank, forward=model, update=_update(optimizer, partial(model.clip_gradients, _CLIP)))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    return _loop(task, rank, forward=model, update=_update(optimizer, partial(model.clip_gradients, CLIP)))
 
 
 def make_trainer(task: Task, shard: str, recorder: Recorder) -> shoal.Trainer:
@@ -162,11 +162,11 @@ def make_trainer(task: Task, shard: str, recorder: Recorder) -> shoal.Trainer:
         batch=task.batch,
         steps=1_000_000,  # more than any benchmark makes, so that the rate stays constant
         optimizer=OptimizerConfig(
-            learning_rate=_ADAMW["lr"],
-            betas=_ADAMW["betas"],
-            eps=_ADAMW["eps"],
-            weight_decay=_ADAMW["weight_decay"],
-            clip=_CLIP,
+            learning_rate=ADAMW["lr"],
+            betas=ADAMW["betas"],
+            eps=ADAMW["eps"],
+            weight_decay=ADAMW["weight_decay"],
+            clip=CLIP,
             schedule="constant-then-decay",
             warmup=0,
             decay=0.0,
@@ -191,12 +191,12 @@ def _ddp_model(task: Task, backend: str) -> nn.Module:
 
 def _ddp(backend: str, task: Task, rank: int) -> Step:
     model = _ddp_model(task, backend)
-    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **ADAMW))
 
 
 def _ddp_zero_redundancy(task: Task, rank: int) -> Step:
     model = _ddp_model(task, "gloo")
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_ADAMW)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
     return _torch_loop(task, rank, model, optimizer)
 
 
@@ -215,14 +215,14 @@ def _fsdp2_model(task: Task, backend: str, *, reshard: bool) -> Transformer:
 
 def _fsdp2(backend: str, reshard: bool, task: Task, rank: int) -> Step:
     model = _fsdp2_model(task, backend, reshard=reshard)
-    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **ADAMW))
 
 
 def _fsdp2_sharing_buffers(task: Task, rank: int) -> Step:
     model = _fsdp2_model(task, "shoal", reshard=True)
     share_buffers(model)
     keep_freed_memory()
-    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **_ADAMW))
+    return _torch_loop(task, rank, model, torch.optim.AdamW(model.parameters(), **ADAMW))
 
 
 # -- Hugging Face Accelerate ----------------------------------------------------------------------------
@@ -236,8 +236,8 @@ def _accelerate_ddp(task: Task, rank: int) -> Step:
     kwargs = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
     model = task.model()
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **_ADAMW))
-    clip = partial(accelerator.clip_grad_norm_, list(model.parameters()), _CLIP)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), **ADAMW))
+    clip = partial(accelerator.clip_grad_norm_, list(model.parameters()), CLIP)
     return _loop(task, rank, forward=model, update=_update(optimizer, clip), backward=accelerator.backward)
 
 
@@ -253,8 +253,8 @@ def _fabric(strategy: Any, task: Task, rank: int) -> Step:
     )
     fabric.launch()
     model = fabric.setup_module(task.model())
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), **_ADAMW))
-    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=_CLIP)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), **ADAMW))
+    clip = partial(fabric.clip_gradients, model, optimizer, max_norm=CLIP)
     return _loop(task, rank, forward=model, update=_update(optimizer, clip), backward=fabric.backward)
 
 
@@ -285,10 +285,10 @@ def _deepspeed(stage: int, task: Task, rank: int) -> Step:
     model = task.model()
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), **_ADAMW),
+        optimizer=torch.optim.AdamW(model.parameters(), **ADAMW),
         config={
             "train_micro_batch_size_per_gpu": task.microbatch,
-            "gradient_clipping": _CLIP,
+            "gradient_clipping": CLIP,
             "zero_optimization": {"stage": stage},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,

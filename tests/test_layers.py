@@ -15,7 +15,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 LINE_OF = {name: number for number, line in enumerate(LAYERS) for name in line}
 PRESENT = sorted({path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES})
 
-STRATEGIES = {"naive", "replicated", "zero1", "zero2", "zero3"}
+STRATEGIES = {"naive", "replicated", "zero1", "zero2", "zero3", "tensor", "context", "expert"}
 MOST_LINES = 400
 
 

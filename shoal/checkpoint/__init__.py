@@ -1,8 +1,8 @@
 """Checkpoints: saved, verified, loaded on any number of ranks, and kept or deleted.
 
-Nouns: Piece (an interval of a flattened tensor, on one rank), Manifest (what a checkpoint holds, and the
-hash of every file), Exchange (the ranks that save or load together), FileSystem (what the protocol does to
-the disk). The trainer saves and loads, `shoal checkpoint` lists and verifies.
+Nouns: Piece (an interval of a flattened tensor, or of a Region of it, on one rank), Manifest (what a
+checkpoint holds, and the hash of every file), Exchange (the ranks that save or load together), FileSystem
+(what the protocol does to the disk). The trainer saves and loads, `shoal checkpoint` lists and verifies.
 """
 
 from shoal.checkpoint.directory import checkpoints, resolve, step_of
@@ -11,6 +11,7 @@ from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
 from shoal.checkpoint.load import load
 from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
 from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
 from shoal.checkpoint.save import save
 from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
@@ -24,6 +25,7 @@ __all__ = [
     "Piece",
     "ProcessGroupExchange",
     "RealFiles",
+    "Region",
     "SingleProcess",
     "StoredPiece",
     "TensorRecord",

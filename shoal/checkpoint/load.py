@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from shoal.checkpoint.exchange import Exchange, attempt_together
 from shoal.checkpoint.manifest import Manifest, StoredPiece, read_manifest
 from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.shard import read_interval
+from shoal.checkpoint.region import Region, Run, meetings
 from shoal.errors import CheckpointError, CorruptCheckpointError, nearest
 
 __all__ = ["load"]
@@ -21,12 +22,26 @@ __all__ = ["load"]
 
 @dataclass(frozen=True)
 class _Copy:
-    """The elements [start, stop) of a tensor, from a stored piece into a wanted one."""
+    """A region of a tensor, from a stored piece into a wanted one.
+
+    Attributes:
+        source: The stored piece.
+        target: The wanted one.
+        source_run: The block that is consecutive in the source and has the region.
+        target_run: The block that is consecutive in the target and has it.
+        region: What both hold.
+    """
 
     source: StoredPiece
     target: Piece
-    start: int
-    stop: int
+    source_run: Run
+    target_run: Run
+    region: Region
+
+    @property
+    def key(self) -> str:
+        """What the source is called in its file."""
+        return self.source.key(self.target.name, self.target.shape)
 
 
 def load(path: Path, wanted: Sequence[Piece], exchange: Exchange) -> Mapping[str, Any]:
@@ -61,8 +76,7 @@ def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:
     for name, copies in sorted(by_file.items()):
         try:
             with safe_open(path / name, framework="pt") as opened:
-                for copy in copies:
-                    _perform(copy, opened)
+                _perform(copies, opened)
         except (OSError, SafetensorError) as error:
             raise CorruptCheckpointError(f"{path / name} cannot be read: {error}") from error
     return manifest.state
@@ -78,14 +92,17 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
             f"tensor {piece.name!r} has shape {list(record.shape)} in the checkpoint, "
             f"and {list(piece.shape)} where it is wanted"
         )
+    mine = (piece.block, piece.start, piece.stop)
     for source in record.pieces:
-        start, stop = max(piece.start, source.start), min(piece.stop, source.stop)
-        if start < stop:
-            yield _Copy(source, piece, start, stop)
+        held = (source.block(record.shape), source.start, source.stop)
+        for source_run, target_run, region in meetings(held, mine):
+            yield _Copy(source, piece, source_run, target_run, region)
 
 
-def _perform(copy: _Copy, opened: Any) -> None:
-    key = copy.source.key(copy.target.name, copy.target.shape)
-    values = read_interval(opened, key, copy.start - copy.source.start, copy.stop - copy.source.start)
-    flat = copy.target.tensor.detach().view(-1)
-    flat[copy.start - copy.target.start : copy.stop - copy.target.start].copy_(values)
+def _perform(copies: Iterable[_Copy], opened: Any) -> None:
+    """Copies out of one file, which is mapped: of a tensor, only the pages that are copied from are read."""
+    for key, of_one_tensor in groupby(sorted(copies, key=lambda copy: copy.key), key=lambda copy: copy.key):
+        stored = opened.get_tensor(key).reshape(-1)
+        for copy in of_one_tensor:
+            target = copy.target_run.view(copy.target.tensor.detach().view(-1), copy.region)
+            target.copy_(copy.source_run.view(stored, copy.region))

@@ -9,25 +9,28 @@
     state    the JSON object that the caller gave: position, plan, seeds
     sha256   of all of the above, as compact JSON with sorted keys
 
-A piece is the elements [start, stop) of the tensor, flattened in row-major order. Its key in the safetensors
-file follows from them (`StoredPiece.key`) and is not stored: with many tensors, the pieces are most of the
-file. dtypes have the names that safetensors gives them.
+A piece is the elements [start, stop) of the tensor, flattened in row-major order. A piece of a block that is
+not consecutive in the tensor has {"file", "region": {"offset": [...], "shape": [...]}, "interval": [start,
+stop]} instead: the block's first index and its length along each dim, and the piece's elements in the block,
+flattened. A piece's key in the safetensors file follows from these (`StoredPiece.key`) and is not stored:
+with many tensors, the pieces are most of the file. dtypes have the names that safetensors gives them.
 
-A reader ignores members that it does not know, so a later version may add some, such as the block that a
-piece is of a tensor cut along several dims. Where an older reader would misread the result, it leaves out
-`start`, without which such a reader refuses, or raises `format`.
+A reader ignores members that it does not know, so a later version may add some. Where an older reader would
+misread the result, it leaves out `start`, as pieces of blocks do, without which such a reader refuses, or
+raises `format`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.coverage import check_coverage
+from shoal.checkpoint.region import Region
 from shoal.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "StoredPiece", "TensorRecord", "merge", "read_manifest"]
@@ -46,20 +49,40 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """The elements [start, stop) of a flattened tensor, and the file that holds them."""
+    """The elements [start, stop) of a flattened tensor, or of a region of it, and the file that holds them.
+
+    Args:
+        file: Its name within the checkpoint's directory.
+        start: The first element, counted in the region.
+        stop: One past the last element.
+        region: A block of the tensor that is not consecutive in it; None: all of the tensor.
+    """
 
     file: str
     start: int
     stop: int
+    region: Region | None = None
+
+    def block(self, shape: Sequence[int]) -> Region:
+        """The region, also where it is all of the tensor of `shape`."""
+        return Region.whole(shape) if self.region is None else self.region
 
     def key(self, name: str, shape: Sequence[int]) -> str:
         """What the tensor `name` of `shape` is called in this piece's file.
 
         A whole tensor keeps its name and its shape, so that other readers of safetensors find what they
-        expect; a part is one-dimensional and called "name[start:stop]".
+        expect; a part is one-dimensional and called "name[start:stop]". A region is called "name[a:b,c:d]" by
+        its indices and keeps its shape; a part of one is called "name[a:b,c:d][start:stop]".
         """
-        whole = self.start == 0 and self.stop == math.prod(shape)
-        return name if whole else f"{name}[{self.start}:{self.stop}]"
+        called = name if self.region is None else f"{name}{self.region}"
+        return called if self._is_full(shape) else f"{called}[{self.start}:{self.stop}]"
+
+    def shape_in_file(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """What shape a tensor of `shape` has in this piece's file."""
+        return self.block(shape).shape if self._is_full(shape) else (self.stop - self.start,)
+
+    def _is_full(self, shape: Sequence[int]) -> bool:
+        return self.start == 0 and self.stop == self.block(shape).elements
 
 
 @dataclass(frozen=True)
@@ -98,18 +121,12 @@ class Manifest:
         Raises:
             CheckpointError: They do not; the tensor is named.
         """
+        sound = set()  # tensors of the same shape are mostly cut alike, and an optimizer's always
         for name, tensor in self.tensors.items():
-            reached = 0
-            for piece in sorted(tensor.pieces, key=lambda piece: piece.start):
-                if piece.start != reached:
-                    fault = "are in no piece" if piece.start > reached else "are in two pieces"
-                    first, last = sorted((piece.start, reached))
-                    raise CheckpointError(f"elements [{first}, {last}) of tensor {name!r} {fault}")
-                reached = piece.stop
-            if reached != math.prod(tensor.shape):
-                raise CheckpointError(
-                    f"elements [{reached}, {math.prod(tensor.shape)}) of tensor {name!r} are in no piece"
-                )
+            pieces = tuple((piece.block(tensor.shape), piece.start, piece.stop) for piece in tensor.pieces)
+            if (tensor.shape, pieces) not in sound:
+                check_coverage(name, tensor.shape, pieces)
+                sound.add((tensor.shape, pieces))
 
     def to_json(self) -> bytes:
         """The bytes of `manifest.json`.
@@ -125,7 +142,7 @@ class Manifest:
                 name: {
                     "dtype": tensor.dtype,
                     "shape": list(tensor.shape),
-                    "pieces": [asdict(piece) for piece in tensor.pieces],
+                    "pieces": [_piece_body(piece) for piece in tensor.pieces],
                 }
                 for name, tensor in self.tensors.items()
             },
@@ -200,7 +217,7 @@ def merge(
         step,
         dict(files),
         {
-            name: TensorRecord(first.dtype, first.shape, tuple(sorted(pieces, key=lambda piece: piece.start)))
+            name: TensorRecord(first.dtype, first.shape, tuple(sorted(pieces, key=_place)))
             for name, (first, pieces) in merged.items()
         },
         state,
@@ -229,8 +246,27 @@ def _file_record(body: Mapping[str, Any]) -> FileRecord:
 
 
 def _tensor_record(body: Mapping[str, Any]) -> TensorRecord:
-    pieces = tuple(StoredPiece(piece["file"], piece["start"], piece["stop"]) for piece in body["pieces"])
+    pieces = tuple(_stored_piece(piece) for piece in body["pieces"])
     return TensorRecord(body["dtype"], tuple(body["shape"]), pieces)
+
+
+def _stored_piece(body: Mapping[str, Any]) -> StoredPiece:
+    if "region" not in body:
+        return StoredPiece(body["file"], body["start"], body["stop"])
+    region = Region(tuple(body["region"]["offset"]), tuple(body["region"]["shape"]))
+    start, stop = body["interval"]
+    return StoredPiece(body["file"], start, stop, region)
+
+
+def _piece_body(piece: StoredPiece) -> dict[str, Any]:
+    if piece.region is None:
+        return {"file": piece.file, "start": piece.start, "stop": piece.stop}
+    region = {"offset": list(piece.region.offset), "shape": list(piece.region.shape)}
+    return {"file": piece.file, "region": region, "interval": [piece.start, piece.stop]}
+
+
+def _place(piece: StoredPiece) -> tuple[tuple[int, ...], int]:
+    return (() if piece.region is None else piece.region.offset), piece.start
 
 
 def _compact(body: Mapping[str, Any]) -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
+from shoal.checkpoint.region import Region
 from shoal.errors import CheckpointError
 
 __all__ = ["Piece"]
@@ -14,21 +14,22 @@ __all__ = ["Piece"]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """The half-open interval [start, stop) of a global tensor, flattened in row-major order.
+    """The half-open interval [start, stop) of a global tensor, or of a region of it, flattened row by row.
 
-    Intervals, rather than blocks, say the same of every way in which data parallelism cuts a tensor: whole,
-    by rows, or at any byte of a flat bucket.
+    The region is what tensor or expert parallelism leaves of a tensor on this rank. The interval says the
+    same of every way in which data parallelism cuts that: whole, by rows, or at any element of a flat bucket.
 
     Args:
         name: The global tensor, such as "model/blocks.0.attention.query.weight".
         shape: The global tensor's shape; `()` for a scalar.
-        start: The first element that this rank holds.
+        start: The first element that this rank holds, counted in the region.
         stop: One past the last element that it holds.
         tensor: The `stop - start` elements, contiguous, of any shape and on any device. Saving reads it,
             loading fills it.
+        region: The block of the tensor that this rank holds a part of; None: all of the tensor.
 
     Raises:
-        CheckpointError: The interval is not inside the shape, or `tensor` is not its elements.
+        CheckpointError: The interval or the region is not inside the shape, or `tensor` is not its elements.
     """
 
     name: str
@@ -36,9 +37,14 @@ class Piece:
     start: int
     stop: int
     tensor: torch.Tensor
+    region: Region | None = None
 
     def __post_init__(self) -> None:
-        size = math.prod(self.shape)
+        if self.region is not None and not self.region.is_inside(self.shape):
+            raise CheckpointError(
+                f"region {self.region} of {self.name!r} is not inside its shape {list(self.shape)}"
+            )
+        size = self.block.elements
         if not 0 <= self.start <= self.stop <= size:
             raise CheckpointError(
                 f"piece [{self.start}, {self.stop}) of {self.name!r} is not inside its {size} elements"
@@ -50,6 +56,11 @@ class Piece:
             )
         if not self.tensor.is_contiguous():
             raise CheckpointError(f"the tensor of a piece of {self.name!r} is not contiguous")
+
+    @property
+    def block(self) -> Region:
+        """The region, also where it is all of the tensor."""
+        return Region.whole(self.shape) if self.region is None else self.region
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Piece:

@@ -1,12 +1,10 @@
-"""A shard: the safetensors file that holds a rank's pieces, written as a stream, read by intervals."""
+"""A shard: the safetensors file that holds a rank's pieces, written as a stream."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +13,7 @@ from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 
-__all__ = ["describe", "read_interval", "write_shard"]
+__all__ = ["describe", "write_shard"]
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
@@ -47,7 +45,7 @@ def describe(file: str, pieces: Sequence[Piece]) -> dict[str, TensorRecord]:
     """
     records: dict[str, TensorRecord] = {}
     for piece in pieces:
-        stored = (StoredPiece(file, piece.start, piece.stop),) if piece.start < piece.stop else ()
+        stored = (_stored(file, piece),) if piece.start < piece.stop else ()
         record = TensorRecord(_dtype_name(piece), piece.shape, stored)
         before = records.setdefault(piece.name, TensorRecord(record.dtype, record.shape, ()))
         if (before.dtype, before.shape) != (record.dtype, record.shape):
@@ -82,51 +80,35 @@ def write_shard(path: Path, pieces: Sequence[Piece], files: FileSystem) -> FileR
         yield memoryview(len(header).to_bytes(8, "little"))
         yield memoryview(header)
         for piece in ordered:
-            flat = piece.tensor.detach().cpu().reshape(-1)
+            # A contiguous tensor of one element may have any stride, which a view of its bytes may not.
+            flat = piece.tensor.detach().cpu().as_strided((piece.tensor.numel(),), (1,))
             yield flat.view(torch.uint8).numpy().data
 
     return FileRecord(*write_file(path, blocks(), files))
 
 
-def read_interval(opened: Any, key: str, start: int, stop: int) -> torch.Tensor:
-    """Reads the elements [start, stop) of the flattened tensor `key`, and little else.
-
-    Rows are read whole, where a row is what one index of the first dim longer than 1 selects.
-
-    Args:
-        opened: What `safetensors.safe_open` gave.
-        key: The tensor within the file.
-        start: The first element wanted.
-        stop: One past the last.
-
-    Returns:
-        A flat tensor of `stop - start` elements.
-    """
-    view = opened.get_slice(key)
-    shape = view.get_shape()
-    dim = next((dim for dim, length in enumerate(shape) if length > 1), None)
-    if dim is None:
-        return opened.get_tensor(key).reshape(-1)  # type: ignore[no-any-return]
-    row = math.prod(shape[dim + 1 :])
-    first, last = start // row, -(-stop // row)
-    rows = view[(slice(None),) * dim + (slice(first, last),)].reshape(-1)
-    return rows[start - first * row : stop - first * row]  # type: ignore[no-any-return]
+def _stored(file: str, piece: Piece) -> StoredPiece:
+    """A region that is consecutive in its tensor, as rows are, is stored as an interval of the tensor."""
+    first = piece.block.first_element(piece.shape)
+    if first is None:
+        return StoredPiece(file, piece.start, piece.stop, piece.region)
+    return StoredPiece(file, first + piece.start, first + piece.stop)
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
     entries: dict[str, dict[str, object]] = {}
     offset = 0
     for piece in pieces:
-        key = StoredPiece("", piece.start, piece.stop).key(piece.name, piece.shape)
+        stored = _stored("", piece)
+        key = stored.key(piece.name, piece.shape)
         if key in entries:
             raise CheckpointError(f"this rank holds piece {key!r} twice")
         if key == "__metadata__":
             raise CheckpointError(f"a tensor cannot be called {key!r}: safetensors reserves that name")
-        whole = key == piece.name
         end = offset + piece.tensor.numel() * piece.tensor.element_size()
         entries[key] = {
             "dtype": _dtype_name(piece),
-            "shape": piece.shape if whole else (piece.stop - piece.start,),
+            "shape": stored.shape_in_file(piece.shape),
             "data_offsets": (offset, end),
         }
         offset = end

@@ -6,6 +6,8 @@ calls it, then trains on `next_token_loss`. `generate` samples from what was tra
 """
 
 from shoal.models.config import TransformerConfig
+from shoal.models.dropout import Dropout, token_keys
+from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
 from shoal.models.loading import build
 from shoal.models.loss import logits_of, next_token_loss
 from shoal.models.presets import preset, preset_names
@@ -14,12 +16,17 @@ from shoal.models.transformer import Block, Transformer
 
 __all__ = [
     "Block",
+    "Dropout",
+    "Mixture",
     "Transformer",
     "TransformerConfig",
+    "auxiliary_loss",
     "build",
     "generate",
     "logits_of",
     "next_token_loss",
     "preset",
     "preset_names",
+    "set_auxiliary_scale",
+    "token_keys",
 ]

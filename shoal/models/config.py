@@ -43,6 +43,20 @@ class TransformerConfig(BaseModel):
     """Whether the head's weight is the embedding's."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of what a layer adds to the hidden state that is zeroed in training."""
+    experts: int = Field(default=0, ge=0)
+    """Experts in each block's feed-forward layer; 0 for a dense model, which ignores the fields below."""
+    experts_per_token: int = Field(default=2, gt=0)
+    """How many experts each token goes to."""
+    expert_ffn: int | None = Field(default=None, gt=0)
+    """Width inside one expert; `ffn` if None."""
+    renormalize: bool = False
+    """Whether the probabilities of a token's experts are divided by their sum."""
+    capacity: float | None = Field(default=None, gt=0)
+    """An expert takes at most this many times an even share of each sample's choices; all of them if None."""
+    balance_weight: float = Field(default=0.01, ge=0)
+    """Weight of the loss that is least when the experts are chosen evenly."""
+    z_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss that keeps the router's logits small."""
 
     @property
     def head_dim(self) -> int:
@@ -51,26 +65,37 @@ class TransformerConfig(BaseModel):
 
     def parameter_count(self) -> int:
         """Number of parameters of the whole model; a tied weight counts once."""
-        norms = (2 * self.layers + 1) * self.hidden
-        tables = self.vocab_size * self.hidden * (1 if self.tie_embeddings else 2)
-        return self.layers * self._block_matrices() + norms + tables
+        return self._parameters(self.experts)
+
+    def active_parameter_count(self) -> int:
+        """Number of parameters that one token meets: those of the experts it does not go to are left out."""
+        return self._parameters(self.experts_per_token)
 
     def flops_per_token(self, seq: int) -> float:
         """FLOP to train on one token of a sample of `seq` tokens: forward, and twice that for backward.
 
-        6 for each parameter that takes part in a matrix product (the head does, the embedding's look-up
-        does not), and `12 * layers * hidden * seq` for attention's two products of activations. The
-        second term counts the full square of positions, as PaLM (Chowdhery et al. 2022,
-        arXiv:2204.02311, appendix B) and Megatron-LM (Narayanan et al. 2021, arXiv:2104.04473, appendix)
-        do; a causal kernel need not compute the upper half. Recomputed work does not count.
+        6 for each parameter that takes part in a matrix product with it (the head does; the embedding's
+        look-up and the experts that it does not go to do not), and `12 * layers * hidden * seq` for
+        attention's two products of activations. The second term counts the full square of positions, as
+        PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B) and Megatron-LM (Narayanan et al. 2021,
+        arXiv:2104.04473, appendix) do; a causal kernel need not compute the upper half. Recomputed work does
+        not count; choices that a capacity drops do.
         """
-        matrices = self.layers * self._block_matrices() + self.vocab_size * self.hidden
+        matrices = self.layers * self._block_matrices(self.experts_per_token) + self.vocab_size * self.hidden
         return 6.0 * matrices + 12.0 * self.layers * self.hidden * seq
 
-    def _block_matrices(self) -> int:
-        query_and_output = 2 * self.hidden * self.hidden
-        key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
-        return query_and_output + key_and_value + 3 * self.hidden * self.ffn
+    def _parameters(self, experts: int) -> int:
+        norms = (2 * self.layers + 1) * self.hidden
+        tables = self.vocab_size * self.hidden * (1 if self.tie_embeddings else 2)
+        return self.layers * self._block_matrices(experts) + norms + tables
+
+    def _block_matrices(self, experts: int) -> int:
+        """Elements of a block's matrices, with so many experts if it has any."""
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
+        if not self.experts:
+            return attention + 3 * self.hidden * self.ffn
+        router = self.hidden * self.experts
+        return attention + router + experts * 3 * self.hidden * (self.expert_ffn or self.ffn)
 
     @model_validator(mode="wrap")
     @classmethod
@@ -93,7 +118,24 @@ class TransformerConfig(BaseModel):
                 possible="any `hidden` that is an even multiple of `heads`",
                 change="change `hidden` or `heads`",
             )
+        if self.experts:
+            self._require_choosable()
         return self
+
+    def _require_choosable(self) -> None:
+        if self.experts_per_token > self.experts:
+            raise ModelError(
+                f"experts_per_token={self.experts_per_token} is more than experts={self.experts}",
+                possible=f"experts_per_token from 1 to {self.experts}",
+                change="change `experts_per_token` or `experts`",
+            )
+        if self.renormalize and self.experts_per_token == 1:
+            raise ModelError(
+                "renormalize=true with experts_per_token=1 gives every choice the weight 1, from which the "
+                "router learns nothing",
+                possible="renormalize=false, or experts_per_token of 2 or more",
+                change="change `renormalize` or `experts_per_token`",
+            )
 
 
 def _require_multiple(whole: str, size: int, part: str, count: int) -> None:

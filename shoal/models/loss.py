@@ -7,14 +7,20 @@ from torch import Tensor
 
 from shoal.errors import ModelError
 
-__all__ = ["logits_of", "next_token_loss"]
+__all__ = ["IGNORED", "logits_of", "next_token_loss"]
+
+IGNORED = -100
+"""The target of a position that has none, as in torch."""
 
 
 def next_token_loss(output: object, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats per token, computed in fp32 whatever the dtype of the logits.
 
+    The auxiliary losses of experts are no part of it: `Mixture` adds their gradients in backward.
+
     Args:
-        output: What the model returned: logits `[batch, seq, vocab]`, or an object whose `logits` they are.
+        output: What the model returned: logits `[batch, seq, vocab]`, or an object whose `logits` they are,
+            or one that computes `token_loss(targets)` `[batch, seq]` itself, as tensor parallelism does.
         targets: `[batch, seq]`, int64: the token that follows each input position. They are not shifted here.
 
     Returns:
@@ -23,6 +29,9 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
     Raises:
         ModelError: The output holds no logits, or they do not match the targets.
     """
+    if hasattr(output, "token_loss"):
+        total: Tensor = output.token_loss(targets).sum()
+        return total / (targets != IGNORED).sum()
     logits = logits_of(output)
     if logits.shape[:-1] != targets.shape:
         raise ModelError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,18 @@ from torch import Tensor, nn
 
 from shoal.errors import ModelError, nearest
 from shoal.models.config import TransformerConfig
+from shoal.models.dropout import Dropout, name_dropouts
+from shoal.models.experts import Mixture
 
-__all__ = ["Attention", "Block", "FeedForward", "Rotary", "Transformer"]
+__all__ = [
+    "Attention",
+    "Block",
+    "FeedForward",
+    "Rotary",
+    "Transformer",
+    "causal_attention",
+    "positions_from_zero",
+]
 
 
 class Rotary(nn.Module):
@@ -29,12 +40,17 @@ class Rotary(nn.Module):
 
     The angles are recomputed in every call: tens of microseconds, beside milliseconds of attention. So
     there is no buffer that the meta device, a checkpoint or a cast to bf16 could spoil.
+
+    Attributes:
+        positions: Gives the positions `[seq]`, int64, of what comes in, from `seq` and the device. By default
+            0 to seq - 1; it is replaced where only a part of the sequence comes in.
     """
 
     def __init__(self, head_dim: int, base: float) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.base = base
+        self.positions: Callable[[int, torch.device], Tensor] = positions_from_zero
 
     def forward(self, heads: Tensor) -> Tensor:
         """Rotates `[batch, heads, seq, head_dim]` in fp32; shape and dtype stay."""
@@ -47,13 +63,19 @@ class Rotary(nn.Module):
         """Cosine and signed sine of every angle, each `[seq, head_dim]`."""
         pair = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
         frequency = self.base ** (-pair / self.head_dim)
-        angle = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), frequency)
+        angle = torch.outer(self.positions(seq, device).float(), frequency)
         cosine, sine = angle.cos(), angle.sin()
         return torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which `heads / kv_heads` queries share one key and value."""
+    """Causal self-attention in which `heads / kv_heads` queries share one key and value.
+
+    Attributes:
+        attend: Mixes the values, given query `[batch, heads, seq, head_dim]` and key and value
+            `[batch, kv_heads, seq, head_dim]`; the result has the shape of the query. By default
+            `causal_attention`; it is replaced where only a part of the sequence comes in.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -64,13 +86,14 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.hidden, kv_width, bias=False)
         self.output = nn.Linear(config.hidden, config.hidden, bias=False)
         self.rotary = Rotary(config.head_dim, config.rope_base)
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Mixes `[batch, seq, hidden]` along `seq`; each position sees itself and those before it."""
         query = self.rotary(self._split(self.query(hidden)))
         key = self.rotary(self._split(self.key(hidden)))
         value = self._split(self.value(hidden))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        mixed = self.attend(query, key, value)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(-2))
         return output
 
@@ -78,6 +101,25 @@ class Attention(nn.Module):
         """`[batch, seq, heads * head_dim]` to `[batch, heads, seq, head_dim]`."""
         batch, seq, _ = projected.shape
         return projected.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention in which each position sees itself and those before it, by torch's fastest kernel.
+
+    Args:
+        query: `[batch, heads, seq, head_dim]`.
+        key: `[batch, kv_heads, seq, head_dim]`, where `kv_heads` divides `heads`.
+        value: As well.
+
+    Returns:
+        `[batch, heads, seq, head_dim]`.
+    """
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def positions_from_zero(seq: int, device: torch.device) -> Tensor:
+    """0 to `seq` - 1, int64."""
+    return torch.arange(seq, device=device)
 
 
 class FeedForward(nn.Module):
@@ -104,13 +146,16 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.hidden, config.norm_eps)
-        self.feed_forward = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.feed_forward = Mixture(config) if config.experts else FeedForward(config)
+        self.attention_dropout = Dropout(config.dropout, "attention_dropout")
+        self.feed_forward_dropout = Dropout(config.dropout, "feed_forward_dropout")
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Maps `[batch, seq, hidden]` to the same shape."""
-        mixed: Tensor = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        output: Tensor = mixed + self.dropout(self.feed_forward(self.feed_forward_norm(mixed)))
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Maps `[batch, seq, hidden]` to the same shape; `keys` `[batch, seq]` are dropout's."""
+        attended: Tensor = self.attention(self.attention_norm(hidden))
+        mixed: Tensor = hidden + self.attention_dropout(attended, keys)
+        fed: Tensor = self.feed_forward(self.feed_forward_norm(mixed))
+        output: Tensor = mixed + self.feed_forward_dropout(fed, keys)
         return output
 
 
@@ -119,6 +164,10 @@ class Transformer(nn.Module):
 
     With tied embeddings `head` is None and `forward` uses the embedding's weight in its place: two
     modules that share a parameter would come apart when a model on the meta device is materialised.
+
+    Attributes:
+        dropout_keys: The key of each token `[batch, seq]` that the next forward sees, from `token_keys`; who
+            trains sets them before each forward. None: masks are drawn from torch's generator.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -128,6 +177,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self.dropout_keys: Tensor | None = None
+        name_dropouts(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Predicts, at every position, the token that follows.
@@ -149,10 +200,14 @@ class Transformer(nn.Module):
             )
         hidden = self.embed(tokens)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, self.dropout_keys)
         hidden = self.norm(hidden)
-        logits: Tensor = F.linear(hidden, self.embed.weight) if self.head is None else self.head(hidden)
+        logits: Tensor = self.unembed(hidden) if self.head is None else self.head(hidden)
         return logits
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """The logits `[batch, seq, vocab_size]` by the embedding's weight."""
+        return F.linear(hidden, self.embed.weight)
 
     def initialize(self, seed: int) -> None:
         """Fills every parameter in place; see `initialize_parameter`."""
@@ -189,7 +244,7 @@ class Transformer(nn.Module):
                 return
             case "output" | "down":
                 deviation = 0.02 / math.sqrt(2 * self.config.layers)
-            case "embed" | "head" | "query" | "key" | "value" | "gate" | "up":
+            case "embed" | "head" | "query" | "key" | "value" | "gate" | "up" | "router":
                 deviation = 0.02
             case _:
                 names = [known for known, _ in self.named_parameters()]

@@ -8,21 +8,27 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError, PlanError
+from shoal.parallel.axes import Axes
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.bucket import Fill
-from shoal.parallel.communication import Axes
+from shoal.parallel.context import context_parallel, require_context
+from shoal.parallel.expert import cut_experts, expert_parallel, require_experts
+from shoal.parallel.layout import Cut
 from shoal.parallel.naive import naive
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.positions import require_sequence, residual_positions
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.replicated import replicated
 from shoal.parallel.strategy import Setup, Strategy
+from shoal.parallel.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
+from shoal.parallel.tensor_layout import TensorLayout
 from shoal.parallel.zero1 import zero1
 from shoal.parallel.zero2 import zero2
 from shoal.parallel.zero3 import zero3
-from shoal.plan import DEGREES, Plan
+from shoal.plan import Plan
 from shoal.record import NullRecorder, Recorder
 
-__all__ = ["parallelize", "require_executable", "require_trainable"]
+__all__ = ["parallelize", "require_executable", "require_layout", "require_trainable"]
 
 _STRATEGIES: Mapping[str, Callable[[Setup], Strategy]] = {
     "none": replicated,
@@ -30,6 +36,7 @@ _STRATEGIES: Mapping[str, Callable[[Setup], Strategy]] = {
     "zero2": zero2,
     "zero3": zero3,
 }
+_BEYOND = ("pp",)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -38,6 +45,7 @@ def parallelize(
     plan: Plan | str,
     *,
     blocks: Sequence[nn.Module] | None = None,
+    layout: TensorLayout | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     recorder: Recorder | None = None,
@@ -54,6 +62,7 @@ def parallelize(
         plan: A Plan or its text form.
         blocks: The repeated parts whose parameters are used in their own forward only; by default the
             elements of the outermost `ModuleList`s and `Sequential`s.
+        layout: Which layers tensor parallelism splits how; by default what Shoal knows of the model.
         seed: For a model built on the meta device.
         device: Where a model built on the meta device gets its values.
         recorder: Where the spans of collectives go.
@@ -68,7 +77,22 @@ def parallelize(
     axes = Axes.build(plan, recorder if recorder is not None else NullRecorder())
     blocks = list(find_blocks(model) if blocks is None else blocks)
 
-    fill = _first_values(model, seed, torch.device(device), axes)
+    split = TensorCuts({}, {})
+    if plan.tp > 1:
+        layout = layout if layout is not None else layout_of(model)
+        split = cut_tensors(model, layout, plan, axes.tp.index)
+    experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
+    cuts = {**split.cuts, **experts}
+    fill = _first_values(model, seed, torch.device(device), axes, cuts)
+    if layout is not None and plan.tp > 1:
+        tensor_parallel(model, layout, split, axes.tp, plan)
+    context_parallel(model, axes.cp, plan.context)
+    expert_parallel(
+        model,
+        axes.ep,
+        axes.sequence,
+        lambda part, on: residual_positions(part, axes, plan.context, on),
+    )
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[plan.precision])
@@ -80,6 +104,9 @@ def parallelize(
         dtype=_DTYPES[plan.precision],
         bucket=plan.bucket,
         fill=fill,
+        cuts=cuts,
+        narrowed=frozenset(split.narrowed),
+        experts=frozenset(experts),
     )
     strategy = naive(setup) if plan.exchange == "naive" else _STRATEGIES[plan.shard](setup)
     return Parallel(model, plan, axes, strategy)
@@ -91,13 +118,33 @@ def require_executable(plan: Plan) -> None:
     Raises:
         PlanError: It cannot.
     """
-    beyond = [f"{degree}={getattr(plan, degree)}" for degree in DEGREES[1:] if getattr(plan, degree) > 1]
+    beyond = [f"{degree}={getattr(plan, degree)}" for degree in _BEYOND if getattr(plan, degree) > 1]
     if beyond:
         raise PlanError(
             f"the Plan {plan} asks for {', '.join(beyond)}, which this version does not execute",
-            possible="data parallelism: dp, shard, replicate",
-            change=f"leave out {', '.join(beyond)}, and use dp={plan.ranks} for as many ranks",
+            possible="data, tensor, context and expert parallelism: dp, shard, replicate, tp, cp, ep",
+            change=f"leave out {', '.join(beyond)}, and use dp={plan.dp * plan.pp} for as many ranks",
         )
+
+
+def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLayout | None = None) -> None:
+    """Checks that a Plan can be laid over a model, and over sequences of that many tokens; changes nothing.
+
+    Raises:
+        PlanError: It cannot.
+        ModelError: The model lacks what the Plan cuts.
+    """
+    if plan.tp > 1:
+        cut_tensors(model, layout if layout is not None else layout_of(model), plan, 0)
+    require_context(model, plan.cp, plan.context, plan.tp)
+    require_sequence(sequence, plan.cp, plan.context)
+    if plan.tensor != "plain" and (sequence // plan.cp) % plan.tp:
+        raise PlanError(
+            f"a sequence of {sequence} tokens over cp={plan.cp} does not divide over tp={plan.tp}",
+            possible=f"sequences of a multiple of {plan.cp * plan.tp} tokens, or tensor=plain",
+            change="change the sequence, or add tensor=plain",
+        )
+    require_experts(model, plan.ep)
 
 
 def require_trainable(model: nn.Module) -> None:
@@ -122,13 +169,18 @@ def require_trainable(model: nn.Module) -> None:
             )
 
 
-def _first_values(model: nn.Module, seed: int, device: torch.device, axes: Axes) -> Fill:
+def _first_values(
+    model: nn.Module, seed: int, device: torch.device, axes: Axes, cuts: Mapping[str, Cut]
+) -> Fill:
+    """Gives fixed tensors their values, cuts the parameters, and says how a bucket's are filled."""
     tensors = [*model.parameters(), *model.buffers()]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
     if not on_meta:
-        for pending in [axes.dp.broadcast(tensor.data, "first values") for tensor in tensors]:
+        for pending in [axes.world.broadcast(tensor.data, "first values") for tensor in tensors]:
             pending.wait()
+        for name, cut in cuts.items():
+            trained[name].data = cut.of(trained[name].data).clone()
         return lambda name, tensor: _copy(trained[name], tensor)
     if not hasattr(model, "initialize_parameter") or len(on_meta) != len(trained):
         raise ModelError(
@@ -137,22 +189,32 @@ def _first_values(model: nn.Module, seed: int, device: torch.device, axes: Axes)
             "initialize_parameter(name, tensor, seed)",
             change="build the model on a real device, or add the method",
         )
-    _leave_meta(model, device)
-    return lambda name, tensor: model.initialize_parameter(name, tensor, seed)  # type: ignore[operator]
+    _leave_meta(model, device, {id(trained[name]): cut for name, cut in cuts.items()})
+
+    def fill(name: str, tensor: torch.Tensor) -> None:
+        cut = cuts.get(name)
+        whole = tensor if cut is None else tensor.new_empty(cut.shape)
+        model.initialize_parameter(name, whole, seed)  # type: ignore[operator]
+        if cut is not None:
+            tensor.copy_(cut.of(whole))
+
+    return fill
 
 
 def _copy(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
     tensor.copy_(parameter.detach())
 
 
-def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Puts parameters without memory of their own in place of those on the meta device."""
+def _leave_meta(model: nn.Module, device: torch.device, cuts: Mapping[int, Cut]) -> None:
+    """Puts parameters without memory of their own in place of those on the meta device, by identity cut."""
     placeholder = torch.full((), torch.nan, device=device)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in replaced:
+                cut = cuts.get(id(parameter))
+                shape = parameter.shape if cut is None else cut.block_shape
                 replaced[parameter] = nn.Parameter(
-                    placeholder.expand(parameter.shape), requires_grad=parameter.requires_grad
+                    placeholder.expand(shape), requires_grad=parameter.requires_grad
                 )
             setattr(module, name, replaced[parameter])

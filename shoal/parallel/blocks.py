@@ -8,7 +8,7 @@ to the root, and are there for the whole of a forward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -44,8 +44,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     return list(itertools.chain.from_iterable(find_blocks(child) for child in model.children()))
 
 
-def parameter_runs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Run]:
-    """Cuts a model's trained parameters, in order, into runs that belong to one block or to the root.
+def parameter_runs(model: nn.Module, blocks: Sequence[nn.Module], names: Container[str]) -> list[Run]:
+    """Cuts a model's parameters of these names, in order, into runs that belong to one block or to the root.
 
     A parameter that several blocks use, or a block and the root, belongs to the root.
     """
@@ -59,8 +59,8 @@ def parameter_runs(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Run]:
         using = users[named[1]]
         return next(iter(using)) if len(using) == 1 else None
 
-    trained = [named for named in model.named_parameters() if named[1].requires_grad]
-    return [Run(block, tuple(group)) for block, group in itertools.groupby(trained, key=owner)]
+    chosen = [named for named in model.named_parameters() if named[0] in names]
+    return [Run(block, tuple(group)) for block, group in itertools.groupby(chosen, key=owner)]
 
 
 @dataclass(frozen=True, slots=True)

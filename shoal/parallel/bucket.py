@@ -7,14 +7,15 @@ master     [shard_elements], fp32; what the optimizer changes. Where the weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from shoal.parallel.communication import Axes, Pending, new_buffer
-from shoal.parallel.layout import BucketLayout
+from shoal.parallel.axes import Family
+from shoal.parallel.communication import Pending, new_buffer
+from shoal.parallel.layout import BucketLayout, Cut, Slot
 
 __all__ = ["Bucket", "Fill", "Named", "Owned"]
 
@@ -32,10 +33,12 @@ class Owned:
     Attributes:
         name: The parameter's name in the model.
         shape: The whole parameter's shape.
-        start: First element of the part in the flattened parameter.
+        start: First element of the part in the flattened parameter, or in its flattened block.
         stop: Where the part ends.
         parameter: The part, fp32: the model's own parameter if this rank owns it whole and computes in fp32,
             else a flat tensor of `stop - start` elements.
+        family: What the parameter is sharded and summed over.
+        cut: The block of the parameter that the part is of; None if it is of all of it.
     """
 
     name: str
@@ -43,6 +46,13 @@ class Owned:
     start: int
     stop: int
     parameter: nn.Parameter
+    family: Family
+    cut: Cut | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the part begins with the parameter's first element."""
+        return self.start == 0 and (self.cut is None or self.cut.offset == 0)
 
 
 class Bucket:
@@ -51,10 +61,11 @@ class Bucket:
     Args:
         name: How the Timeline names the bucket's collectives.
         parameters: The model's parameters, in the order of the buffer.
-        axes: What to communicate over; the bucket is cut into one shard per rank of `axes.shard`.
+        family: What to communicate over; the bucket is cut into one shard per rank of `family.shard`.
         dtype: Type of the weights that compute.
         resident: Whether the weights stay in memory; if not, they begin dropped.
         fill: Gives the first values.
+        cuts: By name, of the parameters of which this rank has a block.
     """
 
     def __init__(
@@ -62,16 +73,18 @@ class Bucket:
         name: str,
         parameters: Sequence[Named],
         *,
-        axes: Axes,
+        family: Family,
         dtype: torch.dtype,
         resident: bool,
         fill: Fill,
+        cuts: Mapping[str, Cut],
     ) -> None:
         self.name = name
-        self.axes = axes
+        self.family = family
+        self._cuts = cuts
         self.parameters = [parameter for _, parameter in parameters]
         shapes = [(name, tuple(parameter.shape)) for name, parameter in parameters]
-        self.layout = BucketLayout.of(shapes, axes.shard.size)
+        self.layout = BucketLayout.of(shapes, family.shard.size)
 
         # What is dropped at times has to be ordinary memory, which can be emptied.
         allocate = new_buffer if resident else torch.empty
@@ -84,7 +97,7 @@ class Bucket:
             self.weights = allocate(elements, dtype=dtype, device=device).copy_(first)
         self._shares_memory = resident and dtype == torch.float32
         self.master = self.own_part(first) if self._shares_memory else self.own_part(first).clone()
-        self.whole = self._shares_memory and axes.shard.size == 1
+        self.whole = self._shares_memory and family.shard.size == 1 and family.is_mean
         self._show_weights()
         self.owned = self._whole_parameters() if self.whole else self._parts()
 
@@ -97,7 +110,7 @@ class Bucket:
     def own_part(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's shard `[shard_elements]` of a buffer `[elements]`."""
         size = self.layout.shard_elements
-        return buffer[self.axes.shard.index * size : (self.axes.shard.index + 1) * size]
+        return buffer[self.family.shard.index * size : (self.family.shard.index + 1) * size]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a buffer `[elements]` that stand for the parameters, in their shapes."""
@@ -115,7 +128,7 @@ class Bucket:
             self.dropped = False
         if not self._shares_memory:
             self.own_part(self.weights).copy_(self.master)
-        self._gathering = self.axes.shard.all_gather(self.weights, self.name)
+        self._gathering = self.family.shard.all_gather(self.weights, self.name)
 
     def finish_gather(self) -> None:
         """Waits for a gather that was begun, if one was."""
@@ -141,18 +154,22 @@ class Bucket:
 
     def _whole_parameters(self) -> list[Owned]:
         return [
-            Owned(slot.name, slot.shape, 0, slot.elements, parameter)
+            self._owned(slot, 0, slot.elements, parameter)
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
         ]
 
     def _parts(self) -> list[Owned]:
         return [
-            Owned(
-                piece.slot.name,
-                piece.slot.shape,
+            self._owned(
+                piece.slot,
                 piece.start,
                 piece.stop,
                 nn.Parameter(self.master[piece.offset : piece.offset + piece.stop - piece.start]),
             )
-            for piece in self.layout.pieces(self.axes.shard.index)
+            for piece in self.layout.pieces(self.family.shard.index)
         ]
+
+    def _owned(self, slot: Slot, start: int, stop: int, parameter: nn.Parameter) -> Owned:
+        cut = self._cuts.get(slot.name)
+        shape = slot.shape if cut is None else cut.shape
+        return Owned(slot.name, shape, start, stop, parameter, self.family, cut)

@@ -1,4 +1,4 @@
-"""The axes of the mesh as one rank sees them: groups, and the collectives over them, recorded.
+"""An axis of the mesh as one rank sees it: a group, and the collectives over it, recorded.
 
 A collective is started at once and gives a `Pending`; its span lasts until it is complete, and waiting for it
 is a span of its own on the compute lane. An axis of one rank communicates nothing and records nothing.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +17,12 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from shoal.collectives import Done, ProcessGroup, Work, empty
+from shoal.collectives import Done, Work, empty
 from shoal.errors import CommunicationError
-from shoal.plan import Mesh, Plan
 from shoal.record import NullRecorder, OpenSpan, Recorder
 from shoal.timeline import Kind, Lane
 
-__all__ = ["Axes", "Axis", "Pending", "new_buffer"]
+__all__ = ["Axis", "Pending", "new_buffer"]
 
 # torch 2.13 renames the two collectives of equal parts; before it only the older names exist.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -161,6 +158,50 @@ class Axis:
         """Gives every rank of the axis the `tensor` of its first rank."""
         return self._start(f"broadcast:{name}", tensor, (dist.broadcast, tensor, self.members[0]))
 
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        name: str,
+        *,
+        received_rows: Sequence[int] | None = None,
+        sent_rows: Sequence[int] | None = None,
+    ) -> Pending:
+        """Sends the i-th rows of `sent` to rank i of the axis; `received` gets what comes from there.
+
+        Args:
+            received: `[rows, ...]`, the parts in the order of the axis.
+            sent: `[rows, ...]`, as well.
+            name: As the Timeline names it.
+            received_rows: Of each rank's part; equal parts if None.
+            sent_rows: As well.
+        """
+        if self.size == 1:
+            received.copy_(sent)
+        return self._start(
+            f"all_to_all:{name}",
+            sent,
+            (dist.all_to_all_single, received, sent, _listed(received_rows), _listed(sent_rows)),
+        )
+
+    def shift(self, received: torch.Tensor, sent: torch.Tensor, name: str) -> Pending:
+        """Sends `sent` to the next rank of the axis, and receives the one before's into `received`."""
+        if self.size == 1:
+            received.copy_(sent)
+            return _Complete()
+        after = self.members[(self.index + 1) % self.size]
+        before = self.members[(self.index - 1) % self.size]
+
+        def exchange(*, group: dist.ProcessGroup | None, async_op: bool) -> list[dist.Work]:
+            pair = [
+                dist.P2POp(dist.isend, sent, after, group),
+                dist.P2POp(dist.irecv, received, before, group),
+            ]
+            works: list[dist.Work] = dist.batch_isend_irecv(pair)
+            return works
+
+        return self._start(f"shift:{name}", sent, (exchange,))
+
     def _start(
         self,
         name: str,
@@ -186,51 +227,14 @@ class Axis:
             group=self.members,
         )
         with _as_communication_error(name):
-            works = [call(*arguments, group=self.group, async_op=True) for call, *arguments in calls]
+            begun = [call(*arguments, group=self.group, async_op=True) for call, *arguments in calls]
+        works = [work for each in begun for work in (each if isinstance(each, list) else [each])]
         on_cpu = counted.device.type == "cpu"
         return _Started(works, span, self._recorder, name, on_cpu=on_cpu, after=after)
 
 
-@dataclass(frozen=True, slots=True)
-class Axes:
-    """The axes that data parallelism communicates over.
-
-    Attributes:
-        dp: All data-parallel ranks.
-        shard: The ranks that together hold one sharded state; for gathers.
-        reduce: The same ranks, in a group of their own for reductions. These start when gradients are there,
-            and so keep no order with gathers on a rank where a parameter had none.
-        replicate: The ranks that hold the same shard.
-    """
-
-    dp: Axis
-    shard: Axis
-    reduce: Axis
-    replicate: Axis
-
-    @classmethod
-    def build(cls, plan: Plan, recorder: Recorder) -> Axes:
-        """Makes the process groups of a Plan's mesh out of the default group, which all ranks must call.
-
-        Raises:
-            PlanError: The Plan is for another number of ranks than the default group has.
-        """
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        plan.require_ranks(ranks)
-        mesh = Mesh.of(plan)
-        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-
-        def axis(name: str, *, own: bool = False) -> Axis:
-            for members in mesh.groups(name):
-                if members not in made:
-                    made[members] = _process_group(members, ranks, own=own)
-            members = mesh.group(rank, name)
-            return Axis(name, members, rank, made[members], recorder)
-
-        shard = axis("shard")
-        made.clear()
-        return cls(dp=axis("dp"), shard=shard, reduce=axis("shard", own=True), replicate=axis("replicate"))
+def _listed(rows: Sequence[int] | None) -> list[int] | None:
+    return None if rows is None else list(rows)
 
 
 @contextmanager
@@ -239,22 +243,3 @@ def _as_communication_error(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CommunicationError(f"{name} failed: {error}") from error
-
-
-def _process_group(members: tuple[int, ...], ranks: int, *, own: bool) -> dist.ProcessGroup | None:
-    """The group of these ranks; None, which is the default group, also where there is nobody else."""
-    if len(members) == 1 or (len(members) == ranks and not own):
-        return None
-    group: dist.ProcessGroup = dist.new_group(list(members), timeout=_default_timeout())
-    return group
-
-
-def _default_timeout() -> timedelta | None:
-    """The time-out that the default group was made with, which torch does not pass on to new groups."""
-    world = dist.group.WORLD
-    assert world is not None
-    if isinstance(world, ProcessGroup):
-        return world.timeout
-    options = world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout

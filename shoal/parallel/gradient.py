@@ -63,12 +63,11 @@ class GradientSum:
         self._held[index] = True
         self._scaled[index] = factor != 1.0
 
-    def start_reduction(self, factor: float) -> None:
+    def start_reduction(self) -> None:
         """Begins to sum over the ranks that hold the bucket's shards.
 
-        Args:
-            factor: What sums are multiplied by that had no part in the last backward. A parameter that had
-                no gradient at all counts as zero.
+        Sums that had no part in the last backward are multiplied by the family's factor here. A parameter
+        that had no gradient at all counts as zero.
         """
         if not any(self._held):
             self._begin()
@@ -77,9 +76,9 @@ class GradientSum:
             if not self._held[index] and self.bucket.parameters[index].grad is not view:
                 view.zero_()
             elif not self._scaled[index]:
-                _scale(view, factor)
+                _scale(view, self.bucket.family.factor)
         assert self._buffer is not None
-        self._pending = self.bucket.axes.reduce.reduce_scatter(
+        self._pending = self.bucket.family.reduce.reduce_scatter(
             self.bucket.own_part(self._buffer), self._buffer, self.bucket.name
         )
 
@@ -88,7 +87,7 @@ class GradientSum:
         assert self._buffer is not None
         assert self._pending is not None
         self._pending.wait()
-        self._pending = self.bucket.axes.replicate.all_reduce(
+        self._pending = self.bucket.family.replicate.all_reduce(
             self.bucket.own_part(self._buffer), self.bucket.name
         )
 
@@ -148,7 +147,7 @@ class GradientSum:
         if self.bucket.whole:
             return self._views
         own = self.bucket.own_part(self._buffer)
-        pieces = self.bucket.layout.pieces(self.bucket.axes.shard.index)
+        pieces = self.bucket.layout.pieces(self.bucket.family.shard.index)
         return [own[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
 
     def _detach(self) -> None:
@@ -186,7 +185,6 @@ class GradientReduction:
     ) -> None:
         self._paused = False
         self._sums = [GradientSum(bucket) for bucket in buckets]
-        self._factor = 1.0 / buckets[0].axes.dp.size if buckets else 1.0
         self._finish_sum = finish
         self._on_complete = on_complete
         self._on_end = on_end
@@ -217,7 +215,7 @@ class GradientReduction:
 
         def ready(_: torch.Tensor) -> None:
             self._begin_backward()
-            gradient_sum.add(index, 1.0 if self._paused else self._factor)
+            gradient_sum.add(index, 1.0 if self._paused else gradient_sum.bucket.family.factor)
             self._missing[position] -= 1
             if self._missing[position] == 0:
                 self._on_complete(gradient_sum.bucket)
@@ -248,7 +246,7 @@ class GradientReduction:
         replicas of the one before that, whose buffer may be freed.
         """
         started = self._started
-        self._sums[started].start_reduction(self._factor)
+        self._sums[started].start_reduction()
         if started > 0:
             self._sums[started - 1].continue_reduction()
         if started > 1:

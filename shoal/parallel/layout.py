@@ -11,10 +11,38 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "BucketLayout", "Interval", "Slot", "fill_buckets"]
+import torch
+
+__all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Interval", "Slot", "fill_buckets"]
 
 ALIGNMENT = 16
 """Elements; 64 bytes in fp32, a cache line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The block of a parameter that a rank of tensor or expert parallelism has.
+
+    Attributes:
+        shape: The whole parameter's shape.
+        dim: The dim that is cut.
+        offset: The block's first index along it.
+        length: The block's length along it.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    offset: int
+    length: int
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The block's shape."""
+        return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The block of a whole parameter, as a view."""
+        return whole.narrow(self.dim, self.offset, self.length)
 
 
 @dataclass(frozen=True, slots=True)

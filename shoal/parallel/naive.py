@@ -27,7 +27,8 @@ def naive(setup: Setup) -> Strategy:
 @final
 class _Naive(Strategy):
     def __init__(self, setup: Setup) -> None:
-        self._dp = setup.axes.dp
+        self._families = {name: family for family, names in setup.families for name in names}
+        self._cuts = setup.cuts
         self._named = [named for named in setup.model.named_parameters() if named[1].requires_grad]
         self._paused = False
         self._backward = NO_BACKWARD
@@ -41,7 +42,15 @@ class _Naive(Strategy):
     def owned(self) -> Sequence[Owned]:
         """See `Strategy.owned`."""
         return [
-            Owned(name, tuple(parameter.shape), 0, parameter.numel(), parameter)
+            Owned(
+                name,
+                self._cuts[name].shape if name in self._cuts else tuple(parameter.shape),
+                0,
+                parameter.numel(),
+                parameter,
+                self._families[name],
+                self._cuts.get(name),
+            )
             for name, parameter in self._named
         ]
 
@@ -77,5 +86,6 @@ class _Naive(Strategy):
         for name, parameter in self._named:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._dp.all_reduce(parameter.grad, name).wait()
-            parameter.grad.div_(self._dp.size)
+            family = self._families[name]
+            family.replicate.all_reduce(parameter.grad, name).wait()
+            parameter.grad.mul_(family.factor)

@@ -10,8 +10,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from shoal.models.dropout import token_keys
+from shoal.models.experts import set_auxiliary_scale
+from shoal.parallel.axes import Axes
 from shoal.parallel.bucket import Owned
-from shoal.parallel.communication import Axes
+from shoal.parallel.positions import local_sequence, residual_positions
 from shoal.parallel.strategy import Strategy
 from shoal.plan import Plan
 
@@ -37,6 +40,7 @@ class Parallel:
         self.axes = axes
         self._strategy = strategy
         self._dtype = torch.bfloat16 if plan.precision == "bf16" else None
+        self.set_micro_batches(1)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """The model's forward; with precision=bf16, floating inputs are cast."""
@@ -68,6 +72,15 @@ class Parallel:
         """
         return self._strategy.accumulate()
 
+    def set_micro_batches(self, number: int) -> None:
+        """Says over how many micro-batches the caller averages the loss of a step; at first it is one.
+
+        A model's auxiliary losses, such as a router's, begin their own backward, and are scaled alike. Where
+        tensor parallelism splits the sequence, each rank adds its part of a sum to them.
+        """
+        split = self.axes.sequence.size // self.axes.cp.size
+        set_auxiliary_scale(self.module, 1 / (number * split))
+
     def zero_grad(self) -> None:
         """Forgets all gradients, also those within a step that is given up between its micro-batches.
 
@@ -94,13 +107,41 @@ class Parallel:
         self.plan.replace(microbatch=None).with_microbatch_for(len(batch))
         return batch.chunk(self.axes.dp.size)[self.axes.dp.index]
 
+    def local_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `[batch, seq, ...]` along the sequence: what context parallelism cuts.
+
+        Tokens and targets are cut alike, after targets were shifted.
+
+        Raises:
+            PlanError: The sequence does not divide.
+        """
+        return local_sequence(tensor, self.axes.cp, self.plan.context)
+
+    def set_dropout(self, seed: int, samples: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Fixes the masks of dropout in the next forward, so that they do not depend on the layout.
+
+        Only of models that take keys, as Shoal's do; in others dropout draws from torch's generator.
+
+        Args:
+            seed: Of the training.
+            samples: Where the samples of the forward stand in all data, `[batch]`, int64.
+            inputs: What the forward will get, `[batch, seq / cp]`.
+        """
+        if hasattr(self.module, "dropout_keys"):
+            part = inputs.shape[1] * self.axes.cp.size // self.axes.sequence.size
+            positions = residual_positions(part, self.axes, self.plan.context, samples.device)
+            self.module.dropout_keys = token_keys(seed, 0, samples, positions)
+
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole averaged gradient; the same on every rank."""
-        gradients = [owned.parameter.grad for owned in self.owned if owned.parameter.grad is not None]
+        graded = [owned for owned in self.owned if owned.parameter.grad is not None]
         device = next(self.module.parameters()).device
-        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros((), device=device)]
-        squares = torch.stack(list(norms)).double().square().sum()
-        self.axes.shard.all_reduce(squares, "gradient norm").wait()
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        if graded:
+            norms = torch._foreach_norm([_gradient(owned) for owned in graded])
+            copies = torch.tensor([owned.family.copies for owned in graded], device=device)
+            squares = (torch.stack(list(norms)).double().square() / copies).sum()
+        self.axes.parts.all_reduce(squares, "gradient norm").wait()
         return math.sqrt(squares.item())
 
     def clip_gradients(self, limit: float) -> float:
@@ -119,3 +160,8 @@ class Parallel:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(self._dtype)
         return value
+
+
+def _gradient(owned: Owned) -> torch.Tensor:
+    assert owned.parameter.grad is not None
+    return owned.parameter.grad

@@ -21,6 +21,7 @@ _EXPENSIVE = frozenset(
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
         torch.ops.aten.bmm.default,
+        torch.ops.aten._grouped_mm.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -27,19 +27,24 @@ class ResidentWeights(Strategy):
     """
 
     def __init__(self, setup: Setup, *, finish: Callable[[GradientSum], None], sums_stay: bool) -> None:
-        groups = groups_by_size(parameter_runs(setup.model, setup.blocks), setup.bucket)
+        groups = [
+            (family, group)
+            for family, names in setup.families
+            for group in groups_by_size(parameter_runs(setup.model, setup.blocks, names), setup.bucket)
+        ]
         buckets = [
             Bucket(
                 f"bucket {number}",
                 group.parameters,
-                axes=setup.axes,
+                family=family,
                 dtype=setup.dtype,
                 resident=True,
                 fill=setup.fill,
+                cuts=setup.cuts,
             )
-            for number, group in enumerate(groups)
+            for number, (family, group) in enumerate(groups)
         ]
-        users = [[setup.blocks[index] for index in group.blocks] for group in groups]
+        users = [[setup.blocks[index] for index in group.blocks] for _, group in groups]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._sums_stay = sums_stay
         self._update = WeightUpdate(setup.model, list(zip(users, buckets, strict=True))[::-1])

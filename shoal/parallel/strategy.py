@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from shoal.parallel.axes import Axes, Family
 from shoal.parallel.bucket import Fill, Owned
-from shoal.parallel.communication import Axes
+from shoal.parallel.layout import Cut
 
 __all__ = ["Setup", "Strategy"]
 
@@ -27,6 +28,10 @@ class Setup:
         dtype: Type of the weights that compute.
         bucket: Bytes at which a bucket is closed.
         fill: Gives the first values.
+        cuts: Of the parameters of which this rank has a block, which one; by name.
+        narrowed: Names of the parameters that are whole on every rank of `axes.tp`, each of which computes
+            with a part.
+        experts: Names of the parameters of experts, of which this rank has some.
     """
 
     model: nn.Module
@@ -35,6 +40,25 @@ class Setup:
     dtype: torch.dtype
     bucket: int
     fill: Fill
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    narrowed: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+
+    @property
+    def families(self) -> Sequence[tuple[Family, frozenset[str]]]:
+        """What parameters are kept over, with the names of these parameters."""
+        kinds: dict[Family, set[str]] = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                kinds.setdefault(self._family(name), set()).add(name)
+        return [(family, frozenset(names)) for family, names in kinds.items()]
+
+    def _family(self, name: str) -> Family:
+        if name in self.experts:
+            return self.axes.experts
+        if self.axes.tp.size == 1 or name in self.cuts:
+            return self.axes.dense
+        return self.axes.partial if name in self.narrowed else self.axes.whole
 
 
 class Strategy(ABC):

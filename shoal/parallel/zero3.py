@@ -36,18 +36,23 @@ def zero3(setup: Setup) -> Strategy:
 @final
 class _ShardedWeights(Strategy):
     def __init__(self, setup: Setup) -> None:
-        groups = groups_by_block(parameter_runs(setup.model, setup.blocks))
+        groups = [
+            (family, group)
+            for family, names in setup.families
+            for group in groups_by_block(parameter_runs(setup.model, setup.blocks, names))
+        ]
         self._root: list[Bucket] = []
         self._blocks: list[list[Bucket]] = [[] for _ in setup.blocks]
         buckets = []
-        for number, group in enumerate(groups):
+        for number, (family, group) in enumerate(groups):
             bucket = Bucket(
                 f"bucket {number}",
                 group.parameters,
-                axes=setup.axes,
+                family=family,
                 dtype=setup.dtype,
                 resident=False,
                 fill=setup.fill,
+                cuts=setup.cuts,
             )
             buckets.append(bucket)
             (self._blocks[group.blocks[0]] if group.blocks else self._root).append(bucket)

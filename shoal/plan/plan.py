@@ -17,6 +17,8 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep")
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "shard": ("none", "zero1", "zero2", "zero3"),
+    "tensor": ("sequence", "async", "plain"),
+    "context": ("ring", "ulysses"),
     "exchange": ("bucketed", "naive"),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16"),
@@ -41,6 +43,11 @@ class Plan:
             sharded over dp / replicate ranks, and gradients are all-reduced over the replicas.
         shard: What is sharded over data parallel: nothing, optimizer state (zero1), also gradients (zero2),
             also parameters (zero3).
+        tensor: How tensor parallelism communicates: the residual stream split along the sequence (sequence),
+            the same with its gathers and scatters in chunks that overlap the products (async), or the stream
+            whole on every rank (plain).
+        context: How context parallelism attends: keys and values go round (ring), or heads are exchanged for
+            parts of the sequence (ulysses).
         microbatch: Sequences in one forward of one rank; None is the whole of the rank's batch.
         exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
             all-reduce per parameter after backward (the reference).
@@ -58,6 +65,8 @@ class Plan:
     ep: int = 1
     replicate: int = 1
     shard: str = "none"
+    tensor: str = "sequence"
+    context: str = "ring"
     microbatch: int | None = None
     exchange: str = "bucketed"
     bucket: int = 25 << 20
@@ -94,6 +103,13 @@ class Plan:
                 f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}",
                 possible=f"ep is one of {', '.join(map(str, divisors(self.dp * self.cp)))}",
                 change="choose one of these, or another dp",
+            )
+        if self.shard != "none" and (self.shards * self.cp) % self.ep:
+            raise PlanError(
+                f"ep={self.ep} does not divide the {self.shards * self.cp} ranks "
+                f"that shard={self.shard} cuts a state over",
+                possible=f"ep is one of {', '.join(map(str, divisors(self.shards * self.cp)))}",
+                change="choose one of these, a smaller replicate, or shard=none",
             )
         if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32"):
             raise PlanError(

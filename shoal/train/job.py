@@ -14,7 +14,7 @@ from shoal.checkpoint import checkpoints
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer, TransformerConfig, build
-from shoal.parallel import require_executable, require_trainable
+from shoal.parallel import require_executable, require_layout, require_trainable
 from shoal.plan import Plan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
@@ -180,6 +180,7 @@ def check(job: Job) -> Corpus:
         config.model, overrides=config.model_options, device="meta" if ":" not in config.model else "cpu"
     )
     require_trainable(model)
+    require_layout(model, job.plan, config.sequence)
     if isinstance(model, Transformer):
         _require_fit(model.config, config, corpus)
     return corpus

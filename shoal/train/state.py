@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from shoal.checkpoint import Piece
-from shoal.parallel import Owned, Parallel
+from shoal.checkpoint import Piece, Region
+from shoal.parallel import Axis, Owned, Parallel
 
 __all__ = ["fixed_pieces", "make_optimizer_state", "pieces_to_load", "pieces_to_save"]
 
@@ -38,10 +38,9 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Pie
 
     Replicas hold the same; each of them writes a part, of about the same size.
     """
-    replicate = parallel.axes.replicate
-    mine = _share(parallel.owned, replicate.size, replicate.index)
+    mine = _share(parallel.owned)
     pieces = [piece for owned in mine for piece in _pieces_of(owned, optimizer)]
-    if parallel.axes.dp.index == 0:
+    if parallel.axes.world.index == 0:
         pieces += fixed_pieces(parallel.module)
     return pieces
 
@@ -57,15 +56,19 @@ def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool =
     if owned.start == owned.stop:
         return
 
+    region = None
+    if owned.cut is not None:
+        region = Region.whole(owned.shape).narrow(owned.cut.dim, owned.cut.offset, owned.cut.length)
+
     def part(prefix: str, tensor: torch.Tensor) -> Piece:
-        return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, tensor.detach())
+        return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, tensor.detach(), region)
 
     yield part("model", parameter)
     state = optimizer.state[parameter]
     for key in _AVERAGES:
         yield part(f"optimizer/{key}", state[key])
     # One number for the whole parameter: the owner of its first element writes it, all owners read it.
-    if owned.start == 0 or every_step:
+    if owned.is_first or every_step:
         yield Piece(f"optimizer/step/{owned.name}", (), 0, 1, state["step"])
 
 
@@ -77,13 +80,15 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
     return [Piece.whole(f"fixed/{name}", tensors[name]) for name in names if name in tensors]
 
 
-def _share(owned: Sequence[Owned], sharers: int, index: int) -> list[Owned]:
-    """Deals out what is owned, the largest first, each to the sharer that has least."""
-    held = [0] * sharers
+def _share(owned: Sequence[Owned]) -> list[Owned]:
+    """Deals out what several ranks own alike, the largest first, each to the sharer that has least."""
+    held: dict[Axis, list[int]] = {}
     mine = []
     for candidate in sorted(owned, key=lambda item: item.start - item.stop):
-        least = held.index(min(held))
-        held[least] += candidate.stop - candidate.start
-        if least == index:
+        sharers = candidate.family.replicate
+        sizes = held.setdefault(sharers, [0] * sharers.size)
+        least = sizes.index(min(sizes))
+        sizes[least] += candidate.stop - candidate.start
+        if least == sharers.index:
             mine.append(candidate)
     return mine

@@ -113,6 +113,7 @@ class Trainer:
         self._device = torch.device(device)
         self._recorder = recorder if recorder is not None else NullRecorder()
         self._loss = loss
+        self._seed = seed
         self._loader = Loader(data, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
             model, self.plan, seed=seed, device=self._device, recorder=self._recorder
@@ -121,8 +122,10 @@ class Trainer:
         dp = self.parallel.axes.dp
         assert self.plan.microbatch is not None
         self._accumulation = self._loader.accumulation(dp.size, self.plan.microbatch)
+        self.parallel.set_micro_batches(self._accumulation)
         self._stream: Prefetcher[Pair] | None = None
-        torch.manual_seed(seed * 1_000_003 + dp.index)  # dropout differs between ranks
+        # What a model of the user draws from torch differs between ranks with other data.
+        torch.manual_seed(seed * 1_000_003 + self.parallel.axes.data.index)
 
     @property
     def exchange(self) -> Exchange:
@@ -158,7 +161,7 @@ class Trainer:
             loss=loss,
             gradient_norm=norm,
             learning_rate=rate,
-            tokens=tokens * self.parallel.axes.dp.size,
+            tokens=tokens * self.parallel.axes.data.size,
             seconds=time.perf_counter() - began,
             stop=stopping,
         )
@@ -182,7 +185,7 @@ class Trainer:
                 total += torch.tensor([held * loss.item(), held], dtype=torch.float64)
         self.parallel.module.train(was_training)
         total = total.to(self._device)
-        dp.all_reduce(total, "validation").wait()
+        self.parallel.axes.world.all_reduce(total, "validation").wait()
         return float(total[0] / total[1])
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> Path:
@@ -215,8 +218,8 @@ class Trainer:
     def load(self, checkpoint: Path) -> Mapping[str, Any]:
         """Takes up the state of a checkpoint, which any number of ranks under any Plan may have saved.
 
-        With the same ranks, training goes on bitwise as it would have; with others, random generators such as
-        dropout's begin anew.
+        With the same ranks, training goes on bitwise as it would have; with others, torch's random
+        generators, which Shoal's own models do not use, begin anew.
 
         Returns:
             What was kept with it.
@@ -248,7 +251,7 @@ class Trainer:
         """Accumulates the gradient of a batch: its mean loss, whether any rank stops, this rank's tokens."""
         if self._stream is None:
             self._stream = self._open_stream()
-        dp = self.parallel.axes.dp
+        world = self.parallel.axes.world
         report = torch.zeros(2, device=self._device)
         report[1] = float(stop)
         tokens = 0
@@ -257,18 +260,26 @@ class Trainer:
                 inputs, targets = self._to_device(next(self._stream))
             tokens += inputs.numel()
             with self._recorder.span(Kind.FORWARD):
+                self._set_dropout(self._accumulation - 1 - remaining, inputs)
                 loss = self._loss(self.parallel(inputs), targets) / self._accumulation
                 report[0] += loss.detach()
             if remaining:
                 with self._recorder.span(Kind.BACKWARD), self.parallel.accumulate():
                     loss.backward()
         # The report travels behind the last backward, and is there when that ends.
-        sent = dp.all_reduce(report, "report")
+        sent = world.all_reduce(report, "report")
         with self._recorder.span(Kind.BACKWARD):
             loss.backward()
         sent.wait()
         total, stopping = report.tolist()
-        return total / dp.size, stopping > 0, tokens
+        return total / world.size, stopping > 0, tokens
+
+    def _set_dropout(self, index: int, inputs: torch.Tensor) -> None:
+        """Fixes dropout's masks by the place of the samples of micro-batch `index` in all data."""
+        dp = self.parallel.axes.dp
+        first = self.position + (index * dp.size + dp.index) * len(inputs)
+        samples = torch.arange(first, first + len(inputs), device=self._device)
+        self.parallel.set_dropout(self._seed, samples, inputs)
 
     def _open_stream(self) -> Prefetcher[Pair]:
         dp = self.parallel.axes.dp
@@ -276,7 +287,7 @@ class Trainer:
         return Prefetcher(self._loader.stream(self.position, dp.index, dp.size, self.plan.microbatch))
 
     def _to_device(self, pair: Pair) -> Pair:
-        inputs, targets = pair
+        inputs, targets = (self.parallel.local_sequence(tensor) for tensor in pair)
         return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
     def _require_finite(self, loss: float, norm: float) -> None:

@@ -251,7 +251,7 @@ def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def flip(path: Path, position: int) -> None:

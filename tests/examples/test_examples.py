@@ -58,6 +58,11 @@ def test_ten_lines_train_under_torchrun(capfd):
     assert max(of_ranks) < SORTS
 
 
+def test_a_model_of_ones_own_is_split_under_torchrun(monkeypatch, capfd):
+    of_ranks = losses(run_on_two_ranks(capfd, "05_tensor_parallel.py"))
+    assert of_ranks[0] == of_ranks[1] < SORTS
+
+
 def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):
     first, *_, last = losses(run_on_two_ranks(capfd, "02_torchrun.py", tmp_path / "model.safetensors"))
     assert last < first / 5

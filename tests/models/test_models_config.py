@@ -16,7 +16,9 @@ SMALL = {"vocab_size": 61, "layers": 3, "hidden": 48, "heads": 6, "kv_heads": 2,
 # In millions, from the name or from the paper that the preset follows.
 PUBLISHED = {
     "tiny": 1,
+    "tiny-experts": 3.4,
     "12m": 12.6,
+    "12m-experts": 42,
     "125m": 125,
     "350m": 350,
     "1b": 1_100,
@@ -41,6 +43,8 @@ def configurations(draw: st.DrawFn) -> TransformerConfig:
         ffn=draw(st.integers(1, 100)),
         seq=draw(st.integers(1, 64)),
         tie_embeddings=draw(st.booleans()),
+        experts=draw(st.sampled_from([0, 0, 2, 5])),
+        expert_ffn=draw(st.sampled_from([None, 7])),
     )
 
 

@@ -20,6 +20,13 @@ from shoal.train.state import make_optimizer_state, pieces_to_load, pieces_to_sa
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
+class Place:
+    """A rank's place on an axis."""
+
+    def __init__(self, size, index):
+        self.size, self.index = size, index
+
+
 class FrozenPart(nn.Module):
     """Of the two kinds of tensors that are saved and not trained."""
 
@@ -32,15 +39,20 @@ class FrozenPart(nn.Module):
 def rank_of(shapes, shards, replicas, shard, replica):
     """A rank's part of parameters of these shapes in one bucket, and its optimizer."""
     names = [(f"parameter{number}", shape) for number, shape in enumerate(shapes)]
+    family = SimpleNamespace(replicate=Place(replicas, replica))
     owned = [
-        Owned(piece.slot.name, piece.slot.shape, piece.start, piece.stop, nn.Parameter(torch.zeros(size)))
+        Owned(
+            piece.slot.name,
+            piece.slot.shape,
+            piece.start,
+            piece.stop,
+            nn.Parameter(torch.zeros(size)),
+            family,
+        )
         for piece in BucketLayout.of(names, shards).pieces(shard)
         for size in [piece.stop - piece.start]
     ]
-    axes = SimpleNamespace(
-        replicate=SimpleNamespace(size=replicas, index=replica),
-        dp=SimpleNamespace(index=replica * shards + shard),
-    )
+    axes = SimpleNamespace(world=Place(shards * replicas, replica * shards + shard))
     parameters = [each.parameter for each in owned] or [nn.Parameter(torch.zeros(1))]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     make_optimizer_state(optimizer)

@@ -24,6 +24,7 @@ from train_stand_ins import (
 )
 
 from shoal.errors import CheckpointError, PlanError
+from shoal.plan import Plan
 
 SHARDS = ("none", "zero1", "zero2", "zero3")
 LAYOUTS = [f"dp={ranks},shard={shard},microbatch=2" for ranks in (1, 2) for shard in SHARDS]
@@ -41,10 +42,15 @@ def plain():
 
 
 def ranks_of(plan):
-    return int(plan[3])
+    return Plan.parse(plan).ranks
 
 
-@pytest.mark.parametrize("plan", [*LAYOUTS, HYBRID, "dp=2,shard=zero3,precision=bf16,recompute=full"])
+WITHIN_LAYERS = ["tp=2", "cp=2,shard=zero2", "dp=2,tp=2,shard=zero3,tensor=plain"]
+
+
+@pytest.mark.parametrize(
+    "plan", [*LAYOUTS, HYBRID, "dp=2,shard=zero3,precision=bf16,recompute=full", *WITHIN_LAYERS]
+)
 def test_a_resumed_run_is_bitwise_the_one_that_was_not_interrupted(ranks, tmp_path, plan):
     for resumed, uninterrupted in ranks.run(with_and_without_interruption, ranks_of(plan), plan, tmp_path):
         ours, theirs = resumed.pop("weights"), uninterrupted.pop("weights")
@@ -71,6 +77,21 @@ def test_a_run_goes_on_under_another_layout_and_sees_each_sample_once(ranks, tmp
     seen = collections.Counter(number for _, numbers in (*saved, *resumed) for number in numbers)
     assert SAMPLES == STEPS * BATCH  # one epoch
     assert seen == collections.Counter(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("tp=2", "dp=1"),
+        ("dp=1", "cp=2,tp=2,shard=zero1"),
+        ("dp=2,tp=2,shard=zero3", "tp=2,tensor=plain"),
+        ("cp=2,shard=zero2", "dp=2,tp=2"),
+    ],
+)
+def test_a_run_goes_on_with_layers_split_otherwise(ranks, tmp_path, plain, first, second):
+    saved = ranks.run(save_half_way, ranks_of(first), first, tmp_path)
+    for losses, _ in ranks.run(resume_half_way, ranks_of(second), second, saved[0][0]):
+        assert losses == pytest.approx(plain[STEPS // 2 :], **CLOSE)
 
 
 @pytest.mark.parametrize("plan", ["dp=1,microbatch=1", "dp=1,microbatch=4", "dp=2,microbatch=2"])

@@ -1,0 +1,242 @@
+"""`shoal check`: proves that a layout computes the same training as one device, or says where it departs.
+
+Exit codes: 0, all Plans pass; 1, one computes something else, or did not end; 2, something given cannot work;
+130, stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import WorkerError
+from shoal.plan import Plan
+from shoal.plan.legal import VARIED, legal_plans
+
+if TYPE_CHECKING:
+    from shoal.train.comparison import Deviation, Trial, Verdict, Walk
+
+__all__ = ["add_parser", "run", "tell"]
+
+_REFUSED, _STOPPED = 2, 130
+_LEAST_BATCH = 8
+
+_DESCRIPTION = """\
+Trains the same model on the same random tokens on one device and under a Plan, and compares loss, gradients,
+gradient norm and parameters step by step. The bound of each deviation is measured: it is a multiple of how
+far the training on one device departs from itself when its sums are made in another order and in higher
+precision. Local ranks are started; under torchrun or srun it joins the ranks that are there. Torch's own
+dropout is turned off, since its masks depend on the layout; that of Shoal's models takes part.
+
+Exit codes: 0 all pass; 1 one computes something else, or did not end; 2 something given cannot work;
+130 stopped.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "check",
+        help="prove that a layout computes the same training as one device",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero3")
+    which.add_argument(
+        "--all", action="store_true", help="every legal Plan of --ranks ranks, in two micro-batches"
+    )
+    parser.add_argument(
+        "--ranks", metavar="N", type=int, help="how many; with --all 2 by default, else as the Plan says"
+    )
+    parser.add_argument("--model", metavar="NAME", default="tiny", help="as for shoal train (default tiny)")
+    parser.add_argument(
+        "--option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one of the model's options, such as layers=2; may be given several times",
+    )
+    parser.add_argument("--steps", metavar="N", type=int, default=3, help="optimizer steps (default 3)")
+    parser.add_argument(
+        "--batch",
+        metavar="N",
+        type=int,
+        help="sequences in a step (default: two micro-batches a rank, 8 or more)",
+    )
+    parser.add_argument("--sequence", metavar="N", type=int, default=32, help="tokens (default 32)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and tokens (default 0)")
+    parser.add_argument(
+        "--precision", default="fp32", help="of the Plans of --all: fp32 or bf16 (default fp32)"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares, as one of the ranks that a launcher started or on local ranks that this starts.
+
+    Raises:
+        UserError: Something given cannot work; nothing was started.
+    """
+    # Imported here because they bring torch, which `--help` should not wait for.
+    from shoal.elastic import find_world, run_rank
+    from shoal.train.comparison import compare_here, compare_locally
+
+    sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
+    world = find_world()
+    walk = _walk(args, None if world is None else world.ranks)
+    live = tell if args.all and not args.json else _be_silent
+    if world is not None:
+        there = world
+
+        def work(_: object) -> int:
+            verdicts = compare_here(walk, there, live)
+            return _conclude(args, walk.trial, verdicts) if there.rank == 0 else 0
+
+        return run_rank(world.rank, work)
+    try:
+        verdicts = compare_locally(walk, live)
+    except WorkerError as error:
+        if error.exit_code == _STOPPED:  # there was nothing to save
+            return _STOPPED
+        raise
+    return _conclude(args, walk.trial, verdicts)
+
+
+def tell(verdict: Verdict) -> None:
+    """Prints one Plan in one line, and what departs in more."""
+    print(f"{verdict.outcome:<8}{_share_of_bound(verdict):>8}  {verdict.plan}", flush=True)
+    if verdict.departure is not None or verdict.reason:
+        print(_indented(verdict.departure.text if verdict.departure else verdict.reason), flush=True)
+
+
+def _be_silent(verdict: Verdict) -> None:
+    """Where all is printed at the end."""
+
+
+def _walk(args: argparse.Namespace, there: int | None) -> Walk:
+    """What is asked for, once it is certain that it can be."""
+    from shoal.train import TrainConfig, load_config, resolve_plan
+    from shoal.train.comparison import Trial, Walk
+
+    options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
+    ranks = args.ranks if args.ranks is not None else there
+    plan = Plan(precision=args.precision) if args.all else Plan.parse(args.plan)
+    if args.all:
+        ranks = 2 if ranks is None else ranks
+        unit = max(1, ranks)
+    else:
+        unit = plan.dp * (plan.microbatch or 1)
+    trial = Trial(
+        model=args.model,
+        model_options=options,
+        steps=args.steps,
+        batch=args.batch if args.batch is not None else _default_batch(unit),
+        sequence=args.sequence,
+        seed=args.seed,
+    )
+    require = trial.require_possible()
+    if args.all:
+        assert ranks is not None
+        plan.replace(dp=unit).with_microbatch_for(trial.batch)
+        varied = {**VARIED, "precision": (plan.precision,)}
+        plans = [_in_two(each, trial.batch) for each in legal_plans(ranks, varied=varied, require=require)]
+        if not plans:  # none fits: the plainest says why
+            require(plan.replace(dp=ranks))
+    else:
+        if ranks is not None:
+            plan = resolve_plan(TrainConfig(plan=args.plan, batch=trial.batch), ranks)
+        require(plan)
+        plans = [plan.with_microbatch_for(trial.batch)]
+    if there is not None:
+        plans[0].require_ranks(there)
+    return Walk(trial=trial, plans=plans, device=args.device)
+
+
+def _default_batch(unit: int) -> int:
+    """At least two micro-batches for every rank, so that accumulation is part of what is compared."""
+    return unit * max(2, -(-_LEAST_BATCH // unit))
+
+
+def _in_two(plan: Plan, batch: int) -> Plan:
+    """The Plan in two micro-batches a rank, or in one where its samples do not divide so."""
+    local = plan.with_microbatch_for(batch).microbatch
+    assert local is not None
+    return plan.replace(microbatch=local // 2 if local % 2 == 0 else local)
+
+
+def _conclude(args: argparse.Namespace, trial: Trial, verdicts: list[Verdict]) -> int:
+    """Prints what is left to be told, and gives the exit code."""
+    counts = {
+        outcome: sum(verdict.outcome == outcome for verdict in verdicts)
+        for outcome in ("passed", "failed", "broken", "refused")
+    }
+    if args.json:
+        content = {"trial": asdict(trial), **counts, "plans": [asdict(verdict) for verdict in verdicts]}
+        print(json.dumps(_finite(content), indent=2))
+    elif args.all:
+        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+        print(f"{len(verdicts)} Plans: {told}")
+    else:
+        verdict = verdicts[0]
+        if verdict.outcome == "refused":
+            print(f"shoal: {verdict.reason}", file=sys.stderr)
+            return _REFUSED
+        print(_table(trial, verdict))
+    return 1 if counts["failed"] or counts["broken"] else 0
+
+
+def _table(trial: Trial, verdict: Verdict) -> str:
+    lines = [
+        f"{verdict.plan} against one device: {trial.model}, {trial.batch} sequences of {trial.sequence} "
+        f"tokens, seed {trial.seed}",
+        "relative deviation / what rounding explains",
+        f"{'step':>4}  {'loss':>17}  {'gradient norm':>17}  {'gradient':>17}  {'parameter':>17}",
+    ]
+    for step in verdict.steps:
+        cells = [_cell(each) for each in (step.loss, step.norm, step.gradients, step.parameters)]
+        lines.append(f"{step.step:>4}  " + "  ".join(f"{cell:>17}" for cell in cells))
+    if verdict.departure is not None:
+        lines.append(f"failed: {verdict.departure.text}")
+    elif verdict.reason:
+        lines.append(f"{verdict.outcome}: {verdict.reason}")
+    else:
+        lines.append(
+            "passed: rounding explains every deviation; "
+            f"the largest is {_share_of_bound(verdict)} of its bound"
+        )
+    return "\n".join(lines)
+
+
+def _cell(deviation: Deviation) -> str:
+    return f"{deviation.value:.1e} / {deviation.bound:.1e}"
+
+
+def _share_of_bound(verdict: Verdict) -> str:
+    """The largest deviation as a share of its bound."""
+    shares = [
+        each.value / each.bound
+        for step in verdict.steps
+        for each in (step.loss, step.norm, step.gradients, step.parameters)
+    ]
+    return f"{max(shares):.2g}" if shares else "-"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line.strip()}" for line in text.splitlines())
+
+
+def _finite(value: Any) -> Any:
+    """The same with null where a number is not finite, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

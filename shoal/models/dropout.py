@@ -1,0 +1,145 @@
+"""Dropout whose mask depends neither on how batch and sequence are laid over ranks nor on the order of calls.
+
+Whether an element is dropped follows from its coordinates alone: (seed, step, sample, position) are hashed
+into a key for each token, (layer, channel) into a key for each channel of a layer, and the element is
+dropped if the product of the two, modulo 2^64, is small. For a random odd multiplier the high bits of such
+products are as good as independent from channel to channel (multiply-shift hashing: Dietzfelbinger et al.
+1997, doi:10.1006/jagm.1997.0873), and each token has a multiplier of its own. The hash is the finaliser of
+SplitMix64 (Steele et al. 2014, doi:10.1145/2660193.2660195).
+
+All of it is arithmetic on 64-bit integers that wraps around, which every device does alike. What is as large
+as the hidden state is touched four times: one product, one comparison, one scaling, one fill.
+
+Keys are given with the call, not kept between calls, so that a forward that is recomputed has the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ModelError
+
+__all__ = ["Dropout", "name_dropouts", "token_keys"]
+
+_STRIDE: Final = 0x9E3779B97F4A7C15 - 2**64
+"""2^64 divided by the golden ratio, as a signed number: what SplitMix64 adds from draw to draw."""
+
+
+class Dropout(nn.Module):
+    """In training, zeroes elements with probability `p` and divides the others by `1 - p`.
+
+    Args:
+        p: From 0, below 1.
+        name: What tells this layer's masks from those of others; see `name_dropouts`.
+
+    Raises:
+        ModelError: `p` is not such a probability.
+    """
+
+    def __init__(self, p: float, name: str = "") -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ModelError(
+                f"a layer cannot drop its input with probability {p}",
+                possible="a probability from 0, below 1",
+                change="change `dropout`",
+            )
+        self.p = p
+        self.name = name
+
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return self._name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        self._salt = int.from_bytes(digest, "little", signed=True)
+
+    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Drops elements of `hidden`.
+
+        Args:
+            hidden: `[batch, seq, channels]`, or any shape that ends in channels.
+            keys: The key of each token `[batch, seq]`, as `token_keys` gives them. None: drawn from torch's
+                generator of the device, so that masks are new in every call.
+
+        Returns:
+            The shape and dtype of `hidden`; outside training and with p = 0, `hidden` itself.
+
+        Raises:
+            ModelError: There are keys for other tokens than `hidden` has.
+        """
+        if not self.training or self.p == 0:
+            return hidden
+        if keys is None:
+            keys = torch.randint(-(2**63), 2**63 - 1, hidden.shape[:-1], device=hidden.device)
+        elif keys.shape != hidden.shape[:-1]:
+            raise ModelError(
+                f"dropout {self.name!r} got keys for tokens {list(keys.shape)}, and a hidden state of "
+                f"{list(hidden.shape)}",
+                possible=f"keys of shape {list(hidden.shape[:-1])}",
+                change="make `token_keys` of the samples and positions that this forward sees",
+            )
+        scaled = hidden * (1 / (1 - self.p))
+        return scaled.masked_fill_(self._dropped(keys, hidden.shape[-1]), 0)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        return f"p={self.p}"
+
+    def _dropped(self, keys: Tensor, channels: int) -> Tensor:
+        """The mask `[batch, seq, channels]`, true where an element is dropped."""
+        channel = _mix(torch.arange(channels, device=keys.device) * _STRIDE + self._salt)
+        # Products fall evenly on all signed numbers: a share p of them lies below this.
+        bound = -(2**63) + int(self.p * 2**64)
+        return (keys | 1).unsqueeze(-1) * channel < bound
+
+
+def name_dropouts(model: nn.Module) -> None:
+    """Gives each Dropout within `model` its name in `named_modules()`."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout):
+            module.name = name
+
+
+def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tensor:
+    """The keys from which dropout's masks follow, for those tokens that one forward sees.
+
+    Args:
+        seed: Of the training run.
+        step: Number of the optimizer step, or of whatever shall have masks of its own.
+        samples: Where each sample stands in the step's batch, or in all data, `[batch]`, int64.
+        positions: Where each token stands in its sample, `[seq]`, int64, in any order; or `[batch, seq]`,
+            where that differs between samples.
+
+    Returns:
+        `[batch, seq]`, int64, on the device of `samples` and `positions`.
+    """
+    origin = _signed(seed)
+    for number in (_STRIDE, _signed(step)):
+        origin = int(_mix(torch.tensor(_signed(origin + number))))
+    return _mix(_mix(samples * _STRIDE + origin).unsqueeze(-1) + positions * _STRIDE)
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    """The finaliser of SplitMix64: a bijection of int64 in which each bit depends on all bits before."""
+    numbers = (numbers ^ _shifted(numbers, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    numbers = (numbers ^ _shifted(numbers, 27)) * (0x94D049BB133111EB - 2**64)
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _shifted(numbers: Tensor, bits: int) -> Tensor:
+    """Shifted right with zeros coming in, where int64's own shift brings in copies of the sign."""
+    return (numbers >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """A number modulo 2^64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63

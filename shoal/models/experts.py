@@ -1,0 +1,265 @@
+"""A mixture of experts in the place of a block's feed-forward layer.
+
+A router gives every token a probability for each expert; the token goes to the `experts_per_token` likeliest,
+and gets back the sum of what they make of it, each weighted with its probability. One pair of a token and an
+expert that it goes to is a *choice*. Choices are sorted by expert, so that each expert multiplies one run of
+rows.
+
+Everything that couples tokens is defined over one sample: the balance loss counts a sample's choices, and a
+capacity limits how many of a sample's choices an expert takes. So training does not depend on how a batch is
+cut into micro-batches and over ranks; only ranks that hold parts of the same sample have to share anything.
+
+Papers: sparsely gated experts (Shazeer et al. 2017, arXiv:1701.06538); groups, capacity and top-2 (GShard:
+Lepikhin et al. 2020, arXiv:2006.16668); balance loss (Switch: Fedus et al. 2021, arXiv:2101.03961); balance
+by sample (DeepSeek-V3: 2024, arXiv:2412.19437); z-loss (ST-MoE: Zoph et al. 2022, arXiv:2202.08906);
+dropless (MegaBlocks: Gale et al. 2022, arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shoal.models.config import TransformerConfig
+
+__all__ = [
+    "Mixture",
+    "auxiliary_loss",
+    "run_experts",
+    "set_auxiliary_scale",
+    "within_capacity",
+]
+
+
+class Mixture(nn.Module):
+    """SwiGLU experts, `down(silu(gate(x)) * up(x))`, and the router that chooses among them.
+
+    In training the gradients of the balance loss and of the z-loss join the backward of whatever loss is
+    made of the output: `_AddLoss` hands them to the router. The loss that is reported stays the
+    cross-entropy alone, and a loss function of the user's own needs no change. They count as a mean over
+    the tokens of one forward does. Who divides such a mean by the number of micro-batches, or scales the
+    loss otherwise, says so with `set_auxiliary_scale`.
+
+    Three attributes are functions that a layout over ranks replaces; see each one's default.
+
+    Attributes:
+        gate, up: `[experts, expert_ffn, hidden]`.
+        down: `[experts, hidden, expert_ffn]`.
+        compute: What gives the choices' rows to the experts: `run_experts`.
+        keep: Which choices the capacity keeps: `within_capacity`.
+        share_statistics: From the counts `[batch, experts]` of the choices in this part of each sample, in
+            fp32, to those of the whole samples: the identity.
+        auxiliary_scale: What the gradients of the auxiliary losses are multiplied by.
+        balance_loss, z_loss: Of the last forward, unweighted scalars; None before it.
+        load: Share of the last forward's choices that fell to each expert, `[experts]`; None before it.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        width = config.expert_ffn or config.ffn
+        self.experts = config.experts
+        self.per_token = config.experts_per_token
+        self.renormalize = config.renormalize
+        self.capacity = config.capacity
+        self.balance_weight = config.balance_weight
+        self.z_weight = config.z_weight
+        self.router = nn.Linear(config.hidden, config.experts, bias=False)
+        self.gate = _stacked(config.experts, width, config.hidden)
+        self.up = _stacked(config.experts, width, config.hidden)
+        self.down = _stacked(config.experts, config.hidden, width)
+        self.compute: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = run_experts
+        self.keep: Callable[[Tensor, int, float], Tensor] = within_capacity
+        self.share_statistics: Callable[[Tensor], Tensor] = _unchanged
+        self.auxiliary_scale: float | Tensor = 1.0
+        self.balance_loss: Tensor | None = None
+        self.z_loss: Tensor | None = None
+        self.load: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Maps `[batch, seq, hidden]` to the same shape; a token whose choices are all dropped gets zeros."""
+        logits = self._logits(hidden)
+        probabilities = logits.softmax(-1)
+        shares, chosen = probabilities.topk(self.per_token)
+        if self.renormalize:
+            shares = shares / shares.sum(-1, keepdim=True)
+        shares = self._with_auxiliary_losses(shares, chosen, logits, probabilities)
+        if self.capacity is not None:
+            chosen = chosen.masked_fill(~self.keep(chosen, self.experts, self.capacity), self.experts)
+        return self._exchange(hidden, chosen, shares)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The router's `[batch, seq, experts]`, in fp32 or wider: a choice is as good as its logits."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.to(wide), self.router.weight.to(wide))
+
+    def _with_auxiliary_losses(
+        self, shares: Tensor, chosen: Tensor, logits: Tensor, probabilities: Tensor
+    ) -> Tensor:
+        """The shares as they are, with the gradients of the auxiliary losses in their backward.
+
+        The balance loss of a sample is `experts * sum_e(fraction_e * probability_e)`: the fraction of its
+        choices that fall to expert e, and e's mean probability over its tokens. It is 1 when both are even,
+        and only the probability has a gradient. The z-loss is the mean of `logsumexp(logits) ** 2`.
+        """
+        counts = self.share_statistics(_count(chosen.flatten(1), self.experts).float())
+        fractions = counts / counts.sum(-1, keepdim=True)
+        balance = self.experts * (fractions * probabilities.mean(1)).sum(-1).mean()
+        z = logits.logsumexp(-1).square().mean()
+        self.load = fractions.mean(0)
+        self.balance_loss, self.z_loss = balance.detach(), z.detach()
+        if not self.training:
+            return shares
+        weighted = self.balance_weight * balance + self.z_weight * z
+        with_losses: Tensor = _AddLoss.apply(shares, weighted, self.auxiliary_scale)
+        return with_losses
+
+    def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Gives rows to experts and adds up what comes back; the choice `experts` is a dropped one."""
+        choices = chosen.flatten()
+        order = choices.argsort(stable=True)
+        counts = _count(choices, self.experts)
+        if self.capacity is not None:
+            order = order[: int(counts.sum())]  # the dropped choices are the last
+        rows = _Spread.apply(hidden.flatten(0, 1), order, self.per_token)
+        results = self.compute(rows, counts, self.gate, self.up, self.down)
+        by_choice = results.new_zeros(len(choices), results.shape[-1]).index_copy(0, order, results)
+        weighted = by_choice.view(*chosen.shape, -1) * shares.to(results.dtype).unsqueeze(-1)
+        return weighted.sum(-2)
+
+
+def run_experts(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Each expert on its own run of rows.
+
+    Args:
+        rows: `[rows, hidden]`, sorted by expert.
+        counts: `[experts]`, int64: how many rows each expert has; they add up to all rows.
+        gate: `[experts, ffn, hidden]`, and `up` as well.
+        up: See `gate`.
+        down: `[experts, hidden, ffn]`.
+
+    Returns:
+        `[rows, hidden]`, in the order of `rows`.
+    """
+    product = _grouped if _can_group(rows, gate) else _looped
+    return product(F.silu(product(rows, counts, gate)) * product(rows, counts, up), counts, down)
+
+
+def within_capacity(chosen: Tensor, experts: int, capacity: float) -> Tensor:
+    """Which choices an expert takes when it takes at most `capacity` times an even share of each sample's.
+
+    The even share of a sample is `seq * experts_per_token / experts`; the limit is rounded up. Those of the
+    earliest positions are taken, and of one position the likeliest first, so that no token changes what
+    happens to those before it.
+
+    Args:
+        chosen: `[batch, seq, experts_per_token]`, int64.
+        experts: How many there are.
+        capacity: The factor.
+
+    Returns:
+        A mask of the shape of `chosen`.
+    """
+    choices = chosen.flatten(1)
+    limit = math.ceil(capacity * choices.shape[1] / experts)
+    ordered, order = choices.sort(stable=True, dim=-1)
+    begin = torch.searchsorted(ordered, ordered)  # of the run of choices of the same expert
+    place = torch.arange(choices.shape[1], device=chosen.device) - begin
+    return torch.empty_like(choices, dtype=torch.bool).scatter_(1, order, place < limit).view_as(chosen)
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor | None:
+    """The auxiliary losses of a model's last forward, weighted and added up; None if it has none.
+
+    A scalar without a gradient, for a report: what a backward needs of it is there already.
+    """
+    losses = [
+        module.balance_weight * module.balance_loss + module.z_weight * module.z_loss
+        for module in model.modules()
+        if isinstance(module, Mixture) and module.balance_loss is not None and module.z_loss is not None
+    ]
+    return torch.stack(losses).sum() if losses else None
+
+
+def set_auxiliary_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Says what a forward's mean loss is multiplied by before its backward, until said otherwise.
+
+    Args:
+        model: A model that may hold `Mixture`s.
+        scale: Such as `1 / micro_batches` where gradients of micro-batches are added up.
+    """
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            module.auxiliary_scale = scale
+
+
+class _AddLoss(torch.autograd.Function):
+    """Passes a tensor through, and in backward starts that of a loss (as Megatron's MoEAuxLossAutoScaler)."""
+
+    @staticmethod
+    def forward(context: Any, passed: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+        context.scale = scale
+        return passed.view_as(passed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        return gradient, gradient.new_ones(()) * context.scale, None
+
+
+class _Spread(torch.autograd.Function):
+    """The row of each choice's token; backward adds a token's rows up in the order of its choices.
+
+    That of `index_select` adds them in any order on a GPU, and one by one on a CPU.
+    """
+
+    @staticmethod
+    def forward(context: Any, tokens: Tensor, order: Tensor, per_token: int) -> Tensor:
+        context.save_for_backward(order)
+        context.choices = (len(tokens), per_token)
+        return tokens.index_select(0, order // per_token)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = context.saved_tensors
+        tokens, per_token = context.choices
+        by_choice = gradient.new_zeros(tokens * per_token, gradient.shape[-1]).index_copy_(0, order, gradient)
+        return by_choice.view(tokens, per_token, -1).sum(1), None, None
+
+
+def _can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these, and gains: on a CPU it is a loop as well."""
+    aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+    return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
+
+
+def _grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    return F.grouped_mm(rows, weight.mT, offs=counts.cumsum(0).int())
+
+
+def _looped(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
+    runs = zip(rows.split(counts.tolist()), weight.unbind(0), strict=True)
+    return torch.cat([F.linear(run, matrix) for run, matrix in runs])
+
+
+def _count(choices: Tensor, experts: int) -> Tensor:
+    """How often each of `experts` stands in `[..., choices]`: `[..., experts]`, int64."""
+    ordered = choices.sort(-1).values
+    each = torch.arange(experts, device=choices.device).expand(*choices.shape[:-1], experts).contiguous()
+    up_to = torch.searchsorted(ordered, each, right=True)
+    return up_to.diff(dim=-1, prepend=torch.zeros_like(up_to[..., :1]))
+
+
+def _stacked(*shape: int) -> nn.Parameter:
+    return nn.Parameter(nn.init.normal_(torch.empty(shape), std=0.02))
+
+
+def _unchanged(counts: Tensor) -> Tensor:
+    return counts

@@ -1,0 +1,235 @@
+"""Expert parallelism: each rank of an axis keeps a part of every block's experts (GShard: arXiv:2006.16668).
+
+Rank i of an axis of size n keeps experts `[i * experts / n, (i + 1) * experts / n)`. Its tokens are its own,
+as in data parallelism. In every forward an all-to-all takes the rows of its tokens' choices to the ranks that
+keep the experts, which multiply them, and a second one brings the results back; backward runs the same pair
+the other way round. How many rows go where differs, and only the rank that sends them knows it, so counts go
+first. The sum over a token's choices is made where the token lives, in the order it has on one device.
+
+The router is replicated. A sample's tokens may lie on several ranks (context parallelism, or the sequence
+parallelism of tensor parallelism); then its choices are counted over these, for the balance loss and for a
+capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shoal.errors import ModelError, PlanError
+from shoal.models import Mixture
+from shoal.models.experts import run_experts, within_capacity
+from shoal.parallel.communication import Axis, new_buffer
+from shoal.parallel.layout import Cut
+from shoal.plan import divisors
+
+__all__ = ["cut_experts", "exchange_with_experts", "expert_parallel", "require_experts"]
+
+Positions = Callable[[int, torch.device], Tensor]
+"""From the number of local positions and a device to where these lie in the sample, `[seq]`, int64."""
+
+
+def expert_parallel(
+    model: nn.Module, axis: Axis, sequence_axis: Axis | None = None, positions: Positions | None = None
+) -> None:
+    """Makes every `Mixture` of a model give its rows to experts on all ranks of an axis.
+
+    The caller cuts the parameters: at each forward `gate`, `up` and `down` of a `Mixture` hold the experts of
+    this rank alone, as `cut_experts` says. All ranks of the axes run the same forwards in the same order.
+
+    Their gradients are sums over what all ranks of the axis computed, each from the loss of its own tokens.
+    So where all other gradients are averages over n data-parallel ranks, sums over the ranks that keep the
+    same experts are to be divided by n as well, not by the number of summands.
+
+    Args:
+        model: A model with at least one `Mixture`, or any if the axis has one rank.
+        axis: The ranks that together keep all experts; of size 1 if each keeps all.
+        sequence_axis: The ranks that hold parts, of equal length, of the same samples; None if each holds
+            whole samples.
+        positions: Where this rank's part of a sample lies in it; by default the i-th part is rank i's.
+
+    Raises:
+        ModelError: The axis has several ranks, and the model no `Mixture`.
+        PlanError: The axis does not divide its experts.
+    """
+    require_experts(model, axis.size)
+    for mixture in _mixtures(model):
+        if axis.size > 1:
+            mixture.compute = partial(exchange_with_experts, axis=axis)
+        if sequence_axis is not None and sequence_axis.size > 1:
+            mixture.share_statistics = partial(_sum_counts, axis=sequence_axis)
+            mixture.keep = partial(
+                _keep_of_whole_samples, axis=sequence_axis, positions=positions or _in_order(sequence_axis)
+            )
+
+
+def require_experts(model: nn.Module, size: int) -> None:
+    """Checks that a model's experts can be laid over so many ranks.
+
+    Raises:
+        ModelError: The model has no `Mixture`.
+        PlanError: They do not divide.
+    """
+    mixtures = _mixtures(model)
+    if not mixtures and size > 1:
+        raise ModelError(
+            f"{type(model).__name__} has no experts to lay over {size} ranks",
+            possible="a model with shoal.models.Mixture layers, such as the preset tiny-experts",
+            change="leave out ep, or give the model experts",
+        )
+    for mixture in mixtures:
+        if mixture.experts % size:
+            raise PlanError(
+                f"{mixture.experts} experts do not divide over ep={size} ranks",
+                possible=f"ep of {', '.join(map(str, divisors(mixture.experts)))}",
+                change="change ep, or the model's `experts`",
+            )
+
+
+def _mixtures(model: nn.Module) -> list[Mixture]:
+    return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
+def cut_experts(model: nn.Module, axis: Axis) -> dict[str, Cut]:
+    """This rank's block of every expert parameter, by name; they divide, as `require_experts` says."""
+    cuts = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, Mixture):
+            continue
+        held = module.experts // axis.size
+        for kind in ("gate", "up", "down"):
+            shape = tuple(getattr(module, kind).shape)
+            cuts[f"{name}.{kind}"] = Cut(shape, 0, axis.index * held, held)
+    return cuts
+
+
+def exchange_with_experts(
+    rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, axis: Axis
+) -> Tensor:
+    """`run_experts` for rows of all experts, with the weights of this rank's alone.
+
+    Args:
+        rows: `[rows, hidden]`, sorted by expert.
+        counts: `[experts]`, int64: how many of this rank's rows each expert gets.
+        gate: `[experts / size, ffn, hidden]`, and `up` as well.
+        up: See `gate`.
+        down: `[experts / size, hidden, ffn]`.
+        axis: The ranks that together keep all experts.
+
+    Returns:
+        `[rows, hidden]`, in the order of `rows`.
+    """
+    arriving = torch.empty_like(counts)
+    axis.all_to_all(arriving, counts, "expert counts").wait()
+    by_rank = torch.stack((counts, arriving)).view(2, axis.size, -1)
+    # The one time that the host has to know: lengths are arguments of the collective.
+    sent, received = by_rank.sum(-1).tolist()
+    way = _Way(axis, sent, received, _by_expert(by_rank[1], sum(received)))
+    arrived = _ToExperts.apply(rows, way)
+    results = run_experts(arrived, by_rank[1].sum(0), gate, up, down)
+    back: Tensor = _FromExperts.apply(results, way)
+    return back
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Where rows go.
+
+    Attributes:
+        axis: The ranks that exchange them.
+        sent: How many go to each rank, in the order in which they lie.
+        received: How many come from each.
+        order: `[rows]`: at each place by expert, which of the rows that came.
+    """
+
+    axis: Axis
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+
+    def go(self, rows: Tensor, name: str) -> Tensor:
+        """The rows of all ranks that are for this rank's experts, sorted by expert."""
+        arrived = _new_rows(len(self.order), rows)
+        self.axis.all_to_all(
+            arrived, rows.contiguous(), name, received_rows=self.received, sent_rows=self.sent
+        ).wait()
+        return arrived.index_select(0, self.order)
+
+    def come_back(self, rows: Tensor, name: str) -> Tensor:
+        """What `go` did, undone."""
+        returning = _new_rows(len(self.order), rows).index_copy_(0, self.order, rows)
+        back = _new_rows(sum(self.sent), rows)
+        self.axis.all_to_all(back, returning, name, received_rows=self.sent, sent_rows=self.received).wait()
+        return back
+
+
+class _ToExperts(torch.autograd.Function):
+    """Rows go to experts; in backward their gradients come back."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, way: _Way) -> Tensor:
+        context.way = way
+        return way.go(rows, "rows to experts")
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return context.way.come_back(gradient, "gradients from experts"), None
+
+
+class _FromExperts(torch.autograd.Function):
+    """Results come back from experts; in backward their gradients go to these."""
+
+    @staticmethod
+    def forward(context: Any, results: Tensor, way: _Way) -> Tensor:
+        context.way = way
+        return way.come_back(results, "rows from experts")
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return context.way.go(gradient, "gradients to experts"), None
+
+
+def _by_expert(arriving: Tensor, rows: int) -> Tensor:
+    """From counts `[rank, local expert]` of rows sorted by these, the order `[rows]` that sorts by expert."""
+    experts = torch.arange(arriving.shape[1], device=arriving.device).repeat(arriving.shape[0])
+    return experts.repeat_interleave(arriving.flatten(), output_size=rows).argsort(stable=True)
+
+
+def _new_rows(rows: int, like: Tensor) -> Tensor:
+    width = like.shape[1]
+    return new_buffer(rows * width, dtype=like.dtype, device=like.device).view(rows, width)
+
+
+def _sum_counts(counts: Tensor, *, axis: Axis) -> Tensor:
+    total = counts.clone()
+    axis.all_reduce(total, "choices of samples").wait()
+    return total
+
+
+def _keep_of_whole_samples(
+    chosen: Tensor, experts: int, capacity: float, *, axis: Axis, positions: Positions
+) -> Tensor:
+    """`within_capacity` for parts of samples: every rank sees all choices, decides, and takes its part."""
+    batch, seq, per_token = chosen.shape
+    parts = chosen.new_empty(axis.size, batch + 1, seq, per_token)
+    # A row of positions goes with the choices.
+    parts[axis.index, :batch] = chosen
+    parts[axis.index, batch] = positions(seq, chosen.device)[:, None]
+    axis.all_gather(parts.view(-1), "choices of samples").wait()
+    gathered = parts.transpose(0, 1).flatten(1, 2)
+    order = gathered[batch, :, 0].argsort()
+    kept = within_capacity(gathered[:batch, order], experts, capacity)
+    mine = order.argsort().view(axis.size, seq)[axis.index]
+    return kept[:, mine]
+
+
+def _in_order(axis: Axis) -> Positions:
+    return lambda seq, device: torch.arange(axis.index * seq, (axis.index + 1) * seq, device=device)

@@ -1,0 +1,132 @@
+"""Which positions of a sequence a rank of the context axis holds.
+
+Ulysses wants contiguous parts. In a ring these would give the last rank most of the work, since a position
+attends to those before it only. There the sequence is cut into twice as many chunks as ranks, and rank i
+holds chunk i and, counted from the end, chunk i again ("zigzag": Llama 3, arXiv:2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import PlanError
+from shoal.parallel.axes import Axes
+from shoal.parallel.communication import Axis
+
+__all__ = [
+    "POSITIONS",
+    "Positions",
+    "contiguous_positions",
+    "local_sequence",
+    "require_sequence",
+    "residual_positions",
+    "zigzag_positions",
+]
+
+
+class Positions(Protocol):
+    """A way to cut a sequence."""
+
+    def __call__(self, seq: int, size: int, index: int, device: torch.device | None = None) -> Tensor:
+        """The positions that a rank holds, in the order in which it holds them.
+
+        Args:
+            seq: Length of the whole sequence.
+            size: Number of ranks that it is cut over.
+            index: Which of them.
+            device: Where the result lies.
+
+        Returns:
+            `[seq / size]`, int64.
+
+        Raises:
+            PlanError: The sequence cannot be cut into equal parts.
+        """
+        ...
+
+
+def contiguous_positions(seq: int, size: int, index: int, device: torch.device | None = None) -> Tensor:
+    """The parts one after another; see `Positions`."""
+    _require_divisible(seq, size, 1)
+    part = seq // size
+    return torch.arange(index * part, (index + 1) * part, device=device)
+
+
+def zigzag_positions(seq: int, size: int, index: int, device: torch.device | None = None) -> Tensor:
+    """Chunk `index` from the beginning, then chunk `index` from the end; see `Positions`."""
+    _require_divisible(seq, size, 2)
+    chunk = seq // (2 * size)
+    within = torch.arange(chunk, device=device)
+    return torch.cat((within + index * chunk, within + (2 * size - 1 - index) * chunk))
+
+
+POSITIONS: Mapping[str, Positions] = {"ring": zigzag_positions, "ulysses": contiguous_positions}
+"""How each way of context parallelism, as a Plan names it, wants the sequence cut."""
+
+
+def local_sequence(tensor: Tensor, axis: Axis, attention: str, *, dim: int = 1) -> Tensor:
+    """This rank's part of a tensor that all ranks of the axis have, such as the tokens of a batch.
+
+    Tokens and targets are cut alike, after the targets were shifted by one: a rank's parts need not be
+    neighbours.
+
+    Args:
+        tensor: Of any shape; `seq` along `dim`.
+        axis: The context axis.
+        attention: A name in `POSITIONS`.
+        dim: The dim that is cut.
+
+    Returns:
+        A copy, `seq / axis.size` along `dim`; the tensor itself if the axis has one rank.
+
+    Raises:
+        PlanError: The sequence cannot be cut into equal parts.
+    """
+    if axis.size == 1:
+        return tensor
+    positions = POSITIONS[attention](tensor.shape[dim], axis.size, axis.index, tensor.device)
+    return tensor.index_select(dim, positions)
+
+
+def require_sequence(seq: int, size: int, attention: str) -> None:
+    """Checks that sequences of `seq` tokens can be cut over `size` ranks.
+
+    Raises:
+        PlanError: They cannot.
+    """
+    if size > 1:
+        POSITIONS[attention](seq, size, 0, torch.device("meta"))
+
+
+def residual_positions(part: int, axes: Axes, attention: str, device: torch.device) -> Tensor:
+    """Where the tokens of this rank's residual stream stand in their samples.
+
+    Args:
+        part: How many of a sample's tokens this rank has between blocks.
+        axes: Of which `sequence` splits the stream.
+        attention: A name in `POSITIONS`.
+        device: Where the result lies.
+
+    Returns:
+        `[part]`, int64.
+    """
+    splits = axes.sequence.size // axes.cp.size  # by tensor parallelism, of what context parallelism leaves
+    held = POSITIONS[attention](part * axes.sequence.size, axes.cp.size, axes.cp.index, device)
+    return held.chunk(splits)[axes.tp.index if splits > 1 else 0]
+
+
+def _require_divisible(seq: int, size: int, chunks: int) -> None:
+    multiple = size * chunks
+    if seq % multiple:
+        way = "ring attention gives each rank two equal chunks" if chunks == 2 else "the parts are equal"
+        above = -(-seq // multiple) * multiple
+        another = f", or a cp that divides {seq // chunks}" if seq % chunks == 0 else ""
+        raise PlanError(
+            f"a sequence of {seq} tokens cannot be cut for cp={size}: {way}",
+            possible=f"sequences of a multiple of {multiple} tokens",
+            change=f"use sequence={above}{another}",
+        )

@@ -1,0 +1,39 @@
+"""Which layers of a model tensor parallelism splits, and how: what a user says of a model of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Split", "TensorLayout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How the linear layers within one module are split.
+
+    Attributes:
+        columns: Layers that are split by outputs, and all read the module's input, each with the number of
+            parts that must stay whole: heads, or features.
+        rows: Layers that are split by inputs, and write the module's output, with that number too.
+    """
+
+    columns: Mapping[str, int]
+    rows: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Which layers of a model are split how.
+
+    Attributes:
+        splits: By pattern of module names, in which `*` stands for anything.
+        embedding: Name of the `nn.Embedding` of tokens, which is split by the vocabulary; None if there is
+            none to split. Then only `tensor=plain` works: the embedding is where the sequence is split.
+        head: Name of the `nn.Linear` that gives logits, split by the vocabulary; None if the embedding's
+            weight does, in the model's method `unembed(hidden)`. The model's output is `SplitLogits`.
+    """
+
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    embedding: str | None = "embed"
+    head: str | None = "head"

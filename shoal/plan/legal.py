@@ -1,0 +1,75 @@
+"""Every Plan for a number of ranks: all ways to share it among the degrees, with all choices of each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from shoal.errors import PlanError, UserError
+from shoal.plan.plan import CHOICES, Plan, divisors
+
+__all__ = ["VARIED", "legal_plans"]
+
+VARIED: Mapping[str, Sequence[Any]] = {
+    "shard": CHOICES["shard"],
+    "tensor": CHOICES["tensor"],
+    "context": CHOICES["context"],
+    "recompute": ("none", "full"),
+    "precision": ("fp32",),
+}
+"""What `legal_plans` varies beside the degrees and `replicate`, if nothing else is asked for."""
+
+_MATTERS_WITH: Mapping[str, str] = {"tensor": "tp", "context": "cp"}
+"""Choices that say how one degree works, and so nothing where that degree is 1."""
+
+
+def legal_plans(
+    ranks: int,
+    *,
+    varied: Mapping[str, Sequence[Any]] = VARIED,
+    require: Callable[[Plan], object] = lambda plan: None,
+) -> list[Plan]:
+    """All Plans for `ranks` ranks that are consistent in themselves and that `require` lets pass.
+
+    Args:
+        ranks: What the degrees multiply to.
+        varied: Fields of a Plan, each with the values that it takes; where it can make no difference, only
+            the first of them. Other fields keep their defaults.
+        require: Raises a UserError for a Plan that is to be left out, as `shoal.parallel.require_executable`
+            and `require_layout` do.
+
+    Returns:
+        Plans with more data parallelism first; no two are equal.
+
+    Raises:
+        PlanError: `ranks` is not positive.
+    """
+    if ranks < 1:
+        raise PlanError(
+            f"there are no Plans for {ranks} ranks", possible="1 or more", change="give more ranks"
+        )
+    plans = []
+    for fields in _degrees(ranks):
+        for values in itertools.product(*(_values(name, varied[name], fields) for name in varied)):
+            try:
+                plan = Plan(**fields, **dict(zip(varied, values, strict=True)))
+                require(plan)
+            except UserError:
+                continue
+            plans.append(plan)
+    return plans
+
+
+def _values(name: str, values: Sequence[Any], degrees: Mapping[str, int]) -> Sequence[Any]:
+    return values[:1] if degrees.get(_MATTERS_WITH.get(name, ""), 2) == 1 else values
+
+
+def _degrees(ranks: int) -> Iterator[dict[str, Any]]:
+    """Every way to share the ranks among the axes, with every `replicate` and `ep` that fits it."""
+    for dp in reversed(divisors(ranks)):
+        for cp in divisors(ranks // dp):
+            for tp in divisors(ranks // dp // cp):
+                pp = ranks // dp // cp // tp
+                for replicate, ep in itertools.product(divisors(dp), divisors(dp * cp)):
+                    yield {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "replicate": replicate}

@@ -1,0 +1,25 @@
+"""Whether a Plan computes the same training as one device: what `shoal check` does.
+
+Nouns: Trial (what is trained both ways), Yardstick (the one-device reference, and how far from it rounding
+leads), Comparison (holds one Plan after another against it), Verdict (what became of a Plan), Departure (what
+differs first, and what that looks like). The command line calls `compare_locally`, or `compare_here` on ranks
+that another launcher started.
+"""
+
+from shoal.train.comparison.trial import Trial
+from shoal.train.comparison.verdict import Departure, Deviation, StepReport, Verdict
+from shoal.train.comparison.walk import Comparison, Walk, compare_here, compare_locally
+from shoal.train.comparison.yardstick import Yardstick
+
+__all__ = [
+    "Comparison",
+    "Departure",
+    "Deviation",
+    "StepReport",
+    "Trial",
+    "Verdict",
+    "Walk",
+    "Yardstick",
+    "compare_here",
+    "compare_locally",
+]

@@ -1,0 +1,199 @@
+"""The training of a Trial under a Plan, by the Trainer, and the parts that ranks hold put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.parallel import Axis, Owned, Parallel
+from shoal.plan import Plan
+from shoal.train.comparison.trial import OPTIMIZER, Trial
+from shoal.train.trainer import Trainer
+
+__all__ = ["Copy", "Fragment", "RankStep", "copies", "places", "train_under"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What one rank owns of a parameter, or of its gradient.
+
+    Attributes:
+        name: The parameter's name.
+        shape: The whole parameter's shape.
+        block: Dim, offset and length of the block of the parameter that this is of; None for all of it.
+        start: First element in the flattened block.
+        stop: Where the part ends.
+        values: `[stop - start]`, on the CPU.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    block: tuple[int, int, int] | None
+    start: int
+    stop: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """What one rank saw of an optimizer step.
+
+    Attributes:
+        loss: As the Trainer told it.
+        norm: As well.
+        samples: The samples that this rank trained on, in order.
+        gradients: What it owns of the gradients, before clipping.
+        parameters: What it owns of the parameters, after the step.
+    """
+
+    loss: float
+    norm: float
+    samples: list[int]
+    gradients: list[Fragment]
+    parameters: list[Fragment]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One whole tensor, put together from what ranks hold.
+
+    Attributes:
+        values: In the parameter's shape, double precision; NaN where no rank holds it.
+        ranks: Those that hold a part of it.
+        places: Rank by rank, where its parts lie in the flattened tensor.
+    """
+
+    values: torch.Tensor
+    ranks: tuple[int, ...]
+    places: Mapping[int, torch.Tensor]
+
+
+def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep]:
+    """Trains as one rank of the default process group.
+
+    Raises:
+        PlanError: The Plan does not fit the ranks, the batch or the model.
+        TrainingError: A loss or a norm is not finite.
+    """
+    model = trial.build_for_layout(device)
+    samples = trial.samples(model)
+    trainer = Trainer(
+        model,
+        samples,
+        plan,
+        batch=trial.batch,
+        steps=trial.steps,
+        optimizer=OPTIMIZER,
+        seed=trial.seed,
+        device=device,
+    )
+    with _groups_freed(trainer.parallel):
+        try:
+            return _steps(trainer, trial.batch, samples.asked)
+        finally:
+            trainer.close()
+
+
+def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list[RankStep]:
+    """All steps; `asked` grows meanwhile by the micro-batches that this rank trains on."""
+    parallel = trainer.parallel
+    clipped: list[torch.Tensor] = []
+
+    def note(*_: Any) -> None:
+        clipped[:] = [_gradient_of(owned).detach().clone() for owned in parallel.owned]
+
+    trainer.optimizer.register_step_pre_hook(note)
+    assert trainer.plan.microbatch is not None
+    accumulation = batch // (trainer.plan.dp * trainer.plan.microbatch)
+    steps = []
+    for number in range(trainer.steps):
+        result = trainer.step()
+        factor = max(1.0, result.gradient_norm / OPTIMIZER.clip)
+        consumed = asked[number * accumulation : (number + 1) * accumulation]
+        steps.append(
+            RankStep(
+                loss=result.loss,
+                norm=result.gradient_norm,
+                samples=[index for batch in consumed for index in batch],
+                gradients=[
+                    _fragment(owned, gradient * factor)
+                    for owned, gradient in zip(parallel.owned, clipped, strict=True)
+                ],
+                parameters=[_fragment(owned, owned.parameter) for owned in parallel.owned],
+            )
+        )
+    return steps
+
+
+def copies(fragments: Iterable[tuple[int, Fragment]]) -> dict[str, list[Copy]]:
+    """Puts whole tensors together: as many of each as there are ranks that hold the same element.
+
+    Args:
+        fragments: Of all ranks, each with its rank.
+    """
+    by_name: dict[str, list[tuple[int, Fragment]]] = {}
+    for rank, fragment in fragments:
+        by_name.setdefault(fragment.name, []).append((rank, fragment))
+    return {name: list(_copies_of(held)) for name, held in by_name.items()}
+
+
+def _copies_of(held: Sequence[tuple[int, Fragment]]) -> Iterator[Copy]:
+    """Each copy takes, in the order of ranks, what does not overlap with what it has."""
+    left = [(rank, fragment, places(fragment)) for rank, fragment in held if fragment.stop > fragment.start]
+    while left:
+        shape = left[0][1].shape
+        values = torch.full((torch.Size(shape).numel(),), torch.nan, dtype=torch.float64)
+        filled = torch.zeros(values.numel(), dtype=torch.bool)
+        taken: dict[int, torch.Tensor] = {}
+        others = []
+        for rank, fragment, where in left:
+            if filled[where].any():
+                others.append((rank, fragment, where))
+                continue
+            filled[where] = True
+            values[where] = fragment.values.double()
+            taken[rank] = torch.cat([taken[rank], where]) if rank in taken else where
+        yield Copy(values.view(shape), tuple(taken), taken)
+        left = others
+
+
+def places(fragment: Fragment) -> torch.Tensor:
+    """The elements of the flattened parameter that a fragment holds, int64 `[stop - start]`."""
+    if fragment.block is None:
+        return torch.arange(fragment.start, fragment.stop)
+    every = torch.arange(torch.Size(fragment.shape).numel()).view(fragment.shape)
+    return every.narrow(*fragment.block).flatten()[fragment.start : fragment.stop]
+
+
+def _fragment(owned: Owned, values: torch.Tensor) -> Fragment:
+    block = None if owned.cut is None else (owned.cut.dim, owned.cut.offset, owned.cut.length)
+    held = values.detach().flatten().cpu().clone()
+    return Fragment(owned.name, tuple(owned.shape), block, owned.start, owned.stop, held)
+
+
+def _gradient_of(owned: Owned) -> torch.Tensor:
+    return torch.zeros_like(owned.parameter) if owned.parameter.grad is None else owned.parameter.grad
+
+
+@contextmanager
+def _groups_freed(parallel: Parallel) -> Iterator[None]:
+    """Within it the groups of the Plan's axes are there; after it only the default group is."""
+    try:
+        yield
+    finally:
+        groups = {axis.group for axis in _axes_in(parallel.axes) if axis.group is not None}
+        for group in sorted(groups, key=lambda group: group.group_name):
+            dist.destroy_process_group(group)
+
+
+def _axes_in(value: Any) -> Iterator[Axis]:
+    if isinstance(value, Axis):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _axes_in(getattr(value, field.name))

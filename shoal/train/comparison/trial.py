@@ -1,0 +1,165 @@
+"""What is trained for a comparison: the same model, samples and optimizer on one device and under a Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from shoal.data.permutation import order
+from shoal.errors import ConfigError, ModelError
+from shoal.models import Transformer, build
+from shoal.parallel import require_executable, require_layout, require_trainable
+from shoal.plan import Plan
+from shoal.train.config import OptimizerConfig
+
+__all__ = ["OPTIMIZER", "RandomTokens", "Trial"]
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="constant-then-decay", warmup=0, decay=0.0, eps=1e-3)
+"""AdamW as in training, but for `eps`. With training's 1e-8 the first step is the gradient's sign, which
+rounding decides where the gradient is near zero, and which hides a gradient that is a multiple of the right
+one. With an `eps` as large as gradients are, a step follows its gradient smoothly."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What is trained.
+
+    Attributes:
+        model: As `shoal.models.build` takes it.
+        model_options: Changes to it.
+        steps: Optimizer steps.
+        batch: Sequences in one step, over all ranks.
+        sequence: Tokens in a sequence.
+        seed: Fixes the first weights, the tokens and their order.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    model: str = "tiny"
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 3
+    batch: int = 8
+    sequence: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("batch", 1), ("sequence", 1), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} was given",
+                    possible=f"a whole number from {least}",
+                    change=f"give a larger --{name}",
+                )
+
+    def build(self, device: torch.device | str) -> nn.Module:
+        """The model; a preset comes without values if `device` is "meta".
+
+        Torch's own dropout is turned off, since its masks depend on the layout. Those of Shoal's
+        models do not.
+
+        Raises:
+            ModelError: There is no such model, or it has nothing to train.
+        """
+        torch.manual_seed(self.seed)
+        model = build(self.model, overrides=self.model_options, device=device)
+        require_trainable(model)
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.p = 0.0
+        return model
+
+    def build_with_values(self, device: torch.device | str) -> nn.Module:
+        """The model as training starts from it, whole on one device."""
+        model = self.build(device)
+        if hasattr(model, "initialize_parameter"):
+            for name, parameter in model.named_parameters():
+                model.initialize_parameter(name, parameter, self.seed)  # type: ignore[operator]
+        return model
+
+    def build_for_layout(self, device: torch.device) -> nn.Module:
+        """The model as `shoal train` gives it to `shoal.parallelize`."""
+        return self.build(device if ":" in self.model else "meta")
+
+    def samples(self, model: nn.Module) -> RandomTokens:
+        """One epoch of samples for the model, as many as all steps take."""
+        return RandomTokens(_vocabulary(model), self.batch * self.steps, self.sequence, self.seed)
+
+    def batch_of(self, step: int) -> list[int]:
+        """The samples of step number `step`, from 0, by the definition of their order: the Loader may err."""
+        positions = np.arange(step * self.batch, (step + 1) * self.batch)
+        return [int(index) for index in order(self.seed, 0, self.batch * self.steps, positions)]
+
+    def require_possible(self) -> Callable[[Plan], None]:
+        """Checks what can be checked before any rank starts.
+
+        Returns:
+            What raises PlanError or ModelError for a Plan that cannot be laid over the model and its samples.
+
+        Raises:
+            ModelError: The model cannot be built or trained, or its context is shorter than a sequence.
+        """
+        model = self.build("cpu" if ":" in self.model else "meta")
+        _vocabulary(model)
+        if isinstance(model, Transformer) and self.sequence > model.config.seq:
+            raise ModelError(
+                f"sequence={self.sequence} is longer than the context of the model {self.model}",
+                possible=f"up to {model.config.seq} tokens",
+                change=f"give --sequence {model.config.seq} or less",
+            )
+
+        def require(plan: Plan) -> None:
+            require_executable(plan)
+            require_layout(model, plan, self.sequence)
+            plan.with_microbatch_for(self.batch)
+
+        return require
+
+
+@final
+class RandomTokens:
+    """Samples of random tokens; notes which were asked for.
+
+    Args:
+        vocabulary: Number of different tokens.
+        count: Number of samples.
+        sequence: Tokens that the model sees of each.
+        seed: Chooses the tokens.
+
+    Attributes:
+        asked: The indices of every batch that was asked for, in order.
+    """
+
+    def __init__(self, vocabulary: int, count: int, sequence: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._tokens = torch.randint(vocabulary, (count, sequence + 1), generator=generator)
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def batch(self, indices: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of the samples at `indices`, int64 `[batch, seq]` each."""
+        self.asked.append(indices.tolist())
+        windows = self._tokens[torch.from_numpy(indices)]
+        return windows[:, :-1], windows[:, 1:]
+
+
+def _vocabulary(model: nn.Module) -> int:
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    if isinstance(size, int):
+        return size
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return module.num_embeddings
+    raise ModelError(
+        f"{type(model).__name__} does not say how many different tokens it takes",
+        possible="a model with `config.vocab_size`, or with an nn.Embedding",
+        change="give the model one of these",
+    )

@@ -1,0 +1,191 @@
+"""Comparing one Plan after another, as one of ranks that stay; and starting such ranks on this machine."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from shoal.elastic import StopSignal, World, join, launch
+from shoal.errors import TrainingError, UserError, WorkerError
+from shoal.plan import Plan
+from shoal.train.comparison.laid_out import RankStep, train_under
+from shoal.train.comparison.trial import Trial
+from shoal.train.comparison.verdict import Verdict, judge
+from shoal.train.comparison.yardstick import Yardstick
+from shoal.train.config import TrainConfig
+from shoal.train.execute import choose_device
+
+__all__ = ["Comparison", "Walk", "compare_here", "compare_locally", "serve"]
+
+_TIMEOUT = 300.0  # seconds; also what the other ranks wait for the first one's reference
+_USER_ERROR, _STOPPED = 2, 130
+
+Tell = Callable[[Verdict], object]
+
+
+@final
+class Comparison:
+    """Compares Plans with one device, as one rank of the default process group. All ranks call it together.
+
+    Args:
+        trial: What is trained.
+        device: What this rank computes on.
+    """
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        self._trial = trial
+        self._device = device
+        self._yardsticks: dict[str, Yardstick] = {}
+
+    def check(self, plan: Plan) -> Verdict | None:
+        """Trains under a Plan and holds it against the reference.
+
+        Returns:
+            The verdict on the first rank, None on the others.
+        """
+        steps: list[RankStep] = []
+        verdict: Verdict | None = None
+        try:
+            steps = train_under(self._trial, plan, self._device)
+        except UserError as error:
+            verdict = Verdict(str(plan), "refused", reason=str(error))
+        except TrainingError as error:
+            verdict = Verdict(str(plan), "failed", reason=str(error))
+        ranks = _gathered((steps, verdict))
+        if ranks is not None:
+            verdict = next((other for _, other in ranks if other is not None), None)
+            if verdict is None:
+                yardstick = self._yardstick(plan.precision)
+                verdict = judge(self._trial, plan, yardstick, [steps for steps, _ in ranks])
+        if dist.is_initialized():
+            dist.barrier()  # the first rank's reference takes longer than groups wait to be formed
+        return None if ranks is None else verdict
+
+    def _yardstick(self, precision: str) -> Yardstick:
+        if precision not in self._yardsticks:
+            self._yardsticks[precision] = Yardstick.measure(self._trial, precision, self._device)
+        return self._yardsticks[precision]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walk:
+    """Plans to compare one after the other.
+
+    Attributes:
+        trial: What is trained.
+        plans: All for the same number of ranks.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    trial: Trial
+    plans: Sequence[Plan]
+    device: str = "auto"
+
+
+def compare_here(walk: Walk, world: World, tell: Tell) -> list[Verdict]:
+    """Compares all Plans of a walk, as one of the ranks of `world`; joins them and leaves them.
+
+    Args:
+        walk: The same on all ranks.
+        world: The ranks.
+        tell: Called with each verdict on the first rank.
+
+    Returns:
+        The verdicts on the first rank; on the others nothing.
+    """
+    device = choose_device(TrainConfig.model_validate({"device": walk.device}), world.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    join(world, device, timeout=_TIMEOUT)
+    comparison = Comparison(walk.trial, device)
+    verdicts = []
+    for plan in walk.plans:
+        verdict = comparison.check(plan)
+        if verdict is not None:
+            verdicts.append(verdict)
+            tell(verdict)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return verdicts
+
+
+def compare_locally(walk: Walk, tell: Tell) -> list[Verdict]:
+    """Compares all Plans of a walk on ranks that this starts on this machine.
+
+    The ranks stay from Plan to Plan. When one fails, its Plan is broken, and new ranks take up the Plans
+    behind it.
+
+    Args:
+        walk: What to compare.
+        tell: Called with each verdict, in the process that has it: importable by name, as pickle needs it.
+
+    Raises:
+        UserError: Something given cannot work.
+        WorkerError: The ranks were stopped.
+    """
+    ranks = walk.plans[0].ranks
+    if ranks == 1:
+        return compare_here(walk, World(rank=0, ranks=1, local_rank=0, master=("", 0)), tell)
+    verdicts: list[Verdict] = []
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        job, results = Path(folder) / "job", Path(folder) / "results"
+        while len(verdicts) < len(walk.plans):
+            left = Walk(trial=walk.trial, plans=walk.plans[len(verdicts) :], device=walk.device)
+            job.write_bytes(pickle.dumps((left, tell, results)))
+            results.write_bytes(b"")
+            try:
+                launch([sys.executable, "-m", "shoal.train.comparison", str(job)], ranks)
+                verdicts += _read(results)
+            except WorkerError as error:
+                if error.exit_code in (_USER_ERROR, _STOPPED):
+                    raise
+                verdicts += _read(results)
+                if len(verdicts) < len(walk.plans):
+                    broken = Verdict(str(walk.plans[len(verdicts)]), "broken", reason=str(error))
+                    tell(broken)
+                    verdicts.append(broken)
+    return verdicts
+
+
+def serve(job: Path, world: World, stop: StopSignal) -> int:
+    """What a rank that `compare_locally` started does; the first leaves the verdicts in a file."""
+    walk, tell, results = pickle.loads(job.read_bytes())
+
+    def keep(verdict: Verdict) -> None:
+        with results.open("ab") as file:
+            pickle.dump(verdict, file)
+        tell(verdict)
+
+    compare_here(walk, world, keep)
+    return 0
+
+
+def _gathered(
+    value: tuple[list[RankStep], Verdict | None],
+) -> list[tuple[list[RankStep], Verdict | None]] | None:
+    """What every rank gives, on the first rank."""
+    if not dist.is_initialized():
+        return [value]
+    is_first = dist.get_rank() == 0
+    ranks: list[tuple[list[RankStep], Verdict | None]] = [value] * dist.get_world_size()
+    dist.gather_object(value, ranks if is_first else None, dst=0)
+    return ranks if is_first else None
+
+
+def _read(results: Path) -> list[Verdict]:
+    verdicts = []
+    with results.open("rb") as file:
+        while True:
+            try:
+                verdicts.append(pickle.load(file))
+            except EOFError:
+                return verdicts

@@ -1,0 +1,124 @@
+"""`shoal check`, as processes where it starts ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from shoal.cli.main import main
+
+CHECK = [sys.executable, "-m", "shoal.cli.main", "check"]
+QUICK = [
+    *(f"--option={option}" for option in ("layers=2", "hidden=32", "heads=2", "kv_heads=1", "ffn=48")),
+    "--sequence=16",
+    "--steps=2",
+]
+
+# Models whose second rank computes something else, or nothing.
+MODELS = """
+import os, torch
+from torch import nn
+
+class Same(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens) * self.factor)
+
+    factor = 1.0
+
+class Other(Same):
+    factor = 1.0 if os.environ.get("RANK", "0") == "0" else 1.01
+
+class Dying(Same):
+    def forward(self, tokens):
+        if os.environ.get("RANK") == "1":
+            os._exit(3)
+        return super().forward(tokens)
+"""
+
+
+def check(*words, folder=None, launcher=CHECK):
+    return subprocess.run(
+        [*launcher, *words],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_every_plan_of_two_ranks_is_told_in_a_line_and_summed_up():
+    done = check("--all", "--ranks=2", *QUICK)
+    assert done.returncode == 0, done.stderr
+    *lines, summary = done.stdout.splitlines()
+    assert {line.split()[0] for line in lines} <= {"passed", "refused"}
+    plans = [line.split()[-1] for line in lines if not line.startswith(" ")]
+    assert "dp=2,shard=zero3,microbatch=2,recompute=full" in plans
+    assert summary.startswith(f"{len(plans)} Plans: ")
+
+
+def test_a_plan_of_one_rank_needs_no_other_process(capsys):
+    assert main(["check", "--plan", "microbatch=2", "--json", *QUICK]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["passed"] == 1
+    assert content["trial"]["batch"] == 8
+    assert [step["step"] for step in content["plans"][0]["steps"]] == [1, 2]
+
+
+def test_a_model_that_differs_between_ranks_fails_with_what_departs(tmp_path):
+    (tmp_path / "models_to_check.py").write_text(MODELS)
+    done = check("--plan=dp=2", "--model=models_to_check:Other", "--sequence=8", folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert "failed: step 1: the gradient of embed.weight departs by " in done.stdout
+
+
+def test_a_rank_that_dies_breaks_its_plan_alone(tmp_path):
+    (tmp_path / "models_to_check.py").write_text(MODELS)
+    done = check(
+        "--plan=dp=2", "--json", "--model=models_to_check:Dying", "--sequence=8", "--steps=1", folder=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    content = json.loads(done.stdout)
+    assert content["broken"] == 1
+    assert "rank 1 failed" in content["plans"][0]["reason"]
+
+
+def test_under_torchrun_it_joins_the_ranks_that_are_there_and_rank_0_prints():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+    done = check("check", "--plan=shard=zero1", *QUICK, launcher=[*launcher, "shoal.cli.main"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("dp=2,shard=zero1") == 1
+    assert "passed: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--plan=dp=2,shard=zero4"], "shard=zero4 does not exist"),
+        (["--plan=dp=2", "--ranks=3"], "for 2 ranks, and there are 3"),
+        (["--plan=dp=2", "--batch=3"], "batch of 3 does not divide"),
+        (["--plan=dp=2", "--steps=0"], "steps=0"),
+        (["--plan=dp=2", "--model=tyny"], "did you mean 'tiny'"),
+        (["--plan=dp=2", "--option=layrs=3"], "did you mean 'layers'"),
+        (["--plan=dp=2", "--option=layers"], "has no value"),
+        (["--plan=dp=2", "--sequence=1000"], "longer than the context"),
+        (["--all", "--ranks=0"], "0 ranks"),
+        (["--all", "--batch=3"], "batch of 3 does not divide"),
+        (["--all", "--precision=fp8"], "precision=fp8 does not exist"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(capsys, words, told):
+    assert main(["check", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert told in captured.err
+    assert len(captured.err.splitlines()) == 3
