@@ -26,7 +26,7 @@ from contestants import ADAMW, CLIP, Task
 from rounds import Ranks, Spread, Step, interleave
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -35,15 +35,25 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import get_total_norm
 
 import shoal
 from shoal.collectives.bench import describe
-from shoal.models import next_token_loss
+from shoal.models import Transformer, next_token_loss, preset
 
 _WARM_UP = 3  # steps
 _TOLERANCE = 1e-3  # relative: the order of sums differs, and steps multiply what that makes
 _ALONE = "one rank"
+
+
+class UntiedTask(Task):
+    """A Task whose model has a head of its own, which `parallelize_module` needs."""
+
+    def model(self) -> Transformer:
+        """See `Task.model`."""
+        model = Transformer(preset(self.preset).model_copy(update={"tie_embeddings": False}))
+        model.initialize(0)
+        return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,15 @@ def _plain(task: Task, rank: int) -> Step:
 
 
 def _update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    clip_grad_norm_(list(model.parameters()), CLIP, foreach=False)
+    # `clip_grad_norm_` does not take plain tensors and DTensors at once.
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    kinds = [[each for each in gradients if isinstance(each, DTensor) == split] for split in (True, False)]
+    norms: list[Any] = [get_total_norm(kind, foreach=False) for kind in kinds if kind]
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
+    scale = CLIP / torch.stack(whole).norm().item()
+    if scale < 1.0:
+        for gradient in gradients:
+            gradient.mul_(scale)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -190,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warm_ups = {}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         # One part of the batch: all of it is every rank's.
-        task = Task(options.preset, options.sequence, options.batch, 1, Path(folder))
+        task = UntiedTask(options.preset, options.sequence, options.batch, 1, Path(folder))
         for each in chosen:
             ranks = Ranks(partial(_build, each, task), 1 if each.alone else options.ranks)
             stack.callback(ranks.close)

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.data import Loader
-from shoal.parallel import Axis, Parallel
+from shoal.models import Mixture
+from shoal.parallel import Axis, Parallel, context
+from shoal.parallel.positions import POSITIONS
 from shoal.parallel.update import WeightUpdate
 from shoal.plan import Plan
 from shoal.train.comparison import Comparison, Trial, Verdict
@@ -149,6 +151,45 @@ def a_learning_rate_of_its_own(_: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def positions_of_another_part(_: str) -> Iterator[None]:
+    """Every rank of context parallelism takes its positions for those of the first."""
+
+    def first(part: int, device: torch.device, *, axis: Axis, attention: str) -> torch.Tensor:
+        return POSITIONS[attention](part * axis.size, axis.size, 0, device)
+
+    with patch.object(context, "_positions", first):
+        yield
+
+
+@contextlib.contextmanager
+def a_router_of_its_own(_: str) -> Iterator[None]:
+    """The last rank chooses other experts than it should."""
+    call = Parallel.__call__
+
+    def turned(self: Parallel, *inputs: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            for module in self.module.modules():
+                if isinstance(module, Mixture):
+                    module.router.weight.data.copy_(module.router.weight.data.roll(1, 0))
+        return call(self, *inputs)
+
+    with patch.object(Parallel, "__call__", turned):
+        yield
+
+
+@contextlib.contextmanager
+def parts_that_are_not_summed(name: str) -> Iterator[None]:
+    """All-reduces of this name are left out, such as that of what a layer's rows give."""
+    all_reduce = Axis.all_reduce
+
+    def skipping(self: Axis, tensor: torch.Tensor, called: str) -> Any:
+        return Nothing() if called.startswith(name) else all_reduce(self, tensor, called)
+
+    with patch.object(Axis, "all_reduce", skipping):
+        yield
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -159,5 +200,8 @@ FAULTS = {
         stale_weights,
         a_rank_of_its_own,
         a_learning_rate_of_its_own,
+        positions_of_another_part,
+        a_router_of_its_own,
+        parts_that_are_not_summed,
     )
 }
