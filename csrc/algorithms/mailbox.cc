@@ -166,6 +166,7 @@ bool Mailbox::progress() {
   if (broken_) return false;
   bool moved = false;
   attempt([&] {
+    if (alarm_.is_raised()) take_in_what_came();
     alarm_.check();
     for (int peer = 0; peer < peers_.size; ++peer) {
       Link* link = peers_.links.find(peer);
@@ -175,6 +176,17 @@ bool Mailbox::progress() {
     }
   });
   return moved || broken_;
+}
+
+// What a peer sent before it ended is its message all the same.
+void Mailbox::take_in_what_came() {
+  for (int peer = 0; peer < peers_.size; ++peer) {
+    try {
+      if (Link* link = peers_.links.find(peer)) progress_receives(peer, *link);
+    } catch (const Failure&) {
+      // It is gone, or its memory is. The alarm says why.
+    }
+  }
 }
 
 // What goes wrong with one peer ends all messages, as it ends the group.

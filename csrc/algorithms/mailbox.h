@@ -113,6 +113,7 @@ class Mailbox {
 
   void request_link(int peer);
   bool progress();
+  void take_in_what_came();
   bool progress_sends(int peer, Link& link);
   bool progress_receives(int peer, Link& link);
   void begin(int peer, Incoming& incoming);

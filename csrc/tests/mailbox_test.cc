@@ -283,6 +283,19 @@ void an_alarm_frees_everybody_who_waits(Way way) {
   CHECK_THROWS(mailboxes[0].send(1, 0, &byte, 1), Code::aborted);
 }
 
+// As of a rank that sends its last word and ends.
+void what_came_before_an_alarm_is_received(Way way) {
+  Mailboxes mailboxes(2, way);
+  const char sent = 'x';
+  char received = 0;
+  CHECK(mailboxes[1].send(0, 3, &sent, 1)->done);
+  mailboxes.raise(0, Code::peer_lost);
+  const auto message = mailboxes[0].receive(1, 3, &received, 1);
+  wait(mailboxes[0], *message);
+  CHECK_EQUAL(received, 'x');
+  CHECK_THROWS(mailboxes[0].receive(1, 3, &received, 1), Code::peer_lost);
+}
+
 // As when a group is closed: the alarm is raised, then the mailbox goes.
 void it_can_be_destroyed_with_messages_under_way(Way way) {
   Bytes data(3'000'000), early(100);
@@ -311,6 +324,7 @@ int main() {
     a_message_of_another_size_fails_its_receive_and_no_other(way);
     time_runs_out_for_a_message_that_does_not_come(way);
     an_alarm_frees_everybody_who_waits(way);
+    what_came_before_an_alarm_is_received(way);
     it_can_be_destroyed_with_messages_under_way(way);
   }
   return report();
