@@ -19,8 +19,9 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
     The auxiliary losses of experts are no part of it: `Mixture` adds their gradients in backward.
 
     Args:
-        output: What the model returned: logits `[batch, seq, vocab]`, or an object whose `logits` they are,
-            or one that computes `token_loss(targets)` `[batch, seq]` itself, as tensor parallelism does.
+        output: What the model returned: logits `[batch, seq, vocab]`, or an object that computes
+            `token_loss(targets)` `[batch, seq]` itself, as tensor parallelism's do, or one whose `logits`
+            are either.
         targets: `[batch, seq]`, int64: the token that follows each input position. They are not shifted here.
 
     Returns:
@@ -29,6 +30,8 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
     Raises:
         ModelError: The output holds no logits, or they do not match the targets.
     """
+    if not hasattr(output, "token_loss"):
+        output = getattr(output, "logits", output)
     if hasattr(output, "token_loss"):
         total: Tensor = output.token_loss(targets).sum()
         return total / (targets != IGNORED).sum()
@@ -45,10 +48,14 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
 def logits_of(output: object) -> Tensor:
     """The logits in a model's output: the output itself, or its `logits` as Hugging Face models return.
 
+    Those that tensor parallelism split are gathered, for which all its ranks must call.
+
     Raises:
         ModelError: It is neither.
     """
-    logits = getattr(output, "logits", output)
+    logits = output
+    while not isinstance(logits, Tensor) and hasattr(logits, "logits"):
+        logits = logits.logits
     if not isinstance(logits, Tensor):
         raise ModelError(
             f"the model returned {type(output).__name__}, which holds no logits",

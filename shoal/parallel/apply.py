@@ -82,7 +82,9 @@ def parallelize(
         layout = layout if layout is not None else layout_of(model)
         split = cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
-    cuts = {**split.cuts, **experts}
+    named = dict(model.named_parameters())  # a parameter that two modules share has one name
+    cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
+    _require_trained(cuts, named)
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
     if layout is not None and plan.tp > 1:
         tensor_parallel(model, layout, split, axes.tp, plan)
@@ -167,6 +169,16 @@ def require_trainable(model: nn.Module) -> None:
                 possible="fp32, bf16 or fp16 parameters; the Plan's precision says what computes",
                 change="call model.float() before",
             )
+
+
+def _require_trained(cuts: Mapping[str, Cut], named: Mapping[str, nn.Parameter]) -> None:
+    frozen = [name for name in cuts if not named[name].requires_grad]
+    if frozen:
+        raise ModelError(
+            f"{frozen[0]} is split over ranks, and is not trained",
+            possible="splitting parameters that are trained",
+            change="train it, or use tp=1 and ep=1",
+        )
 
 
 def _first_values(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal.errors import PlanError
 from shoal.models import Transformer
 from shoal.parallel.communication import Axis
+from shoal.parallel.hugging_face import fit_heads, has_tensor_plan, layout_of_hugging_face
 from shoal.parallel.layout import Cut
 from shoal.parallel.products import column_products, row_product
 from shoal.parallel.tensor_layout import Split, TensorLayout
@@ -55,10 +56,12 @@ def layout_of(model: nn.Module) -> TensorLayout:
     Raises:
         PlanError: It knows none for this model.
     """
+    if has_tensor_plan(model):
+        return layout_of_hugging_face(model)
     if not isinstance(model, Transformer):
         raise PlanError(
             f"nothing says how the layers of {type(model).__name__} are split for tensor parallelism",
-            possible="Shoal's own transformers, or any model with a TensorLayout",
+            possible="Shoal's own transformers, Hugging Face's, or any model with a TensorLayout",
             change="give parallelize(..., layout=TensorLayout(...)), or use tp=1",
         )
     shape = model.config
@@ -82,10 +85,11 @@ def cut_tensors(model: nn.Module, layout: TensorLayout, plan: Plan, index: int) 
     """
     size = plan.tp
     result = TensorCuts({}, {})
-    if layout.embedding is None and plan.tensor != "plain":
+    if plan.tensor != "plain" and (layout.embedding is None or not layout.sequence):
+        why = "names none" if layout.embedding is None else f"says that {type(model).__name__} cannot"
         raise PlanError(
-            f"tensor={plan.tensor} splits the sequence at the embedding, and the layout names none",
-            possible="a layout that names the embedding, or tensor=plain",
+            f"tensor={plan.tensor} splits the sequence at the embedding, and the layout {why}",
+            possible="tensor=plain, or a model and a layout that let the sequence be split",
             change="add tensor=plain",
         )
     for name, module, split in _matches(model, layout):
@@ -136,6 +140,7 @@ def tensor_parallel(model: nn.Module, layout: TensorLayout, cuts: TensorCuts, ax
     columned: Any = partial(column_products, axis=axis, sequence=sequence, overlap=overlap)
     rowed: Any = partial(row_product, axis=axis, sequence=sequence, overlap=overlap)
     for name, module, split in _matches(model, layout):
+        fit_heads(module, split, axis.size)
         columns = _Columns(
             [module.get_submodule(child) for child in split.columns],
             [cuts.narrowed.get(f"{name}.{child}.weight") for child in split.columns],

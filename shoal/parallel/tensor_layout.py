@@ -32,8 +32,11 @@ class TensorLayout:
             none to split. Then only `tensor=plain` works: the embedding is where the sequence is split.
         head: Name of the `nn.Linear` that gives logits, split by the vocabulary; None if the embedding's
             weight does, in the model's method `unembed(hidden)`. The model's output is `SplitLogits`.
+        sequence: Whether the model works when the embedding gives a part of the sequence; else only
+            `tensor=plain` does.
     """
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     embedding: str | None = "embed"
     head: str | None = "head"
+    sequence: bool = True
