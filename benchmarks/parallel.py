@@ -47,11 +47,12 @@ _ALONE = "one rank"
 
 
 class UntiedTask(Task):
-    """A Task whose model has a head of its own, which `parallelize_module` needs."""
+    """A Task whose model suits `parallelize_module`: an untied head, and no query heads that share a key."""
 
     def model(self) -> Transformer:
         """See `Task.model`."""
-        model = Transformer(preset(self.preset).model_copy(update={"tie_embeddings": False}))
+        shape = preset(self.preset)
+        model = Transformer(shape.model_copy(update={"tie_embeddings": False, "kv_heads": shape.heads}))
         model.initialize(0)
         return model
 
