@@ -127,8 +127,16 @@ class Mailbox {
   void sleep(std::unique_lock<std::mutex>& lock);
   void run();
   void leave_to_thread();
+
+  // What goes wrong with one peer ends all messages, as it ends the group.
   template <class Work>
-  void attempt(const Work& work);
+  void attempt(const Work& work) {
+    try {
+      work();
+    } catch (...) {
+      fail_all(std::current_exception());
+    }
+  }
 
   bool offer(Outgoing& outgoing);
   bool is_left() const { return pending_ > 0 && waiters_ == 0 && !broken_; }

@@ -59,14 +59,7 @@ void combine(Dtype dtype, Reduction op, void* out, const void* const* inputs, in
   fold(out, inputs, n, task.count, divisor);
 }
 
-void copy_streaming(void* out, const void* in, size_t bytes) {
-  constexpr size_t worth_streaming = 4096;  // below it the wait for the stores costs more than they save
-  if (bytes < worth_streaming) {
-    if (bytes > 0) std::memcpy(out, in, bytes);
-    return;
-  }
-  current_vector_unit().copy(out, in, bytes);
-}
+void copy_streaming(void* out, const void* in, size_t bytes) { current_vector_unit().copy(out, in, bytes); }
 
 void widen(Dtype from, float* out, const void* in, size_t count) {
   conversion_of(from).widen(out, in, count);

@@ -77,16 +77,14 @@ def parallelize(
     axes = Axes.build(plan, recorder if recorder is not None else NullRecorder())
     blocks = list(find_blocks(model) if blocks is None else blocks)
 
-    split = TensorCuts({}, {})
-    if plan.tp > 1:
-        layout = layout if layout is not None else layout_of(model)
-        split = cut_tensors(model, layout, plan, axes.tp.index)
+    layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
+    split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
     _require_trained(cuts, named)
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
-    if layout is not None and plan.tp > 1:
+    if layout is not None:
         tensor_parallel(model, layout, split, axes.tp, plan)
     context_parallel(model, axes.cp, plan.context)
     expert_parallel(

@@ -49,6 +49,28 @@ class Owned:
     family: Family
     cut: Cut | None = None
 
+    @classmethod
+    def of(
+        cls,
+        named: tuple[str, tuple[int, ...]],
+        interval: tuple[int, int],
+        parameter: nn.Parameter,
+        family: Family,
+        cuts: Mapping[str, Cut],
+    ) -> Owned:
+        """The elements `interval` of a parameter, of which this rank has what `cuts` says, or all.
+
+        Args:
+            named: Its name, and the shape that it has on this rank.
+            interval: Start and stop, in what this rank has.
+            parameter: See `Owned`.
+            family: See `Owned`.
+            cuts: By name.
+        """
+        name, shape = named
+        cut = cuts.get(name)
+        return cls(name, shape if cut is None else cut.shape, *interval, parameter, family, cut)
+
     @property
     def is_first(self) -> bool:
         """Whether the part begins with the parameter's first element."""
@@ -154,7 +176,7 @@ class Bucket:
 
     def _whole_parameters(self) -> list[Owned]:
         return [
-            self._owned(slot, 0, slot.elements, parameter)
+            self._owned(slot, (0, slot.elements), parameter)
             for slot, parameter in zip(self.layout.slots, self.parameters, strict=True)
         ]
 
@@ -162,14 +184,11 @@ class Bucket:
         return [
             self._owned(
                 piece.slot,
-                piece.start,
-                piece.stop,
+                (piece.start, piece.stop),
                 nn.Parameter(self.master[piece.offset : piece.offset + piece.stop - piece.start]),
             )
             for piece in self.layout.pieces(self.family.shard.index)
         ]
 
-    def _owned(self, slot: Slot, start: int, stop: int, parameter: nn.Parameter) -> Owned:
-        cut = self._cuts.get(slot.name)
-        shape = slot.shape if cut is None else cut.shape
-        return Owned(slot.name, shape, start, stop, parameter, self.family, cut)
+    def _owned(self, slot: Slot, interval: tuple[int, int], parameter: nn.Parameter) -> Owned:
+        return Owned.of((slot.name, slot.shape), interval, parameter, self.family, self._cuts)

@@ -17,12 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import ModelError, PlanError
+from shoal.errors import ModelError
 from shoal.models.transformer import Attention, Rotary
 from shoal.parallel.communication import Axis
 from shoal.parallel.positions import POSITIONS
 from shoal.parallel.ring_attention import ring_attention
-from shoal.parallel.ulysses import ulysses_attention
+from shoal.parallel.ulysses import require_heads, ulysses_attention
 
 __all__ = ["context_parallel", "require_context"]
 
@@ -70,14 +70,8 @@ def require_context(model: nn.Module, size: int, attention: str, tp: int = 1) ->
             possible="models whose attention is made of shoal.models.transformer.Attention",
             change="build the model with it, or leave out cp",
         )
-    for layer in layers:
-        heads = layer.query.out_features // layer.head_dim // tp
-        if attention == "ulysses" and size > heads:
-            raise PlanError(
-                f"context=ulysses was given with cp={size}, and a rank has {heads} heads to share out",
-                possible=f"cp up to {heads}, or context=ring with any number of heads",
-                change="use context=ring, or a smaller cp",
-            )
+    for layer in layers if attention == "ulysses" else ():
+        require_heads(layer.query.out_features // layer.head_dim // tp, size)
 
 
 def _positions(part: int, device: torch.device, *, axis: Axis, attention: str) -> Tensor:

@@ -42,14 +42,12 @@ class _Naive(Strategy):
     def owned(self) -> Sequence[Owned]:
         """See `Strategy.owned`."""
         return [
-            Owned(
-                name,
-                self._cuts[name].shape if name in self._cuts else tuple(parameter.shape),
-                0,
-                parameter.numel(),
+            Owned.of(
+                (name, tuple(parameter.shape)),
+                (0, parameter.numel()),
                 parameter,
                 self._families[name],
-                self._cuts.get(name),
+                self._cuts,
             )
             for name, parameter in self._named
         ]

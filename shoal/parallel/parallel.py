@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from shoal.models.dropout import token_keys
+from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import set_auxiliary_scale
 from shoal.parallel.axes import Axes
 from shoal.parallel.bucket import Owned
@@ -40,6 +40,9 @@ class Parallel:
         self.axes = axes
         self._strategy = strategy
         self._dtype = torch.bfloat16 if plan.precision == "bf16" else None
+        self._has_dropout = hasattr(module, "dropout_keys") and any(
+            isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
+        )
         self.set_micro_batches(1)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -127,7 +130,7 @@ class Parallel:
             samples: Where the samples of the forward stand in all data, `[batch]`, int64.
             inputs: What the forward will get, `[batch, seq / cp]`.
         """
-        if hasattr(self.module, "dropout_keys"):
+        if self._has_dropout:
             part = inputs.shape[1] * self.axes.cp.size // self.axes.sequence.size
             positions = residual_positions(part, self.axes, self.plan.context, samples.device)
             self.module.dropout_keys = token_keys(seed, 0, samples, positions)
@@ -139,8 +142,11 @@ class Parallel:
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if graded:
             norms = torch._foreach_norm([_gradient(owned) for owned in graded])
-            copies = torch.tensor([owned.family.copies for owned in graded], device=device)
-            squares = (torch.stack(list(norms)).double().square() / copies).sum()
+            each = torch.stack(list(norms)).double().square()
+            copies = [owned.family.copies for owned in graded]
+            if max(copies) > 1:
+                each /= torch.tensor(copies, device=device)
+            squares = each.sum()
         self.axes.parts.all_reduce(squares, "gradient norm").wait()
         return math.sqrt(squares.item())
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import final
 
-from shoal.parallel.blocks import groups_by_size, parameter_runs
-from shoal.parallel.bucket import Bucket, Owned
+from shoal.parallel.blocks import groups_by_size
+from shoal.parallel.bucket import Owned
 from shoal.parallel.gradient import GradientReduction, GradientSum
 from shoal.parallel.strategy import Setup, Strategy
 from shoal.parallel.update import WeightUpdate
@@ -27,24 +28,9 @@ class ResidentWeights(Strategy):
     """
 
     def __init__(self, setup: Setup, *, finish: Callable[[GradientSum], None], sums_stay: bool) -> None:
-        groups = [
-            (family, group)
-            for family, names in setup.families
-            for group in groups_by_size(parameter_runs(setup.model, setup.blocks, names), setup.bucket)
-        ]
-        buckets = [
-            Bucket(
-                f"bucket {number}",
-                group.parameters,
-                family=family,
-                dtype=setup.dtype,
-                resident=True,
-                fill=setup.fill,
-                cuts=setup.cuts,
-            )
-            for number, (family, group) in enumerate(groups)
-        ]
-        users = [[setup.blocks[index] for index in group.blocks] for _, group in groups]
+        grouped = setup.buckets(partial(groups_by_size, capacity=setup.bucket), resident=True)
+        buckets = [bucket for _, bucket in grouped]
+        users = [[setup.blocks[index] for index in group.blocks] for group, _ in grouped]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._sums_stay = sums_stay
         self._update = WeightUpdate(setup.model, list(zip(users, buckets, strict=True))[::-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from shoal.parallel.axes import Axes, Family
-from shoal.parallel.bucket import Fill, Owned
+from shoal.parallel.blocks import Group, Run, parameter_runs
+from shoal.parallel.bucket import Bucket, Fill, Owned
 from shoal.parallel.layout import Cut
 
 __all__ = ["Setup", "Strategy"]
@@ -52,6 +53,36 @@ class Setup:
             if parameter.requires_grad:
                 kinds.setdefault(self._family(name), set()).add(name)
         return [(family, frozenset(names)) for family, names in kinds.items()]
+
+    def buckets(
+        self, grouped: Callable[[Sequence[Run]], Sequence[Group]], *, resident: bool
+    ) -> list[tuple[Group, Bucket]]:
+        """All trained parameters in buckets, each of one family.
+
+        Args:
+            grouped: Makes the groups of a family.
+            resident: See `Bucket`.
+        """
+        groups = [
+            (family, group)
+            for family, names in self.families
+            for group in grouped(parameter_runs(self.model, self.blocks, names))
+        ]
+        return [
+            (
+                group,
+                Bucket(
+                    f"bucket {number}",
+                    group.parameters,
+                    family=family,
+                    dtype=self.dtype,
+                    resident=resident,
+                    fill=self.fill,
+                    cuts=self.cuts,
+                ),
+            )
+            for number, (family, group) in enumerate(groups)
+        ]
 
     def _family(self, name: str) -> Family:
         if name in self.experts:

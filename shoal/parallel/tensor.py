@@ -29,12 +29,7 @@ from shoal.parallel.tensor_layout import Split, TensorLayout
 from shoal.parallel.vocabulary import SplitLogits, embed_rows
 from shoal.plan import Plan, divisors
 
-__all__ = [
-    "TensorCuts",
-    "cut_tensors",
-    "layout_of",
-    "tensor_parallel",
-]
+__all__ = ["TensorCuts", "cut_tensors", "layout_of", "tensor_parallel"]
 
 
 class TensorCuts(NamedTuple):
@@ -70,9 +65,7 @@ def layout_of(model: nn.Module) -> TensorLayout:
             {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}, {"output": shape.heads}
         ),
     }
-    if not getattr(
-        shape, "experts", 0
-    ):  # experts are whole on every rank of tp, each for its part of the tokens
+    if not shape.experts:  # every rank of tp has whole experts, for its part of the tokens
         splits["blocks.*.feed_forward"] = Split({"gate": shape.ffn, "up": shape.ffn}, {"down": shape.ffn})
     return TensorLayout(splits, "embed", None if model.head is None else "head")
 

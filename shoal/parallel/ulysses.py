@@ -21,7 +21,7 @@ from shoal.errors import PlanError
 from shoal.models.transformer import causal_attention
 from shoal.parallel.communication import Axis
 
-__all__ = ["ulysses_attention"]
+__all__ = ["require_heads", "ulysses_attention"]
 
 
 def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
@@ -42,18 +42,27 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
     if axis.size == 1:
         return causal_attention(query, key, value)
     heads, kv_heads = query.shape[1], key.shape[1]
-    if heads < axis.size:
-        raise PlanError(
-            f"context=ulysses was given with cp={axis.size}, but a rank has {heads} query heads to share out",
-            possible=f"cp up to {heads}, or context=ring with any number of heads",
-            change="use context=ring, or a smaller cp",
-        )
+    require_heads(heads, axis.size)
     shares = _shares(heads, kv_heads, axis.size)
     query, key, value = _ToHeads.apply(query, key, value, axis, shares)
     mine, shared_by = shares[axis.index], heads // kv_heads
     mixed = causal_attention(query, mine.as_seen(key, shared_by), mine.as_seen(value, shared_by))
     output: Tensor = _ToPositions.apply(mixed, axis, shares)
     return output
+
+
+def require_heads(heads: int, size: int) -> None:
+    """Checks that `size` ranks can share out so many query heads.
+
+    Raises:
+        PlanError: They cannot.
+    """
+    if heads < size:
+        raise PlanError(
+            f"context=ulysses was given with cp={size}, but a rank has {heads} query heads to share out",
+            possible=f"cp up to {heads}, or context=ring with any number of heads",
+            change="use context=ring, or a smaller cp",
+        )
 
 
 @final

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from shoal.parallel.blocks import groups_by_block, parameter_runs
+from shoal.parallel.blocks import groups_by_block
 from shoal.parallel.bucket import Bucket, Owned
 from shoal.parallel.gradient import NO_BACKWARD, GradientReduction, GradientSum
 from shoal.parallel.strategy import Setup, Strategy
@@ -36,27 +36,12 @@ def zero3(setup: Setup) -> Strategy:
 @final
 class _ShardedWeights(Strategy):
     def __init__(self, setup: Setup) -> None:
-        groups = [
-            (family, group)
-            for family, names in setup.families
-            for group in groups_by_block(parameter_runs(setup.model, setup.blocks, names))
-        ]
         self._root: list[Bucket] = []
         self._blocks: list[list[Bucket]] = [[] for _ in setup.blocks]
-        buckets = []
-        for number, (family, group) in enumerate(groups):
-            bucket = Bucket(
-                f"bucket {number}",
-                group.parameters,
-                family=family,
-                dtype=setup.dtype,
-                resident=False,
-                fill=setup.fill,
-                cuts=setup.cuts,
-            )
-            buckets.append(bucket)
+        grouped = setup.buckets(groups_by_block, resident=False)
+        for group, bucket in grouped:
             (self._blocks[group.blocks[0]] if group.blocks else self._root).append(bucket)
-        self._buckets = buckets
+        buckets = self._buckets = [bucket for _, bucket in grouped]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._held_open = 0
         self._reduction = GradientReduction(

@@ -40,7 +40,7 @@ class Plan:
         cp: Context-parallel degree.
         ep: Expert-parallel degree, carved out of dp x cp.
         replicate: Number of replicas of a sharded state; divides dp (hybrid sharding). The states are then
-            sharded over dp / replicate ranks, and gradients are all-reduced over the replicas.
+            sharded over dp / replicate x cp ranks, and gradients are all-reduced over the replicas.
         shard: What is sharded over data parallel: nothing, optimizer state (zero1), also gradients (zero2),
             also parameters (zero3).
         tensor: How tensor parallelism communicates: the residual stream split along the sequence (sequence),
@@ -125,12 +125,12 @@ class Plan:
 
     @property
     def shards(self) -> int:
-        """Number of ranks that a sharded state is cut over; 1 if nothing is sharded."""
+        """Ranks along the mesh's axis `shard`; a sharded state is cut over these times cp."""
         return 1 if self.shard == "none" else self.dp // self.replicate
 
     @property
     def replicas(self) -> int:
-        """Number of data-parallel copies of each shard."""
+        """Ranks along the mesh's axis `replicate`."""
         return self.dp // self.shards
 
     @classmethod

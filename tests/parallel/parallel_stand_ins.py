@@ -62,3 +62,24 @@ def evaluate(text):
     optimizer.step()
     with torch.no_grad():
         return parallel(tokens()[:, :-1])
+
+
+def owned_parts(parallel):
+    """Copies of what a rank owns, as `assembled` takes them."""
+    return [
+        (each.name, each.shape, each.start, each.stop, each.cut, each.parameter.detach().clone())
+        for each in parallel.owned
+    ]
+
+
+def assembled(ranks):
+    """The whole parameters, out of what the ranks own."""
+    whole = {}
+    for owned in ranks:
+        for name, shape, start, stop, cut, part in owned:
+            value = whole.setdefault(name, torch.full(shape, torch.nan))
+            block = value if cut is None else cut.of(value)
+            flat = block.flatten()
+            flat[start:stop] = part.flatten()
+            block.copy_(flat.view(block.shape))
+    return whole

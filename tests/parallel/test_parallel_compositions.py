@@ -1,9 +1,8 @@
 """Shoal's transformers train under tensor, context and expert parallelism as in one process."""
 
-import math
-
 import pytest
 import torch
+from parallel_stand_ins import assembled, owned_parts
 
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
@@ -55,24 +54,7 @@ def train(text, changes=None, microbatch=2):
         optimizer.zero_grad()
         parallel.axes.data.all_reduce(total, "loss").wait()
         results.append((total.item() / parallel.axes.data.size, norm))
-    owned = [
-        (each.name, each.shape, each.start, each.stop, each.cut, each.parameter.detach().clone())
-        for each in parallel.owned
-    ]
-    return results, owned
-
-
-def assembled(results):
-    """The whole parameters, out of what the ranks own."""
-    whole = {}
-    for _, owned in results:
-        for name, shape, start, stop, cut, part in owned:
-            value = whole.setdefault(name, torch.full(shape, math.nan))
-            block = value if cut is None else cut.of(value)
-            flat = block.flatten()
-            flat[start:stop] = part.flatten()
-            block.copy_(flat.view(block.shape))
-    return whole
+    return results, owned_parts(parallel)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +76,8 @@ def check(ranks, alone, plan, microbatch=2, **changes):
     for losses, _ in results:
         # fp32 sums in another order, over a few steps of AdamW
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-    reference = assembled([(expected, owned)])
-    whole = assembled(results)
+    reference = assembled([owned])
+    whole = assembled([parts for _, parts in results])
     assert whole.keys() == reference.keys()
     for name, value in reference.items():
         torch.testing.assert_close(

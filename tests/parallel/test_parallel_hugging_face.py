@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parallel_stand_ins import assembled, owned_parts
 from torch import nn
 
 from shoal.errors import PlanError
@@ -52,24 +53,7 @@ def train(kind, plan, changes):
         total = loss.detach().clone()
         parallel.axes.data.all_reduce(total, "loss").wait()
         results.append((total.item() / parallel.axes.data.size, norm))
-    owned = [
-        (each.name, each.shape, each.start, each.stop, each.cut, each.parameter.detach().clone())
-        for each in parallel.owned
-    ]
-    return results, owned
-
-
-def assembled(results):
-    """The whole parameters, out of what the ranks own."""
-    whole = {}
-    for _, owned in results:
-        for name, shape, start, stop, cut, part in owned:
-            value = whole.setdefault(name, torch.full(shape, torch.nan))
-            block = value if cut is None else cut.of(value)
-            flat = block.flatten()
-            flat[start:stop] = part.flatten()
-            block.copy_(flat.view(block.shape))
-    return whole
+    return results, owned_parts(parallel)
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +70,12 @@ def alone():
 
 
 def check(ranks, alone, kind, plan, **changes):
-    expected = alone(kind, changes)
+    expected, owned = alone(kind, changes)
     results = ranks.run(train, Plan.parse(plan).ranks, kind, plan, changes)
     for losses, _ in results:
         # fp32 sums in another order, over a few steps
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-4, atol=1e-5)
-    reference, whole = assembled([expected]), assembled(results)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    reference, whole = assembled([owned]), assembled([parts for _, parts in results])
     assert whole.keys() == reference.keys()
     for name, value in reference.items():
         torch.testing.assert_close(
