@@ -93,6 +93,7 @@ class Contestant:
         peer: The name of the contestant that it is compared with.
         package: What has to be installed for it, beside torch and Shoal.
         communicates: Whether its ranks train one model; else only the first loss can be that of the others.
+        alone: Whether it is one rank by itself, whatever the number of ranks.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Contestant:
     peer: str | None = None
     package: str | None = None
     communicates: bool = True
+    alone: bool = False
 
 
 def _loop(

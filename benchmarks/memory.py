@@ -14,28 +14,7 @@ makes Adam's state; the next is measured. Of several ranks the largest figure co
     kept      live after forward, less live before it: what backward will read, and gathered weights
     peak      most that was live in a step, less the batch
 
-States by formula are those of docs/concepts/data-parallel.md with fp32: for each of the P parameters that a
-rank has after tensor parallelism, 16 bytes, 8 + 8/d, 4 + 12/d or 16/d, where d = dp * cp.
-
-Activations by formula are derived as Korthikanti et al. (arXiv:2205.05198, section 4) do, one operator after
-another, for Shoal's transformer: no dropout, SwiGLU, rotary embedding, fused attention. With n = B S / c the
-tokens that a rank has of a micro-batch of B sequences of S tokens, H hidden, F the width of the feed-forward
-layer, A heads of width D = H / A (as many for keys and values), V the vocabulary, t = tp, c = cp, and r = t
-where tensor parallelism splits the sequence, else 1, these are the elements of 4 bytes that are kept:
-
-    norm          3 n H / r + n / r    input, the input divided by its root mean square, output; that root
-    attention     4 n H / t + n A / t  query, key, value, output; log-sum-exp
-    rotary        4 D S / c            cosine and sine, for queries and for keys
-    feed-forward  4 n F / t            gate, silu(gate), up, and the product of these two
-    block         two norms, attention, rotary and feed-forward; with recompute=full its input alone, n H / r
-    end           a norm; the logits, n V / t
-
-The linear layers read what is counted already: a norm's output, attention's output, the product. With tp > 1,
-22 bytes for each of the n tokens come to these: 8 for the embedding's index; in the loss 8 for the target's
-index, 4 for the normalizer and 2 for masks. With zero3 come the weights that stay from forward to backward, 4
-bytes for each parameter in no block or in the last one. A block in 16 bit with a feed-forward layer of 4H
-without a gate, and norms that keep two tensors, as fused ones do, would keep 32 n H bytes: the paper's 34
-less 2 for the masks of dropout.
+The formulas are in `memory_formulas.py`, with the moment at which each peak is.
 
 Exits with 1 if a figure departs from its formula by more than a tenth.
 """
@@ -48,10 +27,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from memory_formulas import Case
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -62,14 +44,19 @@ from shoal.plan import Plan
 from shoal.testing import RankPool
 
 PLANS = (
+    "dp=1",
     *(f"dp={ranks},shard={shard}" for ranks in (2, 4) for shard in ("none", "zero1", "zero2", "zero3")),
+    "dp=4,replicate=2,shard=zero3",
     *(f"tp={ranks},tensor={tensor}" for ranks in (2, 4) for tensor in ("plain", "sequence")),
-    *(f"cp={ranks},context=ring" for ranks in (2, 4)),
+    *(f"cp={ranks},context={context}" for ranks in (2, 4) for context in ("ring", "ulysses")),
+    "cp=2,tp=2",
     "dp=2,tp=2,shard=zero3",
+    *(f"dp=2,shard={shard},precision=bf16" for shard in ("none", "zero1", "zero3")),
 )
-POLICIES = ("none", "full")
+EXPERT_PLANS = ("dp=1", "dp=2,ep=2", "dp=4,ep=2,shard=zero1", "dp=4,ep=4,shard=zero3")
+BACKEND_PLANS = ("dp=4,shard=zero2", "dp=4,shard=zero3", "tp=4", "cp=4", "cp=4,context=ulysses")
+POLICIES = ("none", "selective", "full")
 
-_WIDTH = 4  # bytes of an element in fp32
 _TOLERANCE = 0.1
 _SETTLE = 0.05  # seconds
 
@@ -82,86 +69,72 @@ class Memory:
         states: Weights, gradients and what the optimizer has.
         kept: From forward for backward.
         peak: In a step.
+        resident: By how much the process's resident memory rose above that before the model, as Linux counts.
+        losses: Of each step, nats per token.
     """
 
     states: int
     kept: int
     peak: int
-
-
-def states_by_formula(shape: TransformerConfig, plan: Plan) -> float:
-    """Bytes of weights, gradients and Adam's state on a rank."""
-    shards = plan.dp * plan.cp
-    each = {
-        "none": 16.0,
-        "zero1": 8 + 8 / shards,
-        "zero2": 4 + 12 / shards,
-        "zero3": 16 / shards,
-    }[plan.shard]
-    return each * (shape.layers * _block_parameters(shape, plan.tp) + _root_parameters(shape, plan.tp))
-
-
-def kept_by_formula(shape: TransformerConfig, plan: Plan, microbatch: int) -> float:
-    """Bytes that a rank keeps from forward for backward."""
-    tokens = microbatch * shape.seq / plan.cp
-    stream = tokens / (plan.tp if plan.tensor != "plain" else 1)
-    norm = stream * (3 * shape.hidden + 1)
-    attention = tokens * (4 * shape.hidden + shape.heads) / plan.tp
-    rotary = 4 * shape.head_dim * shape.seq / plan.cp
-    feed_forward = 4 * tokens * shape.ffn / plan.tp
-    block = 2 * norm + attention + rotary + feed_forward
-    if plan.recompute == "full":
-        block = stream * shape.hidden
-    elements = shape.layers * block + norm + tokens * shape.vocab_size / plan.tp
-    if plan.shard == "zero3":
-        elements += _block_parameters(shape, plan.tp) + _root_parameters(shape, plan.tp)
-    return _WIDTH * elements + (22 * tokens if plan.tp > 1 else 0)
-
-
-def _block_parameters(shape: TransformerConfig, tp: int) -> float:
-    return (4 * shape.hidden * shape.hidden + 3 * shape.hidden * shape.ffn) / tp + 2 * shape.hidden
-
-
-def _root_parameters(shape: TransformerConfig, tp: int) -> float:
-    return 2 * shape.vocab_size * shape.hidden / tp + shape.hidden
+    resident: int
+    losses: tuple[float, ...]
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages that operators made while it was entered, and that still exist."""
+    """Counts the bytes of the storages that operators made while it was entered, and that still exist.
+
+    Attributes:
+        peak: The most that was live after an operator, if that was more than the caller set it to.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, StorageWeakRef] = {}
+        self._sizes: dict[int, int] = {}
+        self._bound = 0  # what would be live if nothing had been freed since it was counted
         self.peak = 0
 
     def bytes(self) -> int:
         """What is live now."""
-        found, total = {}, 0
+        found, sizes = {}, {}
         for key, reference in self._storages.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
                 found[key] = reference
-                total += storage.nbytes()
-        self._storages = found
-        return total
+                sizes[key] = storage.nbytes()
+        self._storages, self._sizes = found, sizes
+        self._bound = sum(sizes.values())
+        return self._bound
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        """Calls the operator, and takes up the storages that it returns."""
-        result = function(*arguments, **(named or {}))
+        """Calls the operator, and takes up the storages that it returns; looks into Shoal's own operators."""
+        if function.namespace == "shoal":
+            with self:
+                result = OPDEFS[function.name()]._init_fn(*arguments, **(named or {}))
+        else:
+            result = function(*arguments, **(named or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                # While a weak reference is held, no other storage gets its address.
-                if storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = StorageWeakRef(storage)
-        self.peak = max(self.peak, self.bytes())
+                self._take_up(leaf.untyped_storage())
+        if self._bound > self.peak:
+            self.peak = max(self.peak, self.bytes())
         return result
 
+    def _take_up(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        # While a weak reference is held, no other storage gets its address.
+        if key not in self._storages:
+            self._storages[key] = StorageWeakRef(storage)
+        self._bound += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
 
-def measure(text: str, shape: TransformerConfig, microbatch: int) -> Memory:
-    """The memory of this rank in a step under the Plan `text`."""
+
+def measure(text: str, shape: TransformerConfig, tokens: Tensor, steps: int = 2) -> Memory:
+    """The memory of this rank in the last of `steps` steps under a Plan, on one batch `[batch, seq + 1]`."""
     torch.manual_seed(0)
-    tokens = torch.randint(shape.vocab_size, (microbatch, shape.seq + 1))
+    before_model = _resident("VmRSS")
+    _forget_most_resident()
+    losses = []
     with LiveStorages() as live:
         model = Transformer(shape)
         model.initialize(0)
@@ -169,17 +142,30 @@ def measure(text: str, shape: TransformerConfig, microbatch: int) -> Memory:
         optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
         inputs, targets = (parallel.local_sequence(part).clone() for part in (tokens[:, :-1], tokens[:, 1:]))
         batch = inputs.nbytes + targets.nbytes
-        for _ in range(2):
+        for step in range(steps):
             before = _settled(live)
-            live.peak = before
+            live.peak = before if step + 1 == steps else sys.maxsize  # which is never passed
             loss = next_token_loss(parallel(inputs), targets)
             kept = _settled(live) - before
             loss.backward()
+            losses.append(loss.item())
             del loss
             optimizer.step()
             states = _settled(live) - batch
             optimizer.zero_grad()
-    return Memory(states, kept, live.peak - batch)
+    resident = _resident("VmHWM") - before_model
+    return Memory(states, kept, live.peak - batch, resident, tuple(losses))
+
+
+def _resident(field: str) -> int:
+    """Bytes that Linux counts as this process's resident memory, now (VmRSS) or at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    (kibibytes,) = (line.split()[1] for line in lines if line.startswith(field))
+    return int(kibibytes) << 10
+
+
+def _forget_most_resident() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _settled(live: LiveStorages) -> int:
@@ -189,17 +175,29 @@ def _settled(live: LiveStorages) -> int:
     return live.bytes()
 
 
-def largest(pool: RankPool, plan: Plan, shape: TransformerConfig, microbatch: int) -> Memory:
-    """The largest figures over the ranks of a Plan."""
-    ranks = pool.run(measure, plan.dp * plan.tp * plan.cp, str(plan), shape, microbatch)
-    return Memory(
-        max(rank.states for rank in ranks), max(rank.kept for rank in ranks), max(rank.peak for rank in ranks)
+def largest(pool: RankPool, case: Case) -> Memory:
+    """The figures of the rank with the highest peak."""
+    plan, shape = case.plan, case.shape
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(shape.vocab_size, (case.microbatch, shape.seq + 1), generator=generator)
+    ranks = pool.run(measure, plan.dp * plan.tp * plan.cp, str(plan), shape, tokens)
+    return max(ranks, key=lambda rank: rank.peak)
+
+
+def print_row(case: Case, memory: Memory, label: str) -> bool:
+    """Prints a row of the table; tells whether all its figures are near their formulas."""
+    peak, moment = case.peak()
+    pairs = ((memory.states, case.states()), (memory.kept, case.kept()), (memory.peak, peak))
+    figures = " | ".join(
+        f"{_mib(found)} | {_mib(formula)} | {found / formula:.3f}" for found, formula in pairs
     )
+    print(f"| {label} | {case.plan.recompute} | {figures} | {moment} |", flush=True)
+    return all(abs(found / formula - 1) <= _TOLERANCE for found, formula in pairs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    shape = TransformerConfig(
+    dense = TransformerConfig(
         vocab_size=options.vocabulary,
         layers=options.layers,
         hidden=options.hidden,
@@ -208,31 +206,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ffn=4 * options.hidden,
         seq=options.seq,
     )
-    print(
-        "| Plan | recompute | states, MiB | formula | ratio | kept, MiB | formula | ratio | peak, MiB |\n"
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    experts = TransformerConfig(**{**dense.model_dump(), "experts": 8, "expert_ffn": options.hidden})
+    tables = (
+        ("gloo", "", dense, PLANS),
+        ("gloo", "experts: ", experts, EXPERT_PLANS),
+        ("shoal", "shoal: ", dense, BACKEND_PLANS),
     )
-    departs = False
-    with RankPool("gloo") as pool:
-        for text in ("dp=1", *PLANS):
-            for policy in POLICIES:
-                plan = Plan.parse(f"{text},recompute={policy}")
-                memory = largest(pool, plan, shape, options.microbatch)
-                states = states_by_formula(shape, plan)
-                kept = kept_by_formula(shape, plan, options.microbatch)
-                ratios = memory.states / states, memory.kept / kept
-                departs |= any(abs(ratio - 1) > _TOLERANCE for ratio in ratios)
-                print(
-                    f"| {text} | {policy} | {_mib(memory.states)} | {_mib(states)} | {ratios[0]:.3f} "
-                    f"| {_mib(memory.kept)} | {_mib(kept)} | {ratios[1]:.3f} | {_mib(memory.peak)} |",
-                    flush=True,
-                )
     print(
-        f"\n{shape.layers} layers, hidden {shape.hidden}, feed-forward {shape.ffn}, {shape.heads} heads, "
-        f"vocabulary {shape.vocab_size}: {shape.parameter_count():,} parameters in fp32; micro-batch "
-        f"{options.microbatch} x {shape.seq} tokens, over gloo, torch {torch.__version__}"
+        "| Plan | recompute | states, MiB | formula | ratio | kept, MiB | formula | ratio "
+        "| peak, MiB | formula | ratio | peak at |\n"
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     )
-    return 1 if departs else 0
+    near = True
+    for backend, label, shape, plans in tables:
+        with RankPool(backend) as pool:
+            for text in options.plans or plans:
+                for policy in POLICIES:
+                    plan = Plan.parse(f"{text},recompute={policy}")
+                    case = Case(shape, plan, options.microbatch, copies=backend == "gloo")
+                    near &= print_row(case, largest(pool, case), label + text)
+    print(
+        f"\n{dense.layers} layers, hidden {dense.hidden}, feed-forward {dense.ffn}, {dense.heads} heads, "
+        f"vocabulary {dense.vocab_size}: {dense.parameter_count():,} parameters; with experts, 8 of width "
+        f"{experts.expert_ffn}, 2 for each token: {experts.parameter_count():,}. Micro-batch "
+        f"{options.microbatch} x {dense.seq} tokens; torch {torch.__version__}"
+    )
+    return 0 if near else 1
 
 
 def _mib(count: float) -> str:
@@ -246,6 +245,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=1024, help="default 1024")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a sequence (default 512)")
     parser.add_argument("--microbatch", type=int, default=2, help="sequences (default 2)")
+    parser.add_argument("--plans", type=lambda text: text.split(";"), help="in place of the table's, by `;`")
     return parser.parse_args(arguments)
 
 

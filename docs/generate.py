@@ -1,8 +1,8 @@
 """Writes the parts of the pages that are told elsewhere: `python docs/generate.py`.
 
 What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example, the keys of
-the configuration, the settings of a Plan, the layers, the steps and bytes of collectives and their options. A
-test holds the pages to it.
+the configuration, the settings of a Plan, the layers, the steps and bytes of collectives and their options,
+what a rank sends. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel
+from sent import SENT, bytes_sent
 
 from shoal.collectives import Options
 from shoal.cost import LEVELS, collectives
@@ -51,6 +52,7 @@ def _part(name: str) -> str:
         "options of a group": _options,
         "plan": _plan,
         "presets": _presets,
+        "what a rank sends": _sent,
     }
     return tables[name]() if name in tables else _file(ROOT / name)
 
@@ -137,6 +139,16 @@ def _presets() -> str:
         )
     head = ["preset", "parameters", "layers", "hidden", "query / key-value heads", "context", "vocabulary"]
     return _table(head, rows)
+
+
+def _sent() -> str:
+    """By strategy, and for a block of Llama 3 8B that 8 ranks share."""
+    shape, ranks, tokens = preset("llama3-8b"), 8, 8192
+    rows = []
+    for strategy, formulas in SENT.items():
+        values = [bytes_sent(formula, shape, ranks=ranks, tokens=tokens, width=2) for formula in formulas]
+        rows.append([f"`{strategy}`", *(f"`{formula}`" for formula in formulas), *map(format_bytes, values)])
+    return _table(["", "forward", "backward", "example: forward", "backward"], rows)
 
 
 def _algorithms(level: str) -> str:

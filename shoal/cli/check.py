@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import WorkerError
+from shoal.errors import ConfigError, WorkerError
 from shoal.plan import Plan
 from shoal.plan.legal import VARIED, legal_plans
 
@@ -50,6 +50,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     which.add_argument("--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero3")
     which.add_argument(
         "--all", action="store_true", help="every legal Plan of --ranks ranks, in two micro-batches"
+    )
+    parser.add_argument(
+        "--axes", metavar="N", type=int, help="of --all only Plans with N or more degrees above 1 (ep is one)"
+    )
+    parser.add_argument(
+        "--sample",
+        metavar="N",
+        type=int,
+        help="of --all only N Plans, in which as many pairs of settings stand together as can",
     )
     parser.add_argument(
         "--ranks", metavar="N", type=int, help="how many; with --all 2 by default, else as the Plan says"
@@ -124,8 +133,9 @@ def _be_silent(verdict: Verdict) -> None:
 def _walk(args: argparse.Namespace, there: int | None) -> Walk:
     """What is asked for, once it is certain that it can be."""
     from shoal.train import TrainConfig, load_config, resolve_plan
-    from shoal.train.comparison import Trial, Walk
+    from shoal.train.comparison import Trial, Walk, covering, with_axes
 
+    _require_all(args)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
     ranks = args.ranks if args.ranks is not None else there
     plan = Plan(precision=args.precision) if args.all else Plan.parse(args.plan)
@@ -150,6 +160,8 @@ def _walk(args: argparse.Namespace, there: int | None) -> Walk:
         plans = [_in_two(each, trial.batch) for each in legal_plans(ranks, varied=varied, require=require)]
         if not plans:  # none fits: the plainest says why
             require(plan.replace(dp=ranks))
+        plans = plans if args.axes is None else with_axes(plans, args.axes)
+        plans = plans if args.sample is None else covering(plans, args.sample)
     else:
         if ranks is not None:
             plan = resolve_plan(TrainConfig(plan=args.plan, batch=trial.batch), ranks)
@@ -158,6 +170,16 @@ def _walk(args: argparse.Namespace, there: int | None) -> Walk:
     if there is not None:
         plans[0].require_ranks(there)
     return Walk(trial=trial, plans=plans, device=args.device)
+
+
+def _require_all(args: argparse.Namespace) -> None:
+    for name in ("axes", "sample"):
+        if getattr(args, name) is not None and not args.all:
+            raise ConfigError(
+                f"--{name} was given with --plan",
+                possible="it chooses among the Plans of --all",
+                change=f"leave out --{name}, or give --all in place of --plan",
+            )
 
 
 def _default_batch(unit: int) -> int:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from shoal.cli import bench, check, checkpoint, report, sample, train
+from shoal.cli import bench, check, checkpoint, report, sample, schedule, train
 from shoal.errors import ShoalError, WorkerError
 
 __all__ = ["main"]
 
-_COMMANDS = (train, sample, report, check, checkpoint, bench)
+_COMMANDS = (train, sample, report, check, schedule, checkpoint, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

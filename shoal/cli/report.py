@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shoal.cli.table import table_of
 from shoal.errors import RunError, UserError
 from shoal.run import Run, json_number
 from shoal.timeline import Breakdown, CollectiveFigures, Parts, Timeline, explain, write_chrome_trace
@@ -209,7 +210,7 @@ def _parts_text(breakdown: Mapping[str, Any]) -> str:
         [_words(name), f"{seconds:.6f}", f"{seconds / wall:.1%}"]
         for name, seconds in [*breakdown["parts"].items(), ("step", wall)]
     ]
-    table = _table(["where a step's time went", "seconds", "share"], rows)
+    table = table_of(["where a step's time went", "seconds", "share"], rows)
     communication = breakdown["communication"]
     if communication == 0:
         return table
@@ -227,7 +228,7 @@ def _ranks_text(ranks: Mapping[str, Any]) -> str:
         [rank, f"{each['wall']:.6f}", *(f"{each['parts'][name] / each['wall']:.1%}" for name in names)]
         for rank, each in ranks.items()
     ]
-    return _table(["rank", "step seconds", *map(_words, names)], rows)
+    return table_of(["rank", "step seconds", *map(_words, names)], rows)
 
 
 def _collectives_text(collectives: Mapping[str, Any]) -> str:
@@ -242,19 +243,8 @@ def _collectives_text(collectives: Mapping[str, Any]) -> str:
         ]
         for operation, each in collectives.items()
     ]
-    return _table(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
+    return table_of(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns two blanks apart: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = []
-    for row in [head, *rows]:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)

@@ -147,8 +147,10 @@ def run_experts(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Te
     Returns:
         `[rows, hidden]`, in the order of `rows`.
     """
-    product = _grouped if _can_group(rows, gate) else _looped
-    return product(F.silu(product(rows, counts, gate)) * product(rows, counts, up), counts, down)
+    products = _grouped if _can_group(rows, gate) else _looped
+    gated, upped = products(rows, counts, gate, up)
+    (results,) = products(F.silu(gated) * upped, counts, down)
+    return results
 
 
 def within_capacity(chosen: Tensor, experts: int, capacity: float) -> Tensor:
@@ -240,13 +242,58 @@ def _can_group(rows: Tensor, weight: Tensor) -> bool:
     return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
 
 
-def _grouped(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    return F.grouped_mm(rows, weight.mT, offs=counts.cumsum(0).int())
+def _grouped(rows: Tensor, counts: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """For each weight, what each expert makes of its run of rows."""
+    ends = counts.cumsum(0).int()
+    return tuple(F.grouped_mm(rows, weight.mT, offs=ends) for weight in weights)
 
 
-def _looped(rows: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-    runs = zip(rows.split(counts.tolist()), weight.unbind(0), strict=True)
-    return torch.cat([F.linear(run, matrix) for run, matrix in runs])
+def _looped(rows: Tensor, counts: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """The same."""
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        rows, weights = rows.to(dtype), tuple(weight.to(dtype) for weight in weights)
+    results: tuple[Tensor, ...] = _Loop.apply(rows, counts.tolist(), *weights)
+    return results
+
+
+class _Loop(torch.autograd.Function):
+    """Products of runs of rows. Backward writes each gradient where it belongs.
+
+    Autograd's own would join those of the runs, and of the experts' matrices, from tensors of their own.
+    """
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, lengths: list[int], *weights: Tensor) -> tuple[Tensor, ...]:
+        context.lengths = lengths
+        context.save_for_backward(rows, *weights)
+        runs = rows.split(lengths)
+        return tuple(
+            torch.cat([run.mm(matrix.t()) for run, matrix in zip(runs, weight, strict=True)])
+            for weight in weights
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = context.saved_tensors
+        needs_rows, _, *needs_weight = context.needs_input_grad
+        of_rows = torch.zeros_like(rows) if needs_rows else None
+        of_weights = [
+            torch.empty_like(weight) if needed else None
+            for weight, needed in zip(weights, needs_weight, strict=True)
+        ]
+        for gradient, weight, of_weight in zip(gradients, weights, of_weights, strict=True):
+            begin = 0
+            for expert, length in enumerate(context.lengths):
+                run = slice(begin, begin := begin + length)
+                if of_rows is not None:
+                    sums = of_rows[run]
+                    torch.addmm(sums, gradient[run], weight[expert], out=sums)
+                if of_weight is not None:
+                    torch.mm(gradient[run].t(), rows[run], out=of_weight[expert])
+        return of_rows, None, *of_weights
 
 
 def _count(choices: Tensor, experts: int) -> Tensor:

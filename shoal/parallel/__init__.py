@@ -1,14 +1,14 @@
 """Laying a model over the ranks: one file per strategy, composed in one order by `apply.py`.
 
 Nouns: Parallel (a model laid over the ranks), Axis (a group with its collectives), Bucket (parameters that
-are gathered, reduced and sharded together), Owned (what a rank's optimizer changes), TensorLayout (which
-layers tensor parallelism splits how). The trainer calls `parallelize`, and so does a user with a loop of
-their own.
+are gathered, reduced and sharded together), Owned (what a rank's optimizer changes), Frozen (what it has of
+what is not trained), TensorLayout (which layers tensor parallelism splits how). The trainer calls
+`parallelize`, and so does a user with a loop of their own.
 """
 
-from shoal.parallel.apply import parallelize, require_executable, require_layout, require_trainable
+from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
-from shoal.parallel.bucket import Owned
+from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.tensor_layout import Split, TensorLayout
@@ -17,6 +17,7 @@ from shoal.parallel.vocabulary import SplitLogits
 __all__ = [
     "Axes",
     "Axis",
+    "Frozen",
     "Owned",
     "Parallel",
     "Pending",
@@ -24,7 +25,6 @@ __all__ = [
     "SplitLogits",
     "TensorLayout",
     "parallelize",
-    "require_executable",
     "require_layout",
     "require_trainable",
 ]

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from shoal.errors import ModelError, PlanError
+from shoal.models import Transformer
 from shoal.parallel.axes import Axes
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.bucket import Fill
 from shoal.parallel.context import context_parallel, require_context
+from shoal.parallel.deferred import Deferral, put_off_products
 from shoal.parallel.expert import cut_experts, expert_parallel, require_experts
+from shoal.parallel.hugging_face import has_tensor_plan
+from shoal.parallel.hugging_face_sequence import refuse_labels, split_stream, use_no_cache
 from shoal.parallel.layout import Cut
 from shoal.parallel.naive import naive
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.pieces import cut_pieces
+from shoal.parallel.pipeline import Pipeline, StageEntry, StageHere
 from shoal.parallel.positions import require_sequence, residual_positions
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.replicated import replicated
+from shoal.parallel.stage_layout import StageLayout
+from shoal.parallel.stages import take_stages
 from shoal.parallel.strategy import Setup, Strategy
 from shoal.parallel.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor_layout import TensorLayout
@@ -28,7 +37,7 @@ from shoal.parallel.zero3 import zero3
 from shoal.plan import Plan
 from shoal.record import NullRecorder, Recorder
 
-__all__ = ["parallelize", "require_executable", "require_layout", "require_trainable"]
+__all__ = ["parallelize", "require_layout", "require_trainable"]
 
 _STRATEGIES: Mapping[str, Callable[[Setup], Strategy]] = {
     "none": replicated,
@@ -36,7 +45,6 @@ _STRATEGIES: Mapping[str, Callable[[Setup], Strategy]] = {
     "zero2": zero2,
     "zero3": zero3,
 }
-_BEYOND = ("pp",)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -46,6 +54,7 @@ def parallelize(
     *,
     blocks: Sequence[nn.Module] | None = None,
     layout: TensorLayout | None = None,
+    stages: StageLayout | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     recorder: Recorder | None = None,
@@ -63,6 +72,8 @@ def parallelize(
         blocks: The repeated parts whose parameters are used in their own forward only; by default the
             elements of the outermost `ModuleList`s and `Sequential`s.
         layout: Which layers tensor parallelism splits how; by default what Shoal knows of the model.
+        stages: How the model is cut into pipeline stages, whose blocks are then the `blocks`; by default what
+            Shoal knows of it.
         seed: For a model built on the meta device.
         device: Where a model built on the meta device gets its values.
         recorder: Where the spans of collectives go.
@@ -72,21 +83,30 @@ def parallelize(
         ModelError: The model cannot be laid out.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    require_executable(plan)
     require_trainable(model)
-    axes = Axes.build(plan, recorder if recorder is not None else NullRecorder())
+    recorder = recorder if recorder is not None else NullRecorder()
+    pieces = cut_pieces(model, plan, stages) if plan.pp > 1 else None
+    axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
     blocks = list(find_blocks(model) if blocks is None else blocks)
 
     layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
     split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
+    partial = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
-    _require_trained(cuts, named)
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
+    deferral = Deferral() if pieces is not None and pieces.has_halves else None
     if layout is not None:
-        tensor_parallel(model, layout, split, axes.tp, plan)
+        tensor_parallel(model, layout, split, axes.tp, plan, deferral)
+        if has_tensor_plan(model) and plan.tensor != "plain":
+            split_stream(model, layout, axes)
+    if has_tensor_plan(model):
+        use_no_cache(model)
+        if plan.tp * plan.cp > 1:
+            refuse_labels(model)
     context_parallel(model, axes.cp, plan.context)
+    _limit_samples(model, plan.cp)
     expert_parallel(
         model,
         axes.ep,
@@ -96,7 +116,6 @@ def parallelize(
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(_DTYPES[plan.precision])
-    recompute_blocks(blocks, plan.recompute)
     setup = Setup(
         model=model,
         blocks=blocks,
@@ -105,26 +124,43 @@ def parallelize(
         bucket=plan.bucket,
         fill=fill,
         cuts=cuts,
-        narrowed=frozenset(split.narrowed),
+        narrowed=partial.union(split.narrowed),
         experts=frozenset(experts),
     )
-    strategy = naive(setup) if plan.exchange == "naive" else _STRATEGIES[plan.shard](setup)
-    return Parallel(model, plan, axes, strategy)
-
-
-def require_executable(plan: Plan) -> None:
-    """Checks that this version can execute a Plan.
-
-    Raises:
-        PlanError: It cannot.
-    """
-    beyond = [f"{degree}={getattr(plan, degree)}" for degree in _BEYOND if getattr(plan, degree) > 1]
-    if beyond:
-        raise PlanError(
-            f"the Plan {plan} asks for {', '.join(beyond)}, which this version does not execute",
-            possible="data, tensor, context and expert parallelism: dp, shard, replicate, tp, cp, ep",
-            change=f"leave out {', '.join(beyond)}, and use dp={plan.dp * plan.pp} for as many ranks",
+    if pieces is None:
+        recompute_blocks(blocks, plan.recompute)
+        return Parallel(model, plan, axes, [_strategy(setup, plan)], frozen=setup.frozen, cuts=cuts)
+    stages_here = take_stages(model, pieces.layout, pieces.of(axes.pp.index))
+    if deferral is not None:
+        put_off_products(model, deferral)
+    setups, here = [], []
+    taken: frozenset[str] = frozenset()  # what two stages of this rank share is the first one's
+    for stage in stages_here:
+        entry = StageEntry(stage)
+        own = replace(
+            setup,
+            blocks=pieces.blocks_of(stage.index),
+            names=stage.names - taken,
+            tied=pieces.tied,
+            entry=entry,
         )
+        recompute_blocks(own.blocks, plan.recompute)
+        taken |= stage.names
+        setups.append(own)
+        here.append(StageHere(entry, _strategy(own, plan), deferral))
+    return Parallel(
+        model,
+        plan,
+        axes,
+        [stage.strategy for stage in here],
+        frozen=[frozen for own in setups for frozen in own.frozen],
+        cuts=cuts,
+        pipeline=Pipeline(plan, here, axes.pp, recorder, torch.device(device)),
+    )
+
+
+def _strategy(setup: Setup, plan: Plan) -> Strategy:
+    return naive(setup) if plan.exchange == "naive" else _STRATEGIES[plan.shard](setup)
 
 
 def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLayout | None = None) -> None:
@@ -135,8 +171,10 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
         ModelError: The model lacks what the Plan cuts.
     """
     if plan.tp > 1:
-        cut_tensors(model, layout if layout is not None else layout_of(model), plan, 0)
-    require_context(model, plan.cp, plan.context, plan.tp)
+        layout = layout if layout is not None else layout_of(model)
+        cut_tensors(model, layout, plan, 0)
+        layout.partial_of(name for name, _ in model.named_parameters())
+    require_context(model, plan.cp, plan.context, plan.tp, sequence)
     require_sequence(sequence, plan.cp, plan.context)
     if plan.tensor != "plain" and (sequence // plan.cp) % plan.tp:
         raise PlanError(
@@ -145,6 +183,15 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
             change="change the sequence, or add tensor=plain",
         )
     require_experts(model, plan.ep)
+    if plan.pp > 1:
+        cut_pieces(model, plan)
+        if plan.tp > 1 and plan.tensor != "plain" and has_tensor_plan(model):
+            raise PlanError(
+                f"tensor={plan.tensor} was given with pp={plan.pp} for {type(model).__name__}, which counts "
+                "positions along what a stage receives",
+                possible="tensor=plain for Hugging Face's models in a pipeline",
+                change="add tensor=plain",
+            )
 
 
 def require_trainable(model: nn.Module) -> None:
@@ -169,14 +216,22 @@ def require_trainable(model: nn.Module) -> None:
             )
 
 
-def _require_trained(cuts: Mapping[str, Cut], named: Mapping[str, nn.Parameter]) -> None:
-    frozen = [name for name in cuts if not named[name].requires_grad]
-    if frozen:
-        raise ModelError(
-            f"{frozen[0]} is split over ranks, and is not trained",
-            possible="splitting parameters that are trained",
-            change="train it, or use tp=1 and ep=1",
-        )
+def _limit_samples(model: nn.Module, parts: int) -> None:
+    """Has a transformer refuse samples longer than its context, of which it sees one of `parts` at a time."""
+    if parts == 1 or not isinstance(model, Transformer):
+        return
+    limit = model.config.seq
+
+    def require_length(module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        length = arguments[0].shape[-1] * parts
+        if length > limit:
+            raise ModelError(
+                f"a sample of {length} tokens is longer than the model's context",
+                possible=f"up to {limit} tokens, {limit // parts} on each of cp={parts} ranks",
+                change="shorten the samples, or give the model a larger `seq`",
+            )
+
+    model.register_forward_pre_hook(require_length)
 
 
 def _first_values(
@@ -189,8 +244,9 @@ def _first_values(
     if not on_meta:
         for pending in [axes.world.broadcast(tensor.data, "first values") for tensor in tensors]:
             pending.wait()
+        named = dict(model.named_parameters())
         for name, cut in cuts.items():
-            trained[name].data = cut.of(trained[name].data).clone()
+            named[name].data = cut.of(named[name].data).clone(memory_format=torch.contiguous_format)
         return lambda name, tensor: _copy(trained[name], tensor)
     if not hasattr(model, "initialize_parameter") or len(on_meta) != len(trained):
         raise ModelError(

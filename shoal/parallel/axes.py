@@ -37,6 +37,8 @@ class Family:
         replicate: The ranks that hold the same shard.
         factor: What a sum of all their gradients is multiplied by.
         copies: How many ranks of `Axes.parts` hold the same.
+        twins: The two ranks, of the first and the last pipeline stage, that hold the same besides and whose
+            gradients are to be added up; None if there are none.
     """
 
     shard: Axis
@@ -44,6 +46,7 @@ class Family:
     replicate: Axis
     factor: float
     copies: int
+    twins: Axis | None = None
 
     @property
     def is_mean(self) -> bool:
@@ -51,7 +54,12 @@ class Family:
 
         Then a sum that was reduced before may be reduced again with what was added to it.
         """
-        return math.isclose(self.replicate.size * self.factor, 1.0)
+        return math.isclose(self.replicate.size * self.factor, 1.0) and self.twins is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that hold the same shard."""
+        return self.replicate.index == 0 and (self.twins is None or self.twins.index == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ class Axes:
         tp: Those with other parts of the same layers.
         sequence: Those that split the sequences of the same samples between blocks: cp, and tp where it does.
         ep: Those with other experts, neighbours in dp x cp.
+        pp: Those with other stages of the same samples.
         parts: Those that together hold one whole state.
         dense: What parameters of which each rank of tp has its own part are kept over.
         partial: What parameters are kept over that are whole on every rank of tp, each of which has a part of
@@ -73,6 +82,8 @@ class Axes:
         whole: What other parameters are kept over that are whole on every rank of tp. Where each sees a part
             of the sequence it is the same as `partial`; else all have the same gradient.
         experts: What the parameters of experts are kept over.
+        between_ends: `dense`, `partial` and `whole`, in this order, of parameters that the first and the last
+            stage share and that are on different ranks; empty if there are none.
     """
 
     world: Axis
@@ -82,15 +93,22 @@ class Axes:
     tp: Axis
     sequence: Axis
     ep: Axis
+    pp: Axis
     parts: Axis
     dense: Family
     partial: Family
     whole: Family
     experts: Family
+    between_ends: tuple[Family, ...] = ()
 
     @classmethod
-    def build(cls, plan: Plan, recorder: Recorder) -> Axes:
+    def build(cls, plan: Plan, recorder: Recorder, *, are_ends_tied: bool = False) -> Axes:
         """Makes the process groups of a Plan's mesh out of the default group, which all ranks must call.
+
+        Args:
+            plan: For as many ranks as there are.
+            recorder: Where spans go.
+            are_ends_tied: Whether the first and the last stage share parameters, on different ranks.
 
         Raises:
             PlanError: The Plan is for another number of ranks than the default group has.
@@ -123,6 +141,14 @@ class Axes:
         spread = plan.ep if not is_sharded else 1
         replicate = axis("replicate", mesh.groups(*copied, "tp"))
         partial = Family(shard, reduce, replicate, factor, plan.tp * spread)
+        dense = Family(shard, reduce, axis("replicate", mesh.groups(*copied)), factor, spread)
+        whole = replace(partial, factor=average)
+        between_ends: list[Family] = []
+        if are_ends_tied:
+            twins = axis("ends", _ends(mesh), own=True)
+            between_ends = [
+                replace(family, twins=twins, copies=family.copies * 2) for family in (dense, partial, whole)
+            ]
         return cls(
             world=axis("world", mesh.groups(*AXES)),
             dp=axis("dp", mesh.groups("dp")),
@@ -131,10 +157,11 @@ class Axes:
             tp=axis("tp", mesh.groups("tp")),
             sequence=axis("sequence", mesh.groups("cp", *(("tp",) if is_split else ()))),
             ep=axis("ep", apart),
+            pp=axis("pp", mesh.groups("pp"), own=True),
             parts=axis("parts", mesh.groups(*cut, "pp", "tp") if spread == 1 else _joined(apart, mesh)),
-            dense=Family(shard, reduce, axis("replicate", mesh.groups(*copied)), factor, spread),
+            dense=dense,
             partial=partial,
-            whole=replace(partial, factor=average),
+            whole=whole,
             experts=Family(
                 axis("shard", expert_shards),
                 expert_reduce,
@@ -142,7 +169,16 @@ class Axes:
                 average,
                 plan.tp,
             ),
+            between_ends=tuple(between_ends),
         )
+
+
+def _ends(mesh: Mesh) -> list[Group]:
+    """The first and the last stage's rank of each pipeline, and every other rank by itself."""
+    pipelines = mesh.groups("pp")
+    return [(ranks[0], ranks[-1]) for ranks in pipelines] + [
+        (rank,) for ranks in pipelines for rank in ranks[1:-1]
+    ]
 
 
 def _expert_groups(

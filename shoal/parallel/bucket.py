@@ -17,7 +17,7 @@ from shoal.parallel.axes import Family
 from shoal.parallel.communication import Pending, new_buffer
 from shoal.parallel.layout import BucketLayout, Cut, Slot
 
-__all__ = ["Bucket", "Fill", "Named", "Owned"]
+__all__ = ["Bucket", "Fill", "Frozen", "Named", "Owned"]
 
 Named = tuple[str, nn.Parameter]
 """A parameter of the model with its name."""
@@ -75,6 +75,25 @@ class Owned:
     def is_first(self) -> bool:
         """Whether the part begins with the parameter's first element."""
         return self.start == 0 and (self.cut is None or self.cut.offset == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What this rank has of a parameter that is not trained: all of it, or its block.
+
+    Attributes:
+        name: The parameter's name in the model.
+        shape: The whole parameter's shape.
+        parameter: The model's own, in the type that computes.
+        cut: The block that it is; None if it is all of the parameter.
+        is_first_copy: Whether this is the first of the ranks that have the same.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    cut: Cut | None
+    is_first_copy: bool
 
 
 class Bucket:

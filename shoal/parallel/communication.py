@@ -154,9 +154,30 @@ class Axis:
         broadcasts = [(dist.broadcast, *pair) for pair in zip(parts, self.members, strict=True)]
         return self._start(name, full, *broadcasts)
 
-    def broadcast(self, tensor: torch.Tensor, name: str) -> Pending:
-        """Gives every rank of the axis the `tensor` of its first rank."""
-        return self._start(f"broadcast:{name}", tensor, (dist.broadcast, tensor, self.members[0]))
+    def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
+        """Gives every rank of the axis the `tensor` of one, by default of its first."""
+        return self._start(f"broadcast:{name}", tensor, (dist.broadcast, tensor, self.members[source]))
+
+    def send(self, sent: torch.Tensor, target: int, name: str) -> Pending:
+        """Sends a contiguous `sent` to one rank of the axis, which receives under the same name."""
+        return self._message(dist.isend, sent, self.members[target], (self.index, target), name)
+
+    def receive(self, received: torch.Tensor, source: int, name: str) -> Pending:
+        """Receives into a contiguous `received` what a rank of the axis sends."""
+        return self._message(dist.irecv, received, self.members[source], (source, self.index), name)
+
+    def _message(
+        self,
+        transfer: Callable[..., Any],
+        tensor: torch.Tensor,
+        peer: int,
+        ends: tuple[int, int],
+        name: str,
+    ) -> Pending:
+        def begin(*, group: dist.ProcessGroup | None, async_op: bool) -> Any:
+            return transfer(tensor, peer, group)
+
+        return self._start(name, tensor, (begin,), group=tuple(self.members[index] for index in ends))
 
     def all_to_all(
         self,
@@ -208,6 +229,7 @@ class Axis:
         counted: torch.Tensor,
         *calls: tuple[Any, ...],
         after: Callable[[], object] | None = None,
+        group: tuple[int, ...] | None = None,
     ) -> Pending:
         """Starts what is recorded as one collective.
 
@@ -216,6 +238,7 @@ class Axis:
             counted: The tensor whose bytes the Timeline counts.
             calls: Functions of `torch.distributed`, each with its arguments.
             after: What the one who waits does when they are complete.
+            group: The global ranks that take part, if not all of the axis.
         """
         if self.size == 1:
             return _Complete()
@@ -224,7 +247,7 @@ class Axis:
             name,
             lane=Lane.COMMUNICATION,
             bytes=counted.numel() * counted.element_size(),
-            group=self.members,
+            group=self.members if group is None else group,
         )
         with _as_communication_error(name):
             begun = [call(*arguments, group=self.group, async_op=True) for call, *arguments in calls]

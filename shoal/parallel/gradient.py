@@ -7,20 +7,19 @@ to it in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.autograd import Variable
 
 from shoal.errors import TrainingError
+from shoal.parallel.block_order import NO_BACKWARD
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.communication import Pending, new_buffer
 
-__all__ = ["NO_BACKWARD", "GradientReduction", "GradientSum"]
-
-NO_BACKWARD = -1
-"""What autograd gives as the current graph task outside of backward."""
+__all__ = ["GradientReduction", "GradientSum"]
 
 
 class GradientSum:
@@ -161,17 +160,18 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
 
 
 class GradientReduction:
-    """Reduces buckets in a fixed order while backward still runs.
+    """Reduces buckets while backward still runs, in an order that is the same on every rank.
 
-    Each parameter's hook adds its gradient to the bucket's sum. Once all of a bucket's gradients are there,
-    and those of all buckets before it, its reduction starts; the order is thus the same on every rank,
-    whatever order the gradients came in. At the end of backward the buckets that are left, with parameters
-    that the loss did not depend on, are reduced too, and all are waited for.
+    Each parameter's hook adds its gradient to the bucket's sum. When a reduction may start is up to the
+    strategy: `reduce_complete` for `on_complete`, or `reduce` at places that all ranks come to. At the end of
+    backward the buckets that are left, with parameters that the loss did not depend on, are reduced too, and
+    all are waited for.
 
     Args:
         buckets: In the order in which backward is expected to complete them.
         finish: What becomes of a bucket's sum: `GradientSum.give`, or `GradientSum.give_and_free`.
         on_complete: Called when all of a bucket's gradients of one backward are there.
+        before_end: Called when backward ends, before what is left is reduced.
         on_end: Called at the end of a backward that reduced.
     """
 
@@ -180,15 +180,20 @@ class GradientReduction:
         buckets: Sequence[Bucket],
         *,
         finish: Callable[[GradientSum], None],
-        on_complete: Callable[[Bucket], None] = lambda bucket: None,
+        on_complete: Callable[[GradientReduction], None] = lambda reduction: None,
+        before_end: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._paused = False
         self._sums = [GradientSum(bucket) for bucket in buckets]
         self._finish_sum = finish
         self._on_complete = on_complete
+        self._before_end = before_end
         self._on_end = on_end
         self._backward = NO_BACKWARD
+        self._early: list[int] | None = None
+        self._complete_here: dict[int, bool]
+        self._missing: list[int]
         self._reset()
         for position, gradient_sum in enumerate(self._sums):
             for index, parameter in enumerate(gradient_sum.bucket.parameters):
@@ -210,21 +215,12 @@ class GradientReduction:
         self._reset()
         self._backward = NO_BACKWARD
 
-    def _hook(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
-        gradient_sum = self._sums[position]
+    def begin(self) -> None:
+        """To be called within a backward that all ranks make, which then reduces even without a gradient.
 
-        def ready(_: torch.Tensor) -> None:
-            self._begin_backward()
-            gradient_sum.add(index, 1.0 if self._paused else gradient_sum.bucket.family.factor)
-            self._missing[position] -= 1
-            if self._missing[position] == 0:
-                self._on_complete(gradient_sum.bucket)
-                if not self._paused:
-                    self._reduce_complete_buckets()
-
-        return ready
-
-    def _begin_backward(self) -> None:
+        Raises:
+            TrainingError: A backward before it did not end.
+        """
         current = torch._C._current_graph_task_id()
         if current != self._backward:
             if self._backward != NO_BACKWARD:
@@ -235,36 +231,91 @@ class GradientReduction:
             self._backward = current
             Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _reduce_complete_buckets(self) -> None:
-        while self._started < len(self._sums) and self._missing[self._started] == 0:
-            self._reduce_next()
+    def reduce_complete(self) -> None:
+        """Starts the buckets whose gradients are all there, up to the first that lacks one."""
+        while self._next < len(self._sums) and self._missing[self._next] == 0:
+            self.reduce([self._next])
+            self._next += 1
 
-    def _reduce_next(self) -> None:
-        """Starts one bucket, and sees to those before it, at places that are the same on every rank.
+    def reduce(self, positions: Iterable[int]) -> None:
+        """Starts those buckets, by position, that this backward has not; gradients not there count as zero.
 
-        The sum over the shards of the bucket before has had time to complete, and so has the sum over the
-        replicas of the one before that, whose buffer may be freed.
+        The sum over the shards of the bucket started before each has had time to complete, and so has the sum
+        over the replicas of the one before that, whose buffer may be freed.
         """
-        started = self._started
-        self._sums[started].start_reduction()
-        if started > 0:
-            self._sums[started - 1].continue_reduction()
-        if started > 1:
-            self._finish_sum(self._sums[started - 2])
-        self._started += 1
+        for position in () if self._paused else positions:
+            if self._is_started[position]:
+                continue
+            self._sums[position].start_reduction()
+            if self._started:
+                self._sums[self._started[-1]].continue_reduction()
+            if len(self._started) > 1:
+                self._finish_sum(self._sums[self._started[-2]])
+            self._started.append(position)
+            self._is_started[position] = True
+
+    def reduce_early(self, positions: Sequence[int]) -> None:
+        """Starts those buckets, by position, that in the first backward were complete here on every rank.
+
+        Where in backward the gradients of the root's parameters are there is not known before.
+        """
+        if self._early is not None:
+            self.reduce(self._early)
+        elif not self._paused and not self._complete_here:
+            self._complete_here = {position: self._missing[position] == 0 for position in positions}
+
+    def _hook(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
+        # What a parameter's hooks hold is not seen by the garbage collector, and must not hold the parameter.
+        reference = weakref.ref(self)
+
+        def ready(_: torch.Tensor) -> None:
+            reduction = reference()
+            if reduction is not None:
+                reduction._take(position, index)
+
+        return ready
+
+    def _take(self, position: int, index: int) -> None:
+        self.begin()
+        bucket = self._sums[position].bucket
+        if self._is_started[position]:
+            raise TrainingError(
+                f"{bucket.layout.slots[index].name} got a gradient after the place in backward where it was "
+                "complete before: it is used outside of its block, or elsewhere in the model than in the "
+                "first step"
+            )
+        self._sums[position].add(index, 1.0 if self._paused else bucket.family.factor)
+        self._missing[position] -= 1
+        if self._missing[position] == 0 and not self._paused:
+            self._on_complete(self)
 
     def _end_backward(self) -> None:
-        if not self._paused:
-            while self._started < len(self._sums):
-                self._reduce_next()
-            self._sums[-1].continue_reduction()
-            for gradient_sum in self._sums[-2:]:
-                self._finish_sum(gradient_sum)
+        self._before_end()
+        self.reduce(range(len(self._sums)))
+        if self._started:
+            self._sums[self._started[-1]].continue_reduction()
+            for position in self._started[-2:]:
+                self._finish_sum(self._sums[position])
+        if self._complete_here:
+            self._early = [
+                position for position, here in self._complete_here.items() if self._agree(position, here)
+            ]
         self._reset()
         self._backward = NO_BACKWARD
         if not self._paused:
             self._on_end()
 
+    def _agree(self, position: int, is_complete: bool) -> bool:
+        """Whether it is so on all ranks that reduce the bucket."""
+        bucket = self._sums[position].bucket
+        others = torch.tensor(float(not is_complete), device=bucket.weights.device)
+        bucket.family.reduce.all_reduce(others, bucket.name).wait()
+        bucket.family.replicate.all_reduce(others, bucket.name).wait()
+        return others.item() == 0
+
     def _reset(self) -> None:
-        self._started = 0
+        self._next = 0
+        self._started: list[int] = []
+        self._is_started = [False] * len(self._sums)
+        self._complete_here = {}
         self._missing = [len(gradient_sum.bucket.parameters) for gradient_sum in self._sums]

@@ -1,14 +1,14 @@
 """The layout of Hugging Face's causal models, from the plan for tensor parallelism in their configuration.
 
 `config.base_model_tp_plan` says of layers, by patterns of names, how transformers itself would split them:
-"colwise" by outputs, "rowwise" by inputs. What a layout cannot say is refused: other ways to split, and
-parameters that work on a rank's own heads or features, whose gradients would be parts of a sum. So is what
-would make a rank's copy of the residual stream differ from the others'.
+"colwise" by outputs, "rowwise" by inputs. Norms of each head stay whole, and each rank has a part of their
+gradient. What a layout cannot say is refused: other ways to split, and other parameters that work on a
+rank's own heads or features. So is what would make a rank's copy of the residual stream differ from the
+others'.
 
 The embedding and the head are split by the vocabulary where they do nothing but look up and multiply, and
-the `logits` of the model's output are `SplitLogits` then. Else they stay whole on every rank. Only
-`tensor=plain` works: these models count positions along what the embedding gives, which must be the whole
-sequence.
+the `logits` of the model's output are `SplitLogits` then. Else they stay whole on every rank, and only
+`tensor=plain` works: logits of a part of the sequence would be of no use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.parallel.tensor_layout import Split, TensorLayout
 
-__all__ = ["fit_heads", "has_tensor_plan", "layout_of_hugging_face"]
+__all__ = ["fit_heads", "has_tensor_plan", "layout_of_hugging_face", "splits_attention"]
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _NORMS_OF_HEADS = "replicated_with_grad_allreduce"
@@ -42,19 +42,21 @@ def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
         model: One of transformers, such as `LlamaForCausalLM`, for which `has_tensor_plan`.
 
     Returns:
-        A layout that names each attention and each feed-forward layer that is split, for `tensor=plain`.
+        A layout that names each attention and each feed-forward layer that is split.
 
     Raises:
         PlanError: The model has no plan, or one that a layout cannot say.
     """
     config: Any = model.config
-    splits = {}
+    splits, partial = {}, []
     for name, styles in _planned(model, config.base_model_tp_plan or {}).items():
         module = model.get_submodule(name)
         columns = [child for child, style in styles.items() if style == "colwise"]
         rows = [child for child, style in styles.items() if style == "rowwise"]
         _require_known(model, name, styles)
-        _require_all_split(model, name, module, {*columns, *rows})
+        norms = [child for child, style in styles.items() if style == _NORMS_OF_HEADS]
+        partial += _norms_of_heads(model, name, module, norms)
+        _require_all_split(model, name, module, {*columns, *rows, *norms})
         if getattr(module, "head_dim", None) is not None or "q_proj" in columns:
             splits[name] = _attention(model, name, module, columns, rows)
         else:
@@ -62,7 +64,9 @@ def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
     if not splits:
         raise _refused(model, "its configuration has no plan for tensor parallelism")
     _require_no_dropout(model, config)
-    return TensorLayout(splits, *_vocabulary(model, config), sequence=False)
+    embedding, head = _vocabulary(model, config)
+    is_split = embedding is not None and head is not None
+    return TensorLayout(splits, embedding, head, sequence=is_split, partial=tuple(partial))
 
 
 def fit_heads(module: nn.Module, split: Split, size: int) -> None:
@@ -70,9 +74,14 @@ def fit_heads(module: nn.Module, split: Split, size: int) -> None:
 
     With fewer heads of keys and values than ranks, that is less often than on one device.
     """
-    if hasattr(module, "num_key_value_groups") and split.columns.keys() >= set(_ATTENTION):
+    if hasattr(module, "num_key_value_groups") and splits_attention(split):
         heads, kv_heads = split.columns["q_proj"] // size, max(1, split.columns["k_proj"] // size)
         module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+
+
+def splits_attention(split: Split) -> bool:
+    """Whether it is attention that is split so."""
+    return split.columns.keys() >= set(_ATTENTION)
 
 
 def _vocabulary(model: Any, config: Any) -> tuple[str | None, str | None]:
@@ -116,6 +125,17 @@ def _attention(model: nn.Module, name: str, module: Any, columns: list[str], row
         if width != count * head_dim:
             raise _refused(model, f"{name}.{child} has {width} features, not {count} heads of {head_dim}")
     return Split(units, {rows[0]: heads})
+
+
+def _norms_of_heads(model: nn.Module, name: str, module: Any, norms: list[str]) -> list[str]:
+    """The names of the parameters of norms that treat each head alike."""
+    names = []
+    for norm in norms:
+        for parameter, value in getattr(module, norm).named_parameters():
+            if tuple(value.shape) != (getattr(module, "head_dim", None),):
+                raise _refused(model, f"{name}.{norm} is no norm of each head")
+            names.append(f"{name}.{norm}.{parameter}")
+    return names
 
 
 def _feed_forward(

@@ -5,15 +5,17 @@ No buckets, no overlap, no buffers: slow, and easy to believe. The tests hold ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import final
 
 import torch
 from torch.autograd import Variable
 
+from shoal.parallel.block_order import NO_BACKWARD
 from shoal.parallel.bucket import Owned
-from shoal.parallel.gradient import NO_BACKWARD
 from shoal.parallel.strategy import Setup, Strategy
 
 __all__ = ["naive"]
@@ -36,7 +38,9 @@ class _Naive(Strategy):
             first = torch.empty(parameter.shape, device=parameter.device)
             setup.fill(name, first)
             parameter.data = first
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            # A hook that held this would hold the parameter too, unseen by the garbage collector.
+            ready: weakref.WeakMethod[Callable[[torch.Tensor], None]] = weakref.WeakMethod(self._ready)
+            parameter.register_post_accumulate_grad_hook(partial(_call, ready))
 
     @property
     def owned(self) -> Sequence[Owned]:
@@ -54,6 +58,10 @@ class _Naive(Strategy):
 
     def accumulate(self) -> AbstractContextManager[None]:
         """See `Strategy.accumulate`."""
+        return self._pause()
+
+    def hold(self) -> AbstractContextManager[None]:
+        """See `Strategy.hold`."""
         return self._pause()
 
     def gathered(self) -> AbstractContextManager[None]:
@@ -87,3 +95,9 @@ class _Naive(Strategy):
             family = self._families[name]
             family.replicate.all_reduce(parameter.grad, name).wait()
             parameter.grad.mul_(family.factor)
+
+
+def _call(method: weakref.WeakMethod[Callable[[torch.Tensor], None]], parameter: torch.Tensor) -> None:
+    called = method()
+    if called is not None:
+        called(parameter)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from shoal.errors import TrainingError
+from shoal.models import logits_of
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import set_auxiliary_scale
 from shoal.parallel.axes import Axes
-from shoal.parallel.bucket import Owned
+from shoal.parallel.bucket import Frozen, Owned
+from shoal.parallel.layout import Cut
+from shoal.parallel.pipeline import Loss, MicroBatch, Pipeline
 from shoal.parallel.positions import local_sequence, residual_positions
 from shoal.parallel.strategy import Strategy
+from shoal.parallel.whole import whole_parameters
 from shoal.plan import Plan
 
 __all__ = ["Parallel"]
@@ -29,16 +34,30 @@ class Parallel:
     data-parallel ranks; after the optimizer's step the next call computes with the new weights.
 
     Attributes:
-        module: The model. Its own parameters are whole and up to date within `gathered()`.
+        module: The model. Its own parameters are up to date within `gathered()`.
         plan: The Plan that was applied.
         axes: The groups that it communicates over.
+        frozen: What this rank has of the parameters that are not trained.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, axes: Axes, strategy: Strategy) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        axes: Axes,
+        strategies: Sequence[Strategy],
+        *,
+        frozen: Sequence[Frozen] = (),
+        cuts: Mapping[str, Cut] | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> None:
         self.module = module
         self.plan = plan
         self.axes = axes
-        self._strategy = strategy
+        self.frozen = frozen
+        self._cuts = cuts if cuts is not None else {}
+        self._strategies = strategies
+        self._pipeline = pipeline
         self._dtype = torch.bfloat16 if plan.precision == "bf16" else None
         self._has_dropout = hasattr(module, "dropout_keys") and any(
             isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
@@ -46,11 +65,65 @@ class Parallel:
         self.set_micro_batches(1)
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward; with precision=bf16, floating inputs are cast."""
-        if self._dtype is not None:
-            inputs = tuple(self._cast(value) for value in inputs)
-            named = {name: self._cast(value) for name, value in named.items()}
-        return self.module(*inputs, **named)
+        """The model's forward; with precision=bf16, floating inputs are cast.
+
+        In a pipeline it gives no gradients; the last stage gives its output, a tensor, to all ranks.
+
+        Raises:
+            TrainingError: Gradients were asked for in a pipeline.
+        """
+        if self._pipeline is not None and torch.is_grad_enabled():
+            raise TrainingError(
+                f"the Plan {self.plan} has a pipeline, whose forwards and backwards take turns: call "
+                "forward_backward(...) in place of the model, or the model within torch.no_grad()"
+            )
+        if self._pipeline is not None:
+            output = self.evaluate(*inputs, **named)
+            return self._pipeline.broadcast(None if output is None else logits_of(output))
+        return self._forward(*inputs, **named)
+
+    @torch.no_grad()
+    def evaluate(self, *inputs: Any, **named: Any) -> Any:
+        """The model's output without gradients; in a pipeline where the last stage is, and None elsewhere."""
+        if self._pipeline is None:
+            return self._forward(*inputs, **named)
+        return self._pipeline.forward(*map(self._cast, inputs))
+
+    def forward_backward(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        count: int,
+        loss: Loss,
+        prepare: Callable[[int, Any], None] = lambda number, inputs: None,
+    ) -> torch.Tensor:
+        """Makes forward and backward of all micro-batches of a step, as the Plan's schedule orders them.
+
+        Args:
+            micro_batches: Pairs of what the model gets and the targets of its output.
+            count: How many to take.
+            loss: From the model's output and the targets to the mean loss of a micro-batch.
+            prepare: Called before each forward with the micro-batch's number and what the model gets.
+
+        Returns:
+            The mean loss of this rank's micro-batches; in a pipeline 0 where the last stage is not.
+        """
+        self.set_micro_batches(count)
+        if self._pipeline is not None:
+            cast = ((self._cast(inputs), targets) for inputs, targets in micro_batches)
+            return self._pipeline.run(cast, count, loss, prepare)
+        total = torch.zeros((), device=next(self.module.parameters()).device)
+        for number in range(count):
+            inputs, targets = next(micro_batches)
+            prepare(number, inputs)
+            part = loss(self(inputs), targets) / count
+            total += part.detach()
+            with self.accumulate() if number + 1 < count else nullcontext():
+                part.backward()
+        return total
+
+    def _forward(self, *inputs: Any, **named: Any) -> Any:
+        cast = {name: self._cast(value) for name, value in named.items()}
+        return self.module(*map(self._cast, inputs), **cast)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """What to give the optimizer: the part of each parameter that this rank owns, in fp32.
@@ -66,14 +139,18 @@ class Parallel:
     @property
     def owned(self) -> Sequence[Owned]:
         """What this rank owns, with where it lies in the whole parameters."""
-        return self._strategy.owned
+        return [owned for strategy in self._strategies for owned in strategy.owned]
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
         """For all micro-batches of a step but the last: backward adds to the gradients.
 
         Replicated and ZeRO-1 communicate nothing within it.
         """
-        return self._strategy.accumulate()
+        with ExitStack() as stack:
+            for strategy in self._strategies:
+                stack.enter_context(strategy.accumulate())
+            yield
 
     def set_micro_batches(self, number: int) -> None:
         """Says over how many micro-batches the caller averages the loss of a step; at first it is one.
@@ -89,17 +166,54 @@ class Parallel:
 
         After a whole step the optimizer's own `zero_grad` does as much.
         """
-        self._strategy.clear()
+        if self._pipeline is not None:
+            self._pipeline.clear()
+        for strategy in self._strategies:
+            strategy.clear()
         for owned in self.owned:
             owned.parameter.grad = None
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Within it, every parameter of `module` is whole and up to date; all ranks enter it together."""
-        return self._strategy.gathered()
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it, every parameter of `module` is up to date, and whole but for what tp and ep cut.
+
+        All ranks enter it together.
+        """
+        with ExitStack() as stack:
+            for strategy in self._strategies:
+                stack.enter_context(strategy.gathered())
+            yield
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole model as `module.state_dict()` names it, under any Plan; all ranks call it together.
+
+        A device holds one whole parameter at a time, rank 0's host all of them. Each is summed over all
+        ranks, so this is for an export now and then, not for every step.
+
+        Returns:
+            On rank 0 copies on the CPU, of trained parameters in fp32, as the optimizer has them; on other
+            ranks nothing.
+        """
+        keeps = self.axes.world.index == 0
+        whole = {}
+        for name, total in whole_parameters(
+            self.module, self.owned, self.frozen, self._cuts, self.axes.world
+        ):
+            if keeps:
+                whole[name] = total.cpu()
+        if not keeps:
+            return {}
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        state = self.module.state_dict(keep_vars=True)
+        return {
+            key: whole[names[value]] if value in names else value.detach().to("cpu", copy=True)
+            for key, value in state.items()
+        }
 
     def changed(self) -> None:
         """To be called after owned parameters were changed other than after a backward."""
-        self._strategy.changed()
+        for strategy in self._strategies:
+            strategy.changed()
 
     def local(self, batch: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a batch `[batch, ...]` that all ranks have.
@@ -163,7 +277,7 @@ class Parallel:
         return norm
 
     def _cast(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
+        if self._dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(self._dtype)
         return value
 

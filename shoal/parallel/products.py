@@ -30,7 +30,8 @@ that came, and computes the next product while that sum travels on; its own part
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.parallel.communication import Axis, Pending, new_buffer
+from shoal.parallel.deferred import Deferral
 from shoal.parallel.sequence_parts import cut, joined, new_parts, start_gather, start_reduce_scatter
 
 __all__ = ["column_products", "row_product"]
@@ -52,6 +54,7 @@ def column_products(
     sequence: bool,
     overlap: bool,
     biases: Sequence[Tensor | None] | None = None,
+    deferral: Deferral | None = None,
     name: str = "column",
 ) -> tuple[Tensor, ...]:
     """Multiplies one input by several matrices of which each rank has some of the outputs.
@@ -63,6 +66,7 @@ def column_products(
         sequence: Whether `hidden` is a part of the sequence.
         overlap: Whether forward's all-gather runs beside the products, part by part.
         biases: This rank's `[out_i/size]` for each matrix; None for none.
+        deferral: Where backward leaves the gradients of weights and biases; None: it computes them.
         name: What the Timeline calls the communications.
 
     Returns:
@@ -72,7 +76,10 @@ def column_products(
     if axis.size == 1:
         return tuple(F.linear(hidden, weight, bias) for weight, bias in zip(weights, offsets, strict=True))
     split = _Split(axis, sequence, overlap, name)
-    results: tuple[Tensor, ...] = _ColumnProducts.apply(split, hidden, *weights, *offsets)
+    operands = [*weights, *offsets]
+    if deferral is not None and hidden.requires_grad:
+        split, operands = _put_off(split, deferral, operands)
+    results: tuple[Tensor, ...] = _ColumnProducts.apply(split, hidden, *operands)
     return results
 
 
@@ -84,6 +91,7 @@ def row_product(
     sequence: bool,
     overlap: bool,
     bias: Tensor | None = None,
+    deferral: Deferral | None = None,
     name: str = "row",
 ) -> Tensor:
     """Multiplies an input by a matrix of which each rank has some of the inputs, and sums over the ranks.
@@ -96,6 +104,7 @@ def row_product(
         overlap: Whether the communications run beside the products, part by part.
         bias: `[out]`, equal on all ranks; None for none. With `sequence` its gradient is this rank's part of
             the sum over the ranks, as that of every parameter is that sees a part of the sequence.
+        deferral: Where backward leaves the gradients of weight and bias; None: it computes them.
         name: What the Timeline calls the communications.
 
     Returns:
@@ -106,7 +115,10 @@ def row_product(
     """
     if axis.size == 1:
         return F.linear(hidden, weight, bias)
-    result: Tensor = _RowProduct.apply(_Split(axis, sequence, overlap, name), hidden, weight, bias)
+    split, operands = _Split(axis, sequence, overlap, name), [weight, bias]
+    if deferral is not None and hidden.requires_grad:
+        split, operands = _put_off(split, deferral, operands)
+    result: Tensor = _RowProduct.apply(split, hidden, *operands)
     return result
 
 
@@ -118,6 +130,19 @@ class _Split:
     sequence: bool
     overlap: bool
     name: str
+    deferral: Deferral | None = None
+    trained: tuple[Tensor, ...] = ()  # what the deferral is to give gradients to
+
+
+def _put_off(
+    split: _Split, deferral: Deferral, operands: Sequence[Tensor | None]
+) -> tuple[_Split, list[Tensor | None]]:
+    """Hides weights and biases from autograd, which would call their hooks without a gradient."""
+    present = tuple(each for each in operands if each is not None)
+    if not all(each.requires_grad for each in present):
+        return split, list(operands)
+    hidden = [None if each is None else each.detach() for each in operands]
+    return replace(split, deferral=deferral, trained=present), hidden
 
 
 class _ColumnProducts(torch.autograd.Function):
@@ -125,6 +150,7 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(ctx: Any, split: _Split, hidden: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
         weights, biases = operands[: len(operands) // 2], operands[len(operands) // 2 :]
         ctx.split = split
+        ctx.biased = [bias is not None for bias in biases]
         ctx.save_for_backward(hidden, *weights)
         pairs = [(weight, bias) for weight, bias in zip(weights, biases, strict=True) if weight is not None]
         if split.sequence and split.overlap:
@@ -169,6 +195,8 @@ class _ColumnProducts(torch.autograd.Function):
         bias_gradients = [
             row.sum(0) if needed else None for row, needed in zip(rows, needs_bias, strict=True)
         ]
+        if split.deferral is not None:
+            split.deferral.put_off(partial(_column_gradients, split, hidden, rows, ctx.biased), split.trained)
         if reducing is not None:
             reducing.wait()
         return None, hidden_gradient, *weight_gradients, *bias_gradients
@@ -195,13 +223,44 @@ class _RowProduct(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         bias_gradient = gradient.sum((0, 1)) if needs_bias else None
         weight_gradient = None
+        later = []
         for part, positions in _gathered(gradient, ctx.split):
             rows = part.flatten(0, 1)
+            if ctx.split.deferral is not None:
+                later.append((rows, hidden[:, positions]))
             if hidden_gradient is not None:
                 _multiply(rows, weight, out=hidden_gradient[:, positions])
             if needs_weight:
                 weight_gradient = _add_product(weight_gradient, rows.t(), hidden[:, positions].flatten(0, 1))
+        if ctx.split.deferral is not None:
+            ctx.split.deferral.put_off(
+                partial(_row_gradients, gradient, later, ctx.split.trained), ctx.split.trained
+            )
         return None, hidden_gradient, weight_gradient, bias_gradient
+
+
+def _column_gradients(
+    split: _Split, hidden: Tensor, rows: Sequence[Tensor], biased: Sequence[bool]
+) -> list[Tensor]:
+    """Of the weights, then of the biases that there are; gathers the input if it is a part of a sequence."""
+    whole = hidden
+    if split.sequence:
+        whole, gathering = start_gather(hidden, split.axis, split.name)
+        gathering.wait()
+    inputs = whole.reshape(-1, whole.shape[-1])
+    sums = [row.sum(0) for row, has_bias in zip(rows, biased, strict=True) if has_bias]
+    return [row.t().mm(inputs) for row in rows] + sums
+
+
+def _row_gradients(
+    gradient: Tensor, parts: Sequence[tuple[Tensor, Tensor]], trained: Sequence[Tensor]
+) -> list[Tensor]:
+    """Of the weight, and of the bias if there is one."""
+    total = None
+    for rows, hidden in parts:
+        total = _add_product(total, rows.t(), hidden.flatten(0, 1))
+    assert total is not None
+    return [total, gradient.sum((0, 1))][: len(trained)]
 
 
 def _gathered(part: Tensor, split: _Split) -> Iterator[tuple[Tensor, slice]]:

@@ -16,6 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 __all__ = ["recompute_blocks"]
 
+_OWN = "shoal"
+"""Namespace of Shoal's own operators, such as ring attention; all of them are expensive."""
+
 _EXPENSIVE = frozenset(
     {
         torch.ops.aten.mm.default,
@@ -45,4 +48,5 @@ def recompute_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
 
 
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    expensive = operator in _EXPENSIVE or operator.namespace == _OWN
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE

@@ -33,9 +33,11 @@ class ResidentWeights(Strategy):
         users = [[setup.blocks[index] for index in group.blocks] for group, _ in grouped]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._sums_stay = sums_stay
-        self._update = WeightUpdate(setup.model, list(zip(users, buckets, strict=True))[::-1])
+        self._update = WeightUpdate(setup.entry or setup.model, list(zip(users, buckets, strict=True))[::-1])
         self._accumulating = False
-        self._reduction = GradientReduction(buckets, finish=finish, on_end=self._on_end)
+        self._reduction = GradientReduction(
+            buckets, finish=finish, on_complete=GradientReduction.reduce_complete, on_end=self._on_end
+        )
 
     @property
     def owned(self) -> Sequence[Owned]:
@@ -51,6 +53,12 @@ class ResidentWeights(Strategy):
                 yield
         finally:
             self._accumulating = False
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """See `Strategy.hold`."""
+        with self._reduction.pause():
+            yield
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

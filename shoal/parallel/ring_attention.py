@@ -14,11 +14,15 @@ equal work on all ranks, and no step needs a mask but the first, which is a caus
 Each rank sends `2 (cp - 1)` times the elements of its keys in forward, and `4 (cp - 1)` in backward, where
 gradients travel in fp32. Beside its own part of everything it holds two other parts of keys and values, and
 in backward of their gradients.
+
+What forward computes is one operator to whoever looks on, so that selective recompute keeps its two results,
+output and log-sum-exp, and neither those of each block nor a second round of the ring.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, final
 
 import torch
@@ -50,36 +54,50 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Ten
     return output
 
 
+_AXIS: ContextVar[Axis] = ContextVar("_AXIS")
+"""What `_attend` communicates over: an operator takes tensors and numbers alone."""
+
+
+@torch.library.custom_op("shoal::ring_attention", mutates_args=())
+def _attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """This rank's part of output and log-sum-exp."""
+    axis = _AXIS.get()
+    joined: _Joined | None = None
+    for source, (keys, values) in _round(torch.stack((key, value)), axis):
+        rows, columns = _seen(source, axis.index, query.shape[2])
+        operands = query[:, :, rows], keys[:, :, columns], values[:, :, columns]
+        causal = source == axis.index
+        output, logsumexp = kernel_for(operands, causal=causal).forward(operands, causal=causal)
+        if joined is None:
+            joined = _Joined(output, logsumexp)
+        else:
+            joined.add(output, logsumexp, rows)
+    assert joined is not None
+    return joined.output.to(query.dtype), joined.logsumexp
+
+
 @final
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
-        pair = torch.stack((key, value))
-        joined: _Joined | None = None
-        for source, (keys, values) in _round(pair, axis):
-            rows, columns = _seen(source, axis.index, query.shape[2])
-            operands = query[:, :, rows], keys[:, :, columns], values[:, :, columns]
-            causal = source == axis.index
-            output, logsumexp = kernel_for(operands, causal=causal).forward(operands, causal=causal)
-            if joined is None:
-                joined = _Joined(output, logsumexp)
-            else:
-                joined.add(output, logsumexp, rows)
-        assert joined is not None
-        whole = joined.output.to(query.dtype)
+        outside = _AXIS.set(axis)
+        try:
+            results: tuple[Tensor, Tensor] = _attend(query, key, value)
+        finally:
+            _AXIS.reset(outside)
         ctx.axis = axis
-        ctx.save_for_backward(query, pair, whole, joined.logsumexp)
-        return whole
+        ctx.save_for_backward(query, key, value, *results)
+        return results[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, pair, output, logsumexp = ctx.saved_tensors
+        query, key, value, output, logsumexp = ctx.saved_tensors
         axis, gradient, wide = ctx.axis, gradient.contiguous(), logsumexp.dtype
         of_query = torch.zeros_like(query, dtype=wide)
         of_pair: Tensor | None = None
         sent: _Sent | None = None
-        for source, (keys, values) in _round(pair, axis):
+        for source, (keys, values) in _round(torch.stack((key, value)), axis):
             rows, columns = _seen(source, axis.index, query.shape[2])
             operands = query[:, :, rows], keys[:, :, columns], values[:, :, columns]
             causal = source == axis.index
@@ -95,14 +113,14 @@ class _RingAttention(torch.autograd.Function):
                 of_pair = torch.stack(of_columns).to(wide)
                 continue
             # The first to attend to a block begins the sum of its gradients, which then follows it.
-            travelling = torch.zeros_like(pair, dtype=wide) if sent is None else sent.arrived()
+            travelling = key.new_zeros((2, *key.shape), dtype=wide) if sent is None else sent.arrived()
             travelling[0, :, :, columns] += of_columns[0]
             travelling[1, :, :, columns] += of_columns[1]
             sent = _Sent(travelling, axis)
         assert of_pair is not None
         assert sent is not None
         of_pair += sent.arrived()
-        of_key, of_value = of_pair.to(pair.dtype)
+        of_key, of_value = of_pair.to(key.dtype)
         return of_query.to(query.dtype), of_key, of_value, None
 
 
@@ -135,9 +153,8 @@ class _Joined:
     """The attention to all blocks of keys so far, in fp32 or wider."""
 
     def __init__(self, output: Tensor, logsumexp: Tensor) -> None:
-        # Copies, since selective recompute keeps what the kernels gave.
-        self.output = output.to(logsumexp.dtype, copy=True)
-        self.logsumexp = logsumexp.clone()
+        self.output = output.to(logsumexp.dtype)
+        self.logsumexp = logsumexp
 
     def add(self, output: Tensor, logsumexp: Tensor, rows: slice) -> None:
         """Joins what these rows made of another block; a row's two weights add up to 1."""

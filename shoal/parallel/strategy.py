@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.parallel.axes import Axes, Family
 from shoal.parallel.blocks import Group, Run, parameter_runs
-from shoal.parallel.bucket import Bucket, Fill, Owned
+from shoal.parallel.bucket import Bucket, Fill, Frozen, Owned
 from shoal.parallel.layout import Cut
 
 __all__ = ["Setup", "Strategy"]
@@ -33,6 +33,9 @@ class Setup:
         narrowed: Names of the parameters that are whole on every rank of `axes.tp`, each of which computes
             with a part.
         experts: Names of the parameters of experts, of which this rank has some.
+        tied: Names of the parameters that the first and the last pipeline stage share, on different ranks.
+        names: Names of the model's parameters that the strategy is for; None for all.
+        entry: The module whose forward is that of all these parameters; None for the model.
     """
 
     model: nn.Module
@@ -44,15 +47,34 @@ class Setup:
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     narrowed: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()
+    names: frozenset[str] | None = None
+    entry: nn.Module | None = None
+
+    @property
+    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """The parameters that the strategy is for."""
+        return [
+            (name, parameter)
+            for name, parameter in self.model.named_parameters()
+            if self.names is None or name in self.names
+        ]
 
     @property
     def families(self) -> Sequence[tuple[Family, frozenset[str]]]:
         """What parameters are kept over, with the names of these parameters."""
         kinds: dict[Family, set[str]] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.named:
             if parameter.requires_grad:
                 kinds.setdefault(self._family(name), set()).add(name)
         return [(family, frozenset(names)) for family, names in kinds.items()]
+
+    @property
+    def frozen(self) -> Sequence[Frozen]:
+        """What this rank has of the parameters that are not trained."""
+        return [
+            self._frozen(name, parameter) for name, parameter in self.named if not parameter.requires_grad
+        ]
 
     def buckets(
         self, grouped: Callable[[Sequence[Run]], Sequence[Group]], *, resident: bool
@@ -84,12 +106,22 @@ class Setup:
             for number, (family, group) in enumerate(groups)
         ]
 
+    def _frozen(self, name: str, parameter: nn.Parameter) -> Frozen:
+        cut = self.cuts.get(name)
+        family = self._family(name)
+        is_first = family.shard.index == 0 and family.is_first
+        return Frozen(name, tuple(parameter.shape) if cut is None else cut.shape, parameter, cut, is_first)
+
     def _family(self, name: str) -> Family:
+        axes = self.axes
         if name in self.experts:
-            return self.axes.experts
-        if self.axes.tp.size == 1 or name in self.cuts:
-            return self.axes.dense
-        return self.axes.partial if name in self.narrowed else self.axes.whole
+            return axes.experts
+        dense, partial, whole = (
+            axes.between_ends if name in self.tied else (axes.dense, axes.partial, axes.whole)
+        )
+        if axes.tp.size == 1 or name in self.cuts:
+            return dense
+        return partial if name in self.narrowed else whole
 
 
 class Strategy(ABC):
@@ -107,6 +139,10 @@ class Strategy(ABC):
     @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, backward adds to the gradients and communicates no more than the strategy must."""
+
+    @abstractmethod
+    def hold(self) -> AbstractContextManager[None]:
+        """Within it, backward adds to the gradients and communicates none, whatever memory that takes."""
 
     @abstractmethod
     def gathered(self) -> AbstractContextManager[None]:

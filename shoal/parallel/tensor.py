@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal.errors import PlanError
 from shoal.models import Transformer
 from shoal.parallel.communication import Axis
+from shoal.parallel.deferred import Deferral
 from shoal.parallel.hugging_face import fit_heads, has_tensor_plan, layout_of_hugging_face
 from shoal.parallel.layout import Cut
 from shoal.parallel.products import column_products, row_product
@@ -46,18 +47,21 @@ class TensorCuts(NamedTuple):
 
 
 def layout_of(model: nn.Module) -> TensorLayout:
-    """The layout of a model that Shoal knows.
+    """The layout that a model has as its `tensor_layout`, or that Shoal knows for it.
 
     Raises:
-        PlanError: It knows none for this model.
+        PlanError: There is none.
     """
+    declared = getattr(model, "tensor_layout", None)
+    if isinstance(declared, TensorLayout):
+        return declared
     if has_tensor_plan(model):
         return layout_of_hugging_face(model)
     if not isinstance(model, Transformer):
         raise PlanError(
             f"nothing says how the layers of {type(model).__name__} are split for tensor parallelism",
             possible="Shoal's own transformers, Hugging Face's, or any model with a TensorLayout",
-            change="give parallelize(..., layout=TensorLayout(...)), or use tp=1",
+            change="give the model a TensorLayout as its attribute `tensor_layout`, or use tp=1",
         )
     shape = model.config
     splits = {
@@ -119,7 +123,14 @@ def cut_tensors(model: nn.Module, layout: TensorLayout, plan: Plan, index: int) 
     return result
 
 
-def tensor_parallel(model: nn.Module, layout: TensorLayout, cuts: TensorCuts, axis: Axis, plan: Plan) -> None:
+def tensor_parallel(
+    model: nn.Module,
+    layout: TensorLayout,
+    cuts: TensorCuts,
+    axis: Axis,
+    plan: Plan,
+    deferral: Deferral | None = None,
+) -> None:
     """Has the layers compute with this rank's blocks, which the caller puts in place of the parameters.
 
     Args:
@@ -128,10 +139,12 @@ def tensor_parallel(model: nn.Module, layout: TensorLayout, cuts: TensorCuts, ax
         cuts: What `cut_tensors` gave.
         axis: The ranks of tensor parallelism.
         plan: Says how they communicate.
+        deferral: Where products leave the gradients of weights, if backward is made in two halves.
     """
     sequence, overlap = plan.tensor != "plain", plan.tensor == "async"
-    columned: Any = partial(column_products, axis=axis, sequence=sequence, overlap=overlap)
-    rowed: Any = partial(row_product, axis=axis, sequence=sequence, overlap=overlap)
+    common: dict[str, Any] = {"axis": axis, "sequence": sequence, "overlap": overlap, "deferral": deferral}
+    columned: Any = partial(column_products, **common)
+    rowed: Any = partial(row_product, **common)
     for name, module, split in _matches(model, layout):
         fit_heads(module, split, axis.size)
         columns = _Columns(

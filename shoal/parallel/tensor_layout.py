@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from shoal.errors import PlanError
 
 __all__ = ["Split", "TensorLayout"]
 
@@ -34,9 +37,29 @@ class TensorLayout:
             weight does, in the model's method `unembed(hidden)`. The model's output is `SplitLogits`.
         sequence: Whether the model works when the embedding gives a part of the sequence; else only
             `tensor=plain` does.
+        partial: Patterns of names of parameters that every rank has whole and that work on its own heads or
+            features, such as a norm of each head: what each rank has of their gradient is a part of a sum.
     """
 
     splits: Mapping[str, Split] = field(default_factory=dict)
     embedding: str | None = "embed"
     head: str | None = "head"
     sequence: bool = True
+    partial: tuple[str, ...] = ()
+
+    def partial_of(self, names: Iterable[str]) -> frozenset[str]:
+        """The parameters of a model that `partial` names, out of the names of all.
+
+        Raises:
+            PlanError: A pattern names none.
+        """
+        known = list(names)
+        found = {pattern: {name for name in known if fnmatchcase(name, pattern)} for pattern in self.partial}
+        for pattern, matches in found.items():
+            if not matches:
+                raise PlanError(
+                    f"the layout's `partial` names {pattern}, and the model has no such parameter",
+                    possible="patterns of the names in named_parameters()",
+                    change="correct the pattern, or leave it out",
+                )
+        return frozenset().union(*found.values())

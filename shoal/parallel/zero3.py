@@ -5,24 +5,22 @@ again before its backward and freed after it, and its gradients are reduce-scatt
 3 P (d - 1) / d elements for each micro-batch. The gather of the next block runs while one block computes. The
 last block of a forward is the first of backward, and stays; the root's parameters stay for the whole of both.
 
-All ranks must run the same blocks in the same order and use the same parameters in them: they gather
-together, and a gradient that is missing on one rank alone makes the ranks wait until the time-out.
+All ranks gather every block and reduce its gradients at the same places, also a rank that leaves the block
+out or has no gradient of some of its parameters (`block_order.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import final
 
 import torch
-from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
+from shoal.parallel.block_order import BlockOrder, Visits
 from shoal.parallel.blocks import groups_by_block
 from shoal.parallel.bucket import Bucket, Owned
-from shoal.parallel.gradient import NO_BACKWARD, GradientReduction, GradientSum
+from shoal.parallel.gradient import GradientReduction, GradientSum
 from shoal.parallel.strategy import Setup, Strategy
 
 __all__ = ["zero3"]
@@ -36,22 +34,34 @@ def zero3(setup: Setup) -> Strategy:
 @final
 class _ShardedWeights(Strategy):
     def __init__(self, setup: Setup) -> None:
-        self._root: list[Bucket] = []
-        self._blocks: list[list[Bucket]] = [[] for _ in setup.blocks]
-        grouped = setup.buckets(groups_by_block, resident=False)
-        for group, bucket in grouped:
-            (self._blocks[group.blocks[0]] if group.blocks else self._root).append(bucket)
-        buckets = self._buckets = [bucket for _, bucket in grouped]
-        self._owned = [owned for bucket in buckets for owned in bucket.owned]
+        # The positions of buckets, by block; the last are the root's.
+        self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
+        self._buckets: list[Bucket] = []
+        for position, (group, bucket) in enumerate(setup.buckets(groups_by_block, resident=False)):
+            self._positions[group.blocks[0] if group.blocks else -1].append(position)
+            self._buckets.append(bucket)
+        self._blocks = [[self._buckets[position] for position in held] for held in self._positions]
+        self._root = self._blocks.pop()
+        self._owned = [owned for bucket in self._buckets for owned in bucket.owned]
         self._held_open = 0
-        self._reduction = GradientReduction(
-            buckets, finish=GradientSum.give_and_free, on_complete=self._drop, on_end=self._drop_all
+        visits = Visits(
+            begin_forward=self._begin_forward,
+            come_forward=self._come_forward,
+            leave_forward=self._leave,
+            end_forward=self._end_forward,
+            begin_backward=self._begin_backward,
+            come_backward=self._come_backward,
+            leave_backward=self._leave,
+            settle=self._settle,
+            recompute=lambda block: self._gather(self._blocks[block]),
         )
-        setup.model.register_forward_pre_hook(self._before_model)
-        setup.model.register_forward_hook(self._after_model)
-        for index, block in enumerate(setup.blocks):
-            block.register_forward_pre_hook(self._before_block(index))
-            block.register_forward_hook(self._after_block(index))
+        self._order = BlockOrder(setup.entry or setup.model, setup.blocks, visits)
+        self._reduction = GradientReduction(
+            self._buckets,
+            finish=GradientSum.give_and_free,
+            before_end=self._order.end_backward,
+            on_end=self._drop_all,
+        )
 
     @property
     def owned(self) -> Sequence[Owned]:
@@ -61,6 +71,10 @@ class _ShardedWeights(Strategy):
     def accumulate(self) -> AbstractContextManager[None]:
         """See `Strategy.accumulate`. Whole sums would cost the memory that sharding saves."""
         return nullcontext()
+
+    def hold(self) -> AbstractContextManager[None]:
+        """See `Strategy.hold`."""
+        return self._reduction.pause()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -76,57 +90,51 @@ class _ShardedWeights(Strategy):
 
     def clear(self) -> None:
         """See `Strategy.clear`."""
+        self._order.clear()
         self._reduction.clear()
 
     def changed(self) -> None:
         """See `Strategy.changed`. Weights are gathered anew in every forward."""
         self._drop_all()
 
-    # -- hooks, in the order in which a step meets them ---------------------------------------------
+    # -- visits, in the order in which a step makes them --------------------------------------------
 
-    def _before_model(self, module: nn.Module, arguments: Any) -> None:
-        if not _in_backward():
-            self._drop_all()  # as in `gathered`
+    def _begin_forward(self) -> None:
+        self._drop_all()  # as in `gathered`
         self._start(self._root)
-        if self._blocks and not _in_backward():
+        if self._blocks:
             self._start(self._blocks[0])
         self._gather(self._root)
 
-    def _before_block(self, index: int) -> Callable[..., None]:
-        def gather(module: nn.Module, arguments: Any) -> None:
-            self._gather(self._blocks[index])
-            if not _in_backward() and index + 1 < len(self._blocks):
-                self._start(self._blocks[index + 1])
+    def _come_forward(self, block: int) -> None:
+        self._gather(self._blocks[block])
+        if block + 1 < len(self._blocks):
+            self._start(self._blocks[block + 1])
 
-        return gather
+    def _leave(self, block: int) -> None:
+        for bucket in self._blocks[block] if block < len(self._blocks) else ():
+            self._drop(bucket)
 
-    def _after_block(self, index: int) -> Callable[..., None]:
-        def free(module: nn.Module, arguments: Any, output: Any) -> None:
-            if _in_backward():
-                return  # recomputed: backward itself follows at once
-            last = index + 1 == len(self._blocks)
-            if not (last and torch.is_grad_enabled()):
-                for bucket in self._blocks[index]:
-                    self._drop(bucket)
-            _before_backward_of(output, self._gather_backwards(index))
-
-        return free
-
-    def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _end_forward(self) -> None:
         if not torch.is_grad_enabled():
             self._drop_all()
-        # Another forward or backward may have freed the root's weights meanwhile.
-        _before_backward_of(output, lambda gradient: self._gather(self._root))
 
-    def _gather_backwards(self, index: int) -> Callable[[torch.Tensor], None]:
-        def gather(gradient: torch.Tensor) -> None:
-            self._gather(self._blocks[index])
-            if index > 0:
-                self._start(self._blocks[index - 1])
+    def _begin_backward(self) -> None:
+        self._reduction.begin()
+        self._gather(self._root)  # another forward or backward may have freed it meanwhile
 
-        return gather
+    def _come_backward(self, block: int) -> None:
+        self._gather(self._blocks[block])
+        if block > 0:
+            self._start(self._blocks[block - 1])
 
-    # -- what the hooks do --------------------------------------------------------------------------
+    def _settle(self, block: int) -> None:
+        if block < len(self._blocks):
+            self._reduction.reduce(self._positions[block])
+        else:
+            self._reduction.reduce_early(self._positions[block])
+
+    # -- what the visits do -------------------------------------------------------------------------
 
     @staticmethod
     def _start(buckets: Sequence[Bucket]) -> None:
@@ -146,15 +154,3 @@ class _ShardedWeights(Strategy):
     def _drop_all(self) -> None:
         for bucket in self._buckets:
             self._drop(bucket)
-
-
-def _before_backward_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Has `hook` called when backward comes to any of the tensors in `output`."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    graded = [tensor for tensor in tensors if tensor.requires_grad]
-    if graded:
-        register_multi_grad_hook(graded, hook, mode="any")
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != NO_BACKWARD

@@ -15,12 +15,13 @@ VARIED: Mapping[str, Sequence[Any]] = {
     "shard": CHOICES["shard"],
     "tensor": CHOICES["tensor"],
     "context": CHOICES["context"],
+    "schedule": CHOICES["schedule"],
     "recompute": ("none", "full"),
     "precision": ("fp32",),
 }
 """What `legal_plans` varies beside the degrees and `replicate`, if nothing else is asked for."""
 
-_MATTERS_WITH: Mapping[str, str] = {"tensor": "tp", "context": "cp"}
+_MATTERS_WITH: Mapping[str, str] = {"tensor": "tp", "context": "cp", "schedule": "pp"}
 """Choices that say how one degree works, and so nothing where that degree is 1."""
 
 
@@ -36,8 +37,8 @@ def legal_plans(
         ranks: What the degrees multiply to.
         varied: Fields of a Plan, each with the values that it takes; where it can make no difference, only
             the first of them. Other fields keep their defaults.
-        require: Raises a UserError for a Plan that is to be left out, as `shoal.parallel.require_executable`
-            and `require_layout` do.
+        require: Raises a UserError for a Plan that is to be left out, as
+            `shoal.parallel.require_layout` does.
 
     Returns:
         Plans with more data parallelism first; no two are equal.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import PlanError, nearest
+from shoal.plan.schedules import NAMES, Schedule, least_virtual, make
 from shoal.units import format_bytes, parse_bytes
 
 __all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "parse_settings"]
@@ -19,6 +20,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "shard": ("none", "zero1", "zero2", "zero3"),
     "tensor": ("sequence", "async", "plain"),
     "context": ("ring", "ulysses"),
+    "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b")),
     "exchange": ("bucketed", "naive"),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16"),
@@ -48,7 +50,12 @@ class Plan:
             whole on every rank (plain).
         context: How context parallelism attends: keys and values go round (ring), or heads are exchanged for
             parts of the sequence (ulysses).
-        microbatch: Sequences in one forward of one rank; None is the whole of the rank's batch.
+        schedule: In which order pipeline stages make the forwards and backwards of micro-batches.
+        virtual: Pipeline stages on each rank; None is the fewest that the schedule takes.
+        split: Which stage has which blocks: as their computed costs say (cost), in equal numbers (count), or
+            the number of each stage, such as 6-7-7-4.
+        microbatch: Sequences in one forward of one rank; None is the whole of the rank's batch, and with
+            pp > 1 the largest that makes four micro-batches for each stage, or as many as there can be.
         exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
             all-reduce per parameter after backward (the reference).
         bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 each block is a bucket.
@@ -67,6 +74,9 @@ class Plan:
     shard: str = "none"
     tensor: str = "sequence"
     context: str = "ring"
+    schedule: str = "1f1b"
+    virtual: int | None = None
+    split: str = "cost"
     microbatch: int | None = None
     exchange: str = "bucketed"
     bucket: int = 25 << 20
@@ -76,8 +86,9 @@ class Plan:
     def __post_init__(self) -> None:
         for name in (*DEGREES, "replicate", "bucket"):
             _require_positive(name, getattr(self, name))
-        if self.microbatch is not None:
-            _require_positive("microbatch", self.microbatch)
+        for name in ("microbatch", "virtual"):
+            if getattr(self, name) is not None:
+                _require_positive(name, getattr(self, name))
         for name, values in CHOICES.items():
             value = getattr(self, name)
             if value not in values:
@@ -111,12 +122,45 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, divisors(self.shards * self.cp)))}",
                 change="choose one of these, a smaller replicate, or shard=none",
             )
-        if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32"):
+        if self.pp > 1:
+            self._require_stages()
+        if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32" or self.pp > 1):
             raise PlanError(
-                f"exchange=naive was given with shard={self.shard}, precision={self.precision}",
-                possible="the naive exchange is the reference for shard=none, precision=fp32",
+                f"exchange=naive was given with shard={self.shard}, precision={self.precision}, pp={self.pp}",
+                possible="the naive exchange is the reference for shard=none, precision=fp32, pp=1",
                 change="leave out exchange=naive",
             )
+
+    def _require_stages(self) -> None:
+        """Checks `virtual` and `split`, as far as they can be without a model or a batch."""
+        self.schedule_for(2 * self.pp)
+        if self.split in ("cost", "count"):
+            return
+        counts = self.split.split("-")
+        if len(counts) != self.stages or not all(count.isdecimal() for count in counts):
+            raise PlanError(
+                f"split={self.split} does not say how many blocks each of {self.stages} stages has",
+                possible=f"cost, count, or {self.stages} numbers joined by -",
+                change="leave it out, or write split=" + "-".join(["2"] * self.stages) + ", say",
+            )
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages: those of a rank, times pp."""
+        return self.pp * (least_virtual(self.schedule) if self.virtual is None else self.virtual)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """By pipeline stage, where along the axis `pp` the rank is that holds it."""
+        return self.schedule_for(2 * self.pp).placement
+
+    def schedule_for(self, micro_batches: int) -> Schedule:
+        """The table of a step of so many micro-batches.
+
+        Raises:
+            PlanError: The schedule cannot be made for as many.
+        """
+        return make(self.schedule, self.pp, self.stages // self.pp, micro_batches)
 
     @property
     def ranks(self) -> int:
@@ -187,7 +231,7 @@ class Plan:
                 change="choose a batch of " + (f"{lower} or {upper}" if lower > 0 else f"{upper}"),
             )
         local = batch // self.dp
-        microbatch = local if self.microbatch is None else self.microbatch
+        microbatch = self._largest_microbatch(local) if self.microbatch is None else self.microbatch
         if local % microbatch:
             raise PlanError(
                 f"a batch of {batch} gives each of dp={self.dp} ranks {local} sequences, "
@@ -195,7 +239,24 @@ class Plan:
                 possible=f"microbatch is one of {', '.join(map(str, divisors(local)))}",
                 change="choose one of these, or another batch",
             )
+        if self.pp > 1:
+            self.schedule_for(local // microbatch)
         return self.replace(microbatch=microbatch)
+
+    def _largest_microbatch(self, local: int) -> int:
+        """The largest that makes four micro-batches a stage, or else the smallest, of those that fit."""
+        if self.pp == 1:
+            return local
+        fitting = [size for size in divisors(local) if self._takes(local // size)]
+        enough = [size for size in fitting if local // size >= 4 * self.pp]
+        return max(enough) if enough else min(fitting, default=1)
+
+    def _takes(self, micro_batches: int) -> bool:
+        try:
+            self.schedule_for(micro_batches)
+        except PlanError:
+            return False
+        return True
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -230,7 +291,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _read(name: str, value: str) -> int | str:
-    if name in CHOICES:
+    if name in CHOICES or name == "split":
         return value
     try:
         return parse_bytes(value) if name == "bucket" else int(value)

@@ -7,9 +7,10 @@ With sets of moments:
     data wait = data-wait spans, without compute
     communication = everything on the communication lane, and blocked
     exposed communication = communication, without compute and data wait: nothing overlaps it
+    bubble    = bubble spans, without compute and data wait; taken out of exposed communication, since the
+                wait for a message is where a pipeline's idle time shows
     straggler wait = the moments of exposed communication before the last member of a collective's group
                      started it; taken out of exposed communication
-    bubble    = bubble spans, without all of the above
     other     = the rest of the step
 
 Each is computed from the spans, none as a remainder of numbers.
@@ -50,11 +51,11 @@ def explain_step(
     data_wait = subtract(moments((Kind.DATA_WAIT,), Lane.COMPUTE), compute)
     occupied = union(compute + data_wait)
     communication = union(blocked + moments(tuple(Kind), Lane.COMMUNICATION))
-    unhidden = subtract(communication, occupied)
+    bubble = subtract(moments((Kind.BUBBLE,), Lane.COMPUTE), occupied)
+    unhidden = subtract(communication, union(occupied + bubble))
     incomplete = union((arrival.span.start, arrival.complete) for arrival in arrivals)
     exposed = subtract(unhidden, incomplete)
     explained = union(occupied + communication)
-    bubble = subtract(moments((Kind.BUBBLE,), Lane.COMPUTE), explained)
 
     started = [arrival for arrival in arrivals if window[0] <= arrival.span.start < window[1]]
     parts = Parts(

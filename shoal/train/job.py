@@ -14,7 +14,7 @@ from shoal.checkpoint import checkpoints
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer, TransformerConfig, build
-from shoal.parallel import require_executable, require_layout, require_trainable
+from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
@@ -170,7 +170,6 @@ def check(job: Job) -> Corpus:
         UserError: Something cannot work.
     """
     config = job.config
-    require_executable(job.plan)
     corpus = prepare(config.data)
     for split in ("train", "validation"):
         corpus.samples(split, config.sequence)

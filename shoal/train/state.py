@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import Piece, Region
-from shoal.parallel import Axis, Owned, Parallel
+from shoal.parallel import Axis, Frozen, Owned, Parallel
 
 __all__ = ["fixed_pieces", "make_optimizer_state", "pieces_to_load", "pieces_to_save"]
 
@@ -41,14 +41,14 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Pie
     mine = _share(parallel.owned)
     pieces = [piece for owned in mine for piece in _pieces_of(owned, optimizer)]
     if parallel.axes.world.index == 0:
-        pieces += fixed_pieces(parallel.module)
-    return pieces
+        pieces += _buffer_pieces(parallel.module)
+    return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
 
 
 def pieces_to_load(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Piece]:
     """What this rank reads, into the memory where training keeps it."""
     pieces = [piece for owned in parallel.owned for piece in _pieces_of(owned, optimizer, every_step=True)]
-    return pieces + fixed_pieces(parallel.module)
+    return pieces + _buffer_pieces(parallel.module) + [_frozen_piece(frozen) for frozen in parallel.frozen]
 
 
 def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool = False) -> Iterator[Piece]:
@@ -56,9 +56,7 @@ def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool =
     if owned.start == owned.stop:
         return
 
-    region = None
-    if owned.cut is not None:
-        region = Region.whole(owned.shape).narrow(owned.cut.dim, owned.cut.offset, owned.cut.length)
+    region = _region(owned)
 
     def part(prefix: str, tensor: torch.Tensor) -> Piece:
         return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, tensor.detach(), region)
@@ -73,11 +71,29 @@ def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool =
 
 
 def fixed_pieces(model: nn.Module) -> list[Piece]:
-    """What of a model is saved but not trained."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers()) if name not in trained]
-    tensors: dict[str, torch.Tensor] = model.state_dict()
-    return [Piece.whole(f"fixed/{name}", tensors[name]) for name in names if name in tensors]
+    """What of a model on one device is saved but not trained."""
+    frozen = [
+        Piece.whole(f"fixed/{name}", parameter.detach())
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    ]
+    return frozen + _buffer_pieces(model)
+
+
+def _buffer_pieces(model: nn.Module) -> list[Piece]:
+    saved: dict[str, torch.Tensor] = model.state_dict()
+    return [Piece.whole(f"fixed/{name}", saved[name]) for name, _ in model.named_buffers() if name in saved]
+
+
+def _frozen_piece(frozen: Frozen) -> Piece:
+    tensor = frozen.parameter.detach()
+    return Piece(f"fixed/{frozen.name}", frozen.shape, 0, tensor.numel(), tensor, _region(frozen))
+
+
+def _region(part: Owned | Frozen) -> Region | None:
+    if part.cut is None:
+        return None
+    return Region.whole(part.shape).narrow(part.cut.dim, part.cut.offset, part.cut.length)
 
 
 def _share(owned: Sequence[Owned]) -> list[Owned]:
@@ -85,6 +101,8 @@ def _share(owned: Sequence[Owned]) -> list[Owned]:
     held: dict[Axis, list[int]] = {}
     mine = []
     for candidate in sorted(owned, key=lambda item: item.start - item.stop):
+        if candidate.family.twins is not None and candidate.family.twins.index > 0:
+            continue
         sharers = candidate.family.replicate
         sizes = held.setdefault(sharers, [0] * sharers.size)
         least = sizes.index(min(sizes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -181,8 +181,10 @@ class Trainer:
                 held = max(0, min(count - first, micro))
                 indices = np.arange(first, first + held) if held else np.arange(1)
                 inputs, targets = self._to_device(samples.batch(indices))
-                loss = self._loss(self.parallel(inputs), targets)
-                total += torch.tensor([held * loss.item(), held], dtype=torch.float64)
+                output = self.parallel.evaluate(inputs)
+                if output is not None:
+                    loss = self._loss(output, targets)
+                    total += torch.tensor([held * loss.item(), held], dtype=torch.float64)
         self.parallel.module.train(was_training)
         total = total.to(self._device)
         self.parallel.axes.world.all_reduce(total, "validation").wait()
@@ -251,6 +253,8 @@ class Trainer:
         """Accumulates the gradient of a batch: its mean loss, whether any rank stops, this rank's tokens."""
         if self._stream is None:
             self._stream = self._open_stream()
+        if self.plan.pp > 1:
+            return self._run_pipeline(self._stream, stop)
         world = self.parallel.axes.world
         report = torch.zeros(2, device=self._device)
         report[1] = float(stop)
@@ -273,6 +277,25 @@ class Trainer:
         sent.wait()
         total, stopping = report.tolist()
         return total / world.size, stopping > 0, tokens
+
+    def _run_pipeline(self, stream: Iterator[Pair], stop: bool) -> tuple[float, bool, int]:
+        """The same by the Plan's schedule."""
+        tokens = 0
+
+        def taken() -> Iterator[Pair]:
+            nonlocal tokens
+            while True:
+                with self._recorder.span(Kind.DATA_WAIT):
+                    pair = self._to_device(next(stream))
+                tokens += pair[0].numel()
+                yield pair
+
+        loss = self.parallel.forward_backward(taken(), self._accumulation, self._loss, self._set_dropout)
+        world = self.parallel.axes.world
+        report = torch.stack([loss, torch.tensor(float(stop), device=self._device)])
+        world.all_reduce(report, "report").wait()
+        total, stopping = report.tolist()
+        return total * self.plan.pp / world.size, stopping > 0, tokens
 
     def _set_dropout(self, index: int, inputs: torch.Tensor) -> None:
         """Fixes dropout's masks by the place of the samples of micro-batch `index` in all data."""

@@ -74,6 +74,13 @@ def test_a_plan_of_one_rank_needs_no_other_process(capsys):
     assert [step["step"] for step in content["plans"][0]["steps"]] == [1, 2]
 
 
+def test_a_sample_of_the_plans_is_enough_if_it_is_asked_for(capfd):
+    assert main(["check", "--all", "--ranks=1", "--sample=2", *QUICK]) == 0
+    *lines, summary = capfd.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert summary == "2 Plans: 2 passed"
+
+
 def test_a_model_that_differs_between_ranks_fails_with_what_departs(tmp_path):
     (tmp_path / "models_to_check.py").write_text(MODELS)
     done = check("--plan=dp=2", "--model=models_to_check:Other", "--sequence=8", folder=tmp_path)
@@ -113,6 +120,9 @@ def test_under_torchrun_it_joins_the_ranks_that_are_there_and_rank_0_prints():
         (["--plan=dp=2", "--sequence=1000"], "longer than the context"),
         (["--all", "--ranks=0"], "0 ranks"),
         (["--all", "--batch=3"], "batch of 3 does not divide"),
+        (["--all", "--axes=2"], "more than 1 degrees above 1"),
+        (["--all", "--sample=0"], "sample=0"),
+        (["--plan=dp=2", "--sample=3"], "--sample was given with --plan"),
         (["--all", "--precision=fp8"], "precision=fp8 does not exist"),
     ],
 )

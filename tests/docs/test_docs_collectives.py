@@ -1,4 +1,4 @@
-"""What docs/concepts/collectives.md says of the backend is what it does, and its pictures are up to date."""
+"""What docs/concepts/collectives.md says of the backend is what it does, and so do its pictures."""
 
 import argparse
 import inspect
@@ -22,7 +22,7 @@ from shoal.cost import ALGORITHMS, LEVELS
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
-import pictures  # noqa: E402
+from drawn.collectives import pictures  # noqa: E402
 from played import PLAYED, chain, hierarchical, in_order_parents, ring  # noqa: E402
 
 PAGE = (ROOT / "docs" / "concepts" / "collectives.md").read_text()
@@ -87,12 +87,7 @@ def test_every_algorithm_has_a_section_and_every_picture_is_on_the_page():
     for _, name, _ in ALGORITHMS:
         assert name.replace("double-tree", "double tree") in sections
     shown = re.findall(r"!\[[^\]]+\]\(\.\./pictures/(\S+)\)", PAGE)
-    assert sorted(shown) == sorted(pictures.pictures())
-
-
-def test_pictures_are_what_the_generator_draws():
-    drawn = {path.name: path.read_text() for path in pictures.FOLDER.iterdir()}
-    assert drawn == pictures.pictures(), "run: python docs/pictures.py"
+    assert sorted(shown) == sorted(pictures())
 
 
 @pytest.mark.parametrize("played", PLAYED, ids=lambda played: played.name)
@@ -148,19 +143,6 @@ def test_a_rank_is_inner_in_one_tree_at_most():
         in_first = {position - 1 for position in inner}
         in_second = {(position - 2) % ranks for position in inner}
         assert in_first.isdisjoint(in_second)
-
-
-def luminance(color):
-    parts = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("color", [pictures.GRAY, pictures.BLUE])
-@pytest.mark.parametrize("background", ["#ffffff", "#0d1117"])
-def test_colors_of_pictures_are_seen_on_white_and_on_black(color, background):
-    brighter, darker = sorted((luminance(color), luminance(background)), reverse=True)
-    assert (brighter + 0.05) / (darker + 0.05) >= 3  # what WCAG asks of graphics
 
 
 def test_variables_on_the_page_are_those_that_the_backend_reads():

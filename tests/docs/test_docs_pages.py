@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from shoal.plan import Plan
 from shoal.train import load_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
 _SPEC = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
 generate = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(generate)
@@ -40,6 +42,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "options of a group",
         "plan",
         "presets",
+        "what a rank sends",
     }
     assert set(parts) == {*tables, *examples}
 

@@ -1,5 +1,6 @@
 """Each example runs, alone or under torchrun, and learns."""
 
+import math
 import re
 import runpy
 import signal
@@ -61,6 +62,10 @@ def test_ten_lines_train_under_torchrun(capfd):
 def test_a_model_of_ones_own_is_split_under_torchrun(monkeypatch, capfd):
     of_ranks = losses(run_on_two_ranks(capfd, "05_tensor_parallel.py"))
     assert of_ranks[0] == of_ranks[1] < SORTS
+
+
+def test_attention_over_ranks_copies_letters(capfd):
+    assert max(losses(run_on_two_ranks(capfd, "06_context_parallel.py"))) < math.log(8) / 4
 
 
 def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):

@@ -299,7 +299,7 @@ def test_the_grouped_product_equals_the_loop(dtype: torch.dtype) -> None:
     weights = torch.randn(16, 24, generator=generator).to(dtype)
     results = []
     for product in (_grouped, _looped):
-        output = product(operands[0], counts, operands[1])
+        (output,) = product(operands[0], counts, operands[1])
         results.append((output, *torch.autograd.grad(output, operands, weights)))
     for grouped, looped in zip(*results, strict=True):
         # bf16 keeps 8 bits; both sum in fp32.

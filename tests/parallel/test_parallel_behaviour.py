@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import gc
+import weakref
 
 import pytest
 import torch
@@ -302,6 +304,22 @@ def test_a_hugging_face_model_trains_alike_under_every_stage(ranks):
         results = ranks.run(train_hugging_face, 2, f"dp=2,shard={shard}")
         mean = torch.tensor(results).mean(0)
         torch.testing.assert_close(mean, torch.tensor(alone), rtol=1e-4, atol=0)
+
+
+def memory_after_it_is_discarded(text):
+    parallel = parallelize(transformer(), text)
+    one_step(parallel, tokens())
+    alive = [weakref.ref(parallel.module), weakref.ref(next(parallel.parameters()))]
+    alive += [weakref.ref(parameter) for parameter in parallel.module.parameters()]
+    del parallel
+    gc.collect()
+    return [reference() is None for reference in alive]
+
+
+@pytest.mark.parametrize("settings", [*(f"shard={shard}" for shard in SHARDS), "exchange=naive"])
+def test_a_model_that_is_discarded_is_freed(ranks, settings):
+    for freed in ranks.run(memory_after_it_is_discarded, 2, f"dp=2,{settings}"):
+        assert all(freed)
 
 
 def test_dropped_weights_read_as_nan_with_their_shape():

@@ -54,10 +54,10 @@ def naive_parts(timeline: Timeline, rank: int, index: int) -> dict[str, int]:
             part = "compute"
         elif Kind.DATA_WAIT in on_compute:
             part = "data_wait"
-        elif communicates:
-            part = "straggler_wait" if cell in incomplete else "exposed_communication"
         elif Kind.BUBBLE in on_compute:
             part = "bubble"
+        elif communicates:
+            part = "straggler_wait" if cell in incomplete else "exposed_communication"
         else:
             part = "other"
         counts[part] += 1

@@ -12,11 +12,14 @@ import torch.distributed as dist
 
 from shoal.data import Loader
 from shoal.models import Mixture
-from shoal.parallel import Axis, Parallel, context
+from shoal.models.experts import within_capacity
+from shoal.parallel import Axis, Parallel, context, expert
 from shoal.parallel.positions import POSITIONS
 from shoal.parallel.update import WeightUpdate
 from shoal.plan import Plan
 from shoal.train.comparison import Comparison, Trial, Verdict
+from shoal.train.comparison.laid_out import trace_under
+from shoal.train.comparison.trace import RankTrace
 
 SHAPE = {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 32}
 
@@ -40,6 +43,11 @@ def groups_after_plans(plans: list[str], trial: Trial) -> list[int]:
         comparison.check(Plan.parse(plan))
         counts.append(len(dist.distributed_c10d._world.pg_map))
     return counts
+
+
+def trace(plan: str, trial: Trial) -> RankTrace:
+    """What this rank sees of the first step."""
+    return trace_under(trial, Plan.parse(plan).with_microbatch_for(trial.batch), torch.device("cpu"))
 
 
 class Nothing:
@@ -163,18 +171,45 @@ def positions_of_another_part(_: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def tokens_of_another_part(_: str) -> Iterator[None]:
+    """Every rank of context parallelism takes the tokens of the first one's part."""
+
+    def first(self: Parallel, tensor: torch.Tensor) -> torch.Tensor:
+        size = self.axes.cp.size
+        return tensor[:, POSITIONS[self.plan.context](tensor.shape[1], size, 0)]
+
+    with patch.object(Parallel, "local_sequence", first):
+        yield
+
+
+@contextlib.contextmanager
 def a_router_of_its_own(_: str) -> Iterator[None]:
-    """The last rank chooses other experts than it should."""
+    """The routers of the last rank choose other experts than they should, but for the first block's."""
+    logits = Mixture._logits
+
+    def turned(self: Mixture, hidden: torch.Tensor) -> torch.Tensor:
+        is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+        return logits(self, hidden).roll(int(is_last and not self.is_first), -1)
+
     call = Parallel.__call__
 
-    def turned(self: Parallel, *inputs: Any) -> Any:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            for module in self.module.modules():
-                if isinstance(module, Mixture):
-                    module.router.weight.data.copy_(module.router.weight.data.roll(1, 0))
+    def marked(self: Parallel, *inputs: Any) -> Any:
+        for index, module in enumerate(each for each in self.module.modules() if isinstance(each, Mixture)):
+            module.is_first = index == 0
         return call(self, *inputs)
 
-    with patch.object(Parallel, "__call__", turned):
+    with (
+        patch.object(Mixture, "_logits", turned),
+        patch.object(Mixture, "is_first", True, create=True),
+        patch.object(Parallel, "__call__", marked),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def choices_of_another_part(_: str) -> Iterator[None]:
+    """A capacity counts the choices of this rank's part of a sample as if they were all."""
+    with patch.object(expert, "_keep_of_whole_samples", lambda *given, **_: within_capacity(*given)):
         yield
 
 
@@ -201,6 +236,8 @@ FAULTS = {
         a_rank_of_its_own,
         a_learning_rate_of_its_own,
         positions_of_another_part,
+        tokens_of_another_part,
+        choices_of_another_part,
         a_router_of_its_own,
         parts_that_are_not_summed,
     )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.parallel import Owned
+from shoal.parallel import Frozen, Owned
 from shoal.parallel.layout import BucketLayout
 from shoal.train.randomness import random_state, set_random_state
 from shoal.train.state import make_optimizer_state, pieces_to_load, pieces_to_save
@@ -56,7 +56,9 @@ def rank_of(shapes, shards, replicas, shard, replica):
     parameters = [each.parameter for each in owned] or [nn.Parameter(torch.zeros(1))]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     make_optimizer_state(optimizer)
-    return SimpleNamespace(owned=owned, axes=axes, module=FrozenPart()), optimizer
+    module = FrozenPart()
+    frozen = [Frozen("scale", (3,), module.scale, None, axes.world.index == 0)]
+    return SimpleNamespace(owned=owned, frozen=frozen, axes=axes, module=module), optimizer
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1, 3))

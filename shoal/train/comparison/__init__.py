@@ -6,6 +6,7 @@ differs first, and what that looks like). The command line calls `compare_locall
 that another launcher started.
 """
 
+from shoal.train.comparison.choice import covering, with_axes
 from shoal.train.comparison.trial import Trial
 from shoal.train.comparison.verdict import Departure, Deviation, StepReport, Verdict
 from shoal.train.comparison.walk import Comparison, Walk, compare_here, compare_locally
@@ -22,4 +23,6 @@ __all__ = [
     "Yardstick",
     "compare_here",
     "compare_locally",
+    "covering",
+    "with_axes",
 ]

@@ -17,10 +17,11 @@ from torch.func import functional_call
 
 from shoal.models import logits_of, set_auxiliary_scale
 from shoal.models.dropout import token_keys
+from shoal.train.comparison.trace import Forward, Trace
 from shoal.train.comparison.trial import OPTIMIZER, Trial
 from shoal.train.schedule import learning_rate
 
-__all__ = ["Alone", "Step", "Sums", "Tensors", "gradients_of"]
+__all__ = ["Alone", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
 
 Tensors = dict[str, torch.Tensor]
 """By the parameter's name."""
@@ -31,16 +32,21 @@ class Step:
     """What one optimizer step computed.
 
     Attributes:
-        loss: Mean over the batch, before the step.
+        losses: Of every token, before the step: `[batch, seq]`, in double precision on the CPU.
         norm: Of the whole gradient, before clipping.
         gradients: By the parameter's name, before clipping; on the CPU.
         parameters: As well, after the step.
     """
 
-    loss: float
+    losses: torch.Tensor
     norm: float
     gradients: Tensors
     parameters: Tensors
+
+    @property
+    def loss(self) -> float:
+        """Mean over the batch."""
+        return float(self.losses.mean())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +114,25 @@ class Alone:
             rate = learning_rate(OPTIMIZER, step=number, steps=trial.steps, batch=trial.batch)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = self.backward(trial.batch_of(number))
+            losses = self.backward(trial.batch_of(number))
             gradients = {name: _gradient_of(master) for name, master in masters.items()}
             norm = torch.nn.utils.clip_grad_norm_(masters.values(), OPTIMIZER.clip).item()
             optimizer.step()
             optimizer.zero_grad()
             parameters = {name: master.detach().cpu().clone() for name, master in masters.items()}
-            steps.append(Step(loss, norm, gradients, parameters))
+            steps.append(Step(losses, norm, gradients, parameters))
         return steps
 
-    def backward(self, indices: Sequence[int]) -> float:
-        """Leaves the gradient of the mean loss over these samples at the masters; gives that loss."""
+    def backward(self, indices: Sequence[int]) -> torch.Tensor:
+        """Leaves the gradient of the mean loss over these samples at the masters.
+
+        Returns:
+            The loss of every token, `[len(indices), seq]`, in double precision on the CPU.
+        """
         sums = self._sums
         moved = [*indices[sums.rotated :], *indices[: sums.rotated]]
         micro = [moved[start : start + sums.microbatch] for start in range(0, len(moved), sums.microbatch)]
-        total = 0.0
+        told = []
         for chosen in micro:
             inputs, targets = (part.to(self._device) for part in self._samples.batch(np.array(chosen)))
             self._set_dropout(chosen, inputs.shape[1])
@@ -131,11 +141,10 @@ class Alone:
             weights = {name: m.to(sums.compute) for name, m in {**self._fixed, **self._masters}.items()}
             logits = logits_of(functional_call(self._model, weights, (inputs,)))
             wide = torch.promote_types(logits.dtype, torch.float32)
-            loss = F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten())
-            loss = loss * share
-            loss.backward()
-            total += loss.item()
-        return total
+            losses = F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), reduction="none")
+            (losses.mean() * share).backward()
+            told.append(losses.detach().double().cpu().view(len(chosen), -1))
+        return torch.cat(told).roll(sums.rotated, 0)
 
     def _set_dropout(self, chosen: Sequence[int], sequence: int) -> None:
         """Gives models that take keys the masks that these samples have under every layout."""
@@ -143,6 +152,12 @@ class Alone:
             places = torch.tensor([self._places[index] for index in chosen], device=self._device)
             positions = torch.arange(sequence, device=self._device)
             self._model.dropout_keys = token_keys(self._trial.seed, 0, places, positions)
+
+    def traced(self, indices: Sequence[int]) -> Forward:
+        """What the layers give for these samples, in their order; not to be used again."""
+        trace = Trace(self._model)
+        self.backward(indices)
+        return trace.forwards[0]
 
     def gradients(self) -> Tensors:
         """What `backward` left, on the CPU."""
@@ -154,6 +169,12 @@ def gradients_of(trial: Trial, indices: Sequence[int], device: torch.device) -> 
     alone = Alone(trial, Sums(torch.float32, torch.float32, max(1, len(indices))), device)
     alone.backward(indices)
     return alone.gradients()
+
+
+def forward_of(trial: Trial, compute: torch.dtype, device: torch.device) -> Forward:
+    """What the layers give for the batch of the first step, with the first values."""
+    alone = Alone(trial, Sums(compute, torch.promote_types(compute, torch.float32), trial.batch), device)
+    return alone.traced(trial.batch_of(0))
 
 
 def _gradient_of(master: torch.Tensor) -> torch.Tensor:

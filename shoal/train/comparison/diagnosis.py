@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from shoal.plan import AXES, Mesh
 from shoal.train.comparison.alone import Step, gradients_of
-from shoal.train.comparison.laid_out import Copy, Fragment, RankStep, places
+from shoal.train.comparison.laid_out import Copy, Fragment, RankStep, copies, places
 from shoal.train.comparison.trial import Trial
 
 __all__ = ["Evidence", "explain_gradient", "explain_norm", "explain_parameter", "explain_samples"]
@@ -36,8 +36,6 @@ class Evidence:
         wanted: The samples of its batch.
         seen: By rank, what each saw.
         reference: What one device computed.
-        gradients: By name, the whole gradients that ranks hold.
-        parameters: By name, the whole parameters that they hold.
     """
 
     trial: Trial
@@ -46,8 +44,6 @@ class Evidence:
     wanted: Sequence[int]
     seen: Sequence[RankStep]
     reference: Step
-    gradients: Mapping[str, Sequence[Copy]]
-    parameters: Mapping[str, Sequence[Copy]]
 
 
 def explain_samples(evidence: Evidence) -> str:
@@ -82,7 +78,8 @@ def explain_samples(evidence: Evidence) -> str:
 def explain_gradient(evidence: Evidence, departing: Sequence[Any]) -> str:
     """What the first of the gradients that depart looks like."""
     name = departing[0].name
-    held, reference = evidence.gradients.get(name), evidence.reference.gradients[name].double()
+    held = _held(name, [step.gradients for step in evidence.seen])
+    reference = evidence.reference.gradients[name].double()
     if not held:
         return "\n  no rank owns it"
     if held[0].values.isnan().any():
@@ -114,8 +111,14 @@ def explain_norm(evidence: Evidence) -> str:
 
 def explain_parameter(evidence: Evidence, name: str) -> str:
     """How copies of a parameter differ."""
-    held = evidence.parameters.get(name)
+    held = _held(name, [step.parameters for step in evidence.seen])
     return "\n  no rank owns it" if not held else _unlike(evidence, name, held, of_parameters=True)
+
+
+def _held(name: str, ranks: Sequence[Sequence[Fragment]]) -> Sequence[Copy]:
+    """All copies of one tensor."""
+    named = ((rank, each) for rank, held in enumerate(ranks) for each in held if each.name == name)
+    return copies(named).get(name, [])
 
 
 def _not_reduced(evidence: Evidence, name: str) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from shoal.parallel import Axis, Owned, Parallel
 from shoal.plan import Plan
-from shoal.train.comparison.trial import OPTIMIZER, Trial
+from shoal.train.comparison.trace import RankTrace, Trace
+from shoal.train.comparison.trial import OPTIMIZER, RandomTokens, Trial
 from shoal.train.trainer import Trainer
 
-__all__ = ["Copy", "Fragment", "RankStep", "copies", "places", "train_under"]
+__all__ = ["Copy", "Fragment", "RankStep", "copies", "distinct", "places", "trace_under", "train_under"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Fragment:
         block: Dim, offset and length of the block of the parameter that this is of; None for all of it.
         start: First element in the flattened block.
         stop: Where the part ends.
-        values: `[stop - start]`, on the CPU.
+        values: `[stop - start]`, fp32 on the CPU.
     """
 
     name: str
@@ -37,6 +40,16 @@ class Fragment:
     start: int
     stop: int
     values: torch.Tensor
+
+    def __reduce__(self) -> Any:
+        """As an array, which pickle takes at a tenth of the time of a tensor."""
+        where = (self.name, self.shape, self.block, self.start, self.stop)
+        return _unpickled, (where, self.values.numpy())
+
+    @property
+    def place(self) -> Hashable:
+        """Equal where two fragments are of the same elements."""
+        return self.name, self.block, self.start, self.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +93,23 @@ def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep
         PlanError: The Plan does not fit the ranks, the batch or the model.
         TrainingError: A loss or a norm is not finite.
     """
+    with _laid_out(trial, plan, device) as (trainer, samples):
+        return _steps(trainer, trial.batch, samples.asked)
+
+
+def trace_under(trial: Trial, plan: Plan, device: torch.device) -> RankTrace:
+    """Makes the first step anew, as one rank, and notes what the layers of the model give."""
+    with _laid_out(trial, plan, device) as (trainer, samples):
+        trace = Trace(trainer.parallel.module)
+        trainer.step()
+        places = torch.arange(trial.sequence)[None]
+        held = trainer.parallel.local_sequence(places)[0]
+        return RankTrace(samples.asked[: len(trace.forwards)], held, trace.forwards)
+
+
+@contextmanager
+def _laid_out(trial: Trial, plan: Plan, device: torch.device) -> Iterator[tuple[Trainer, RandomTokens]]:
+    """Gives a Trainer under the Plan, and its samples."""
     model = trial.build_for_layout(device)
     samples = trial.samples(model)
     trainer = Trainer(
@@ -94,7 +124,7 @@ def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep
     )
     with _groups_freed(trainer.parallel):
         try:
-            return _steps(trainer, trial.batch, samples.asked)
+            yield trainer, samples
         finally:
             trainer.close()
 
@@ -168,6 +198,21 @@ def places(fragment: Fragment) -> torch.Tensor:
         return torch.arange(fragment.start, fragment.stop)
     every = torch.arange(torch.Size(fragment.shape).numel()).view(fragment.shape)
     return every.narrow(*fragment.block).flatten()[fragment.start : fragment.stop]
+
+
+def distinct(fragments: Iterable[tuple[int, Fragment]]) -> Iterator[tuple[int, Fragment]]:
+    """Leaves out what is the same, bit by bit, as a fragment of the same elements before it."""
+    before: dict[Hashable, list[Fragment]] = {}
+    for rank, fragment in fragments:
+        others = before.setdefault(fragment.place, [])
+        if not any(torch.equal(fragment.values, other.values) for other in others):
+            others.append(fragment)
+            yield rank, fragment
+
+
+def _unpickled(where: tuple[Any, ...], values: NDArray[np.float32]) -> Fragment:
+    name, shape, block, start, stop = where
+    return Fragment(name, shape, block, start, stop, torch.from_numpy(values))
 
 
 def _fragment(owned: Owned, values: torch.Tensor) -> Fragment:

@@ -14,7 +14,7 @@ from torch import nn
 from shoal.data.permutation import order
 from shoal.errors import ConfigError, ModelError
 from shoal.models import Transformer, build
-from shoal.parallel import require_executable, require_layout, require_trainable
+from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan
 from shoal.train.config import OptimizerConfig
 
@@ -115,7 +115,6 @@ class Trial:
             )
 
         def require(plan: Plan) -> None:
-            require_executable(plan)
             require_layout(model, plan, self.sequence)
             plan.with_microbatch_for(self.batch)
 

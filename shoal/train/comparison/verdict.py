@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,11 +17,12 @@ from shoal.train.comparison.diagnosis import (
     explain_parameter,
     explain_samples,
 )
-from shoal.train.comparison.laid_out import Copy, Fragment, RankStep, copies
+from shoal.train.comparison.forward import Fault
+from shoal.train.comparison.laid_out import Copy, Fragment, RankStep, copies, distinct
 from shoal.train.comparison.trial import Trial
 from shoal.train.comparison.yardstick import Yardstick, relative, scales_of, vector_deviation
 
-__all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge"]
+__all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
 
 _SHOWN = 6  # names of parameters that depart beside the first
 
@@ -76,6 +77,7 @@ class Departure:
         deviation: How far.
         bound: How far rounding explains.
         text: All of this in sentences, with what it looks like.
+        layer: The first in forward order that departs; "" if none does, or it was not looked for.
     """
 
     step: int
@@ -84,6 +86,7 @@ class Departure:
     deviation: float
     bound: float
     text: str
+    layer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,8 @@ def judge(trial: Trial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequen
     mesh = Mesh.of(plan)
     for index, (reference, bounds) in enumerate(zip(yardstick.steps, yardstick.bounds, strict=True)):
         seen = [steps[index] for steps in ranks]
-        gradients = _put_together([step.gradients for step in seen])
-        parameters = _put_together([step.parameters for step in seen])
+        gradients = _distinct_copies([step.gradients for step in seen])
+        parameters = _distinct_copies([step.parameters for step in seen])
         gradient_deviations = _deviations(gradients, reference.gradients, bounds.gradients)
         parameter_deviations = _deviations(parameters, reference.parameters, bounds.parameters)
         report = StepReport(
@@ -140,12 +143,29 @@ def judge(trial: Trial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequen
                 wanted=trial.batch_of(index),
                 seen=seen,
                 reference=reference,
-                gradients=gradients,
-                parameters=parameters,
             )
             departure = _first_departure(report, gradient_deviations, parameter_deviations, evidence)
     outcome = "passed" if departure is None else "failed"
     return Verdict(str(plan), outcome, tuple(reports), departure)
+
+
+def may_be_of_forward(verdict: Verdict) -> bool:
+    """Whether the fault may lie in the first step's forward, so that it is worth tracing."""
+    departure = verdict.departure
+    return departure is not None and departure.step == 1 and departure.quantity in ("gradient", "loss")
+
+
+def with_fault(verdict: Verdict, fault: Fault | None) -> Verdict:
+    """The verdict with what was found in forward, if the fault can be there."""
+    departure = verdict.departure
+    assert departure is not None
+    if fault is not None:
+        layer, told = fault.layer, fault.text
+    elif verdict.steps[0].loss.departs:
+        layer, told = "", "forward: every layer agrees whose output a rank has whole"
+    else:
+        return verdict
+    return replace(verdict, departure=replace(departure, layer=layer, text=f"{departure.text}\n  {told}"))
 
 
 def _first_departure(
@@ -192,8 +212,8 @@ def _said(step: int, what: str, departing: Sequence[Deviation]) -> str:
     return text
 
 
-def _put_together(ranks: Sequence[Sequence[Fragment]]) -> dict[str, list[Copy]]:
-    return copies((rank, fragment) for rank, held in enumerate(ranks) for fragment in held)
+def _distinct_copies(ranks: Sequence[Sequence[Fragment]]) -> dict[str, list[Copy]]:
+    return copies(distinct((rank, fragment) for rank, held in enumerate(ranks) for fragment in held))
 
 
 def _deviations(

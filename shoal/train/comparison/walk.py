@@ -8,17 +8,18 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
 
 from shoal.elastic import StopSignal, World, join, launch
 from shoal.errors import TrainingError, UserError, WorkerError
-from shoal.plan import Plan
-from shoal.train.comparison.laid_out import RankStep, train_under
+from shoal.plan import Mesh, Plan
+from shoal.train.comparison.forward import ForwardReference, first_fault
+from shoal.train.comparison.laid_out import RankStep, trace_under, train_under
 from shoal.train.comparison.trial import Trial
-from shoal.train.comparison.verdict import Verdict, judge
+from shoal.train.comparison.verdict import Verdict, judge, may_be_of_forward, with_fault
 from shoal.train.comparison.yardstick import Yardstick
 from shoal.train.config import TrainConfig
 from shoal.train.execute import choose_device
@@ -28,7 +29,10 @@ __all__ = ["Comparison", "Walk", "compare_here", "compare_locally", "serve"]
 _TIMEOUT = 300.0  # seconds; also what the other ranks wait for the first one's reference
 _USER_ERROR, _STOPPED = 2, 130
 
+Value = TypeVar("Value")
 Tell = Callable[[Verdict], object]
+Trained = tuple[list[RankStep], Verdict | None]
+"""What a rank saw of all steps, or why it did not make them."""
 
 
 @final
@@ -44,6 +48,7 @@ class Comparison:
         self._trial = trial
         self._device = device
         self._yardsticks: dict[str, Yardstick] = {}
+        self._forwards: dict[str, ForwardReference] = {}
 
     def check(self, plan: Plan) -> Verdict | None:
         """Trains under a Plan and holds it against the reference.
@@ -51,23 +56,36 @@ class Comparison:
         Returns:
             The verdict on the first rank, None on the others.
         """
-        steps: list[RankStep] = []
-        verdict: Verdict | None = None
+        ranks = _gathered(self._trained(plan))
+        verdict = None if ranks is None else self._judged(plan, ranks)
+        # Also keeps ranks together: the first one's reference takes longer than groups wait to be formed.
+        if _told(verdict is not None and may_be_of_forward(verdict)):
+            traces = _gathered(trace_under(self._trial, plan, self._device))
+            if traces is not None and verdict is not None:
+                reference = self._forward_reference(plan.precision)
+                verdict = with_fault(verdict, first_fault(self._trial, Mesh.of(plan), traces, reference))
+            if dist.is_initialized():
+                dist.barrier()
+        return verdict
+
+    def _trained(self, plan: Plan) -> Trained:
         try:
-            steps = train_under(self._trial, plan, self._device)
+            return train_under(self._trial, plan, self._device), None
         except UserError as error:
-            verdict = Verdict(str(plan), "refused", reason=str(error))
+            return [], Verdict(str(plan), "refused", reason=str(error))
         except TrainingError as error:
-            verdict = Verdict(str(plan), "failed", reason=str(error))
-        ranks = _gathered((steps, verdict))
-        if ranks is not None:
-            verdict = next((other for _, other in ranks if other is not None), None)
-            if verdict is None:
-                yardstick = self._yardstick(plan.precision)
-                verdict = judge(self._trial, plan, yardstick, [steps for steps, _ in ranks])
-        if dist.is_initialized():
-            dist.barrier()  # the first rank's reference takes longer than groups wait to be formed
-        return None if ranks is None else verdict
+            return [], Verdict(str(plan), "failed", reason=str(error))
+
+    def _judged(self, plan: Plan, ranks: Sequence[Trained]) -> Verdict:
+        for _, ended in ranks:
+            if ended is not None:
+                return ended
+        return judge(self._trial, plan, self._yardstick(plan.precision), [steps for steps, _ in ranks])
+
+    def _forward_reference(self, precision: str) -> ForwardReference:
+        if precision not in self._forwards:
+            self._forwards[precision] = ForwardReference.measure(self._trial, precision, self._device)
+        return self._forwards[precision]
 
     def _yardstick(self, precision: str) -> Yardstick:
         if precision not in self._yardsticks:
@@ -169,14 +187,20 @@ def serve(job: Path, world: World, stop: StopSignal) -> int:
     return 0
 
 
-def _gathered(
-    value: tuple[list[RankStep], Verdict | None],
-) -> list[tuple[list[RankStep], Verdict | None]] | None:
+def _told(value: bool) -> bool:
+    """What the first rank says."""
+    told = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _gathered(value: Value) -> list[Value] | None:
     """What every rank gives, on the first rank."""
     if not dist.is_initialized():
         return [value]
     is_first = dist.get_rank() == 0
-    ranks: list[tuple[list[RankStep], Verdict | None]] = [value] * dist.get_world_size()
+    ranks = [value] * dist.get_world_size()
     dist.gather_object(value, ranks if is_first else None, dst=0)
     return ranks if is_first else None
 

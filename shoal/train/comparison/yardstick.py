@@ -10,7 +10,7 @@ not, such as those inside a matrix product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +18,29 @@ import torch
 from shoal.train.comparison.alone import Alone, Step, Sums, Tensors
 from shoal.train.comparison.trial import Trial
 
-__all__ = ["FLOOR", "MULTIPLE", "Bounds", "Yardstick", "relative", "scales_of", "vector_deviation"]
+__all__ = [
+    "FLOOR",
+    "MULTIPLE",
+    "TYPES",
+    "Bounds",
+    "Yardstick",
+    "bound_of",
+    "relative",
+    "scales_of",
+    "vector_deviation",
+]
 
 MULTIPLE = 5.0
 """Data-parallel Plans of 25 seeds, in fp32 and bf16, lay at most 1.5 times as far as the other ways."""
 
 FLOOR = 8.0
 """Units in the last place of fp32, in which losses and the optimizer's state are kept."""
+
+TYPES: Mapping[str, tuple[torch.dtype, torch.dtype]] = {
+    "fp32": (torch.float32, torch.float64),
+    "bf16": (torch.bfloat16, torch.float32),
+}
+"""By a Plan's precision, the type that computes and one of twice the width."""
 
 _ULP = torch.finfo(torch.float32).eps
 
@@ -67,10 +83,7 @@ class Yardstick:
             precision: Of the Plans that are to be compared: fp32 or bf16.
             device: Where.
         """
-        compute, wider = {
-            "fp32": (torch.float32, torch.float64),
-            "bf16": (torch.bfloat16, torch.float32),
-        }[precision]
+        compute, wider = TYPES[precision]
         batch, single = trial.batch, torch.float32
         half = max(1, batch // 2)
         steps = Alone(trial, Sums(compute, single, batch), device).run()
@@ -88,21 +101,30 @@ class Yardstick:
 def _bounds(step: Step, others: Sequence[Step]) -> Bounds:
     gradient_scales, parameter_scales = scales_of(step.gradients), scales_of(step.parameters)
     return Bounds(
-        loss=_bound(relative(other.loss, step.loss) for other in others),
-        norm=_bound(relative(other.norm, step.norm) for other in others),
+        loss=bound_of(_loss_deviation(other, step) for other in others),
+        norm=bound_of(relative(other.norm, step.norm) for other in others),
         gradients={
-            name: _bound(
+            name: bound_of(
                 vector_deviation(other.gradients[name], value, gradient_scales[name]) for other in others
             )
             for name, value in step.gradients.items()
         },
         parameters={
-            name: _bound(
+            name: bound_of(
                 vector_deviation(other.parameters[name], value, parameter_scales[name]) for other in others
             )
             for name, value in step.parameters.items()
         },
     )
+
+
+def _loss_deviation(other: Step, step: Step) -> float:
+    """How far the loss lies, or would lie by chance if that of every token did so independently.
+
+    A few means may lie near one another by luck, which those of their many summands cannot.
+    """
+    by_chance = float((other.losses - step.losses).norm()) / step.losses.numel()
+    return max(relative(other.loss, step.loss), relative(step.loss + by_chance, step.loss))
 
 
 def relative(value: float, reference: float) -> float:
@@ -124,5 +146,6 @@ def vector_deviation(value: torch.Tensor, reference: torch.Tensor, scale: float)
     return deviation if deviation == deviation else float("inf")
 
 
-def _bound(deviations: Iterable[float]) -> float:
+def bound_of(deviations: Iterable[float]) -> float:
+    """How far a Plan may lie, of how far the other ways do."""
     return MULTIPLE * max(deviations) + FLOOR * _ULP

@@ -1,0 +1,237 @@
+"""`shoal schedule`: a pipeline schedule to scale, with its bubble and activations, or all side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.table import table_of
+from shoal.errors import PlanError, UserError
+from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, least_virtual, make, play, search
+from shoal.plan.schedules.draw import draw
+from shoal.plan.schedules.text import picture
+
+__all__ = ["add_parser", "run"]
+
+_WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal
+
+_DESCRIPTION = f"""\
+Prints a pipeline schedule to scale, with its bubble and the activations that ranks hold. F is a forward, B a
+backward, I and W its two halves: the gradients of the input and of the weights. The number is the
+micro-batch; small letters are the second stage of a rank. A rank's idle time is all until the last rank
+stops; stalled is the part of it between the rank's own first and last action.
+
+Names: {", ".join((*NAMES, FOUND))}.
+The last is found for the given times and limit, and is never worse than a named one.
+Times are of all layers of a rank; with several stages on a rank each has its part.
+
+Exit codes: 0; 2 something given cannot work.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "schedule",
+        help="show pipeline schedules: their tables, bubbles and activations",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--name", metavar="NAME", help="the schedule, such as zb-v")
+    which.add_argument("--compare", action="store_true", help="all schedules, side by side")
+    parser.add_argument("--pp", metavar="N", type=int, required=True, help="ranks of the pipeline")
+    parser.add_argument("--microbatches", metavar="N", type=int, required=True, help="in a step")
+    parser.add_argument(
+        "--virtual",
+        metavar="N",
+        type=int,
+        help="stages on a rank (default: the fewest that the schedule takes; 2 for search and looped-bfs)",
+    )
+    parser.add_argument(
+        "--times",
+        metavar="F,B,W",
+        default="1,1,1",
+        help="of a micro-batch: forward, gradient of the input, gradient of the weights (default 1,1,1)",
+    )
+    parser.add_argument(
+        "--transfer", metavar="T", type=float, default=0.0, help="time from rank to rank (default 0)"
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=float,
+        help="the most micro-batches whose activations a rank may hold; may be a fraction, such as 4.5",
+    )
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is asked for.
+
+    Raises:
+        PlanError: A name, a number or a time cannot be, or the schedule does not keep to the limit.
+        UserError: The picture cannot be written.
+    """
+    times = _times(args.times)
+    played = _compared(args, times) if args.compare else [_played(args, args.name, times)]
+    if args.svg is not None:
+        _write(args.svg, played)
+    if args.json:
+        summaries = [_summary(each) for each in played]
+        print(json.dumps({"schedules": summaries} if args.compare else summaries[0], indent=2))
+    else:
+        print(_comparison(played) if args.compare else _text(played[0]))
+    return 0
+
+
+def _times(text: str) -> tuple[float, float, float]:
+    try:
+        forward, input, weight = map(float, text.split(","))
+    except ValueError:
+        raise PlanError(
+            f"--times {text} cannot be read",
+            possible="three numbers with commas between them: forward, gradient of the input, of the weights",
+            change="write --times 1,1,1, say",
+        ) from None
+    return forward, input, weight
+
+
+def _played(args: argparse.Namespace, name: str, times: tuple[float, float, float]) -> Played:
+    """The schedule of a name, played, if it keeps to the limit."""
+    if name == FOUND or name == "looped-bfs":
+        virtual = 2 if args.virtual is None else args.virtual
+    else:
+        virtual = least_virtual(name) if args.virtual is None else args.virtual
+    make("looped-bfs", args.pp, virtual, args.microbatches)  # checks the numbers before times are made
+    forward, input, weight = (each / virtual for each in times)
+    part = Times.equal(args.pp * virtual, forward, input, weight, args.transfer)
+    limit = _limit(args.limit, virtual)
+    if name == FOUND:
+        return play(search(part, args.pp, virtual, args.microbatches, limit), part)
+    played = play(make(name, args.pp, virtual, args.microbatches), part)
+    if limit is not None and max(played.peaks) > limit:
+        raise PlanError(
+            f"the schedule {name} holds {max(played.peaks) / virtual:g} micro-batches, and --limit is "
+            f"{args.limit:g}",
+            possible=f"--name {FOUND}, which keeps to the limit; or a limit that the schedule keeps",
+            change=f"write --name {FOUND}, or a greater limit",
+        )
+    return played
+
+
+def _limit(limit: float | None, virtual: int) -> int | None:
+    """The limit in micro-batches of one stage."""
+    if limit is None:
+        return None
+    if not (math.isfinite(limit) and limit >= 1):
+        raise PlanError(
+            f"--limit {limit:g} leaves no room for a micro-batch",
+            possible="a number of micro-batches, 1 or more",
+            change="write --limit 1 or more, or leave it out",
+        )
+    return math.floor(limit * virtual)
+
+
+def _compared(args: argparse.Namespace, times: tuple[float, float, float]) -> list[Played]:
+    """All that can be made for these numbers; the others are told."""
+    stages = sorted({1, 2, 1 if args.virtual is None else args.virtual})
+    found = [_played(_with(args, virtual), FOUND, times) for virtual in stages]  # refuses what nothing can be
+    played = []
+    for name in NAMES:
+        made, refused = [], {}
+        for virtual in stages:
+            try:
+                made.append(_played(_with(args, virtual), name, times))
+            except PlanError as error:
+                refused[virtual] = error
+        if not made:
+            print(f"left out: {refused[least_virtual(name)].given}", file=sys.stderr)
+        played += made
+    return played + found
+
+
+def _with(args: argparse.Namespace, virtual: int) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), "virtual": virtual})
+
+
+def _text(played: Played) -> str:
+    schedule = played.schedule
+    width = shutil.get_terminal_size((_WIDTH_OF_FILES, 0)).columns
+    rows = [
+        [
+            str(rank),
+            ", ".join(map(str, schedule.stages_of(rank))),
+            f"{played.busy(rank):.6g}",
+            f"{played.idle(rank):.6g}",
+            f"{played.stalled(rank):.6g}",
+            f"{played.peaks[rank] / schedule.virtual:g}",
+        ]
+        for rank in range(schedule.ranks)
+    ]
+    head = ["rank", "stages", "busy", "idle", "stalled", "activations"]
+    return "\n\n".join(
+        [
+            picture(played, width),
+            table_of(head, rows),
+            f"{schedule.name}: {played.makespan:.6g} long; bubble {played.bubble:.1%} of the time, "
+            f"{played.bubble_over_ideal:.1%} over the ideal; "
+            f"at most {max(played.peaks) / schedule.virtual:g} micro-batches of activations",
+        ]
+    )
+
+
+def _comparison(played: Sequence[Played]) -> str:
+    rows = [
+        [
+            each.schedule.name,
+            str(each.schedule.virtual),
+            f"{each.makespan:.6g}",
+            f"{each.bubble:.1%}",
+            f"{each.bubble_over_ideal:.1%}",
+            f"{max(each.peaks) / each.schedule.virtual:g}",
+        ]
+        for each in played
+    ]
+    return table_of(["schedule", "stages", "length", "bubble", "over the ideal", "activations"], rows)
+
+
+def _summary(played: Played) -> dict[str, Any]:
+    schedule: Schedule = played.schedule
+    ranks = range(schedule.ranks)
+    return {
+        "name": schedule.name,
+        "ranks": schedule.ranks,
+        "virtual": schedule.virtual,
+        "microbatches": schedule.microbatches,
+        "placement": list(schedule.placement),
+        "makespan": played.makespan,
+        "bubble": played.bubble,
+        "bubble_over_ideal": played.bubble_over_ideal,
+        "busy": [played.busy(rank) for rank in ranks],
+        "idle": [played.idle(rank) for rank in ranks],
+        "stalled": [played.stalled(rank) for rank in ranks],
+        "peak_activations": [peak / schedule.virtual for peak in played.peaks],
+        "table": [[str(action) for action in row] for row in schedule.table],
+        "starts": [list(starts) for starts in played.starts],
+    }
+
+
+def _write(path: Path, played: Sequence[Played]) -> None:
+    try:
+        path.write_text(draw(played), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the picture cannot be written to {path}: {error.strerror}",
+            possible="a file in a directory that can be written to",
+            change="give another FILE to --svg",
+        ) from error
+    print(f"picture written to {path}", file=sys.stderr)

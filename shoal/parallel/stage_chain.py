@@ -1,0 +1,122 @@
+"""A pipeline's stages run one after another for one micro-batch, without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.parallel.communication import Axis
+
+__all__ = ["Form", "StageChain"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_HEADER = 10  # numbers that tell a form: which type, how many dims, and up to eight of them
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape and type of what one stage gives the next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def new(self, device: torch.device) -> Tensor:
+        """A tensor of this form, whose content is not defined."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@final
+class StageChain:
+    """The stages in order, of which this rank runs its own.
+
+    Args:
+        placement: By stage, the index in the axis of the rank that holds it.
+        stages: This rank's, by number; called with the model's input and the hidden state.
+        axis: The ranks that hold them.
+        device: Where they are.
+    """
+
+    def __init__(
+        self, placement: Sequence[int], stages: Mapping[int, nn.Module], axis: Axis, device: torch.device
+    ) -> None:
+        self._placement = placement
+        self._stages = stages
+        self._axis = axis
+        self._device = device
+        self._forms: dict[tuple[torch.Size, ...], dict[int, Form]] = {}
+
+    @torch.no_grad()
+    def forward(self, inputs: Any) -> Any:
+        """The model's output where the last stage is, None elsewhere; all ranks of the axis call it."""
+        shapes = _shapes_of(inputs)
+        known = self._forms.get(shapes)
+        met = {} if known is None else known
+        passed: Any = None
+        for number, stage in sorted(self._stages.items()):
+            if number > 0 and self._placement[number - 1] != self._axis.index:
+                passed = self._receive(number, met)
+            passed = stage(inputs, passed)
+            if number + 1 < len(self._placement):
+                met.setdefault(number + 1, Form(tuple(passed.shape), passed.dtype))
+                if self._placement[number + 1] != self._axis.index:
+                    self._send(number, passed, tell=known is None)
+                    passed = None
+        self._forms[shapes] = met
+        return passed
+
+    def forms(self, inputs: Any) -> Mapping[int, Form]:
+        """The form of what comes to a stage, for those on either side of this rank's, by the stage's number.
+
+        For inputs of other shapes than before the stages are run once, by all ranks of the axis.
+        """
+        if _shapes_of(inputs) not in self._forms:
+            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+                self.forward(inputs)
+        return self._forms[_shapes_of(inputs)]
+
+    def broadcast(self, output: Any) -> Tensor:
+        """The tensor that the last stage's rank gave, on every rank of the axis."""
+        holder = self._placement[-1]
+        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
+        if self._axis.index == holder:
+            header.copy_(_described(Form(tuple(output.shape), output.dtype)))
+        self._axis.broadcast(header, "form", source=holder).wait()
+        whole = output.contiguous() if self._axis.index == holder else _form_of(header).new(self._device)
+        self._axis.broadcast(whole, "output", source=holder).wait()
+        return whole
+
+    def _receive(self, number: int, met: dict[int, Form]) -> Tensor:
+        source = self._placement[number - 1]
+        if number not in met:
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
+            self._axis.receive(header, source, f"form:{number}").wait()
+            met[number] = _form_of(header)
+        hidden = met[number].new(self._device)
+        self._axis.receive(hidden, source, f"activation:{number}").wait()
+        return hidden
+
+    def _send(self, number: int, output: Tensor, *, tell: bool) -> None:
+        target = self._placement[number + 1]
+        if tell:
+            form = Form(tuple(output.shape), output.dtype)
+            self._axis.send(_described(form).to(self._device), target, f"form:{number + 1}").wait()
+        self._axis.send(output.contiguous(), target, f"activation:{number + 1}").wait()
+
+
+def _shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
+    return tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+def _described(form: Form) -> Tensor:
+    numbers = [_DTYPES.index(form.dtype), len(form.shape), *form.shape]
+    return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64)
+
+
+def _form_of(header: Tensor) -> Form:
+    dtype, dims, *shape = header.tolist()
+    return Form(tuple(shape[:dims]), _DTYPES[dtype])

@@ -1,0 +1,38 @@
+"""Pipeline schedules as tables: the same table is run, drawn, timed and proved free of deadlock.
+
+Nouns: Action (a rank's forward or backward of a stage and micro-batch), Schedule (the table of all ranks),
+Times and Played (with start and stop of each action), Send and Receive. `make` gives a named schedule,
+`search` finds one for given times and memory. Run by `shoal.parallel`, timed by the simulator. Imports no
+torch.
+"""
+
+from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.named import NAMES, least_virtual, make
+from shoal.plan.schedules.play import Played, Times, play
+from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
+from shoal.plan.schedules.search import FOUND, search
+from shoal.plan.schedules.sound import require_no_deadlock, require_sound
+from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfers
+
+__all__ = [
+    "FOUND",
+    "NAMES",
+    "Action",
+    "Payload",
+    "Played",
+    "Receive",
+    "Schedule",
+    "Send",
+    "Step",
+    "Times",
+    "Work",
+    "least_virtual",
+    "looped",
+    "make",
+    "play",
+    "require_no_deadlock",
+    "require_sound",
+    "search",
+    "transfers",
+    "v_shaped",
+]

@@ -1,0 +1,59 @@
+"""What a rank does in one go: the forward of a stage for a micro-batch, or a part of its backward."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shoal.errors import PlanError
+
+__all__ = ["Action", "Work"]
+
+_TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+class Work(StrEnum):
+    """A kind of work. A stage and micro-batch has F and either B, or I and later W."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """The whole backward: I and W in one."""
+    INPUT = "I"
+    """The gradient of the stage's input, which the stage before it waits for."""
+    WEIGHT = "W"
+    """The gradient of the stage's weights, which nothing waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of work. Its text form is torch's: `2F3` is the forward of stage 2 for micro-batch 3.
+
+    Attributes:
+        work: What is done.
+        stage: Number of the stage in the whole pipeline, from 0.
+        microbatch: Number of the micro-batch in the step, from 0.
+    """
+
+    work: Work
+    stage: int
+    microbatch: int
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Reads the text form.
+
+        Raises:
+            PlanError: The text is not that of an action.
+        """
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
+            raise PlanError(
+                f"{text!r} is not an action of a schedule",
+                possible="stage, F, B, I or W, micro-batch, such as 2F3",
+                change="correct or leave out that action",
+            )
+        return cls(Work(match[2]), int(match[1]), int(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.work.value}{self.microbatch}"

@@ -1,0 +1,184 @@
+"""Schedules as SVG: ranks as rows, time to scale. Reads well on white pages and on dark ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from xml.sax.saxutils import escape
+
+from shoal.plan.schedules.action import Work
+from shoal.plan.schedules.play import Played
+
+__all__ = ["caption", "draw"]
+
+_COLORS = {
+    Work.FORWARD: (47, 111, 214),
+    Work.BACKWARD: (190, 82, 54),
+    Work.INPUT: (222, 134, 42),
+    Work.WEIGHT: (38, 140, 98),
+}
+_WORDS = {
+    Work.FORWARD: "F forward",
+    Work.BACKWARD: "B backward",
+    Work.INPUT: "I gradient of the input",
+    Work.WEIGHT: "W gradient of the weights",
+}
+_GRAY = "#7d8590"
+_LIGHT, _DARK = "#ffffff", "#10151c"
+
+_LEFT = 58  # of the rows, for the names of the ranks
+_RIGHT = 16
+_ROW = 24
+_BOX = 21
+_LEGEND = 34
+_CAPTION = 26
+_AXIS = 30
+_LEAST_WIDTH = 720
+_MOST_WIDTH = 1500
+_SHORTEST = 17  # width of the shortest action, if the picture then is not too wide
+_NUMBER = 11  # size of the numbers in boxes and below them
+_SMALLEST = 7.5  # in boxes that have no room for this, numbers are left out
+_DIGIT = 0.62  # width of a digit, in sizes
+
+
+def draw(played: Sequence[Played], title: str = "Pipeline schedules") -> str:
+    """One picture of schedules below each other, all on one scale of time.
+
+    A box is an action with the number of its micro-batch; its colour is the kind of work, the paler the later
+    the stage on its rank. A dashed line marks when all would end if no rank were ever idle.
+
+    Args:
+        played: At least one.
+        title: What the picture shows, for who cannot see it.
+    """
+    longest = max(each.makespan for each in played) or 1
+    scale = _scale(played, longest)
+    width = max(_LEAST_WIDTH, _LEFT + longest * scale + _RIGHT)
+    top: float = _LEGEND
+    parts = list(_legend(played))
+    for each in played:
+        parts += _panel(each, top, scale)
+        top += _CAPTION + _ROW * each.schedule.ranks + _AXIS
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {top:.0f}" '
+            f'width="{width:.0f}" height="{top:.0f}" role="img" '
+            'font-family="system-ui, sans-serif" font-size="13">',
+            f"<title>{escape(title)}</title>",
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def caption(played: Played) -> str:
+    """A schedule's size, bubble and peak of activations in a line."""
+    schedule = played.schedule
+    stages = f", {schedule.virtual} stages each" if schedule.virtual > 1 else ""
+    peak = max(played.peaks) / schedule.virtual
+    return (
+        f"{schedule.ranks} ranks{stages}, {schedule.microbatches} micro-batches: "
+        f"bubble {played.bubble:.1%}, peak activations {peak:g} micro-batches"
+    )
+
+
+def _scale(played: Sequence[Played], longest: float) -> float:
+    """Pixels for a unit of time."""
+    shortest = min(
+        (
+            duration
+            for each in played
+            for row in each.schedule.table
+            for action in row
+            if (duration := each.times.of(action)) > 0
+        ),
+        default=1,
+    )
+    least, most = ((width - _LEFT - _RIGHT) / longest for width in (_LEAST_WIDTH, _MOST_WIDTH))
+    return min(max(_SHORTEST / shortest, least), most)
+
+
+def _legend(played: Sequence[Played]) -> Iterator[str]:
+    present = {action.work for each in played for row in each.schedule.table for action in row}
+    turns = max(each.schedule.virtual for each in played)
+    x: float = _LEFT
+    for work in Work:
+        if work in present:
+            for turn in range(turns):
+                yield _rectangle(x, 8, 13, 13, _color(work, turn, turns))
+                x += 13
+            yield _text(x + 6, 19, _WORDS[work], anchor="start")
+            x += 26 + 6.6 * len(_WORDS[work])
+    if turns > 1:
+        yield _text(x, 19, "paler: later stages of the rank", anchor="start")
+        x += 210
+    yield _dashed(x + 4, 5, 24)
+    yield _text(x + 12, 19, "end without any bubble", anchor="start")
+
+
+def _panel(played: Played, top: float, scale: float) -> Iterator[str]:
+    schedule = played.schedule
+    yield (
+        f'<text x="{_LEFT}" y="{top + 16:g}" fill="{_GRAY}"><tspan font-weight="bold">'
+        f"{escape(schedule.name)}</tspan>, {escape(caption(played))}</text>"
+    )
+    rows = top + _CAPTION
+    for rank in range(schedule.ranks):
+        y = rows + rank * _ROW
+        yield _text(_LEFT - 8, y + 15, f"rank {rank}", anchor="end")
+        yield (
+            f'<rect x="{_LEFT}" y="{y:g}" width="{played.makespan * scale:.2f}" height="{_BOX}" '
+            f'fill="{_GRAY}" fill-opacity="0.16"/>'
+        )
+        turns = {stage: turn for turn, stage in enumerate(schedule.stages_of(rank))}
+        for action, start, stop in zip(
+            schedule.table[rank], played.starts[rank], played.stops[rank], strict=True
+        ):
+            color = _color(action.work, turns[action.stage], schedule.virtual)
+            x, width = _LEFT + start * scale, (stop - start) * scale
+            yield _rectangle(x + 0.5, y, max(width - 1, 0.4), _BOX, color)
+            size = min(_NUMBER, (width - 1) / (_DIGIT * len(str(schedule.microbatches - 1))))
+            if size >= _SMALLEST:
+                yield _text(x + width / 2, y + 15, str(action.microbatch), color=_ink(color), size=size)
+    bottom = rows + schedule.ranks * _ROW - (_ROW - _BOX)
+    ideal = max(map(played.busy, range(schedule.ranks)))
+    x = _LEFT + ideal * scale
+    yield _dashed(x, rows - 4, bottom + 5)
+    end = _LEFT + played.makespan * scale
+    yield _text(_LEFT, bottom + 17, "0", size=_NUMBER)
+    if end - x > 40:
+        yield _text(x, bottom + 17, f"{ideal:.4g}", size=_NUMBER)
+    yield _text(end, bottom + 17, f"{played.makespan:.4g}", size=_NUMBER)
+
+
+def _color(work: Work, turn: int, turns: int) -> tuple[int, int, int]:
+    """The kind's colour, mixed with white for the later stages of a rank."""
+    share = 0.6 * turn / max(turns - 1, 1)
+    red, green, blue = (round(each + (255 - each) * share) for each in _COLORS[work])
+    return red, green, blue
+
+
+def _ink(color: tuple[int, int, int]) -> str:
+    red, green, blue = color
+    return _DARK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else _LIGHT
+
+
+def _dashed(x: float, top: float, bottom: float) -> str:
+    return (
+        f'<line x1="{x:.2f}" y1="{top:g}" x2="{x:.2f}" y2="{bottom:g}" stroke="{_GRAY}" '
+        'stroke-width="1.5" stroke-dasharray="4 3"/>'
+    )
+
+
+def _rectangle(x: float, y: float, width: float, height: float, color: tuple[int, int, int]) -> str:
+    return (
+        f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" '
+        f'fill="#{color[0]:02x}{color[1]:02x}{color[2]:02x}"/>'
+    )
+
+
+def _text(
+    x: float, y: float, text: str, *, anchor: str = "middle", color: str = _GRAY, size: float = 13
+) -> str:
+    sized = f' font-size="{size:.3g}"' if size != 13 else ""
+    return f'<text x="{x:.2f}" y="{y:g}" text-anchor="{anchor}" fill="{color}"{sized}>{escape(text)}</text>'

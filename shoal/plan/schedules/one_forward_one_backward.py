@@ -1,0 +1,43 @@
+"""Schedules that alternate one forward and one backward: 1F1B and its interleaved form.
+
+Narayanan et al., arXiv:2104.04473. 1F1B has GPipe's bubble; what it saves is memory. Interleaving divides the
+bubble by the stages of a rank, for as many times the transfers and somewhat more activations.
+"""
+
+from __future__ import annotations
+
+from shoal.plan.schedules.action import Action, Work
+
+__all__ = ["interleaved_row", "one_forward_one_backward_row"]
+
+
+def one_forward_one_backward_row(
+    rank: int, ranks: int, virtual: int, microbatches: int
+) -> tuple[Action, ...]:
+    """Forwards until the first gradient can be there, then one forward and one backward in turn."""
+    first = min(ranks - 1 - rank, microbatches)
+    return _alternate(
+        first,
+        [Action(Work.FORWARD, rank, microbatch) for microbatch in range(microbatches)],
+        [Action(Work.BACKWARD, rank, microbatch) for microbatch in range(microbatches)],
+    )
+
+
+def interleaved_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+    """As 1F1B; the micro-batches go through the rank's stages in rounds of as many as there are ranks."""
+    first = min((virtual - 1) * ranks + 2 * (ranks - 1 - rank), microbatches * virtual)
+    forwards, backwards = [], []
+    for start in range(0, microbatches, ranks):
+        for turn in range(virtual):
+            for microbatch in range(start, start + ranks):
+                forwards.append(Action(Work.FORWARD, turn * ranks + rank, microbatch))
+                backwards.append(Action(Work.BACKWARD, (virtual - 1 - turn) * ranks + rank, microbatch))
+    return _alternate(first, forwards, backwards)
+
+
+def _alternate(first: int, forwards: list[Action], backwards: list[Action]) -> tuple[Action, ...]:
+    """The first forwards, then the others with a backward behind each, then the backwards that are left."""
+    row = forwards[:first]
+    for forward, backward in zip(forwards[first:], backwards, strict=False):
+        row += [forward, backward]
+    return (*row, *backwards[len(forwards) - first :])

@@ -1,0 +1,181 @@
+"""Plays a schedule with given times: when each action starts and stops, and how long ranks stand idle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import PlanError
+from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.precedence import Precedence
+from shoal.plan.schedules.schedule import Schedule
+
+__all__ = ["Played", "Times", "play"]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long each piece of work of one micro-batch takes, in seconds or any other unit of time.
+
+    Attributes:
+        forward: F, by stage.
+        input: I, by stage. B takes I and W together.
+        weight: W, by stage.
+        transfer: By boundary, from stage s to s + 1 and back; one fewer than there are stages. It counts
+            only where the two are on different ranks.
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        stages = len(self.forward)
+        if not (stages == len(self.input) == len(self.weight) == len(self.transfer) + 1):
+            raise PlanError(
+                f"times for {stages} forwards, {len(self.input)} input gradients, {len(self.weight)} weight "
+                f"gradients and {len(self.transfer)} transfers were given",
+                possible="one of each for every stage, and a transfer for every boundary between two",
+                change="give times of one number of stages",
+            )
+        for name, values in (("forward", self.forward), ("input", self.input), ("weight", self.weight)):
+            _require_times(name, values)
+        _require_times("transfer", self.transfer)
+
+    @classmethod
+    def equal(
+        cls, stages: int, forward: float = 1, input: float = 1, weight: float = 1, transfer: float = 0
+    ) -> Times:
+        """The same times for every stage and boundary."""
+        return cls((forward,) * stages, (input,) * stages, (weight,) * stages, (transfer,) * (stages - 1))
+
+    @property
+    def stages(self) -> int:
+        """Number of stages that the times are of."""
+        return len(self.forward)
+
+    def of(self, action: Action) -> float:
+        """How long an action takes."""
+        if action.work is Work.FORWARD:
+            return self.forward[action.stage]
+        input, weight = self.input[action.stage], self.weight[action.stage]
+        return {Work.BACKWARD: input + weight, Work.INPUT: input, Work.WEIGHT: weight}[action.work]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A schedule with the times at which its actions start and stop.
+
+    Attributes:
+        schedule: What was played.
+        times: With which times.
+        starts: By rank, when each of its actions starts; the first starts at 0.
+        stops: By rank, when each of its actions stops.
+    """
+
+    schedule: Schedule
+    times: Times
+    starts: tuple[tuple[float, ...], ...]
+    stops: tuple[tuple[float, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """When the last action of all stops."""
+        return max(stops[-1] for stops in self.stops)
+
+    def busy(self, rank: int) -> float:
+        """How long the rank works."""
+        return math.fsum(map(self.times.of, self.schedule.table[rank]))
+
+    def idle(self, rank: int) -> float:
+        """How long the rank does not work until the last action of all stops; never negative by rounding."""
+        return max(self.makespan - self.busy(rank), 0)
+
+    def stalled(self, rank: int) -> float:
+        """How long the rank waits between its own first start and its own last stop.
+
+        This is what papers on zero bubbles count: they let each rank begin its next step on its own. Where
+        an optimizer step ends for all ranks at once, as with the norm of all gradients, `idle` is the loss.
+        """
+        return max(self.stops[rank][-1] - self.starts[rank][0] - self.busy(rank), 0)
+
+    @property
+    def bubble(self) -> float:
+        """Idle time as a share of all ranks' time: 0 is none."""
+        return sum(map(self.idle, self._ranks)) / (self.makespan * len(self._ranks) or 1)
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle time over working time: (ranks - 1) / micro-batches for 1F1B with equal stages."""
+        return sum(map(self.idle, self._ranks)) / (math.fsum(map(self.busy, self._ranks)) or 1)
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """By rank, its peak of activations held until B or W, in micro-batches of one stage."""
+        return tuple(map(self.schedule.peak_activations, self._ranks))
+
+    @property
+    def _ranks(self) -> range:
+        return range(self.schedule.ranks)
+
+
+def play(schedule: Schedule, times: Times) -> Played:
+    """Plays a schedule: an action starts when its rank is free, in the table's order, and its input is there.
+
+    Sends and receives overlap with work and do not hinder one another.
+
+    Args:
+        schedule: What to play.
+        times: Of its stages.
+
+    Raises:
+        PlanError: The times are of another number of stages, or the table can never end; it says which
+            action waits for which.
+    """
+    require_times_of(times, schedule.stages)
+    precedence = Precedence.of(schedule.placement, schedule.microbatches, times.transfer)
+    rows = [[precedence.number(action) for action in row] for row in schedule.table]
+    durations = precedence.durations(times.forward, times.input, times.weight)
+    for row, numbers in zip(schedule.table, rows, strict=True):
+        for action, number in zip(row, numbers, strict=True):
+            if action.work is Work.BACKWARD:
+                durations[number] = times.of(action)
+    starts, stops, positions = precedence.play(rows, durations)
+    if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
+        raise PlanError(
+            f"the schedule {schedule.name} stops for good: {precedence.circle(schedule.table, positions)}",
+            possible="a table in which every action stands behind what it waits for",
+            change="correct the order of these actions",
+        )
+    return Played(
+        schedule,
+        times,
+        tuple(tuple(starts[number] for number in row) for row in rows),
+        tuple(tuple(stops[number] for number in row) for row in rows),
+    )
+
+
+def require_times_of(times: Times, stages: int) -> None:
+    """Checks that times are of this number of stages.
+
+    Raises:
+        PlanError: They are not.
+    """
+    if times.stages != stages:
+        raise PlanError(
+            f"times of {times.stages} stages were given for a schedule of {stages}",
+            possible="times of every stage: ranks x virtual of them",
+            change=f"give times of {stages} stages",
+        )
+
+
+def _require_times(name: str, values: Sequence[float]) -> None:
+    for stage, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise PlanError(
+                f"the {name} time of stage {stage} is {value}",
+                possible="a time is a finite number, 0 or more",
+                change="give another time",
+            )

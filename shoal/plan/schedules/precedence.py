@@ -1,0 +1,142 @@
+"""What each action waits for, as numbers: the engine under `play` and `search`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.plan.schedules.action import Action, Work
+
+__all__ = ["Precedence"]
+
+_KIND = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.INPUT: 1, Work.WEIGHT: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Precedence:
+    """The actions of a pipeline, each with the one that it waits for.
+
+    An action has the number `kind x size + stage x microbatches + microbatch`, where kind is 0 for F, 1 for
+    I or B, 2 for W, and size is stages x microbatches. F waits for F of the stage before it; I and B for the
+    gradient of the stage behind it, or in the last stage for its own F; W for its own I.
+
+    Attributes:
+        placement: By stage, the rank that holds it.
+        microbatches: In a step.
+        awaited: By action, the number of the one that it waits for; -1 for none.
+        delay: By action, how long what it waits for is on its way.
+    """
+
+    placement: tuple[int, ...]
+    microbatches: int
+    awaited: list[int]
+    delay: list[float]
+
+    @classmethod
+    def of(cls, placement: tuple[int, ...], microbatches: int, transfer: Sequence[float]) -> Precedence:
+        """That of a pipeline. `transfer` is by boundary, and counts between different ranks."""
+        stages = len(placement)
+        size = stages * microbatches
+        crossing = [
+            seconds if placement[stage] != placement[stage + 1] else 0
+            for stage, seconds in enumerate(transfer)
+        ]
+        numbers = range(size)
+        last = size - microbatches
+        awaited = [
+            *(number - microbatches if number >= microbatches else -1 for number in numbers),
+            *(size + number + microbatches if number < last else number for number in numbers),
+            *(size + number for number in numbers),
+        ]
+        delay = [
+            *(seconds for seconds in (0, *crossing) for _ in range(microbatches)),
+            *(seconds for seconds in (*crossing, 0) for _ in range(microbatches)),
+            *(0 for _ in numbers),
+        ]
+        return cls(placement, microbatches, awaited, delay)
+
+    @property
+    def size(self) -> int:
+        """Stages x micro-batches: how many actions there are of one kind."""
+        return len(self.placement) * self.microbatches
+
+    def number(self, action: Action) -> int:
+        """The action's number; I and B share one."""
+        return _KIND[action.work] * self.size + action.stage * self.microbatches + action.microbatch
+
+    def action(self, number: int) -> Action:
+        """The action of a number; I for what I and B share."""
+        kind, rest = divmod(number, self.size)
+        return Action((Work.FORWARD, Work.INPUT, Work.WEIGHT)[kind], *divmod(rest, self.microbatches))
+
+    def durations(
+        self, forward: Sequence[float], input: Sequence[float], weight: Sequence[float]
+    ) -> list[float]:
+        """By action, how long it takes, given F, I and W by stage."""
+        return [
+            seconds for kind in (forward, input, weight) for seconds in kind for _ in range(self.microbatches)
+        ]
+
+    def play(
+        self, rows: Sequence[Sequence[int]], durations: Sequence[float]
+    ) -> tuple[list[float], list[float], list[int]]:
+        """Does the actions, each once its rank has come to it and what it waits for is there.
+
+        Args:
+            rows: By rank, the numbers of its actions.
+            durations: By action.
+
+        Returns:
+            By action, its start and its stop, -1 for one that was never done; by rank, how many it did.
+        """
+        starts: list[float] = [-1] * len(durations)
+        stops: list[float] = [-1] * len(durations)
+        positions = [0] * len(rows)
+        free: list[float] = [0] * len(rows)
+        waiting: dict[int, list[int]] = {}
+        awaited, delay = self.awaited, self.delay
+        able = list(range(len(rows)))
+        while able:
+            rank = able.pop()
+            row, now = rows[rank], free[rank]
+            position = positions[rank]
+            while position < len(row):
+                number = row[position]
+                before = awaited[number]
+                if before >= 0:
+                    if stops[before] < 0:
+                        waiting.setdefault(before, []).append(rank)
+                        break
+                    now = max(now, stops[before] + delay[number])
+                starts[number] = now
+                now += durations[number]
+                stops[number] = now
+                position += 1
+                if number in waiting:
+                    able += waiting.pop(number)
+            positions[rank], free[rank] = position, now
+        return starts, stops, positions
+
+    def circle(self, table: Sequence[Sequence[Action]], positions: Sequence[int]) -> str:
+        """Which action waits for which, where a table stops for good after so many actions of each rank."""
+        ahead = {
+            self.number(action): (rank, action)
+            for rank, row in enumerate(table)
+            for action in row[positions[rank] :]
+        }
+        rank = next(rank for rank, row in enumerate(table) if positions[rank] < len(row))
+        at: dict[int, int] = {}
+        told: list[str] = []
+        while rank not in at:
+            at[rank] = len(told)
+            action = table[rank][positions[rank]]
+            awaited = self.awaited[self.number(action)]
+            if awaited not in ahead:
+                return f"rank {rank} waits at {action} for {self.action(awaited)}, which no rank does"
+            holder, found = ahead[awaited]
+            blocking = table[holder][positions[holder]]
+            told.append(
+                f"rank {rank} waits at {action} for {found}, which rank {holder} has behind {blocking}"
+            )
+            rank = holder
+        return "; ".join(told[at[rank] :])

@@ -1,0 +1,67 @@
+"""The Schedule: which rank does what in which order, as one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.plan.schedules.action import Action, Work
+
+__all__ = ["Schedule", "looped", "v_shaped"]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The table of one step of a pipeline. `require_sound` checks one that was not made by `make`.
+
+    Attributes:
+        name: One of `NAMES`, or what made it.
+        ranks: Pipeline-parallel degree.
+        virtual: Stages on a rank.
+        microbatches: Micro-batches in a step.
+        placement: By stage, the rank that holds it.
+        table: By rank, its actions in the order in which it does them.
+    """
+
+    name: str
+    ranks: int
+    virtual: int
+    microbatches: int
+    placement: tuple[int, ...]
+    table: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages: ranks x virtual."""
+        return len(self.placement)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, ascending."""
+        return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
+
+    def peak_activations(self, rank: int, kept: float = 1.0) -> float:
+        """The most activations that a rank holds at once, in micro-batches of one stage.
+
+        Divided by `virtual` it is in micro-batches of all the layers of the rank, as papers count. An
+        activation is held from F to B. Where the backward is in two, I frees the share `1 - kept` of it
+        and W the rest.
+
+        Args:
+            rank: Whose.
+            kept: Share that W still needs after I: 1 counts all until W, 0 all until I only.
+        """
+        change = {Work.FORWARD: 1.0, Work.BACKWARD: -1.0, Work.INPUT: kept - 1.0, Work.WEIGHT: -kept}
+        held = peak = 0.0
+        for action in self.table[rank]:
+            held += change[action.work]
+            peak = max(peak, held)
+        return peak
+
+
+def looped(ranks: int, virtual: int) -> tuple[int, ...]:
+    """The placement that goes round the ranks `virtual` times: stage s on rank s mod ranks."""
+    return tuple(range(ranks)) * virtual
+
+
+def v_shaped(ranks: int) -> tuple[int, ...]:
+    """The placement of two stages a rank, down the ranks and up again: the first rank has the last stage."""
+    return (*range(ranks), *reversed(range(ranks)))

@@ -1,0 +1,219 @@
+"""Finds a schedule for the times at hand under a limit of memory."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.errors import PlanError
+from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.blocks import blocks
+from shoal.plan.schedules.greedy import RULES, Rule, greedy
+from shoal.plan.schedules.improve import improve, peak
+from shoal.plan.schedules.named import NAMES, make
+from shoal.plan.schedules.play import Times, require_times_of
+from shoal.plan.schedules.precedence import Precedence
+from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
+
+__all__ = ["FOUND", "search"]
+
+FOUND = "search"
+"""The name of schedules that were found."""
+
+_GREEDY_ACTIONS = 120_000
+"""Actions that all list schedules of a search may have together."""
+_BLOCKS = 4
+"""How many building blocks are tried of those that hold the same."""
+_IMPROVED_ACTIONS = 1_200_000
+"""Actions that are played in all to improve the best ones."""
+_IMPROVED = 3
+"""How many of the best are improved."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A table as numbers.
+
+    Attributes:
+        precedence: Of its actions.
+        durations: By action.
+        rows: By rank, the numbers of its actions.
+        wholes: The numbers of I that are whole backwards.
+        makespan: How long it takes.
+    """
+
+    precedence: Precedence
+    durations: list[float]
+    rows: list[list[int]]
+    wholes: frozenset[int]
+    makespan: float
+
+    @property
+    def peak(self) -> int:
+        return max(peak(self.precedence, row, self.wholes) for row in self.rows)
+
+
+def search(times: Times, ranks: int, virtual: int, microbatches: int, limit: int | None = None) -> Schedule:
+    """A schedule with a short makespan for given times, of which no rank holds more than `limit` activations.
+
+    List schedules of several rules and placements, and the named schedules that keep to the limit, as they
+    are and with every backward in two, are the candidates; the best are improved by local changes. So it is
+    never worse than a named one. The same arguments give the same schedule on every machine.
+
+    Args:
+        times: Of all ranks x virtual stages.
+        ranks: Pipeline-parallel degree.
+        virtual: Stages on a rank.
+        microbatches: Micro-batches in a step.
+        limit: Activations that a rank may hold, each until its B or W, in micro-batches of one stage; None
+            if memory is no matter.
+
+    Raises:
+        PlanError: A number is not positive, the times are of another number of stages, or the limit is less
+            than one micro-batch holds in all stages of a rank.
+    """
+    make("looped-bfs", ranks, virtual, microbatches)  # checks the numbers
+    require_times_of(times, ranks * virtual)
+    if limit is not None and limit < virtual:
+        raise PlanError(
+            f"a schedule was asked for that holds at most {limit} activations on a rank of {virtual} stages",
+            possible=f"{virtual} or more, which one micro-batch alone holds",
+            change=f"give a limit of {virtual} or more",
+        )
+    most = virtual * microbatches if limit is None else min(limit, virtual * microbatches)
+    bound = _least_makespan(times, ranks, virtual, microbatches)
+    candidates: list[_Candidate] = []
+    for candidate in _candidates(times, ranks, virtual, microbatches, most):
+        candidates.append(candidate)
+        if candidate.makespan <= bound:
+            break
+    candidates.sort(key=lambda each: (each.makespan, each.peak))
+    if candidates[0].makespan > bound:
+        actions = sum(map(len, candidates[0].rows))
+        attempts = _IMPROVED_ACTIONS // actions // _IMPROVED
+        candidates = [_improved(each, most, attempts) for each in candidates[:_IMPROVED]]
+    best = min(candidates, key=lambda each: (each.makespan, each.peak))
+    return _schedule(best, ranks, virtual, microbatches)
+
+
+def _candidates(
+    times: Times, ranks: int, virtual: int, microbatches: int, limit: int
+) -> Iterator[_Candidate]:
+    """The named schedules that keep to the limit, then as many list schedules as there is time for."""
+    precedences = {
+        placement: Precedence.of(placement, microbatches, times.transfer)
+        for placement in ([looped(ranks, virtual)] + ([v_shaped(ranks)] if virtual == 2 else []))
+    }
+    if virtual == 2:
+        yield from _of_blocks(times, precedences[v_shaped(ranks)], ranks, limit)
+    for name in NAMES:
+        try:
+            schedule = make(name, ranks, virtual, microbatches)
+        except PlanError:
+            continue
+        for split in (False, True):
+            candidate = _of_table(times, precedences[schedule.placement], schedule, split)
+            if candidate.peak <= limit:
+                yield candidate
+    allowed = max(_GREEDY_ACTIONS // (3 * ranks * virtual * microbatches), 4)
+    limits = sorted({limit, min(limit, ranks * virtual), min(limit, (ranks + 1) * virtual)}, reverse=True)
+    tried = [
+        (precedence, rule, most) for most in limits for rule in RULES for precedence in precedences.values()
+    ]
+    if len(tried) > allowed:  # evenly from all
+        tried = [tried[index * len(tried) // allowed] for index in range(allowed)]
+    # One micro-batch in flight is what every limit allows.
+    for precedence, rule, most in [*tried, (next(iter(precedences.values())), RULES[0], virtual)]:
+        yield _by_rule(times, precedence, virtual, most, rule)
+
+
+def _of_table(times: Times, precedence: Precedence, schedule: Schedule, split: bool) -> _Candidate:
+    """A named schedule, as it is or with every backward in two: the gradient then leaves earlier."""
+    rows: list[list[int]] = []
+    wholes = set()
+    for actions in schedule.table:
+        row: list[int] = []
+        for action in actions:
+            number = precedence.number(action)
+            row.append(number)
+            if action.work is Work.BACKWARD and split:
+                row.append(number + precedence.size)
+            elif action.work is Work.BACKWARD:
+                wholes.add(number)
+        rows.append(row)
+    return _played(times, precedence, rows, frozenset(wholes))
+
+
+def _of_blocks(times: Times, precedence: Precedence, ranks: int, limit: int) -> Iterator[_Candidate]:
+    """The quickest building blocks of each peak that keep to the limit; large pipelines try fewer peaks."""
+    found: Counter[int] = Counter()
+    allowed = max(_GREEDY_ACTIONS // (3 * precedence.size), _BLOCKS)
+    for block in sorted(blocks(ranks), key=lambda block: (-block.least_peak, block.length)):
+        if block.least_peak > limit or found[block.least_peak] == _BLOCKS or found.total() == allowed:
+            continue
+        rows = block.rows(precedence)
+        if max(peak(precedence, row, frozenset()) for row in rows) <= limit:
+            yield _played(times, precedence, rows, frozenset())
+            found[block.least_peak] += 1
+
+
+def _by_rule(times: Times, precedence: Precedence, virtual: int, limit: int, rule: Rule) -> _Candidate:
+    size = precedence.size
+    wholes = frozenset() if rule.is_split else frozenset(range(size, 2 * size))
+    rows = greedy(precedence, _durations(times, precedence, wholes), virtual, limit, rule)
+    return _played(times, precedence, rows, wholes)
+
+
+def _played(
+    times: Times, precedence: Precedence, rows: list[list[int]], wholes: frozenset[int]
+) -> _Candidate:
+    durations = _durations(times, precedence, wholes)
+    _, stops, _ = precedence.play(rows, durations)
+    return _Candidate(precedence, durations, rows, wholes, max(stops))
+
+
+def _durations(times: Times, precedence: Precedence, wholes: frozenset[int]) -> list[float]:
+    durations = precedence.durations(times.forward, times.input, times.weight)
+    for number in wholes:
+        durations[number] += durations[number + precedence.size]
+    return durations
+
+
+def _improved(candidate: _Candidate, limit: int, attempts: int) -> _Candidate:
+    precedence, durations, wholes = candidate.precedence, candidate.durations, candidate.wholes
+    rows, makespan = improve(precedence, durations, candidate.rows, wholes, limit, attempts)
+    return _Candidate(precedence, durations, rows, wholes, makespan)
+
+
+def _least_makespan(times: Times, ranks: int, virtual: int, microbatches: int) -> float:
+    """No schedule is shorter: the rank's work, after the first micro-batch has come to it."""
+    bounds = []
+    for placement in [looped(ranks, virtual)] + ([v_shaped(ranks)] if virtual == 2 else []):
+        longest = 0.0
+        for rank in range(ranks):
+            stages = [stage for stage, holder in enumerate(placement) if holder == rank]
+            first = stages[0]
+            work = math.fsum(times.forward[s] + times.input[s] + times.weight[s] for s in stages)
+            head = math.fsum(times.forward[:first]) + math.fsum(times.transfer[:first])
+            longest = max(longest, head + microbatches * work)
+        bounds.append(longest)
+    return min(bounds)
+
+
+def _schedule(candidate: _Candidate, ranks: int, virtual: int, microbatches: int) -> Schedule:
+    precedence = candidate.precedence
+
+    def action(number: int) -> Action:
+        made = precedence.action(number)
+        return Action(Work.BACKWARD, made.stage, made.microbatch) if number in candidate.wholes else made
+
+    return Schedule(
+        name=FOUND,
+        ranks=ranks,
+        virtual=virtual,
+        microbatches=microbatches,
+        placement=precedence.placement,
+        table=tuple(tuple(map(action, row)) for row in candidate.rows),
+    )

@@ -1,0 +1,152 @@
+"""Checks that a table is a schedule: complete, in an order that can be done, free of deadlock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from shoal.errors import PlanError
+from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.play import Times, play
+from shoal.plan.schedules.schedule import Schedule
+from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfers
+
+__all__ = ["require_no_deadlock", "require_sound"]
+
+_Value = tuple[Payload, int, int]
+"""What a stage needs of a micro-batch: its input, or the gradient of its output."""
+
+
+def require_sound(schedule: Schedule) -> None:
+    """Checks that every rank can do its row to the end, and that all work is done once, where it belongs.
+
+    Raises:
+        PlanError: The placement is not one of `virtual` stages on every rank; work is missing, done twice or
+            on a rank that does not hold the stage; or actions wait for one another in a circle.
+    """
+    _require_placement(schedule)
+    _require_complete(schedule)
+    play(schedule, Times.equal(schedule.stages))
+    require_no_deadlock(transfers(schedule))
+
+
+def require_no_deadlock(rows: Sequence[Sequence[Step]]) -> None:
+    """Does lists of actions, sends and receives one by one, where a send and its receive wait for each other.
+
+    Whether what an action needs has been received or made is checked too.
+
+    Args:
+        rows: By rank, what it does in order.
+
+    Raises:
+        PlanError: The lists stop for good, or an action stands before what it needs; it says which.
+    """
+    last = max((step.stage for row in rows for step in row), default=0)
+    positions = [0] * len(rows)
+    there: list[set[_Value]] = [set() for _ in rows]
+    able = list(range(len(rows)))
+    while able:
+        rank = able.pop()
+        while positions[rank] < len(rows[rank]):
+            step = rows[rank][positions[rank]]
+            if isinstance(step, Action):
+                _do(rank, step, last, there[rank])
+            else:
+                peer = step.peer
+                other = rows[peer][positions[peer]] if positions[peer] < len(rows[peer]) else None
+                if not _meet(rank, step, other):
+                    break
+                is_send = isinstance(step, Send)
+                sender, receiver = (rank, peer) if is_send else (peer, rank)
+                value = _value(step)
+                _require_there(sender, step if is_send else other, value, there[sender])
+                there[receiver].add(value)
+                positions[peer] += 1
+                able.append(peer)
+            positions[rank] += 1
+    stuck = [rank for rank, row in enumerate(rows) if positions[rank] < len(row)]
+    if stuck:
+        told = [f"rank {rank} waits at {rows[rank][positions[rank]]}" for rank in stuck]
+        raise PlanError(
+            f"with sends that wait for their receives this is a deadlock: {'; '.join(told)}",
+            possible="lists in which both ranks of a message come to it with nothing left to wait for",
+            change="take the order of `transfers`",
+        )
+
+
+def _value(message: Send | Receive) -> _Value:
+    """What the message holds, as what its receiver needs."""
+    stage = message.target if isinstance(message, Send) else message.stage
+    return message.payload, stage, message.microbatch
+
+
+def _meet(rank: int, message: Send | Receive, other: Step | None) -> bool:
+    """Whether the message's peer stands at the other end of it."""
+    expected = Receive if isinstance(message, Send) else Send
+    return isinstance(other, expected) and other.peer == rank and _value(other) == _value(message)
+
+
+def _do(rank: int, action: Action, last: int, there: set[_Value]) -> None:
+    """Notes what the action makes, if what it needs is there."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.work is Work.FORWARD:
+        if stage > 0:
+            _require_there(rank, action, (Payload.ACTIVATION, stage, microbatch), there)
+        there.add((Payload.ACTIVATION, stage + 1, microbatch))
+        if stage == last:
+            there.add((Payload.GRADIENT, stage, microbatch))
+    elif action.work is not Work.WEIGHT:
+        _require_there(rank, action, (Payload.GRADIENT, stage, microbatch), there)
+        there.add((Payload.GRADIENT, stage - 1, microbatch))
+
+
+def _require_there(rank: int, step: Step | None, value: _Value, there: set[_Value]) -> None:
+    if value not in there:
+        raise PlanError(
+            f"rank {rank} has {step} before the {value[0].name.lower()} that it needs",
+            possible="each action and send behind what makes or receives what it needs",
+            change="take the order of `transfers`",
+        )
+
+
+def _require_placement(schedule: Schedule) -> None:
+    counts = Counter(schedule.placement)
+    if (
+        len(schedule.table) != schedule.ranks
+        or set(counts) != set(range(schedule.ranks))
+        or set(counts.values()) != {schedule.virtual}
+    ):
+        raise PlanError(
+            f"the schedule {schedule.name} has {len(schedule.table)} rows, and places stages on ranks "
+            f"{schedule.placement}",
+            possible=f"{schedule.ranks} rows, and {schedule.virtual} stages on each of these ranks",
+            change="correct the placement or the table",
+        )
+
+
+def _require_complete(schedule: Schedule) -> None:
+    done: Counter[Action] = Counter()
+    for rank, row in enumerate(schedule.table):
+        for action in row:
+            if (
+                not 0 <= action.stage < schedule.stages
+                or not 0 <= action.microbatch < schedule.microbatches
+                or schedule.placement[action.stage] != rank
+            ):
+                raise PlanError(
+                    f"the schedule {schedule.name} has {action} on rank {rank}",
+                    possible=f"there, stages {', '.join(map(str, schedule.stages_of(rank)))} and "
+                    f"micro-batches 0 to {schedule.microbatches - 1}",
+                    change="correct or leave out that action",
+                )
+            done[action] += 1
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            counts = {work.value: done[Action(work, stage, microbatch)] for work in Work}
+            if counts not in ({"F": 1, "B": 1, "I": 0, "W": 0}, {"F": 1, "B": 0, "I": 1, "W": 1}):
+                told = ", ".join(f"{count} {work}" for work, count in counts.items())
+                raise PlanError(
+                    f"the schedule {schedule.name} has {told} of stage {stage}, micro-batch {microbatch}",
+                    possible="one F and one B, or one F, one I and one W",
+                    change="add or leave out actions of that stage and micro-batch",
+                )

@@ -1,0 +1,65 @@
+"""Schedules that fill the bubble with gradients of weights: ZB-H1 and ZB-V.
+
+Qi et al., arXiv:2401.10241 (ZB-H1) and arXiv:2405.15362 (ZB-V: with two stages a rank in a V, the first
+rank also has the last stage, so that all ranks hold the same amount). I is a stage's gradient of its input,
+for which the stage before it waits, and W that of its weights, for which nothing waits until the step ends.
+"""
+
+from __future__ import annotations
+
+from shoal.plan.schedules.action import Action
+from shoal.plan.schedules.row import Row
+
+__all__ = ["zb_h1_row", "zb_v_row"]
+
+
+def zb_h1_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+    """1F1B in which W stays `rank` micro-batches behind I: every rank holds as much as 1F1B's first rank."""
+    first = min(ranks - 1 - rank, microbatches)
+    row = Row()
+    for _ in range(first):
+        row.forward(rank)
+    for index in range(microbatches):
+        if index < microbatches - first:
+            row.forward(rank)
+        row.input(rank)
+        if index >= rank:
+            row.weight([rank])
+    row.weights([rank])
+    return row.actions(microbatches)
+
+
+def zb_v_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+    """F, I and W of the stage on the way down and of that on the way up in turn.
+
+    The pattern is one of 2 ranks - 1 micro-batches or more; of fewer, it is what is left of that for so many.
+    """
+    down, up = rank, 2 * ranks - 1 - rank
+    least = max(microbatches, 2 * ranks - 1)
+    row = Row()
+    for _ in range(2 * (ranks - rank) - 1):
+        row.forward(down)
+    for _ in range(rank):
+        row.forward(up)
+        row.forward(down)
+    for _ in range(ranks - rank):
+        row.forward(up)
+        row.input(up)
+        row.weight([up])
+    while row.forwards(up) < least:
+        if row.forwards(down) < least:
+            row.forward(down)
+        row.input(down)
+        row.weight([down])
+        row.forward(up)
+        row.input(up)
+        row.weight([up])
+    for _ in range(rank):
+        row.input(down)
+        row.input(up)
+    for _ in range(ranks - rank):
+        row.input(down)
+        row.weight([down])
+    row.weights([up])
+    row.weights([down])
+    return row.actions(microbatches)

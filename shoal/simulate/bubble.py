@@ -1,0 +1,133 @@
+"""Which idle time of a pipeline its schedule forced, and which a slow stage or link caused.
+
+The forwards and backwards of a step carry their actions as names, so the table that was run can be read off
+the spans. It is played with the same times for every stage: the means of those measured. A rank that idles
+then idles because of the schedule. So much of its measured idle time is bubble; what goes beyond is waiting
+for a neighbour that is slower than the mean, or for a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
+
+from shoal.errors import PlanError
+from shoal.plan.schedules import Action, Schedule, Times, Work, play, require_sound
+from shoal.timeline import Kind, Lane, Span, Timeline
+
+__all__ = ["mark_bubbles"]
+
+_Row = list[tuple[Action, Span]]
+"""What a rank did in a step, in order."""
+
+
+def mark_bubbles(timeline: Timeline) -> Timeline:
+    """The Timeline with bubble spans: the gaps between actions, as far as the schedule forced them."""
+    rows: dict[int, dict[int, _Row]] = {}
+    for rank in timeline.ranks:
+        for step, row in _rows_of(timeline, rank):
+            rows.setdefault(step, {})[rank] = row
+    if not rows:
+        return timeline
+    pipelines = _pipelines(timeline)
+    bubbles = [
+        bubble
+        for by_rank in rows.values()
+        for ranks in pipelines
+        if all(rank in by_rank for rank in ranks)
+        for bubble in _bubbles({rank: by_rank[rank] for rank in ranks})
+    ]
+    return Timeline([*timeline.spans, *bubbles], origin_unix_ns=timeline.origin_unix_ns)
+
+
+def _rows_of(timeline: Timeline, rank: int) -> Iterator[tuple[int, _Row]]:
+    """What a rank did in each of its steps that has actions of a pipeline."""
+    named = []
+    for span in timeline.of(rank):
+        if span.kind in (Kind.FORWARD, Kind.BACKWARD):
+            with contextlib.suppress(PlanError):
+                named.append((Action.parse(span.name), span))
+    for index in timeline.steps():
+        step = timeline.step(rank, index)
+        if step is None:
+            continue
+        row = [(action, span) for action, span in named if step.start <= span.start < step.stop]
+        if row:
+            yield index, row
+
+
+def _pipelines(timeline: Timeline) -> list[tuple[int, ...]]:
+    """The ranks of each pipeline: those that messages between stages join, in the order of the axis."""
+    joined: dict[int, set[int]] = {}
+    for span in timeline:
+        if span.kind == Kind.COLLECTIVE and span.name.partition(":")[0] in ("activation", "gradient"):
+            together = set[int]().union(*(joined.get(rank, {rank}) for rank in span.group))
+            for rank in together:
+                joined[rank] = together
+    return sorted({tuple(sorted(ranks)) for ranks in joined.values()})
+
+
+def _bubbles(rows: Mapping[int, _Row]) -> Iterator[Span]:
+    """The bubble spans of one step of one pipeline."""
+    schedule = _schedule_of([[action for action, _ in row] for row in rows.values()])
+    if schedule is None:
+        return
+    played = play(schedule, _mean_times(schedule, rows.values()))
+    begin = min(row[0][1].start for row in rows.values())
+    end = max(row[-1][1].stop for row in rows.values())
+    for place, (rank, row) in enumerate(rows.items()):
+        forced = _gaps(
+            0.0, list(zip(played.starts[place], played.stops[place], strict=True)), played.makespan
+        )
+        measured = _gaps(begin, [(span.start, span.stop) for _, span in row], end)
+        allowed = 0.0  # what was forced and was not yet seen: noise moves gaps between their neighbours
+        for (start, stop), (first, last) in zip(measured, forced, strict=True):
+            allowed += last - first
+            length = min(stop - start, allowed)
+            if length > 0:
+                allowed -= length
+                yield Span(rank, Lane.COMPUTE, Kind.BUBBLE, "pipeline", start, length)
+
+
+def _gaps(begin: float, worked: Sequence[tuple[float, float]], end: float) -> list[tuple[float, float]]:
+    """The times before, between and after pieces of work."""
+    edges = [begin, *(edge for piece in worked for edge in piece), end]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _schedule_of(table: Sequence[Sequence[Action]]) -> Schedule | None:
+    """The table that was run; None if a part of it was not recorded."""
+    placement = {action.stage: rank for rank, row in enumerate(table) for action in row}
+    stages = len(placement)
+    if sorted(placement) != list(range(stages)) or stages % len(table):
+        return None
+    schedule = Schedule(
+        name="measured",
+        ranks=len(table),
+        virtual=stages // len(table),
+        microbatches=1 + max(action.microbatch for row in table for action in row),
+        placement=tuple(placement[stage] for stage in range(stages)),
+        table=tuple(map(tuple, table)),
+    )
+    try:
+        require_sound(schedule)
+    except PlanError:
+        return None
+    return schedule
+
+
+def _mean_times(schedule: Schedule, rows: Iterable[_Row]) -> Times:
+    """The same for every stage: the means of what was measured."""
+    seconds: dict[Work, list[float]] = {work: [] for work in Work}
+    for row in rows:
+        for action, span in row:
+            seconds[action.work].append(span.duration)
+    means = {work: fmean(found) for work, found in seconds.items() if found}
+    whole = means.get(Work.BACKWARD, 0.0)
+    return Times.equal(
+        schedule.stages,
+        forward=means[Work.FORWARD],
+        input=means.get(Work.INPUT, whole / 2),
+        weight=means.get(Work.WEIGHT, whole / 2),
+    )

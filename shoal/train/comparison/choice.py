@@ -1,0 +1,78 @@
+"""Which of many Plans are compared where all of them would take too long."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+
+from shoal.errors import ConfigError
+from shoal.plan import DEGREES, Plan
+
+__all__ = ["covering", "with_axes"]
+
+Pair = tuple[Hashable, Hashable]
+
+_CHOICES = ("replicate", "shard", "tensor", "context", "schedule", "recompute")
+
+
+def with_axes(plans: Sequence[Plan], least: int) -> list[Plan]:
+    """The Plans in which at least `least` of the degrees are larger than 1.
+
+    `ep` counts as one of them, though its ranks are those of dp and cp.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    counts = [sum(getattr(plan, degree) > 1 for degree in DEGREES) for plan in plans]
+    most = max(counts, default=0)
+    if most < least:
+        raise ConfigError(
+            f"axes={least} was given, and no Plan has more than {most} degrees above 1",
+            possible=f"up to {most} for this model and so many ranks",
+            change=f"give --axes {most} or less, or more --ranks",
+        )
+    return [plan for plan, count in zip(plans, counts, strict=True) if count >= least]
+
+
+def covering(plans: Sequence[Plan], count: int) -> list[Plan]:
+    """A sample in which as many pairs of settings as possible stand together in a Plan.
+
+    All degrees together are one setting; each choice is another. So a sample that is large enough has every
+    combination of degrees with every way to shard, with every way to run tensor and context parallelism, and
+    so on, and every two of these choices together. Greedy: the next Plan is always the first of those with
+    the most pairs that are new; once no pair is new, counting begins again. The same Plans give the same
+    sample. (All-pairs testing: Cohen et al. 1997, doi:10.1109/32.605761.)
+
+    Args:
+        plans: What to choose from.
+        count: How many are wanted.
+
+    Returns:
+        At most `count` of them, in their order.
+
+    Raises:
+        ConfigError: `count` is not positive.
+    """
+    if count < 1:
+        raise ConfigError(
+            f"sample={count} was given",
+            possible="1 or more",
+            change="give a larger --sample, or leave it out",
+        )
+    left = {index: _pairs(plan) for index, plan in enumerate(plans)}
+    chosen: list[int] = []
+    seen: set[Pair] = set()
+    while left and len(chosen) < count:
+        index = max(left, key=lambda each: len(left[each] - seen))
+        if left[index] <= seen and seen:
+            seen = set()
+            continue
+        seen |= left.pop(index)
+        chosen.append(index)
+    return [plans[index] for index in sorted(chosen)]
+
+
+def _pairs(plan: Plan) -> set[Pair]:
+    settings: list[Hashable] = [tuple(getattr(plan, degree) for degree in DEGREES)]
+    settings += [(name, getattr(plan, name)) for name in _CHOICES]
+    return set(itertools.combinations(settings, 2))

@@ -1,0 +1,139 @@
+"""What a model computes in its forwards, layer by layer, small enough to be gathered from all ranks.
+
+Of an output, a digest is noted: one number for each token, the product with a fixed random direction. Two
+outputs that differ have digests that differ, up to chance, and about as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from shoal.models import Mixture
+from shoal.models.transformer import Rotary
+
+__all__ = ["Forward", "Note", "Place", "RankTrace", "Trace", "joined"]
+
+Place = tuple[str, str]
+"""Name of a layer, and which of its quantities: "positions", "choices" or "output"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What was seen at one place, on the CPU.
+
+    Attributes:
+        values: Of "positions" `[seq]`, those that rotary embedding gives; of "choices"
+            `[batch, seq, experts_per_token]`, the experts of each token, ascending, where the number of
+            experts stands for a choice that the capacity drops; of "output" `[batch, seq]`, the digest.
+        width: Shape of one token's output.
+    """
+
+    values: Tensor
+    width: tuple[int, ...] = ()
+
+
+Forward = dict[Place, Note]
+"""What one forward of the model gave, in the order of execution."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankTrace:
+    """What one rank saw of the first step.
+
+    Attributes:
+        samples: Those of each micro-batch.
+        held: Where the tokens that it trains on stand in their samples, `[seq / cp]`.
+        forwards: Of each micro-batch.
+    """
+
+    samples: list[list[int]]
+    held: Tensor
+    forwards: list[Forward]
+
+
+@final
+class Trace:
+    """Notes what a model's layers give, from now on.
+
+    Layers that give no tensor `[batch, seq, ...]` are passed over; of a layer that runs several times in a
+    forward, the first time counts. What recomputing runs again in backward is not noted.
+
+    Args:
+        model: Gets hooks, and is not to be used for anything else.
+
+    Attributes:
+        forwards: One for each forward of the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.forwards: list[Forward] = []
+        self._within = False
+        self._directions: dict[int, Tensor] = {}
+        model.register_forward_pre_hook(self._begin)
+        for name, module in model.named_modules():
+            if module is model:
+                continue
+            if isinstance(module, Rotary):
+                module.register_forward_pre_hook(self._positions_of(name))
+            if isinstance(module, Mixture):
+                exchange = self._choices_of(name, module._exchange)
+                module._exchange = exchange  # type: ignore[method-assign]
+            module.register_forward_hook(self._output_of(name))
+        model.register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self.forwards.append({})
+        self._within = True
+
+    def _end(self, *_: Any) -> None:
+        self._within = False
+
+    def _note(self, place: Place, values: Tensor, width: tuple[int, ...] = ()) -> None:
+        self.forwards[-1].setdefault(place, Note(values.detach().cpu(), width))
+
+    def _positions_of(self, name: str) -> Callable[..., None]:
+        def hook(module: Rotary, inputs: tuple[Tensor, ...]) -> None:
+            if self._within:
+                heads = inputs[0]
+                self._note((name, "positions"), module.positions(heads.shape[-2], heads.device))
+
+        return hook
+
+    def _choices_of(self, name: str, exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def noted(hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+            if self._within:
+                self._note((name, "choices"), chosen.sort(-1).values)
+            return exchange(hidden, chosen, shares)
+
+        return noted
+
+    def _output_of(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) and output else output
+            is_hidden = isinstance(output, Tensor) and output.ndim >= 3 and output.is_floating_point()
+            if self._within and is_hidden:
+                self._note((name, "output"), self._digest(output.detach()), tuple(output.shape[2:]))
+
+        return hook
+
+    def _digest(self, output: Tensor) -> Tensor:
+        flat = output.flatten(2)
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        if flat.shape[2] not in self._directions:
+            generator = torch.Generator().manual_seed(flat.shape[2])
+            drawn = torch.randn(flat.shape[2], generator=generator, dtype=torch.float64)
+            self._directions[flat.shape[2]] = drawn.to(wide)
+        return wide @ self._directions[flat.shape[2]]
+
+
+def joined(forwards: list[Forward], place: Place) -> Note | None:
+    """What all forwards gave at a place, along `batch`; None if it is in none."""
+    notes = [forward[place] for forward in forwards if place in forward]
+    if not notes or place[1] == "positions":
+        return notes[0] if notes else None
+    return Note(torch.cat([note.values for note in notes]), notes[0].width)

@@ -1,0 +1,96 @@
+"""Hugging Face's causal models train under context parallelism as in one process, or are refused."""
+
+import pytest
+import torch
+from hugging_face_stand_ins import SEQ, Alone, build, check
+
+from shoal.errors import ModelError, PlanError
+from shoal.parallel import parallelize, require_layout
+from shoal.plan import Plan
+
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Alone()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_it_trains_as_in_one_process(ranks, alone, kind):
+    check(ranks, alone, kind, "cp=2")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "cp=4",
+        "cp=4,context=ulysses",  # two ranks share a head of keys
+        "cp=2,tp=2",
+        "cp=2,tp=2,tensor=async,context=ulysses,shard=zero3",
+        "dp=2,cp=2,shard=zero3,recompute=full",
+        "dp=2,cp=2,shard=zero3,recompute=full,context=ulysses,precision=bf16",
+    ],
+)
+def test_it_composes(ranks, alone, plan):
+    check(ranks, alone, "qwen3", plan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gpt2", NO_DROPOUT),  # learned positions, one layer for query, key and value
+        ("gpt_neox", {}),  # rotary positions of a part of each head
+        ("granite", {"attention_multiplier": 0.2}),  # scores scaled otherwise
+        ("mixtral", {"num_local_experts": 4, "tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": SEQ}),  # a window that leaves nothing out
+    ],
+)
+def test_other_positions_scales_and_layers_are_the_same(ranks, alone, kind, changes):
+    check(ranks, alone, kind, "cp=2", **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": SEQ - 1}, "a window of 15 tokens(.|\n)*use sequence=15"),
+        ("llama", {"attention_dropout": 0.1}, "a dropout of 0.1"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("gemma2", {}, "caps attention's scores"),
+        ("bloom", {}, "AttentionInterface"),
+        ("llama4_text", {"pad_token_id": 0}, "layers of chunked_attention"),
+    ],
+)
+def test_what_attention_over_ranks_does_not_know_is_refused_before_the_start(kind, changes, message):
+    with torch.device("meta"):
+        model = build(kind, changes)
+    with pytest.raises((ModelError, PlanError), match=message):
+        require_layout(model, Plan.parse("cp=2"), SEQ)
+
+
+def test_too_few_heads_for_ulysses_are_refused():
+    model = build("llama", {})
+    require_layout(model, Plan.parse("cp=2,tp=2,context=ulysses"), SEQ)
+    with pytest.raises(PlanError, match="a rank has 2 query heads"):
+        require_layout(model, Plan.parse("cp=4,tp=2,context=ulysses"), SEQ)
+
+
+def refused(kind, changes, given):
+    parallel = parallelize(build(kind, changes), "cp=2")
+    with pytest.raises((ModelError, PlanError)) as caught:
+        parallel(torch.arange(SEQ // 2)[None], **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "given", "message"),
+    [
+        ("llama", {}, {"attention_mask": torch.ones(1, SEQ // 2)}, "attention_mask was given"),
+        ("llama", {}, {"position_ids": torch.arange(SEQ // 2)[None]}, "position_ids was given"),
+        ("mistral", {"sliding_window": 4}, {}, "a window of 4 tokens"),
+        ("gpt_oss", {"pad_token_id": 0, "layer_types": ["full_attention"] * 2}, {}, "told s_aux"),
+        ("deepseek_v3", {}, {}, "values of another width"),
+    ],
+)
+def test_what_only_a_forward_shows_is_refused_there(ranks, kind, changes, given, message):
+    assert message in ranks.run(refused, 2, kind, changes, given)[0]
