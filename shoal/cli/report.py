@@ -14,6 +14,7 @@ from typing import Any
 from shoal.cli.table import table_of
 from shoal.errors import RunError, UserError
 from shoal.run import Run, json_number
+from shoal.simulate import mark_bubbles
 from shoal.timeline import Breakdown, CollectiveFigures, Parts, Timeline, explain, write_chrome_trace
 from shoal.units import format_bytes, format_count, format_seconds
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         ShoalError: A file of the run is malformed.
     """
     opened = Run.open(args.path)
-    timeline = Timeline.read(opened.timeline)
+    timeline = mark_bubbles(Timeline.read(opened.timeline))
     breakdown = explain(timeline) if timeline.steps() else None
     if args.rank is not None:
         _require_rank(opened, breakdown, args.rank)

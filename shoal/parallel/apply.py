@@ -31,6 +31,7 @@ from shoal.parallel.stages import take_stages
 from shoal.parallel.strategy import Setup, Strategy
 from shoal.parallel.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor_layout import TensorLayout
+from shoal.parallel.whole import Whole
 from shoal.parallel.zero1 import zero1
 from shoal.parallel.zero2 import zero2
 from shoal.parallel.zero3 import zero3
@@ -95,6 +96,7 @@ def parallelize(
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
     partial = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
+    whole = Whole.of(model, pieces, axes, _DTYPES[plan.precision])
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
     deferral = Deferral() if pieces is not None and pieces.has_halves else None
     if layout is not None:
@@ -129,7 +131,8 @@ def parallelize(
     )
     if pieces is None:
         recompute_blocks(blocks, plan.recompute)
-        return Parallel(model, plan, axes, [_strategy(setup, plan)], frozen=setup.frozen, cuts=cuts)
+        strategies = [_strategy(setup, plan)]
+        return Parallel(model, plan, axes, strategies, whole=whole, frozen=setup.frozen, cuts=cuts)
     stages_here = take_stages(model, pieces.layout, pieces.of(axes.pp.index))
     if deferral is not None:
         put_off_products(model, deferral)
@@ -153,6 +156,7 @@ def parallelize(
         plan,
         axes,
         [stage.strategy for stage in here],
+        whole=whole,
         frozen=[frozen for own in setups for frozen in own.frozen],
         cuts=cuts,
         pipeline=Pipeline(plan, here, axes.pp, recorder, torch.device(device)),

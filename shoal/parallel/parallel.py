@@ -20,7 +20,7 @@ from shoal.parallel.layout import Cut
 from shoal.parallel.pipeline import Loss, MicroBatch, Pipeline
 from shoal.parallel.positions import local_sequence, residual_positions
 from shoal.parallel.strategy import Strategy
-from shoal.parallel.whole import whole_parameters
+from shoal.parallel.whole import Whole
 from shoal.plan import Plan
 
 __all__ = ["Parallel"]
@@ -47,16 +47,19 @@ class Parallel:
         axes: Axes,
         strategies: Sequence[Strategy],
         *,
-        frozen: Sequence[Frozen] = (),
-        cuts: Mapping[str, Cut] | None = None,
+        whole: Whole,
+        frozen: Sequence[Frozen],
+        cuts: Mapping[str, Cut],
         pipeline: Pipeline | None = None,
     ) -> None:
         self.module = module
         self.plan = plan
         self.axes = axes
         self.frozen = frozen
-        self._cuts = cuts if cuts is not None else {}
+        self._whole = whole
+        self._cuts = cuts
         self._strategies = strategies
+        self._owned = [owned for strategy in strategies for owned in strategy.owned]
         self._pipeline = pipeline
         self._dtype = torch.bfloat16 if plan.precision == "bf16" else None
         self._has_dropout = hasattr(module, "dropout_keys") and any(
@@ -139,7 +142,12 @@ class Parallel:
     @property
     def owned(self) -> Sequence[Owned]:
         """What this rank owns, with where it lies in the whole parameters."""
-        return [owned for strategy in self._strategies for owned in strategy.owned]
+        return self._owned
+
+    def buffers_to_save(self) -> dict[str, torch.Tensor]:
+        """The buffers of which this rank is the one to save them."""
+        saved = self.module.state_dict()
+        return {name: saved[name] for name in self._whole.buffers if name in self._whole.mine}
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -195,20 +203,12 @@ class Parallel:
             ranks nothing.
         """
         keeps = self.axes.world.index == 0
-        whole = {}
-        for name, total in whole_parameters(
-            self.module, self.owned, self.frozen, self._cuts, self.axes.world
-        ):
+        state = {}
+        parts = self._whole.gather(self.module, self.owned, self.frozen, self._cuts, self.axes.world)
+        for key, tensor in parts:
             if keeps:
-                whole[name] = total.cpu()
-        if not keeps:
-            return {}
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        state = self.module.state_dict(keep_vars=True)
-        return {
-            key: whole[names[value]] if value in names else value.detach().to("cpu", copy=True)
-            for key, value in state.items()
-        }
+                state[key] = tensor.to("cpu", copy=True)
+        return state
 
     def changed(self) -> None:
         """To be called after owned parameters were changed other than after a backward."""

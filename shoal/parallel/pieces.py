@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.parallel.stage_costs import computed_costs
-from shoal.parallel.stage_layout import StageLayout, named_part, stages_of, tied_names
+from shoal.parallel.stage_layout import StageLayout, named_part, parts_by_piece, stages_of, tied_names
 from shoal.plan import Plan
 from shoal.plan.schedules import Work
 from shoal.plan.stages import parse_split, ranges_of, split_by_cost, split_by_count
@@ -40,6 +40,14 @@ class Pieces:
     def of(self, index: int) -> dict[int, range]:
         """The stages of one rank of the axis `pp`, with their pieces."""
         return {stage: self.ranges[stage] for stage, holder in enumerate(self.placement) if holder == index}
+
+    def holder_of(self, model: nn.Module, name: str) -> int:
+        """Where along the axis `pp` the rank is that has a buffer of the model; the first, if all do."""
+        for stage, pieces in enumerate(self.ranges):
+            parts = parts_by_piece(model, self.layout)
+            if any(name.startswith(f"{part}.") for piece in pieces for part in parts[piece]):
+                return self.placement[stage]
+        return self.placement[0]
 
     def blocks_of(self, stage: int) -> list[nn.Module]:
         """The blocks of a stage, in order."""
@@ -80,8 +88,28 @@ def cut_pieces(model: nn.Module, plan: Plan, layout: StageLayout | None = None) 
     return Pieces(
         layout=layout,
         blocks=blocks,
-        ranges=ranges_of(split),
+        ranges=ranges_of(_with_modules(split, layout)),
         placement=placement,
         tied=shared if are_ends_apart else frozenset(),
         has_halves=any(action.work is Work.INPUT for row in table for action in row),
     )
+
+
+def _with_modules(split: Sequence[int], layout: StageLayout) -> list[int]:
+    """The split with a block in the first and the last stage where embedding or end have no modules."""
+    counts = list(split)
+    if not layout.embed:
+        _lend(counts)
+    if not layout.end:
+        counts.reverse()
+        _lend(counts)
+        counts.reverse()
+    return counts
+
+
+def _lend(counts: list[int]) -> None:
+    """Gives the first stage a second piece if it has one, from the first stage behind it that has two."""
+    if counts[0] == 1:
+        lender = next(stage for stage, count in enumerate(counts) if count > 1)
+        counts[0] += 1
+        counts[lender] -= 1

@@ -1,57 +1,126 @@
-"""Whole parameters out of what the ranks have of them, whatever cut them."""
+"""The whole model, out of what the ranks have of it, whatever cut it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from shoal.parallel.axes import Axes
 from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
+from shoal.parallel.pieces import Pieces
 
-__all__ = ["whole_parameters"]
+__all__ = ["Form", "Whole"]
 
 
-def whole_parameters(
-    model: nn.Module,
-    owned: Sequence[Owned],
-    frozen: Sequence[Frozen],
-    cuts: Mapping[str, Cut],
-    world: Axis,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter of a model, one after another, the same on every rank.
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Shape and type of a whole tensor."""
 
-    Of each element one rank adds the value, and the others add zero, so the sums are exact.
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
-    Args:
-        model: Says which parameters, in which order.
-        owned: What this rank owns of those that are trained.
-        frozen: What it has of the others.
-        cuts: Of the parameters of which this rank has a block, which one; by name.
-        world: All ranks, which go through it together.
 
-    Yields:
-        A parameter's name, and its values on the device: fp32 if it is trained, else as the model has it.
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """What a model was before it was laid over ranks.
+
+    Attributes:
+        parameters: The form of each parameter by name; trained ones are fp32.
+        buffers: The form of each buffer that is saved, by its name in the `state_dict`.
+        mine: The buffers that this rank is the one to save.
+        keys: The keys of the `state_dict` that are parameters, each with the parameter's name.
     """
-    held: dict[str, list[tuple[int, torch.Tensor]]] = {name: [] for name, _ in model.named_parameters()}
-    for frozen_part in frozen:
-        if frozen_part.is_first_copy:
-            held[frozen_part.name].append((0, frozen_part.parameter.detach()))
-    for part in owned:
-        if part.family.is_first:
-            held[part.name].append((part.start, part.parameter.detach()))
-    for name, parameter in model.named_parameters():
-        cut = cuts.get(name)
-        dtype = torch.float32 if parameter.requires_grad else parameter.dtype
-        whole = torch.zeros(
-            parameter.shape if cut is None else cut.shape, dtype=dtype, device=parameter.device
-        )
-        block = whole if cut is None else cut.of(whole)
-        flat = torch.zeros(block.numel(), dtype=dtype, device=parameter.device)
-        for start, values in held[name]:
-            flat[start : start + values.numel()] = values.reshape(-1)
-        block.copy_(flat.view(block.shape))
-        world.all_reduce(whole, f"whole {name}").wait()
-        yield name, whole
+
+    parameters: Mapping[str, Form]
+    buffers: Mapping[str, Form]
+    mine: frozenset[str]
+    keys: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, pieces: Pieces | None, axes: Axes, frozen: torch.dtype) -> Whole:
+        """Describes a model that is still whole.
+
+        Args:
+            model: It.
+            pieces: Its stages, if it is cut into some.
+            axes: What it is laid over.
+            frozen: The type that floating parameters get that are not trained.
+        """
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        parameters = {name: Form(tuple(each.shape), _dtype_of(each, frozen)) for each, name in names.items()}
+        saved = model.state_dict(keep_vars=True)
+        keys = {key: names[value] for key, value in saved.items() if value in names}
+        buffers = {
+            key: Form(tuple(value.shape), value.dtype) for key, value in saved.items() if key not in keys
+        }
+        is_first = axes.whole.shard.index == 0 and axes.whole.is_first
+        mine = {
+            key
+            for key in buffers
+            if is_first and axes.pp.index == (0 if pieces is None else pieces.holder_of(model, key))
+        }
+        return cls(parameters, buffers, frozenset(mine), keys)
+
+    def gather(
+        self,
+        model: nn.Module,
+        owned: Sequence[Owned],
+        frozen: Sequence[Frozen],
+        cuts: Mapping[str, Cut],
+        world: Axis,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor of the `state_dict`, one after another, the same on every rank.
+
+        Of each element one rank adds the value, and the others add zero, so the sums are exact.
+
+        Args:
+            model: What this rank has of it.
+            owned: What it owns of the trained parameters.
+            frozen: What it has of the others.
+            cuts: Of the parameters of which this rank has a block, which one; by name.
+            world: All ranks, which go through it together.
+        """
+        device = next(model.parameters()).device
+        held: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for frozen_part in frozen:
+            if frozen_part.is_first_copy:
+                held.setdefault(frozen_part.name, []).append((0, frozen_part.parameter.detach()))
+        for part in owned:
+            if part.family.is_first:
+                held.setdefault(part.name, []).append((part.start, part.parameter.detach()))
+        saved = model.state_dict()
+        for key in self.mine:
+            held[key] = [(0, saved[key])]
+        known: dict[str, torch.Tensor] = {}
+        for key in (*self.keys, *self.buffers):
+            name = self.keys.get(key, key)
+            if name not in known:
+                form = self.parameters[name] if key in self.keys else self.buffers[key]
+                whole = _summed(form, held.get(name, []), cuts.get(name), device)
+                world.all_reduce(whole, f"whole {name}").wait()
+                known = {name: whole}  # a tied one follows at once, or is gathered anew
+            yield key, known[name]
+
+
+def _dtype_of(parameter: nn.Parameter, frozen: torch.dtype) -> torch.dtype:
+    if parameter.requires_grad:
+        return torch.float32
+    return frozen if parameter.is_floating_point() else parameter.dtype
+
+
+def _summed(
+    form: Form, held: Sequence[tuple[int, torch.Tensor]], cut: Cut | None, device: torch.device
+) -> torch.Tensor:
+    """What this rank adds to a whole tensor; zero where it has nothing."""
+    whole = torch.zeros(form.shape, dtype=form.dtype, device=device)
+    block = whole if cut is None else cut.of(whole)
+    flat = torch.zeros(block.numel(), dtype=form.dtype, device=device)
+    for start, values in held:
+        flat[start : start + values.numel()] = values.reshape(-1)
+    block.copy_(flat.view(block.shape))
+    return whole

@@ -40,8 +40,7 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Pie
     """
     mine = _share(parallel.owned)
     pieces = [piece for owned in mine for piece in _pieces_of(owned, optimizer)]
-    if parallel.axes.world.index == 0:
-        pieces += _buffer_pieces(parallel.module)
+    pieces += [Piece.whole(f"fixed/{name}", tensor) for name, tensor in parallel.buffers_to_save().items()]
     return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
 
 

@@ -122,7 +122,7 @@ def setting(text):
         (("train", "--plan", "replicate=0,shard=zero1"), "replicate=0 is not"),
         (("train", "--plan", "replicate=2,shard=zero1"), "replicate=2 does not divide dp=1"),
         (("train", "--plan", "replicate=2"), "shard=none keeps a whole replica"),
-        (("train", "--plan", "pp=2", "--nproc", "2"), "does not execute"),
+        (("train", "--plan", "pp=64", "--nproc", "64"), "cannot be cut into 64 stages"),
         (
             ("train", "--plan", "tp=3", "--nproc", "3"),
             "tp=3 does not divide the 2 parts of blocks.0.attention.query",

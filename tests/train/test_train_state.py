@@ -39,7 +39,7 @@ class FrozenPart(nn.Module):
 def rank_of(shapes, shards, replicas, shard, replica):
     """A rank's part of parameters of these shapes in one bucket, and its optimizer."""
     names = [(f"parameter{number}", shape) for number, shape in enumerate(shapes)]
-    family = SimpleNamespace(replicate=Place(replicas, replica))
+    family = SimpleNamespace(replicate=Place(replicas, replica), twins=None)
     owned = [
         Owned(
             piece.slot.name,
@@ -58,7 +58,9 @@ def rank_of(shapes, shards, replicas, shard, replica):
     make_optimizer_state(optimizer)
     module = FrozenPart()
     frozen = [Frozen("scale", (3,), module.scale, None, axes.world.index == 0)]
-    return SimpleNamespace(owned=owned, frozen=frozen, axes=axes, module=module), optimizer
+    buffers = {"mean": module.mean} if axes.world.index == 0 else {}
+    parallel = SimpleNamespace(owned=owned, frozen=frozen, module=module, buffers_to_save=lambda: buffers)
+    return parallel, optimizer
 
 
 @given(SHAPES, st.integers(1, 4), st.integers(1, 3))
