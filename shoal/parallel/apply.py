@@ -12,7 +12,7 @@ from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer
 from shoal.parallel.axes import Axes
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.bucket import Fill
+from shoal.parallel.bucket import Fill, Frozen
 from shoal.parallel.context import context_parallel, require_context
 from shoal.parallel.deferred import Deferral, put_off_products
 from shoal.parallel.expert import cut_experts, expert_parallel, require_experts
@@ -21,7 +21,7 @@ from shoal.parallel.hugging_face_sequence import refuse_labels, split_stream, us
 from shoal.parallel.layout import Cut
 from shoal.parallel.naive import naive
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.pieces import cut_pieces
+from shoal.parallel.pieces import Pieces, cut_pieces
 from shoal.parallel.pipeline import Pipeline, StageEntry, StageHere
 from shoal.parallel.positions import require_sequence, residual_positions
 from shoal.parallel.recompute import recompute_blocks
@@ -133,34 +133,36 @@ def parallelize(
         recompute_blocks(blocks, plan.recompute)
         strategies = [_strategy(setup, plan)]
         return Parallel(model, plan, axes, strategies, whole=whole, frozen=setup.frozen, cuts=cuts)
-    stages_here = take_stages(model, pieces.layout, pieces.of(axes.pp.index))
+    strategies, frozen, pipeline = _staged(setup, pieces, plan, deferral, recorder, torch.device(device))
+    return Parallel(model, plan, axes, strategies, whole=whole, frozen=frozen, cuts=cuts, pipeline=pipeline)
+
+
+def _staged(
+    setup: Setup,
+    pieces: Pieces,
+    plan: Plan,
+    deferral: Deferral | None,
+    recorder: Recorder,
+    device: torch.device,
+) -> tuple[list[Strategy], list[Frozen], Pipeline]:
+    """A strategy for each stage of this rank, what is frozen in them, and what runs them."""
+    axis = setup.axes.pp
+    stages = take_stages(setup.model, pieces.layout, pieces.of(axis.index))
     if deferral is not None:
-        put_off_products(model, deferral)
-    setups, here = [], []
+        put_off_products(setup.model, deferral)
+    here: list[StageHere] = []
+    frozen: list[Frozen] = []
     taken: frozenset[str] = frozenset()  # what two stages of this rank share is the first one's
-    for stage in stages_here:
+    for stage in stages:
         entry = StageEntry(stage)
-        own = replace(
-            setup,
-            blocks=pieces.blocks_of(stage.index),
-            names=stage.names - taken,
-            tied=pieces.tied,
-            entry=entry,
-        )
-        recompute_blocks(own.blocks, plan.recompute)
+        blocks = pieces.blocks_of(stage.index)
+        names = stage.names - taken
+        own = replace(setup, blocks=blocks, names=names, tied=pieces.tied, entry=entry)
+        recompute_blocks(blocks, plan.recompute)
         taken |= stage.names
-        setups.append(own)
+        frozen += own.frozen
         here.append(StageHere(entry, _strategy(own, plan), deferral))
-    return Parallel(
-        model,
-        plan,
-        axes,
-        [stage.strategy for stage in here],
-        whole=whole,
-        frozen=[frozen for own in setups for frozen in own.frozen],
-        cuts=cuts,
-        pipeline=Pipeline(plan, here, axes.pp, recorder, torch.device(device)),
-    )
+    return [stage.strategy for stage in here], frozen, Pipeline(plan, here, axis, recorder, device)
 
 
 def _strategy(setup: Setup, plan: Plan) -> Strategy:

@@ -208,6 +208,19 @@ class GradientReduction:
         finally:
             self._paused = False
 
+    def start(self) -> None:
+        """Begins to reduce what backwards within `pause` added up."""
+        for gradient_sum in self._sums:
+            gradient_sum.start_reduction()
+
+    def finish(self) -> None:
+        """Ends what `start` began."""
+        for gradient_sum in self._sums:
+            gradient_sum.continue_reduction()
+        for gradient_sum in self._sums:
+            self._finish_sum(gradient_sum)
+        self._on_end()
+
     def clear(self) -> None:
         """Forgets all gradients of backwards that were not reduced."""
         for gradient_sum in self._sums:

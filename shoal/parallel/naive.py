@@ -60,9 +60,21 @@ class _Naive(Strategy):
         """See `Strategy.accumulate`."""
         return self._pause()
 
+    @property
+    def keeps_sums(self) -> bool:
+        """See `Strategy.keeps_sums`."""
+        return True
+
     def hold(self) -> AbstractContextManager[None]:
         """See `Strategy.hold`."""
         return self._pause()
+
+    def start_reduction(self) -> None:
+        """See `Strategy.start_reduction`."""
+
+    def finish_reduction(self) -> None:
+        """See `Strategy.finish_reduction`."""
+        self._average()
 
     def gathered(self) -> AbstractContextManager[None]:
         """See `Strategy.gathered`."""

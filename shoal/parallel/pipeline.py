@@ -8,8 +8,9 @@ forward to its backward; of the output that is sent on nothing is kept but its p
 Shapes are told once: before the first step a forward without data goes through the stages, and from then on
 both sides of each boundary know what crosses it.
 
-Gradients are reduced over the data-parallel ranks in a stage's last backward of a step, while other stages
-still compute (with zero2 and zero3, which keep no whole sums, in every backward).
+Gradients are reduced over the data-parallel ranks once a stage's last backward of the step is done and its
+message is under way, while other stages still compute; with zero2 and zero3, which keep no whole sums, in
+every backward.
 """
 
 from __future__ import annotations
@@ -194,7 +195,11 @@ class Pipeline:
         data = _Data(micro_batches, len(self._stages))
         forms = self._chain.forms(data.peek())
         total = torch.zeros((), device=self._device)
+        due: list[Strategy] = []
+        reducing: list[Strategy] = []
         for step in program.steps:
+            if isinstance(step, Action):
+                _start_reductions(due, reducing)
             if isinstance(step, Receive):
                 stage = step.stage if step.payload is Payload.ACTIVATION else step.stage + 1
                 self._begin_receive(step, forms[stage].new(self._device))
@@ -204,12 +209,20 @@ class Pipeline:
                 inputs, targets = data.use(step.microbatch)
                 prepare(step.microbatch, inputs)
                 self._forward(step, inputs, partial(_share_of_loss, loss, targets, count), total)
-            elif step.work is Work.WEIGHT:
-                self._weight_gradients(step, is_last=program.last[step.stage] == step)
             else:
-                self._backward(step, is_last=program.last[step.stage] == step)
+                is_last = program.last[step.stage] == step
+                if step.work is Work.WEIGHT:
+                    self._weight_gradients(step, is_last=is_last)
+                else:
+                    self._backward(step, is_last=is_last)
+                strategy = self._stages[step.stage].strategy
+                if is_last and strategy.keeps_sums:
+                    due.append(strategy)
+        _start_reductions(due, reducing)
         while self._going:
             self._going.popleft()[1].wait()
+        for strategy in reducing:
+            strategy.finish_reduction()
         self._add_up_twins()
         return total
 
@@ -297,10 +310,11 @@ class Pipeline:
 
     @contextmanager
     def _reducing(self, stage: int, *, is_last: bool) -> Iterator[None]:
-        """Within it backward reduces the stage's gradients if it is the last, else as the strategy does."""
+        """Within it backward reduces the stage's gradients if its strategy keeps no sums of them."""
+        strategy = self._stages[stage].strategy
         with ExitStack() as stack:
-            stack.enter_context(self._held(but=stage))
-            stack.enter_context(nullcontext() if is_last else self._stages[stage].strategy.accumulate())
+            stack.enter_context(self._held(but=None if strategy.keeps_sums else stage))
+            stack.enter_context(nullcontext() if is_last else strategy.accumulate())
             yield
 
     @contextmanager
@@ -337,9 +351,15 @@ class Pipeline:
 
 def _name_of(payload: Payload, stage: int, microbatch: int) -> str:
     """The same on both ranks: what is sent, and the action that waits for it."""
-    return (
-        f"{'activation' if payload is Payload.ACTIVATION else 'gradient'}:{stage}{payload.value}{microbatch}"
-    )
+    what = "activation" if payload is Payload.ACTIVATION else "gradient"
+    return f"{what}:{stage}{payload.value}{microbatch}"
+
+
+def _start_reductions(due: list[Strategy], reducing: list[Strategy]) -> None:
+    for strategy in due:
+        strategy.start_reduction()
+    reducing += due
+    due.clear()
 
 
 def _share_of_loss(loss: Loss, targets: Tensor, count: int, output: Any) -> Tensor:

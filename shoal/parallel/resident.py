@@ -54,11 +54,24 @@ class ResidentWeights(Strategy):
         finally:
             self._accumulating = False
 
+    @property
+    def keeps_sums(self) -> bool:
+        """See `Strategy.keeps_sums`."""
+        return self._sums_stay
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """See `Strategy.hold`."""
         with self._reduction.pause():
             yield
+
+    def start_reduction(self) -> None:
+        """See `Strategy.start_reduction`."""
+        self._reduction.start()
+
+    def finish_reduction(self) -> None:
+        """See `Strategy.finish_reduction`."""
+        self._reduction.finish()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -140,9 +140,22 @@ class Strategy(ABC):
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, backward adds to the gradients and communicates no more than the strategy must."""
 
+    @property
+    @abstractmethod
+    def keeps_sums(self) -> bool:
+        """Whether gradients are added up whole over micro-batches, and reduced once."""
+
     @abstractmethod
     def hold(self) -> AbstractContextManager[None]:
         """Within it, backward adds to the gradients and communicates none, whatever memory that takes."""
+
+    @abstractmethod
+    def start_reduction(self) -> None:
+        """Begins to reduce what backwards within `hold` added up."""
+
+    @abstractmethod
+    def finish_reduction(self) -> None:
+        """Ends what `start_reduction` began, as a backward would."""
 
     @abstractmethod
     def gathered(self) -> AbstractContextManager[None]:

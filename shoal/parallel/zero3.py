@@ -72,9 +72,22 @@ class _ShardedWeights(Strategy):
         """See `Strategy.accumulate`. Whole sums would cost the memory that sharding saves."""
         return nullcontext()
 
+    @property
+    def keeps_sums(self) -> bool:
+        """See `Strategy.keeps_sums`."""
+        return False
+
     def hold(self) -> AbstractContextManager[None]:
         """See `Strategy.hold`."""
         return self._reduction.pause()
+
+    def start_reduction(self) -> None:
+        """See `Strategy.start_reduction`."""
+        self._reduction.start()
+
+    def finish_reduction(self) -> None:
+        """See `Strategy.finish_reduction`."""
+        self._reduction.finish()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
