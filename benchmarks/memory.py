@@ -8,7 +8,8 @@ so it does not matter which thread frees one, nor that a strategy empties one. T
 operator: what an operator allocates and frees within itself is not seen, nor what gloo holds, nor the random
 generator's state (5 KB) that recompute keeps for each block. The profiler's memory events would show the
 first, but they miss the free of each tensor that a thread of gloo is the last to hold. One step warms up and
-makes Adam's state; the next is measured. Of several ranks the largest figure counts.
+makes Adam's state; the next is measured. Of several ranks that with the highest peak
+counts; with ep, where ranks get unequal numbers of rows and formulas are of even ones, the mean over ranks.
 
     states    live after the optimizer's step, with gradients, less the batch
     kept      live after forward, less live before it: what backward will read, and gathered weights
@@ -26,7 +27,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +176,18 @@ def _settled(live: LiveStorages) -> int:
     return live.bytes()
 
 
-def largest(pool: RankPool, case: Case) -> Memory:
-    """The figures of the rank with the highest peak."""
+def figures(pool: RankPool, case: Case) -> Memory:
+    """The figures of the rank with the highest peak; with ep, the mean over ranks."""
     plan, shape = case.plan, case.shape
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(shape.vocab_size, (case.microbatch, shape.seq + 1), generator=generator)
     ranks = pool.run(measure, plan.dp * plan.tp * plan.cp, str(plan), shape, tokens)
-    return max(ranks, key=lambda rank: rank.peak)
+    if plan.ep == 1:
+        return max(ranks, key=lambda rank: rank.peak)
+    means = {
+        name: sum(getattr(rank, name) for rank in ranks) // len(ranks) for name in ("states", "kept", "peak")
+    }
+    return replace(ranks[0], **means)
 
 
 def print_row(case: Case, memory: Memory, label: str) -> bool:
@@ -224,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for policy in POLICIES:
                     plan = Plan.parse(f"{text},recompute={policy}")
                     case = Case(shape, plan, options.microbatch, copies=backend == "gloo")
-                    near &= print_row(case, largest(pool, case), label + text)
+                    near &= print_row(case, figures(pool, case), label + text)
     print(
         f"\n{dense.layers} layers, hidden {dense.hidden}, feed-forward {dense.ffn}, {dense.heads} heads, "
         f"vocabulary {dense.vocab_size}: {dense.parameter_count():,} parameters; with experts, 8 of width "
