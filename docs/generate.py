@@ -2,7 +2,7 @@
 
 What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example, the keys of
 the configuration, the settings of a Plan, the layers, the steps and bytes of collectives and their options,
-what a rank sends. A test holds the pages to it.
+what a rank sends, what pipeline schedules cost. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+from drawn.schedules import played
 from pydantic import BaseModel
 from sent import SENT, bytes_sent
 
@@ -23,6 +24,7 @@ from shoal.cost import LEVELS, collectives
 from shoal.layers import LAYERS, TORCH_FREE
 from shoal.models import preset, preset_names
 from shoal.plan import CHOICES, Plan
+from shoal.plan.schedules import NAMES
 from shoal.train import TrainConfig
 from shoal.units import format_bytes, format_count
 
@@ -52,6 +54,7 @@ def _part(name: str) -> str:
         "options of a group": _options,
         "plan": _plan,
         "presets": _presets,
+        "schedules compared": _schedules,
         "what a rank sends": _sent,
     }
     return tables[name]() if name in tables else _file(ROOT / name)
@@ -88,10 +91,14 @@ def _plan() -> str:
     for field in dataclasses.fields(Plan):
         default = format_bytes(field.default) if field.name == "bucket" else field.default
         values = ", ".join(f"`{value}`" for value in CHOICES.get(field.name, ())) or "1 or more"
+        if field.name == "split":
+            values = "`cost`, `count`, or numbers such as `6-7-7-4`"
         rows.append(
             [
                 f"`{field.name}`",
-                f"`{default}`" if default is not None else "the whole",
+                f"`{default}`"
+                if default is not None
+                else {"virtual": "the fewest"}.get(field.name, "the whole"),
                 "a size such as `4MiB`" if field.name == "bucket" else values,
                 meanings[field.name],
             ]
@@ -149,6 +156,24 @@ def _sent() -> str:
         values = [bytes_sent(formula, shape, ranks=ranks, tokens=tokens, width=2) for formula in formulas]
         rows.append([f"`{strategy}`", *(f"`{formula}`" for formula in formulas), *map(format_bytes, values)])
     return _table(["", "forward", "backward", "example: forward", "backward"], rows)
+
+
+def _schedules() -> str:
+    """Bubble over the ideal and peak of activations of each, by `play`, for a few sizes."""
+    sizes = [(4, 8), (4, 32), (8, 64)]
+    rows = []
+    for name in NAMES:
+        found = [played(name, ranks, microbatches) for ranks, microbatches in sizes]
+        rows.append(
+            [
+                f"`{name}`",
+                str(found[0].schedule.virtual),
+                *(f"{each.bubble_over_ideal:.1%}" for each in found),
+                *(f"{max(each.peaks) / each.schedule.virtual:g}" for each in found),
+            ]
+        )
+    told = [f"p={ranks}, m={microbatches}" for ranks, microbatches in sizes]
+    return _table(["", "v", *(f"bubble, {size}" for size in told), *(f"held, {size}" for size in told)], rows)
 
 
 def _algorithms(level: str) -> str:

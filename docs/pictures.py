@@ -1,14 +1,15 @@
 """Draws the pictures of the pages: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 Algorithms of collectives are drawn from docs/played.py, what is parallel inside a layer from what the code of
-shoal/parallel does when it runs (docs/drawn/watched.py). A test holds the files to it.
+shoal/parallel does when it runs (docs/drawn/watched.py), pipeline schedules from their tables. A test holds
+the files to it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from drawn import attention, collectives, products, ranks
+from drawn import attention, collectives, products, ranks, schedules
 
 __all__ = ["FOLDER", "pictures"]
 
@@ -17,7 +18,11 @@ FOLDER = Path(__file__).resolve().parent / "pictures"
 
 def pictures() -> dict[str, str]:
     """The text of every picture, by the name of its file."""
-    return {**collectives.pictures(), **products.pictures(), **attention.pictures(), **ranks.pictures()}
+    return {
+        name: drawn
+        for drawn_by in (collectives, products, attention, ranks, schedules)
+        for name, drawn in drawn_by.pictures().items()
+    }
 
 
 if __name__ == "__main__":

@@ -7,17 +7,22 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.cli.model_stages import ModelStages, add_arguments, open_model
 from shoal.cli.table import table_of
 from shoal.errors import PlanError, UserError
+from shoal.plan import Plan
 from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, least_virtual, make, play, search
 from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
 
 __all__ = ["add_parser", "run"]
+
+_StageTimes = Callable[[Schedule], Times]
+"""How long the stages of a schedule take."""
 
 _WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal
 
@@ -30,6 +35,8 @@ stops; stalled is the part of it between the rank's own first and last action.
 Names: {", ".join((*NAMES, FOUND))}.
 The last is found for the given times and limit, and is never worse than a named one.
 Times are of all layers of a rank; with several stages on a rank each has its part.
+With --model the stages are those of a model, cut by what its pieces cost, and the Plan that cuts it so is
+printed. Computed costs are in units of a rank's mean forward, measured ones in seconds.
 
 Exit codes: 0; 2 something given cannot work.
 """
@@ -43,11 +50,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--name", metavar="NAME", help="the schedule, such as zb-v")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--name", metavar="NAME", help="the schedule, such as zb-v (default 1f1b)")
     which.add_argument("--compare", action="store_true", help="all schedules, side by side")
     parser.add_argument("--pp", metavar="N", type=int, required=True, help="ranks of the pipeline")
-    parser.add_argument("--microbatches", metavar="N", type=int, required=True, help="in a step")
+    parser.add_argument(
+        "--microbatches", metavar="N", type=int, help="in a step (default: four for each rank)"
+    )
     parser.add_argument(
         "--virtual",
         metavar="N",
@@ -57,7 +66,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--times",
         metavar="F,B,W",
-        default="1,1,1",
         help="of a micro-batch: forward, gradient of the input, gradient of the weights (default 1,1,1)",
     )
     parser.add_argument(
@@ -71,6 +79,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -79,18 +88,68 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         PlanError: A name, a number or a time cannot be, or the schedule does not keep to the limit.
-        UserError: The picture cannot be written.
+        UserError: The picture cannot be written, or the model cannot be cut or measured.
     """
-    times = _times(args.times)
-    played = _compared(args, times) if args.compare else [_played(args, args.name, times)]
+    _require_together(args)
+    name = "1f1b" if args.name is None else args.name
+    if args.microbatches is None:
+        args.microbatches = 4 * args.pp
+    _make(args, "looped-bfs" if args.compare else name)  # checks the numbers before anything is built
+    model = None if args.model is None else open_model(args)
+    times = _equal(args) if model is None else _of_model(model)
+    played = _compared(args, times) if args.compare else [_played(args, name, times)]
     if args.svg is not None:
         _write(args.svg, played)
     if args.json:
-        summaries = [_summary(each) for each in played]
+        summaries = [_summary(each, model) for each in played]
         print(json.dumps({"schedules": summaries} if args.compare else summaries[0], indent=2))
+    elif args.compare:
+        print(_comparison(played, model))
     else:
-        print(_comparison(played) if args.compare else _text(played[0]))
+        print("\n\n".join([_text(played[0]), *([] if model is None else [_cut_text(played[0], model)])]))
     return 0
+
+
+def _require_together(args: argparse.Namespace) -> None:
+    """Checks that what is given with or without a model goes with it."""
+    for option, is_given, with_model in (
+        ("--times", args.times is not None, False),
+        ("--measure", args.measure, True),
+        ("--option", bool(args.option), True),
+    ):
+        if is_given and with_model != (args.model is not None):
+            raise PlanError(
+                f"{option} was given {'without' if with_model else 'with'} --model",
+                possible="--times for equal stages, or --model with its options, whose costs give the times",
+                change=f"leave out {option}" + (", or add --model" if with_model else ""),
+            )
+    if args.recompute != "none" and not args.measure:
+        raise PlanError(
+            f"--recompute {args.recompute} was given without --measure",
+            possible="computed costs are those without recompute",
+            change="add --measure",
+        )
+    if args.model is not None and args.name == FOUND:
+        raise PlanError(
+            f"--name {FOUND} was given with --model",
+            possible=f"schedules that a Plan can name: {', '.join(NAMES)}",
+            change=f"choose one of these, or write --times in place of --model to see {FOUND}",
+        )
+
+
+def _equal(args: argparse.Namespace) -> _StageTimes:
+    """The same times for all stages."""
+    times = _times("1,1,1" if args.times is None else args.times)
+
+    def of(schedule: Schedule) -> Times:
+        forward, input, weight = (each / schedule.virtual for each in times)
+        return Times.equal(schedule.stages, forward, input, weight, args.transfer)
+
+    return of
+
+
+def _of_model(model: ModelStages) -> _StageTimes:
+    return lambda schedule: model.times(model.split(schedule))
 
 
 def _times(text: str) -> tuple[float, float, float]:
@@ -105,19 +164,21 @@ def _times(text: str) -> tuple[float, float, float]:
     return forward, input, weight
 
 
-def _played(args: argparse.Namespace, name: str, times: tuple[float, float, float]) -> Played:
+def _make(args: argparse.Namespace, name: str) -> Schedule:
+    """A named schedule; in place of one that is found, one with as many stages."""
+    of_any = name in (FOUND, "looped-bfs")
+    virtual = (2 if of_any else least_virtual(name)) if args.virtual is None else args.virtual
+    return make("looped-bfs" if of_any else name, args.pp, virtual, args.microbatches)
+
+
+def _played(args: argparse.Namespace, name: str, times: _StageTimes) -> Played:
     """The schedule of a name, played, if it keeps to the limit."""
-    if name == FOUND or name == "looped-bfs":
-        virtual = 2 if args.virtual is None else args.virtual
-    else:
-        virtual = least_virtual(name) if args.virtual is None else args.virtual
-    make("looped-bfs", args.pp, virtual, args.microbatches)  # checks the numbers before times are made
-    forward, input, weight = (each / virtual for each in times)
-    part = Times.equal(args.pp * virtual, forward, input, weight, args.transfer)
+    schedule = _make(args, name)
+    part, virtual = times(schedule), schedule.virtual
     limit = _limit(args.limit, virtual)
     if name == FOUND:
         return play(search(part, args.pp, virtual, args.microbatches, limit), part)
-    played = play(make(name, args.pp, virtual, args.microbatches), part)
+    played = play(schedule, part)
     if limit is not None and max(played.peaks) > limit:
         raise PlanError(
             f"the schedule {name} holds {max(played.peaks) / virtual:g} micro-batches, and --limit is "
@@ -141,11 +202,13 @@ def _limit(limit: float | None, virtual: int) -> int | None:
     return math.floor(limit * virtual)
 
 
-def _compared(args: argparse.Namespace, times: tuple[float, float, float]) -> list[Played]:
+def _compared(args: argparse.Namespace, times: _StageTimes) -> list[Played]:
     """All that can be made for these numbers; the others are told."""
     stages = sorted({1, 2, 1 if args.virtual is None else args.virtual})
-    found = [_played(_with(args, virtual), FOUND, times) for virtual in stages]  # refuses what nothing can be
-    played = []
+    found = []
+    if args.model is None:
+        found = [_played(_with(args, virtual), FOUND, times) for virtual in stages]
+    played, left_out = [], []
     for name in NAMES:
         made, refused = [], {}
         for virtual in stages:
@@ -154,8 +217,12 @@ def _compared(args: argparse.Namespace, times: tuple[float, float, float]) -> li
             except PlanError as error:
                 refused[virtual] = error
         if not made:
-            print(f"left out: {refused[least_virtual(name)].given}", file=sys.stderr)
+            left_out.append(refused[least_virtual(name)])
         played += made
+    if not played and not found:
+        raise left_out[0]
+    for reason in left_out:
+        print(f"left out: {reason.given}", file=sys.stderr)
     return played + found
 
 
@@ -189,7 +256,37 @@ def _text(played: Played) -> str:
     )
 
 
-def _comparison(played: Sequence[Played]) -> str:
+def _cut_text(played: Played, model: ModelStages) -> str:
+    """The stages of a model, what a split by count would take, and the Plan."""
+    schedule, times = played.schedule, played.times
+    plan = model.plan(schedule)
+    rows = [
+        [
+            str(stage),
+            str(schedule.placement[stage]),
+            blocks,
+            f"{times.forward[stage]:.4g}",
+            f"{times.input[stage] + times.weight[stage]:.4g}",
+        ]
+        for stage, blocks in enumerate(plan.split.split("-"))
+    ]
+    by_count = play(schedule, model.times(model.split_by_count(schedule))).makespan
+    longer = by_count / played.makespan - 1 if played.makespan else 0.0
+    return "\n\n".join(
+        [
+            table_of(["stage", "rank", "blocks", "forward", "backward"], rows),
+            f"times in {model.unit}; split=count would be {by_count:.6g} long, {longer:+.1%}",
+            f"plan: {_settings(plan)}",
+        ]
+    )
+
+
+def _settings(plan: Plan) -> str:
+    """What a Plan has to say for it, whatever its other degrees."""
+    return str(plan).removeprefix("dp=1,")
+
+
+def _comparison(played: Sequence[Played], model: ModelStages | None) -> str:
     rows = [
         [
             each.schedule.name,
@@ -198,16 +295,18 @@ def _comparison(played: Sequence[Played]) -> str:
             f"{each.bubble:.1%}",
             f"{each.bubble_over_ideal:.1%}",
             f"{max(each.peaks) / each.schedule.virtual:g}",
+            *([] if model is None else [model.plan(each.schedule).split]),
         ]
         for each in played
     ]
-    return table_of(["schedule", "stages", "length", "bubble", "over the ideal", "activations"], rows)
+    head = ["schedule", "stages", "length", "bubble", "over the ideal", "activations"]
+    return table_of([*head, *([] if model is None else ["split"])], rows)
 
 
-def _summary(played: Played) -> dict[str, Any]:
+def _summary(played: Played, model: ModelStages | None) -> dict[str, Any]:
     schedule: Schedule = played.schedule
     ranks = range(schedule.ranks)
-    return {
+    summary = {
         "name": schedule.name,
         "ranks": schedule.ranks,
         "virtual": schedule.virtual,
@@ -223,6 +322,15 @@ def _summary(played: Played) -> dict[str, Any]:
         "table": [[str(action) for action in row] for row in schedule.table],
         "starts": [list(starts) for starts in played.starts],
     }
+    if model is not None:
+        plan, times = model.plan(schedule), played.times
+        summary |= {
+            "plan": _settings(plan),
+            "split": plan.split,
+            "forward": list(times.forward),
+            "backward": [each + weight for each, weight in zip(times.input, times.weight, strict=True)],
+        }
+    return summary
 
 
 def _write(path: Path, played: Sequence[Played]) -> None:

@@ -11,6 +11,7 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.stage_layout import StageLayout
 from shoal.parallel.tensor_layout import Split, TensorLayout
 from shoal.parallel.vocabulary import SplitLogits
 
@@ -23,6 +24,7 @@ __all__ = [
     "Pending",
     "Split",
     "SplitLogits",
+    "StageLayout",
     "TensorLayout",
     "parallelize",
     "require_layout",

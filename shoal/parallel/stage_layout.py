@@ -29,7 +29,8 @@ class StageLayout:
     """The pieces of a model, by names of modules, in the order in which its forward comes to them.
 
     Its forward hands each block the hidden state as first argument, and each block gives it back, by itself
-    or first in a tuple. What else happens in it runs on every stage, and must hold no trained parameter.
+    or in a tuple of which the forward takes `[0]`: what stands in place of a block gives a tensor. What else
+    happens in it runs on every stage, and must hold no trained parameter.
 
     Attributes:
         embed: What makes the first hidden state of the model's input; none if the first block takes that.
@@ -46,13 +47,17 @@ class StageLayout:
 
 
 def stages_of(model: nn.Module) -> StageLayout:
-    """The layout of a model that Shoal knows: its own, causal models of Hugging Face, and `Sequential`s.
+    """The layout that a model has as its `stage_layout`, or that Shoal knows for it.
 
-    To be called before anything of the model is replaced.
+    Shoal knows its own models, causal models of Hugging Face, and `Sequential`s. To be called before anything
+    of the model is replaced.
 
     Raises:
-        ModelError: It knows none for this model.
+        ModelError: There is none.
     """
+    declared = getattr(model, "stage_layout", None)
+    if isinstance(declared, StageLayout):
+        return declared
     if isinstance(model, Transformer):
         if model.head is None:
             return StageLayout(end=("norm", "unembed"), shared=("embed",))
@@ -65,7 +70,7 @@ def stages_of(model: nn.Module) -> StageLayout:
         f"nothing says how {type(model).__name__} is cut into stages",
         possible="Shoal's own transformers, Hugging Face's causal models, a Sequential, or any model with a "
         "StageLayout",
-        change="give a StageLayout, or use pp=1",
+        change="give the model a StageLayout as its attribute `stage_layout`, or use pp=1",
     )
 
 

@@ -12,9 +12,14 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.cli.main import main
+from shoal.models import build
+from shoal.parallel.stage_costs import computed_costs
+from shoal.parallel.stage_layout import stages_of
+from shoal.plan import Plan
 from shoal.plan.schedules import NAMES, Times, make, play
 from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
+from shoal.plan.stages import parse_split, ranges_of, split_by_cost
 
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "schedule.md"
 SMALL = ("--pp", "4", "--microbatches", "8")
@@ -120,6 +125,69 @@ def test_a_found_schedule_keeps_to_the_limit(capsys):
     assert max(told["peak_activations"]) <= 2.5
 
 
+# The stages of a model
+
+DEEP = ("--model", "tiny", "--option", "layers=12", "--option", "vocab_size=2000", "--pp", 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_cut_by_cost_and_its_stages_are_played(capsys, name):
+    told = json.loads(printed(capsys, *DEEP, "--name", name, "--json"))
+    model = build("tiny", overrides={"layers": 12, "vocab_size": 2000}, device="meta")
+    costs = computed_costs(model, stages_of(model))
+    plan = Plan.parse(told["plan"])
+    assert (plan.pp, plan.schedule, plan.split) == (4, name, told["split"])
+    split = parse_split(plan.split, 12)
+    assert split == split_by_cost(costs, plan.stages, plan.placement, microbatches=16)
+    unit = sum(cost.forward for cost in costs) / 4
+    forward = [sum(costs[piece].forward for piece in pieces) / unit for pieces in ranges_of(split)]
+    assert told["forward"] == pytest.approx(forward)
+    assert told["backward"] == pytest.approx([2 * each for each in forward])
+    times = Times(tuple(forward), tuple(forward), tuple(forward), (0,) * (plan.stages - 1))
+    assert told["makespan"] == pytest.approx(play(plan.schedule_for(16), times).makespan)
+
+
+def test_the_text_ends_with_the_stages_and_the_plan(capsys):
+    out = printed(capsys, *DEEP, "--name", "looped-bfs", "--virtual", 3, "--transfer", 0.01)
+    *_, stages, compared, plan = out.rstrip().split("\n\n")
+    text = plan.removeprefix("plan: ")
+    assert [row.split()[2] for row in stages.splitlines()[1:]] == Plan.parse(text).split.split("-")
+    assert text.startswith("pp=4,schedule=looped-bfs,virtual=3,split=")
+    assert re.match(r"times in a rank's mean forward; split=count would be \S+ long, \+\d", compared)
+
+
+def test_all_schedules_are_compared_for_a_model(capsys):
+    rows = printed(capsys, *DEEP, "--compare").splitlines()
+    shown = [row.split() for row in rows[1:]]
+    assert {row[0] for row in shown} == set(NAMES)
+    assert all(sum(map(int, row[-1].split("-"))) == 12 for row in shown)
+    assert main(["schedule", "--compare", "--model", "tiny", "--pp", "4"]) == 0  # four blocks: one stage each
+    captured = capsys.readouterr()
+    assert {row.split()[0] for row in captured.out.splitlines()[1:]} == {
+        "gpipe",
+        "1f1b",
+        "zb-h1",
+        "looped-bfs",
+    }
+    assert "4 blocks cannot be cut into 8 stages" in captured.err
+
+
+def test_costs_are_measured_on_this_device(capsys):
+    small = ("--option", "hidden=32", "--sequence", 16, "--microbatch", 2, "--recompute", "full")
+    told = json.loads(printed(capsys, "--model", "tiny", *small, "--pp", 2, "--measure", "--json"))
+    assert sum(map(int, told["split"].split("-"))) == 4
+    assert all(each > 0 for each in told["forward"] + told["backward"])
+
+
+def test_the_guide_shows_the_stages_that_its_command_prints(capsys):
+    page = GUIDE.read_text(encoding="utf-8")
+    command, shown = re.search(
+        r"```\nshoal (\S+ --model .+)\n```\n\n(?:.+\n)+\n```\n((?:.*\n)+?)```", page
+    ).groups()
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.endswith(shown)
+
+
 # The drawing
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -190,6 +258,14 @@ def test_work_that_takes_no_time_is_shown_too(capsys, tmp_path):
         (("--name", "search", *SMALL, "--limit", "0.5"), "leaves no room"),
         (("--compare", *SMALL, "--limit", "nan"), "leaves no room"),
         (("--name", "1f1b", *SMALL, "--svg", "/"), "cannot be written"),
+        (("--name", "search", *SMALL, "--model", "tiny"), "--name search was given with --model"),
+        (("--name", "1f1b", *SMALL, "--measure"), "--measure was given without --model"),
+        ((*SMALL, "--model", "tiny", "--times", "1,1,1"), "--times was given with --model"),
+        ((*SMALL, "--model", "tiny", "--recompute", "full"), "without --measure"),
+        ((*SMALL, "--model", "tiny", "--measure", "--recompute", "some"), "recompute=some does not exist"),
+        ((*SMALL, "--model", "tinny"), "did you mean 'tiny'"),
+        ((*SMALL, "--model", "tiny", "--name", "zb-v"), "4 blocks cannot be cut into 8 stages"),
+        (("--compare", "--model", "tiny", "--pp", "8"), "4 blocks cannot be cut into 8 stages"),
     ],
 )
 def test_what_cannot_work_is_refused(capsys, words, told):

@@ -42,6 +42,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "options of a group",
         "plan",
         "presets",
+        "schedules compared",
         "what a rank sends",
     }
     assert set(parts) == {*tables, *examples}

@@ -10,25 +10,30 @@ from pathlib import Path
 import pytest
 
 from shoal.plan import Mesh
+from shoal.plan.schedules import NAMES as SCHEDULES
+from shoal.plan.schedules.draw import caption
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 import pictures  # noqa: E402
-from drawn import attention, products, ranks, svg  # noqa: E402
+from drawn import attention, products, ranks, schedules, svg  # noqa: E402
 
 DRAWN = pictures.pictures()
 NAMES = sorted(DRAWN)
+OF_SCHEDULES = schedules.pictures()
+"""Drawn as `shoal schedule --svg` draws, with colours of its own."""
 
 
 def texts(picture):
     """(content, left, top, right, bottom) of each text, as wide as in a wide font."""
     for element in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text"):
         size = float(element.get("font-size", 13))
-        width = 0.57 * size * len(element.text)
+        content = "".join(element.itertext())
+        width = 0.57 * size * len(content)
         x, y = float(element.get("x")), float(element.get("y"))
-        left = x - {"start": 0, "middle": width / 2, "end": width}[element.get("text-anchor")]
-        yield element.text, left, y - 0.75 * size, left + width, y + 0.2 * size
+        left = x - {"start": 0, "middle": width / 2, "end": width}[element.get("text-anchor", "start")]
+        yield content, left, y - 0.75 * size, left + width, y + 0.2 * size
 
 
 def test_pictures_are_what_the_generator_draws():
@@ -76,8 +81,19 @@ def test_colors_of_pictures_are_seen_on_white_and_on_black(color, background):
 
 
 def test_colors_in_pictures_are_those_of_the_palette():
-    used = {color for drawn in DRAWN.values() for color in re.findall(r'"(#[0-9a-f]{3,})"', drawn)}
+    others = [drawn for name, drawn in DRAWN.items() if name not in OF_SCHEDULES]
+    used = {color for drawn in others for color in re.findall(r'"(#[0-9a-f]{3,})"', drawn)}
     assert used == {svg.GRAY, *svg.COLORS, "#ffffff"}
+
+
+def test_every_schedule_is_drawn_with_the_same_work():
+    assert sorted(OF_SCHEDULES) == sorted(f"schedule-{name}.svg" for name in SCHEDULES)
+    for name in SCHEDULES:
+        played = schedules.played(name)
+        assert caption(played) in OF_SCHEDULES[f"schedule-{name}.svg"]
+        assert [played.busy(rank) for rank in range(schedules.RANKS)] == pytest.approx(
+            [3 * schedules.MICROBATCHES] * schedules.RANKS
+        )
 
 
 def test_ring_attention_is_drawn_as_the_whole_causal_square_with_equal_work():

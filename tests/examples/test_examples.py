@@ -68,6 +68,13 @@ def test_attention_over_ranks_copies_letters(capfd):
     assert max(losses(run_on_two_ranks(capfd, "06_context_parallel.py"))) < math.log(8) / 4
 
 
+def test_a_pipeline_trains_as_one_process(monkeypatch, capfd):
+    (alone,) = losses(run_alone(monkeypatch, capfd, "07_pipeline.py"))
+    of_ranks = losses(run_on_two_ranks(capfd, "07_pipeline.py"))
+    assert of_ranks == pytest.approx([alone] * 2, abs=0.002)  # printed with three digits
+    assert alone < SORTS
+
+
 def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):
     first, *_, last = losses(run_on_two_ranks(capfd, "02_torchrun.py", tmp_path / "model.safetensors"))
     assert last < first / 5

@@ -22,6 +22,8 @@ _WORDS = {
     Work.INPUT: "I gradient of the input",
     Work.WEIGHT: "W gradient of the weights",
 }
+_PALER = "paler: later stages of the rank"
+_IDEAL = "end without any bubble"
 _GRAY = "#7d8590"
 _LIGHT, _DARK = "#ffffff", "#10151c"
 
@@ -38,6 +40,7 @@ _SHORTEST = 17  # width of the shortest action, if the picture then is not too w
 _NUMBER = 11  # size of the numbers in boxes and below them
 _SMALLEST = 7.5  # in boxes that have no room for this, numbers are left out
 _DIGIT = 0.62  # width of a digit, in sizes
+_LETTER = 7.5  # width of a letter of the legend, in a wide font
 
 
 def draw(played: Sequence[Played], title: str = "Pipeline schedules") -> str:
@@ -52,9 +55,9 @@ def draw(played: Sequence[Played], title: str = "Pipeline schedules") -> str:
     """
     longest = max(each.makespan for each in played) or 1
     scale = _scale(played, longest)
-    width = max(_LEAST_WIDTH, _LEFT + longest * scale + _RIGHT)
+    parts, legend = _legend(played)
+    width = max(_LEAST_WIDTH, legend + _RIGHT, _LEFT + longest * scale + _RIGHT)
     top: float = _LEGEND
-    parts = list(_legend(played))
     for each in played:
         parts += _panel(each, top, scale)
         top += _CAPTION + _ROW * each.schedule.ranks + _AXIS
@@ -98,22 +101,24 @@ def _scale(played: Sequence[Played], longest: float) -> float:
     return min(max(_SHORTEST / shortest, least), most)
 
 
-def _legend(played: Sequence[Played]) -> Iterator[str]:
+def _legend(played: Sequence[Played]) -> tuple[list[str], float]:
+    """The legend, and where it ends."""
+    parts: list[str] = []
     present = {action.work for each in played for row in each.schedule.table for action in row}
     turns = max(each.schedule.virtual for each in played)
     x: float = _LEFT
     for work in Work:
         if work in present:
             for turn in range(turns):
-                yield _rectangle(x, 8, 13, 13, _color(work, turn, turns))
+                parts.append(_rectangle(x, 8, 13, 13, _color(work, turn, turns)))
                 x += 13
-            yield _text(x + 6, 19, _WORDS[work], anchor="start")
-            x += 26 + 6.6 * len(_WORDS[work])
+            parts.append(_text(x + 6, 19, _WORDS[work], anchor="start"))
+            x += 20 + _LETTER * len(_WORDS[work])
     if turns > 1:
-        yield _text(x, 19, "paler: later stages of the rank", anchor="start")
-        x += 210
-    yield _dashed(x + 4, 5, 24)
-    yield _text(x + 12, 19, "end without any bubble", anchor="start")
+        parts.append(_text(x, 19, _PALER, anchor="start"))
+        x += 14 + _LETTER * len(_PALER)
+    parts += [_dashed(x + 4, 5, 24), _text(x + 12, 19, _IDEAL, anchor="start")]
+    return parts, x + 12 + _LETTER * len(_IDEAL)
 
 
 def _panel(played: Played, top: float, scale: float) -> Iterator[str]:
