@@ -49,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero3")
     which.add_argument(
-        "--all", action="store_true", help="every legal Plan of --ranks ranks, in two micro-batches"
+        "--all", action="store_true", help="every legal Plan of --ranks ranks, in two micro-batches or more"
     )
     parser.add_argument(
         "--axes", metavar="N", type=int, help="of --all only Plans with N or more degrees above 1 (ep is one)"
@@ -76,7 +76,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--batch",
         metavar="N",
         type=int,
-        help="sequences in a step (default: two micro-batches a rank, 8 or more)",
+        help="sequences in a step (default: two micro-batches a rank and pipeline stage, 8 or more)",
     )
     parser.add_argument("--sequence", metavar="N", type=int, default=32, help="tokens (default 32)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and tokens (default 0)")
@@ -143,7 +143,7 @@ def _walk(args: argparse.Namespace, there: int | None) -> Walk:
         ranks = 2 if ranks is None else ranks
         unit = max(1, ranks)
     else:
-        unit = plan.dp * (plan.microbatch or 1)
+        unit = plan.dp * plan.pp * (plan.microbatch or 1)
     trial = Trial(
         model=args.model,
         model_options=options,
@@ -183,12 +183,20 @@ def _require_all(args: argparse.Namespace) -> None:
 
 
 def _default_batch(unit: int) -> int:
-    """At least two micro-batches for every rank, so that accumulation is part of what is compared."""
+    """At least two micro-batches for every rank, so that accumulation is part of what is compared.
+
+    That is as many as any schedule of pipelines needs.
+    """
     return unit * max(2, -(-_LEAST_BATCH // unit))
 
 
 def _in_two(plan: Plan, batch: int) -> Plan:
-    """The Plan in two micro-batches a rank, or in one where its samples do not divide so."""
+    """The Plan in two micro-batches a rank, or in one where its samples do not divide so.
+
+    A pipeline stays in as many as its stages ask for.
+    """
+    if plan.pp > 1:
+        return plan.with_microbatch_for(batch)
     local = plan.with_microbatch_for(batch).microbatch
     assert local is not None
     return plan.replace(microbatch=local // 2 if local % 2 == 0 else local)

@@ -177,7 +177,8 @@ class Axis:
         def begin(*, group: dist.ProcessGroup | None, async_op: bool) -> Any:
             return transfer(tensor, peer, group)
 
-        return self._start(name, tensor, (begin,), group=tuple(self.members[index] for index in ends))
+        group = tuple(self.members[index] for index in ends)
+        return self._start(name, tensor, (begin,), group=group, has_future=False)
 
     def all_to_all(
         self,
@@ -221,7 +222,7 @@ class Axis:
             works: list[dist.Work] = dist.batch_isend_irecv(pair)
             return works
 
-        return self._start(f"shift:{name}", sent, (exchange,))
+        return self._start(f"shift:{name}", sent, (exchange,), has_future=False)
 
     def _start(
         self,
@@ -230,6 +231,7 @@ class Axis:
         *calls: tuple[Any, ...],
         after: Callable[[], object] | None = None,
         group: tuple[int, ...] | None = None,
+        has_future: bool = True,
     ) -> Pending:
         """Starts what is recorded as one collective.
 
@@ -239,6 +241,7 @@ class Axis:
             calls: Functions of `torch.distributed`, each with its arguments.
             after: What the one who waits does when they are complete.
             group: The global ranks that take part, if not all of the axis.
+            has_future: Whether gloo tells by a future when it is complete.
         """
         if self.size == 1:
             return _Complete()
@@ -252,7 +255,7 @@ class Axis:
         with _as_communication_error(name):
             begun = [call(*arguments, group=self.group, async_op=True) for call, *arguments in calls]
         works = [work for each in begun for work in (each if isinstance(each, list) else [each])]
-        on_cpu = counted.device.type == "cpu"
+        on_cpu = has_future and counted.device.type == "cpu"
         return _Started(works, span, self._recorder, name, on_cpu=on_cpu, after=after)
 
 

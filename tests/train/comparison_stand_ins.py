@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from pipeline_faults import PIPELINE_FAULTS
 
 from shoal.data import Loader
 from shoal.models import Mixture
@@ -241,4 +242,4 @@ FAULTS = {
         a_router_of_its_own,
         parts_that_are_not_summed,
     )
-}
+} | PIPELINE_FAULTS

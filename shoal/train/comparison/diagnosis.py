@@ -22,6 +22,7 @@ from shoal.train.comparison.trial import Trial
 __all__ = ["Evidence", "explain_gradient", "explain_norm", "explain_parameter", "explain_samples"]
 
 _FITS = 1e-3  # share of a tensor's norm by which a hypothesis may miss it
+_MOST_TRIED = 32  # micro-batches whose loss is tried
 _DATA_AXES = ("replicate", "shard")
 
 
@@ -34,6 +35,7 @@ class Evidence:
         mesh: How the ranks stand.
         step: The step's number, from 1.
         wanted: The samples of its batch.
+        microbatch: Samples in one forward of a rank.
         seen: By rank, what each saw.
         reference: What one device computed.
     """
@@ -42,17 +44,27 @@ class Evidence:
     mesh: Mesh
     step: int
     wanted: Sequence[int]
+    microbatch: int
     seen: Sequence[RankStep]
     reference: Step
 
 
 def explain_samples(evidence: Evidence) -> str:
-    """Which samples were trained on twice or not at all; "" if each was once."""
+    """Which samples were trained on twice, not at all, or in another order than on ranks that share them.
+
+    Returns:
+        "" if each was once, and in the same order.
+    """
     by_place: dict[int, list[int]] = {}
     for rank, step in enumerate(evidence.seen):
         place = evidence.mesh.coordinate(rank, "dp")
-        if step.samples and sorted(by_place.setdefault(place, step.samples)) != sorted(step.samples):
-            return f"rank {rank} trains on other samples than the ranks with the same place along dp"
+        first = by_place.setdefault(place, step.samples)
+        if step.samples and first != step.samples:
+            order = "in another order" if sorted(first) == sorted(step.samples) else "on other samples"
+            return (
+                f"rank {rank} trains {order} than the ranks with the same place along dp, which hold other "
+                "parts or stages of the same samples"
+            )
     counts = Counter(itertools.chain.from_iterable(by_place.values()))
     wanted = Counter(evidence.wanted)
     dropped, added = wanted - counts, counts - wanted
@@ -85,9 +97,16 @@ def explain_gradient(evidence: Evidence, departing: Sequence[Any]) -> str:
     if held[0].values.isnan().any():
         return "\n  an element is not a number, or no rank owns it"
     factor, _ = _projection(held[0].values, reference)
+    if factor == 0.0 and all(float(copy.values.norm()) == 0.0 for copy in held):
+        return f"\n  it is zero: none was computed{_where(evidence, departing)}"
     if _all_fit(held, reference, factor):
         return f"\n  it is {factor:.4g} times what it should be{_as_mean(evidence.mesh, factor)}"
-    return _not_reduced(evidence, name) or _unlike(evidence, name, held)
+    return (
+        _not_reduced(evidence, name)
+        or _not_added_up(evidence, held, reference)
+        or _lost(evidence, held, departing)
+        or _unlike(evidence, name, held)
+    )
 
 
 def explain_norm(evidence: Evidence) -> str:
@@ -150,6 +169,61 @@ def _not_reduced(evidence: Evidence, name: str) -> str:
     return ""
 
 
+def _not_added_up(evidence: Evidence, held: Sequence[Copy], reference: torch.Tensor) -> str:
+    """Tries whether stages that share a parameter each have the gradient of their own use."""
+    by_place: dict[int, torch.Tensor] = {}
+    for copy in held:
+        by_place.setdefault(evidence.mesh.coordinate(copy.ranks[0], "pp"), copy.values)
+    if len(by_place) < 2:
+        return ""
+    factor, rest = _projection(torch.stack(list(by_place.values())).sum(0), reference)
+    if rest > _FITS or abs(factor - 1) > _FITS:
+        return ""
+    return (
+        f"\n  the ranks at {_listed(sorted(by_place))} along pp hold parts of it that make it up together: "
+        "the gradients of a tied parameter are not added up between the stages that share it"
+    )
+
+
+def _lost(evidence: Evidence, held: Sequence[Copy], departing: Sequence[Any]) -> str:
+    """Tries whether the gradient of a micro-batch is missing or counted twice, on all data ranks or one."""
+    if evidence.step > 1:  # only the first step's weights are known to be right
+        return ""
+    name = departing[0].name
+    missing = evidence.reference.gradients[name].double() - held[0].values
+    by_place: dict[int, list[list[int]]] = {}
+    for rank, step in enumerate(evidence.seen):
+        size = evidence.microbatch
+        micro = [step.samples[start : start + size] for start in range(0, len(step.samples), size)]
+        by_place.setdefault(evidence.mesh.coordinate(rank, "dp"), micro)
+    everywhere = [
+        [each for micro in parts for each in micro] for parts in zip(*by_place.values(), strict=True)
+    ]
+    own = by_place.values() if len(by_place) > 1 else ()
+    for micro in (everywhere, *own):
+        for number, samples in enumerate(micro[:_MOST_TRIED]):
+            gradient = gradients_of(evidence.trial, samples, torch.device("cpu"))[name].double()
+            factor, rest = _projection(missing, gradient * (len(samples) / len(evidence.wanted)))
+            if rest <= _FITS * 10 and abs(abs(factor) - 1) <= _FITS * 10:
+                told = "is missing" if factor > 0 else "is counted twice"
+                where = _where(evidence, departing)
+                return f"\n  the gradient of micro-batch {number} (sample {_listed(samples)}) {told}{where}"
+    return ""
+
+
+def _where(evidence: Evidence, departing: Sequence[Any]) -> str:
+    """In a pipeline, on which ranks and stages gradients depart; "" without one."""
+    mesh = evidence.mesh
+    if mesh.sizes[AXES.index("pp")] == 1:
+        return ""
+    names = {each.name for each in departing}
+    ranks = [
+        rank for rank, step in enumerate(evidence.seen) if any(each.name in names for each in step.gradients)
+    ]
+    places = sorted({mesh.coordinate(rank, "pp") for rank in ranks})
+    return f"; what departs is on rank {_listed(ranks)}, at {_listed(places)} along pp"
+
+
 def _unlike(evidence: Evidence, name: str, held: Sequence[Copy], *, of_parameters: bool = False) -> str:
     """Along which axes ranks hold different copies, and on which ranks a part departs."""
     mesh, reference = evidence.mesh, evidence.reference
@@ -164,7 +238,7 @@ def _unlike(evidence: Evidence, name: str, held: Sequence[Copy], *, of_parameter
     ]
     lines = []
     for axis in AXES:
-        pairs = [pair for group in mesh.groups(axis) for pair in itertools.pairwise(group)]
+        pairs = [pair for group in mesh.groups(axis) for pair in itertools.combinations(group, 2)]
         if any(
             not torch.allclose(fragments[a][key], fragments[b][key], rtol=_FITS, atol=0.0)
             for a, b in pairs
@@ -181,7 +255,7 @@ def _unlike(evidence: Evidence, name: str, held: Sequence[Copy], *, of_parameter
             if rank in copy.places
         )
     ]
-    if wrong and len(wrong) < len(fragments):
+    if wrong and len(wrong) < sum(map(bool, fragments)):
         lines.append(f"it departs on rank {_listed(wrong)} alone")
     return "".join(f"\n  {line}" for line in lines)
 

@@ -68,6 +68,9 @@ def first_fault(
     lost = _lost_tokens(trial, mesh, ranks)
     if lost:
         return Fault("", lost)
+    misplaced = _misplaced(mesh, ranks, reference.forward)
+    if misplaced is not None:
+        return misplaced
     rows = {sample: row for row, sample in enumerate(trial.batch_of(0))}
     for place, wanted in reference.forward.items():
         layer, kind = place
@@ -75,7 +78,7 @@ def first_fault(
             text = _other_positions(place, wanted, ranks)
         else:
             parts = list(_parts(place, wanted, reference.wider[place], mesh, ranks, rows))
-            text = (_other_choices if kind == "choices" else _other_output)(layer, parts)
+            text = (_other_choices if kind == "choices" else _other_output)(layer, parts, len(ranks))
         if text:
             return Fault(layer, text)
     return None
@@ -91,6 +94,21 @@ def _lost_tokens(trial: Trial, mesh: Mesh, ranks: Sequence[RankTrace]) -> str:
                 f"tokens: no rank trains on the positions {_ranges(lost)} of the samples of {_ranks(group)}"
             )
     return ""
+
+
+def _misplaced(mesh: Mesh, ranks: Sequence[RankTrace], reference: Forward) -> Fault | None:
+    """The first block of a pipeline's model that no stage runs, or that stages on several ranks run."""
+    for block in ranks[0].blocks:
+        place = (block, "output")
+        runners = [
+            rank for rank, trace in enumerate(ranks) if any(place in forward for forward in trace.forwards)
+        ]
+        places = {mesh.coordinate(rank, "pp") for rank in runners}
+        if len(places) > 1:
+            return Fault(block, f"stages: {block} runs on {_ranks(runners)}, one after the other")
+        if not places and place in reference:
+            return Fault(block, f"stages: no rank runs {block}")
+    return None
 
 
 def _other_positions(place: Place, wanted: Note, ranks: Sequence[RankTrace]) -> str:
@@ -114,12 +132,21 @@ def _other_positions(place: Place, wanted: Note, ranks: Sequence[RankTrace]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of a quantity, the same part of the reference, and of the wider one."""
+    """One rank's part of a quantity, the same part of the reference, and of the wider one.
+
+    Attributes:
+        rank: Whose.
+        values: Of all micro-batches `[batch, seq, ...]`.
+        wanted: Of the reference.
+        wider: Of the wider one.
+        sizes: Samples in each micro-batch.
+    """
 
     rank: int
     values: Tensor
     wanted: Tensor
     wider: Tensor
+    sizes: Sequence[int]
 
 
 def _parts(
@@ -143,10 +170,11 @@ def _parts(
         if length != len(held) or len(samples) != len(note.values) or not rows.keys() >= set(samples):
             continue
         chosen = torch.tensor([rows[sample] for sample in samples])[:, None], held[None]
-        yield _Part(rank, note.values, wanted.values[chosen], wider.values[chosen])
+        sizes = [len(micro) for micro in trace.samples]
+        yield _Part(rank, note.values, wanted.values[chosen], wider.values[chosen], sizes)
 
 
-def _other_choices(layer: str, parts: Sequence[_Part]) -> str:
+def _other_choices(layer: str, parts: Sequence[_Part], ranks: int) -> str:
     """On which ranks a router chooses other experts, for more tokens than rounding explains."""
     wrong: dict[int, int] = {}
     for part in parts:
@@ -157,31 +185,57 @@ def _other_choices(layer: str, parts: Sequence[_Part]) -> str:
     if not wrong:
         return ""
     tokens = sum(part.values.shape[:2].numel() for part in parts if part.rank in wrong)
-    where = _ranks(list(wrong)) if len(wrong) < len(parts) else "every rank"
+    where = _ranks(list(wrong)) if len(wrong) < ranks else "every rank"
     return (
         f"the router of {layer} chooses other experts on {where} than one device does for the same "
         f"tokens: {sum(wrong.values())} of {tokens}"
     )
 
 
-def _other_output(layer: str, parts: Sequence[_Part]) -> str:
+def _other_output(layer: str, parts: Sequence[_Part], ranks: int) -> str:
     """On which ranks a layer's output departs."""
     wrong: dict[int, tuple[float, float]] = {}
+    mistaken = ""
     for part in parts:
-        scale = float(part.wanted.double().norm())
-        scale = max(scale, torch.finfo(torch.float32).tiny)
-        deviation = float((part.values.double() - part.wanted.double()).norm()) / scale
-        bound = bound_of([float((part.wider.double() - part.wanted.double()).norm()) / scale])
+        deviation = _deviation(part.values, part.wanted)
+        bound = bound_of([_deviation(part.wider, part.wanted)])
         if not deviation <= bound:
             wrong[part.rank] = deviation, bound
+            mistaken = mistaken or _mistaken(part, bound)
     if not wrong:
         return ""
     deviation, bound = max(wrong.values())
-    where = _ranks(list(wrong)) if len(wrong) < len(parts) else "every rank"
+    where = _ranks(list(wrong)) if len(wrong) < ranks else "every rank"
     return (
         f"forward: the output of {layer} is the first that departs, on {where}, "
-        f"by {deviation:.1e}, and rounding explains {bound:.1e}"
+        f"by {deviation:.1e}, and rounding explains {bound:.1e}{mistaken}"
     )
+
+
+def _mistaken(part: _Part, bound: float) -> str:
+    """Whether a rank has for micro-batches what is right for others, as if it had taken one for another."""
+    values, wanted = part.values.split(list(part.sizes)), part.wanted.split(list(part.sizes))
+    taken: dict[int, int] = {}
+    for number, value in enumerate(values):
+        if _deviation(value, wanted[number]) <= bound:
+            continue
+        others = [other for other, each in enumerate(wanted) if _deviation(value, each) <= bound]
+        if not others:
+            return ""
+        taken[number] = others[0]
+    if not taken:
+        return ""
+    number, other = next(iter(taken.items()))
+    more = f", and so on for {len(taken)} of {len(values)}" if len(taken) > 1 else ""
+    return f"; for micro-batch {number} it is what one device gives for micro-batch {other}{more}"
+
+
+def _deviation(values: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference as a share of the norm; infinite if the shapes differ."""
+    if values.shape != wanted.shape:
+        return float("inf")
+    scale = max(float(wanted.double().norm()), torch.finfo(torch.float32).tiny)
+    return float((values.double() - wanted.double()).norm()) / scale
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -11,11 +12,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
 from shoal.parallel import Axis, Owned, Parallel
+from shoal.parallel.stage_layout import parts_by_piece, stages_of
 from shoal.plan import Plan
+from shoal.record import Recorder
 from shoal.train.comparison.trace import RankTrace, Trace
 from shoal.train.comparison.trial import OPTIMIZER, RandomTokens, Trial
+from shoal.train.comparison.under_way import ForwardUnderWay
 from shoal.train.trainer import Trainer
 
 __all__ = ["Copy", "Fragment", "RankStep", "copies", "distinct", "places", "trace_under", "train_under"]
@@ -93,24 +98,48 @@ def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep
         PlanError: The Plan does not fit the ranks, the batch or the model.
         TrainingError: A loss or a norm is not finite.
     """
-    with _laid_out(trial, plan, device) as (trainer, samples):
+    with _laid_out(trial, plan, device, trial.build_for_layout(device)) as (trainer, samples):
         return _steps(trainer, trial.batch, samples.asked)
 
 
 def trace_under(trial: Trial, plan: Plan, device: torch.device) -> RankTrace:
     """Makes the first step anew, as one rank, and notes what the layers of the model give."""
-    with _laid_out(trial, plan, device) as (trainer, samples):
-        trace = Trace(trainer.parallel.module)
+    under_way = ForwardUnderWay()
+    model = trial.build_for_layout(device)
+    pieces = parts_by_piece(model, stages_of(model)) if plan.pp > 1 else []
+    parts = list(itertools.chain.from_iterable(pieces))
+    whole = {name: type(module) for name, module in model.named_modules()}
+    with _laid_out(trial, plan, device, model, under_way) as (trainer, samples):
+        names = _comparable(trainer.parallel.module, whole, parts) if plan.pp > 1 else None
+        trace = Trace(trainer.parallel.module, lambda: under_way.microbatch, names)
         trainer.step()
         places = torch.arange(trial.sequence)[None]
         held = trainer.parallel.local_sequence(places)[0]
-        return RankTrace(samples.asked[: len(trace.forwards)], held, trace.forwards)
+        blocks = [block for piece in pieces[1:-1] for block in piece]
+        return RankTrace(samples.asked[: len(trace.forwards)], held, trace.forwards, blocks)
+
+
+def _comparable(model: nn.Module, whole: Mapping[str, type], parts: Sequence[str]) -> set[str]:
+    """The layers of this rank's stages, without what stands in the place of others.
+
+    Layers in no part run on every stage, on what is not their input on one device.
+    """
+    return {
+        name
+        for name, module in model.named_modules()
+        if type(module) is whole.get(name) and any(f"{name}.".startswith(f"{part}.") for part in parts)
+    }
 
 
 @contextmanager
-def _laid_out(trial: Trial, plan: Plan, device: torch.device) -> Iterator[tuple[Trainer, RandomTokens]]:
-    """Gives a Trainer under the Plan, and its samples."""
-    model = trial.build_for_layout(device)
+def _laid_out(
+    trial: Trial,
+    plan: Plan,
+    device: torch.device,
+    model: nn.Module,
+    recorder: Recorder | None = None,
+) -> Iterator[tuple[Trainer, RandomTokens]]:
+    """Gives a Trainer of the model under the Plan, and its samples."""
     samples = trial.samples(model)
     trainer = Trainer(
         model,
@@ -121,6 +150,7 @@ def _laid_out(trial: Trial, plan: Plan, device: torch.device) -> Iterator[tuple[
         optimizer=OPTIMIZER,
         seed=trial.seed,
         device=device,
+        recorder=recorder,
     )
     with _groups_freed(trainer.parallel):
         try:

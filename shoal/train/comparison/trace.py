@@ -6,7 +6,7 @@ outputs that differ have digests that differ, up to chance, and about as much.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -48,12 +48,14 @@ class RankTrace:
     Attributes:
         samples: Those of each micro-batch.
         held: Where the tokens that it trains on stand in their samples, `[seq / cp]`.
-        forwards: Of each micro-batch.
+        forwards: Of each micro-batch; of a pipeline what this rank's stages gave.
+        blocks: The names of the blocks that pipeline stages share out; none without a pipeline.
     """
 
     samples: list[list[int]]
     held: Tensor
     forwards: list[Forward]
+    blocks: Sequence[str] = ()
 
 
 @final
@@ -65,18 +67,24 @@ class Trace:
 
     Args:
         model: Gets hooks, and is not to be used for anything else.
-
-    Attributes:
-        forwards: One for each forward of the model.
+        microbatch: Gives the number of the micro-batch whose forward is under way; None for forwards that are
+            not to be noted.
+        names: The layers to note; None: all.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.forwards: list[Forward] = []
-        self._within = False
+    def __init__(
+        self,
+        model: nn.Module,
+        microbatch: Callable[[], int | None] = lambda: 0,
+        names: Collection[str] | None = None,
+    ) -> None:
+        self._microbatch = microbatch
+        self._noted: dict[int, Forward] = {}
+        self._current: Forward | None = None
         self._directions: dict[int, Tensor] = {}
         model.register_forward_pre_hook(self._begin)
         for name, module in model.named_modules():
-            if module is model:
+            if module is model or (names is not None and name not in names):
                 continue
             if isinstance(module, Rotary):
                 module.register_forward_pre_hook(self._positions_of(name))
@@ -86,19 +94,25 @@ class Trace:
             module.register_forward_hook(self._output_of(name))
         model.register_forward_hook(self._end)
 
+    @property
+    def forwards(self) -> list[Forward]:
+        """What was noted, by micro-batch; the forwards of several stages of a micro-batch are one."""
+        return [forward for _, forward in sorted(self._noted.items())]
+
     def _begin(self, *_: Any) -> None:
-        self.forwards.append({})
-        self._within = True
+        number = self._microbatch()
+        self._current = None if number is None else self._noted.setdefault(number, {})
 
     def _end(self, *_: Any) -> None:
-        self._within = False
+        self._current = None
 
     def _note(self, place: Place, values: Tensor, width: tuple[int, ...] = ()) -> None:
-        self.forwards[-1].setdefault(place, Note(values.detach().cpu(), width))
+        assert self._current is not None
+        self._current.setdefault(place, Note(values.detach().cpu(), width))
 
     def _positions_of(self, name: str) -> Callable[..., None]:
         def hook(module: Rotary, inputs: tuple[Tensor, ...]) -> None:
-            if self._within:
+            if self._current is not None:
                 heads = inputs[0]
                 self._note((name, "positions"), module.positions(heads.shape[-2], heads.device))
 
@@ -106,7 +120,7 @@ class Trace:
 
     def _choices_of(self, name: str, exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-            if self._within:
+            if self._current is not None:
                 self._note((name, "choices"), chosen.sort(-1).values)
             return exchange(hidden, chosen, shares)
 
@@ -116,7 +130,7 @@ class Trace:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
             output = output[0] if isinstance(output, tuple) and output else output
             is_hidden = isinstance(output, Tensor) and output.ndim >= 3 and output.is_floating_point()
-            if self._within and is_hidden:
+            if self._current is not None and is_hidden:
                 self._note((name, "output"), self._digest(output.detach()), tuple(output.shape[2:]))
 
         return hook

@@ -121,6 +121,8 @@ def judge(trial: Trial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequen
     reports = []
     departure = None
     mesh = Mesh.of(plan)
+    microbatch = plan.with_microbatch_for(trial.batch).microbatch
+    assert microbatch is not None
     for index, (reference, bounds) in enumerate(zip(yardstick.steps, yardstick.bounds, strict=True)):
         seen = [steps[index] for steps in ranks]
         gradients = _distinct_copies([step.gradients for step in seen])
@@ -141,6 +143,7 @@ def judge(trial: Trial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequen
                 mesh=mesh,
                 step=index + 1,
                 wanted=trial.batch_of(index),
+                microbatch=microbatch,
                 seen=seen,
                 reference=reference,
             )

@@ -1,0 +1,64 @@
+"""Which micro-batch's forward is under way, as spans tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import final
+
+from shoal.plan.schedules import Action
+from shoal.record import NullRecorder, OpenSpan, Recorder
+from shoal.timeline import Kind, Lane
+
+__all__ = ["ForwardUnderWay"]
+
+
+@final
+class ForwardUnderWay(Recorder):
+    """Told of a Trainer's spans in one step, it knows of which micro-batch a forward is.
+
+    In a pipeline the name of a forward's span is the schedule's action. Otherwise micro-batches come one
+    after the other.
+
+    Attributes:
+        microbatch: Its number in the step; None outside of forwards.
+    """
+
+    def __init__(self) -> None:
+        self.microbatch: int | None = None
+        self._begun = 0
+        self._nothing = NullRecorder()
+
+    @contextmanager
+    def span(
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane = Lane.COMPUTE,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+    ) -> Iterator[None]:
+        """See `Recorder.span`."""
+        if kind is not Kind.FORWARD:
+            yield
+            return
+        self.microbatch = Action.parse(name).microbatch if name else self._begun
+        self._begun += 1
+        try:
+            yield
+        finally:
+            self.microbatch = None
+
+    def open(
+        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+    ) -> OpenSpan:
+        """See `Recorder.open`."""
+        return self._nothing.open(kind, name, lane=lane, bytes=bytes, group=group)
+
+    def step(self, index: int) -> AbstractContextManager[None]:
+        """See `Recorder.step`."""
+        return self._nothing.step(index)
+
+    def close(self) -> None:
+        """See `Recorder.close`."""
