@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import PlanError
 from shoal.plan import CHOICES, Plan
+from shoal.plan.schedules import least_virtual
 
 
 @st.composite
@@ -11,11 +12,21 @@ def plans(draw):
     replicate = draw(st.sampled_from([1, 2, 4]))
     shard = draw(st.sampled_from(CHOICES["shard"])) if replicate == 1 else "zero3"
     precision = draw(st.sampled_from(CHOICES["precision"]))
-    naive = shard == "none" and precision == "fp32"
+    pp = draw(st.integers(1, 4))
+    naive = shard == "none" and precision == "fp32" and pp == 1
+    schedule = draw(st.sampled_from(CHOICES["schedule"]))
+    virtual = draw(st.sampled_from([None, least_virtual(schedule)]))
+    stages = pp * least_virtual(schedule)
+    numbers = st.lists(st.integers(1, 9), min_size=stages, max_size=stages).map(
+        lambda counts: "-".join(map(str, counts))
+    )
     return Plan(
         dp=replicate * draw(st.integers(1, 8)),
         tp=draw(st.integers(1, 4)),
-        pp=draw(st.integers(1, 4)),
+        pp=pp,
+        schedule=schedule,
+        virtual=virtual,
+        split=draw(st.sampled_from(["cost", "count"]) | numbers),
         replicate=replicate,
         shard=shard,
         microbatch=draw(st.none() | st.integers(1, 64)),
