@@ -43,8 +43,8 @@ class Pieces:
 
     def holder_of(self, model: nn.Module, name: str) -> int:
         """Where along the axis `pp` the rank is that has a buffer of the model; the first, if all do."""
+        parts = parts_by_piece(model, self.layout)
         for stage, pieces in enumerate(self.ranges):
-            parts = parts_by_piece(model, self.layout)
             if any(name.startswith(f"{part}.") for piece in pieces for part in parts[piece]):
                 return self.placement[stage]
         return self.placement[0]

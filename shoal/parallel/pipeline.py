@@ -126,12 +126,10 @@ class _Program:
     """What this rank does in a step of so many micro-batches.
 
     Attributes:
-        micro_batches: Their number.
         steps: One after another.
         last: By stage, the last action that gives its weights gradients.
     """
 
-    micro_batches: int
     steps: Sequence[Step]
     last: dict[int, Action]
 
@@ -246,7 +244,7 @@ class Pipeline:
             schedule = self._plan.schedule_for(count)
             row = schedule.table[self._axis.index]
             last = {action.stage: action for action in row if action.work in (Work.BACKWARD, Work.WEIGHT)}
-            self._programs[count] = _Program(count, transfers(schedule, ahead=1)[self._axis.index], last)
+            self._programs[count] = _Program(transfers(schedule, ahead=1)[self._axis.index], last)
         return self._programs[count]
 
     def _add_up_twins(self) -> None:

@@ -20,7 +20,7 @@ _HEADER = 10  # numbers that tell a form: which type, how many dims, and up to e
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Shape and type of what one stage gives the next."""
+    """Shape and type of a tensor that is not there yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

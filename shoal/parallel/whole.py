@@ -13,16 +13,9 @@ from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
 from shoal.parallel.pieces import Pieces
+from shoal.parallel.stage_chain import Form
 
-__all__ = ["Form", "Whole"]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Shape and type of a whole tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+__all__ = ["Whole"]
 
 
 @dataclass(frozen=True, slots=True)

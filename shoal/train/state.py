@@ -8,7 +8,7 @@ rank/R/random.KIND        the states of random generators, for a resume with the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Pie
     """
     mine = _share(parallel.owned)
     pieces = [piece for owned in mine for piece in _pieces_of(owned, optimizer)]
-    pieces += [Piece.whole(f"fixed/{name}", tensor) for name, tensor in parallel.buffers_to_save().items()]
+    pieces += _fixed(parallel.buffers_to_save())
     return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
 
 
@@ -81,7 +81,11 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
 
 def _buffer_pieces(model: nn.Module) -> list[Piece]:
     saved: dict[str, torch.Tensor] = model.state_dict()
-    return [Piece.whole(f"fixed/{name}", saved[name]) for name, _ in model.named_buffers() if name in saved]
+    return _fixed({name: saved[name] for name, _ in model.named_buffers() if name in saved})
+
+
+def _fixed(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
+    return [Piece.whole(f"fixed/{name}", tensor) for name, tensor in tensors.items()]
 
 
 def _frozen_piece(frozen: Frozen) -> Piece:

@@ -83,3 +83,17 @@ def assembled(ranks):
             flat[start:stop] = part.flatten()
             block.copy_(flat.view(block.shape))
     return whole
+
+
+def assert_same_training(results, expected, owned):
+    """That ranks have the losses and norms `expected`, and together the parameters that one process owns."""
+    for losses, _ in results:
+        # fp32 sums in another order, over a few steps of AdamW
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    reference = assembled([owned])
+    whole = assembled([parts for _, parts in results])
+    assert whole.keys() == reference.keys()
+    for name, value in reference.items():
+        torch.testing.assert_close(
+            whole[name], value, rtol=1e-3, atol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
