@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import torch
 from hypothesis import settings
 
 from shoal.testing import RankPool
@@ -37,3 +38,12 @@ def tiny_run(tmp_path_factory):
         "validation.samples=8",
     )
     return [argument for setting in settings for argument in ("--set", setting)]
+
+
+@pytest.fixture
+def one_thread():
+    """Threads only get into each other's way in models as small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

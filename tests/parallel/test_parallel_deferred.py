@@ -21,13 +21,7 @@ HIDDEN = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1))
 GRADIENT = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only get into each other's way in models as small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def blocks(policy="none", **changes):

@@ -23,13 +23,7 @@ LOOPED = [[0, 2], [1, 3]]
 V_SHAPED = [[0, 3], [1, 2]]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads only get into each other's way in models as small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def transformer(**changes):
