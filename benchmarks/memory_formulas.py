@@ -1,34 +1,12 @@
 """Memory of a rank by formula: states, what forward keeps for backward, and the peak of a step.
 
 States (docs/concepts/data-parallel.md): each of the P parameters that a rank has after tensor parallelism
-takes 16 bytes, 8 + 8/d, 4 + 12/d or 16/d in fp32, where d = dp * cp / replicate. In bf16 resident weights
-take 2 bytes and fp32 masters 4/d besides: 18, 6 + 12/d, 2 + 16/d or 16/d. Experts are divided by ep, and d
-with it.
+takes what `state_bytes` of `shoal/parallel/piece_memory.py` says, where d = dp * cp / replicate. Experts are
+divided by ep, and d with it.
 
-Activations kept are derived as Korthikanti et al. (arXiv:2205.05198, section 4) do, one operator after
-another, for Shoal's transformer: no dropout, SwiGLU, rotary embedding, fused attention. With n = B S / c the
-tokens that a rank has of a micro-batch of B sequences of S tokens, H hidden, F the width of the feed-forward
-layer, A heads of width D = H / A (as many for keys and values), V the vocabulary, t = tp, c = cp, and r = t
-where tensor parallelism splits the sequence, else 1, these are the elements, of 4 bytes in fp32 and 2 in
-bf16, that are kept:
-
-    norm          3 n H / r + n / r    input, the input divided by its root mean square, output; that root
-    attention     4 n H / t + n A / t  query, key, value, output; log-sum-exp
-    rotary        4 D S / c            cosine and sine, for queries and for keys
-    feed-forward  4 n F / t            gate, silu(gate), up, and the product of these two
-    block         two norms, attention, rotary and feed-forward
-    end           a norm; the logits, n V / t
-
-In bf16 these stay in fp32: a norm's input and quotient, roots, log-sum-exp, rotary's tables, the logits.
-Ulysses keeps attention's output twice, by heads for its own backward and by positions for the next layer's.
-The linear layers read what is counted already. With tp > 1, 22 bytes for each of the n tokens come to these:
-8 for the embedding's index; in the loss 8 for the target's index, 4 for the normalizer and 2 for masks. Of k
-experts of width F for each token, with E to choose from, forward keeps 3 k n H + 4 k n F elements and 8 E +
-20 k bytes a token: an expert's input, its output as it comes and as it is ordered, and 4 k n F as above. This
-counts equal loads; the expert that is chosen more often makes its rank's figure larger.
-
-Recompute keeps of a block its input alone, n H / r (full), or also the results of matrix products and of
-attention (selective): with t = 1 those are 6 n H + n A + 2 n F, and else (4 n H + n A + 2 n F) / t.
+Activations kept are those of `shoal/parallel/activations.py`, with its letters: n tokens of a micro-batch on
+the rank, H hidden, F the width of the feed-forward layer, V the vocabulary, t = tp, and r = t where tensor
+parallelism splits the sequence, else 1.
 
 With zero3 come the weights that stay from forward to backward: those in no block and in the last one.
 
@@ -57,6 +35,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shoal.models import TransformerConfig
+from shoal.parallel.activations import Activations
+from shoal.parallel.piece_memory import state_bytes
 from shoal.plan import Plan
 
 __all__ = ["Case"]
@@ -90,27 +70,11 @@ class Case:
         shape = self.shape
         dense = shape.layers * self._dense_parameters() + self._head() + self._embedding()
         experts = shape.layers * self._expert_parameters()
-        total = dense * self._state_bytes(self._shards(), gradients=gradients)
-        return total + experts * self._state_bytes(self._shards() / self.plan.ep, gradients=gradients)
-
-    def _state_bytes(self, shards: float, *, gradients: bool) -> float:
-        shards = max(shards, 1)
-        weights = 4.0 if self._width() == _FP32 else 2.0 + 4 / shards
-        match self.plan.shard:
-            case "none":
-                return (4.0 if self._width() == _FP32 else 6.0) + 4 + 8
-            case "zero1":
-                return weights + 4 + 8 / shards
-            case "zero2":
-                return weights + 8 / shards + (4 / shards if gradients else 0)
-            case _:
-                return 12 / shards + (4 / shards if gradients else 0)
+        total = dense * state_bytes(self.plan, self._shards(), gradients=gradients)
+        return total + experts * state_bytes(self.plan, self._shards() / self.plan.ep, gradients=gradients)
 
     def _shards(self) -> float:
         return self.plan.dp * self.plan.cp / self.plan.replicate
-
-    def _width(self) -> int:
-        return 2 if self.plan.precision == "bf16" else _FP32
 
     def _dense_parameters(self) -> float:
         """Of a block, without experts."""
@@ -122,7 +86,7 @@ class Case:
 
     def _expert_parameters(self) -> float:
         """Of a block's experts on this rank."""
-        return 3 * self.shape.experts * self.shape.hidden * self._ffn() / self.plan.ep
+        return 3 * self.shape.experts * self.shape.hidden * self.activations.ffn / self.plan.ep
 
     def _embedding(self) -> float:
         return self.shape.vocab_size * self.shape.hidden / self.plan.tp
@@ -132,69 +96,18 @@ class Case:
 
     # -- activations ---------------------------------------------------------------------------------
 
+    @property
+    def activations(self) -> Activations:
+        """What a forward keeps."""
+        return Activations(self.shape, self.plan, self.microbatch)
+
     def kept(self) -> float:
         """What forward keeps for backward."""
-        total = self.shape.layers * self._kept_of_block() + self._norm() + self._logits()
+        total = self.shape.layers * self.activations.of_block() + self.activations.of_end()
         if self.plan.shard == "zero3":
-            total += self._width() * (self._head() + self._embedding() + self._block_parameters())
-        return total + (22 * self._tokens() if self.plan.tp > 1 else 0)
-
-    def _kept_of_block(self) -> float:
-        stream = self._width() * self._hidden(split=True)
-        if self.plan.recompute == "none":
-            return self._block()
-        if self.plan.recompute == "full":
-            return stream
-        products = 4 * self._hidden() + 2 * self._tokens() * self._routed() * self._ffn()
-        written = 2 * self._hidden() if self.plan.tp == 1 and not self.shape.experts else 0
-        if self.shape.experts:
-            written = (1 + self._routed()) * self._hidden() if self.plan.tp == 1 else self._hidden()
-        return stream + self._width() * (products / self.plan.tp + written) + self._sums()
-
-    def _block(self) -> float:
-        """All that a block's forward would keep if nothing were recomputed."""
-        attention = self._width() * (5 if self.plan.context == "ulysses" and self.plan.cp > 1 else 4)
-        rotary = _FP32 * 4 * self.shape.head_dim * self.shape.seq / self.plan.cp
-        return (
-            2 * self._norm() + attention * self._hidden() / self.plan.tp + self._sums() + rotary + self._fed()
-        )
-
-    def _fed(self) -> float:
-        """Of the feed-forward layer."""
-        shape, tokens = self.shape, self._tokens()
-        if not shape.experts:
-            return self._width() * 4 * tokens * shape.ffn / self.plan.tp
-        chosen = shape.experts_per_token
-        rows = tokens * chosen * (3 * shape.hidden + 4 * self._ffn())
-        return self._width() * rows + tokens * (8 * shape.experts + 20 * chosen)
-
-    def _norm(self) -> float:
-        wide = 2 * _FP32 + self._width()
-        return wide * self._hidden(split=True) + _FP32 * self._hidden(split=True) / self.shape.hidden
-
-    def _sums(self) -> float:
-        return _FP32 * self._tokens() * self.shape.heads / self.plan.tp
-
-    def _logits(self) -> float:
-        width = _FP32 if self.plan.tp == 1 else self._width()
-        return width * self._tokens() * self.shape.vocab_size / self.plan.tp
-
-    def _tokens(self) -> float:
-        return self.microbatch * self.shape.seq / self.plan.cp
-
-    def _hidden(self, *, split: bool = False) -> float:
-        """Elements of the stream; with `split` of this rank's part."""
-        parts = self.plan.tp if split and self._is_split() else 1
-        return self._tokens() * self.shape.hidden / parts
-
-    def _is_split(self) -> bool:
-        return self.plan.tp > 1 and self.plan.tensor != "plain"
-
-    def _ffn(self) -> int:
-        return (self.shape.expert_ffn or self.shape.ffn) if self.shape.experts else self.shape.ffn
-
-    def _routed(self) -> int:
-        return self.shape.experts_per_token if self.shape.experts else 1
+            weights = self._head() + self._embedding() + self._block_parameters()
+            total += self.activations.width * weights
+        return total
 
     def _block_parameters(self) -> float:
         return self._dense_parameters() + self._expert_parameters()
@@ -215,27 +128,29 @@ class Case:
         return moments[name], name
 
     def _at_loss(self) -> float:
-        return self._logits() * (2 if self.plan.tp == 1 else 1)
+        return self.activations.logits() * (2 if self.plan.tp == 1 else 1)
 
     def _at_head(self) -> float:
-        width = self._width()
-        total = width * (self._hidden(split=True) + self._embedding())
-        if self._is_split():
-            total += width * 3 * self._hidden() + (self._logits() if self.microbatch > 1 else 0)
+        kept = self.activations
+        width = kept.width
+        total = width * (kept.hidden(split=True) + self._embedding())
+        if kept.is_split:
+            total += width * 3 * kept.hidden() + (kept.logits() if self.microbatch > 1 else 0)
         return total
 
     def _at_feed_forward(self, block: int) -> float:
-        width, tp = self._width(), self.plan.tp
-        inner = width * self._tokens() * self._routed() * self._ffn() / tp
-        matrix = width * self.shape.hidden * self._ffn() / tp
+        kept = self.activations
+        width, tp = kept.width, self.plan.tp
+        inner = width * kept.tokens() * kept.routed * kept.ffn / tp
+        matrix = width * self.shape.hidden * kept.ffn / tp
         if self.shape.experts:
             matrix *= self.shape.experts / self.plan.ep
-        gathered = (1 + (self.microbatch > 1)) * width * self._hidden() if self._is_split() else 0
+        gathered = (1 + (self.microbatch > 1)) * width * kept.hidden() if kept.is_split else 0
         own = max(2 * inner, inner + matrix + gathered)
-        total = (self.shape.layers - 1 - block) * self._kept_of_block() + self._block()
+        total = (self.shape.layers - 1 - block) * kept.of_block() + kept.of_whole_block()
         if self.plan.recompute == "selective" and tp == 1:
-            total += width * self._hidden()  # the last product, which nothing asks for again
-        total += own + width * self._hidden(split=True)
+            total += width * kept.hidden()  # the last product, which nothing asks for again
+        total += own + width * kept.hidden(split=True)
         return total + self._gradients_at(block) + self._weights_at(block)
 
     def _weights_at(self, block: int) -> float:
@@ -243,7 +158,7 @@ class Case:
         if self.plan.shard != "zero3":
             return 0.0
         blocks = min(2, self.shape.layers - block)
-        return self._width() * (self._embedding() + blocks * self._block_parameters())
+        return self.activations.width * (self._embedding() + blocks * self._block_parameters())
 
     def _gradients_at(self, block: int) -> float:
         """With zero2 and zero3: buckets not yet freed, and this rank's shards of those that are."""

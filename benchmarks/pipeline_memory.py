@@ -15,9 +15,9 @@ The table's figure is the most that is held after a forward, going through a ran
     F, B, I        add what is sent, n H, until the fourth send after it: so many are left under way
 
 With n tokens in a micro-batch, H hidden, F the width of the feed-forward layer and V the vocabulary, a block
-and the end keep what `memory_formulas.py` says. For W a block keeps 8 n H + 3 n F elements, the inputs of its
-products (normalised twice, attention's output, the feed-forward layer's product) and the gradients of their
-outputs (query, key, value, gate, up, and the stream's twice); the end keeps n H + n V.
+and the end keep what `shoal/parallel/activations.py` says. For W a block keeps 8 n H + 3 n F elements, the
+inputs of its products (normalised twice, attention's output, the feed-forward layer's product) and the
+gradients of their outputs (query, key, value, gate, up, and the stream's twice); the end keeps n H + n V.
 """
 
 from __future__ import annotations

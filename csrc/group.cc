@@ -24,6 +24,13 @@ Patience patience_for(int ranks_here, bool is_background) {
   return {.spins = 2000, .yields = 50};
 }
 
+// Of who waits for a message, which may be long in coming: a rank that has no core of its own is to leave the cores
+// to those that compute.
+Patience for_messages(const Patience& patience) {
+  constexpr int most_yields = 50;
+  return {.spins = patience.spins, .yields = patience.yields > most_yields ? 5 : patience.yields};
+}
+
 // Counts what is waited for while it is: peers that are silent, or left, are given up only then.
 class Counted {
  public:
@@ -243,10 +250,10 @@ bool Group::wait(Message& message, Deadline deadline, const std::optional<Deadli
   std::optional<Counted> for_peer;
   if (message.peer >= 0) for_peer.emplace(messages_waiting_[static_cast<size_t>(message.peer)]);
   if (limit && limit->remaining() < deadline.remaining()) {
-    if (!mailbox_->wait_until(message, patience_, *limit)) return false;
+    if (!mailbox_->wait_until(message, for_messages(patience_), *limit)) return false;
   }
   try {
-    mailbox_->wait(message, patience_, deadline);
+    mailbox_->wait(message, for_messages(patience_), deadline);
   } catch (const Failure& failure) {
     // A message of the wrong size harms no other.
     if (failure.code == Code::mismatch) throw;

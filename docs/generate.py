@@ -98,7 +98,7 @@ def _plan() -> str:
                 f"`{field.name}`",
                 f"`{default}`"
                 if default is not None
-                else {"virtual": "the fewest"}.get(field.name, "the whole"),
+                else {"virtual": "the fewest", "activations": "pp x virtual"}.get(field.name, "the whole"),
                 "a size such as `4MiB`" if field.name == "bucket" else values,
                 meanings[field.name],
             ]

@@ -124,7 +124,7 @@ class Mailbox {
   void finish(Message& message);
   void fail(Message& message, std::exception_ptr failure);
   void fail_all(std::exception_ptr failure);
-  void sleep(std::unique_lock<std::mutex>& lock);
+  void sleep(std::unique_lock<std::mutex>& lock, double seconds);
   void run();
   void leave_to_thread();
 

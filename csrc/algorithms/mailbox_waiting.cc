@@ -51,7 +51,7 @@ bool Mailbox::wait_until(Message& message, const Patience& patience, const Deadl
     const bool is_patient = idle > patience.spins + patience.yields;
     if ((is_patient || round % rounds_per_look_at_the_clock == 0) && limit.has_passed()) return false;
     if (idle == 0) continue;
-    if (is_patient) sleep(lock);
+    if (is_patient) sleep(lock, 0.005);
     lock.unlock();
     if (is_patient) {
       run_signal_handlers();
@@ -73,8 +73,8 @@ void Mailbox::wake() {
   changed_.notify_all();
 }
 
-// Until a peer rings, or a socket is ready. The lock is given up meanwhile.
-void Mailbox::sleep(std::unique_lock<std::mutex>& lock) {
+// Until a peer rings, or a socket is ready, at most so long. The lock is given up meanwhile.
+void Mailbox::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
   std::vector<pollfd> fds;
   for (int peer = 0; peer < peers_.size; ++peer) {
     const bool is_sending = !outgoing_[static_cast<size_t>(peer)].empty();
@@ -84,9 +84,9 @@ void Mailbox::sleep(std::unique_lock<std::mutex>& lock) {
   if (progress()) return;  // something came while this thread was getting ready
   lock.unlock();
   if (peers_.doorbell != nullptr && fds.empty()) {
-    peers_.doorbell->sleep(seen, 0.005);
+    peers_.doorbell->sleep(seen, seconds);
   } else {
-    poll(fds.data(), fds.size(), peers_.doorbell != nullptr ? 1 : 5);
+    poll(fds.data(), fds.size(), peers_.doorbell != nullptr ? 1 : static_cast<int>(1000 * seconds));
   }
   lock.lock();
 }
@@ -103,22 +103,28 @@ void Mailbox::leave_to_thread() {
 }
 
 void Mailbox::run() {
-  constexpr std::chrono::microseconds between_looks{500};
-  constexpr int longest_idleness = 100;  // looks
+  using std::chrono::microseconds;
+  constexpr microseconds shortest{500}, longest{8000};
+  pthread_setname_np(pthread_self(), "shoal-mailbox");
   std::unique_lock lock(mutex_);
-  for (int idle = 0; !stopped_;) {
+  for (microseconds pause = shortest; !stopped_;) {
     if (is_left()) {
-      if (!progress()) sleep(lock);
+      if (progress()) {
+        pause = shortest;
+      } else {
+        sleep(lock, 0.02);
+      }
       continue;
     }
-    idle = is_in_use_ ? 0 : idle + 1;
-    is_in_use_ = false;
-    if (idle < longest_idleness) {
-      changed_.wait_for(lock, between_looks);
+    if (pause < longest || is_in_use_) {
+      is_in_use_ = false;
+      changed_.wait_for(lock, pause);
+      pause = std::min(2 * pause, longest);
     } else {
       is_resting_ = true;
       changed_.wait(lock);
       is_resting_ = false;
+      pause = shortest;
     }
   }
 }

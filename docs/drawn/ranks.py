@@ -14,6 +14,7 @@ from drawn.svg import BLUE, COLORS, WIDTH, arrow, box, text
 from drawn.svg import svg as drawing
 from drawn.watched import watch
 from shoal.models import Mixture, TransformerConfig
+from shoal.models.expert_products import Multiply
 from shoal.models.experts import run_experts
 from shoal.parallel.axes import Axes
 from shoal.parallel.expert import cut_experts, expert_parallel
@@ -67,9 +68,9 @@ def rows_to_experts() -> tuple[list[list[Row]], list[list[Row]]]:
             hidden[0, token, [first, second, -2, -1]] = torch.tensor([2.0, 1.0, token, axis.index])
         expert_parallel(mixture, axis)
 
-        def watched_experts(rows: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        def watched_experts(rows: Tensor, counts: Tensor, *weights: Tensor, multiply: Multiply) -> Tensor:
             axis.note("experts", rows, counts)
-            return run_experts(rows, counts, *weights)
+            return run_experts(rows, counts, *weights, multiply=multiply)
 
         with patch("shoal.parallel.expert.run_experts", watched_experts):
             mixture(hidden)

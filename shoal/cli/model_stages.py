@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, final
 
+from shoal.errors import PlanError
 from shoal.plan import Plan
-from shoal.plan.schedules import Schedule, Times, least_virtual
-from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count
+from shoal.plan.schedules import FOUND, Schedule, Times, least_virtual
+from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, times_of
+from shoal.units import parse_bytes
 
 if TYPE_CHECKING:
     from shoal.train.comparison import Trial
@@ -33,15 +35,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure", action="store_true", help="measure its costs on this device (default: computed)"
     )
     model.add_argument(
-        "--microbatch", metavar="N", type=int, default=1, help="sequences to measure with (default 1)"
+        "--memory",
+        metavar="SIZE",
+        help="cut it so that a rank holds no more, such as 8GiB: states with Adam, and activations",
+    )
+    model.add_argument(
+        "--microbatch",
+        metavar="N",
+        type=int,
+        default=1,
+        help="sequences to measure with, and whose activations take memory (default 1)",
     )
     model.add_argument(
         "--sequence", metavar="N", type=int, default=128, help="tokens of each of these (default 128)"
     )
     model.add_argument(
-        "--recompute", metavar="POLICY", default="none", help="of the Plan, to measure with (default none)"
+        "--recompute",
+        metavar="POLICY",
+        default="none",
+        help="of the Plan, to measure with and for the memory (default none)",
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
+
+
+_Weigh = Callable[[Sequence[Cost], Plan, int], list[Cost]]
+"""The costs that it is given, with what the pieces hold under a Plan, of so many micro-batches."""
 
 
 @final
@@ -49,84 +67,171 @@ class ModelStages:
     """A model's pieces as stages of schedules.
 
     Args:
-        costs: Of each piece: the embedding, the blocks, the end.
-        transfer: Time from rank to rank, in the unit of the costs.
-        unit: What that is.
+        costs: Of each piece, as they are told: the embedding, the blocks, the end.
+        unit: What of.
+        computed: The same as training computes them, for which it finds schedules.
+        transfer: Time from rank to rank, in that unit.
+        activations: By stages on a rank, the most activations that a schedule may hold that is found.
+        limit: Bytes that a rank may hold; None: any number.
+        weigh: See `_Weigh`.
     """
 
-    def __init__(self, costs: Sequence[Cost], transfer: float, unit: str) -> None:
+    def __init__(
+        self,
+        costs: Sequence[Cost],
+        unit: str,
+        *,
+        computed: Sequence[Cost],
+        transfer: float,
+        activations: Callable[[int], int | None],
+        limit: int | None,
+        weigh: _Weigh,
+    ) -> None:
         self.unit = unit
+        self.limit = limit
         self._costs = costs
+        self._computed = computed
         self._transfer = transfer
-        self._splits: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        self._activations = activations
+        self._weigh = weigh
+        self._splits: dict[tuple[Plan, int], tuple[int, ...]] = {}
+
+    def found(self, ranks: int, virtual: int, microbatches: int) -> Schedule:
+        """The schedule that a Plan with `schedule=search` trains with.
+
+        Args:
+            ranks: Pipeline-parallel degree.
+            virtual: Stages on a rank.
+            microbatches: Micro-batches in a step.
+
+        Raises:
+            PlanError: As of `split`.
+        """
+        plan = self._plan(FOUND, ranks, virtual)
+        return plan.schedule_for(microbatches, times_of(self._computed, self._split(plan, microbatches)))
 
     def split(self, schedule: Schedule) -> tuple[int, ...]:
         """The number of pieces of each stage, by cost.
 
         Raises:
-            PlanError: The model has fewer blocks than there are stages.
+            PlanError: The model has fewer blocks than there are stages, or no split fits the memory.
         """
-        key = schedule.placement, schedule.microbatches
-        if key not in self._splits:
-            placement, microbatches = key
-            self._splits[key] = split_by_cost(
-                self._costs, len(placement), placement, microbatches=microbatches
-            )
-        return self._splits[key]
+        return self._split(self._plan_of(schedule), schedule.microbatches)
 
     def split_by_count(self, schedule: Schedule) -> tuple[int, ...]:
         """The same with equal numbers of blocks."""
         return split_by_count(len(self._costs) - 2, schedule.stages)
 
-    def times(self, split: Sequence[int]) -> Times:
-        """Those of the stages of a split. A backward is taken to be as much I as W."""
-        stages = [[self._costs[piece] for piece in pieces] for pieces in ranges_of(split)]
-        half = tuple(sum(cost.backward for cost in stage) / 2 for stage in stages)
-        return Times(
-            tuple(sum(cost.forward for cost in stage) for stage in stages),
-            half,
-            half,
-            (self._transfer,) * (len(stages) - 1),
-        )
+    def times(self, schedule: Schedule) -> Times:
+        """Those of the stages of the split by cost."""
+        return self.times_of(self.split(schedule))
+
+    def times_of(self, split: Sequence[int]) -> Times:
+        """Those of the stages of a split."""
+        return times_of(self._costs, split, self._transfer)
+
+    def memory(self, schedule: Schedule) -> list[float]:
+        """By stage, the bytes that it takes when its rank holds the most activations."""
+        costs = self._weigh(self._costs, self._plan_of(schedule), schedule.microbatches)
+        return [
+            sum(cost.memory + held * cost.activations for cost in costs[pieces.start : pieces.stop])
+            for held, pieces in zip(schedule.held_by_stage, ranges_of(self.split(schedule)), strict=True)
+        ]
 
     def plan(self, schedule: Schedule) -> Plan:
         """The settings that run the schedule with the split by cost."""
-        virtual = None if schedule.virtual == least_virtual(schedule.name) else schedule.virtual
         blocks = list(self.split(schedule))
         blocks[0] -= 1  # the embedding
         blocks[-1] -= 1  # the end
+        return self._plan_of(schedule).replace(split="-".join(map(str, blocks)))
+
+    def _plan_of(self, schedule: Schedule) -> Plan:
+        return self._plan(schedule.name, schedule.ranks, schedule.virtual)
+
+    def _plan(self, name: str, ranks: int, virtual: int) -> Plan:
         return Plan(
-            pp=schedule.ranks, schedule=schedule.name, virtual=virtual, split="-".join(map(str, blocks))
+            pp=ranks,
+            schedule=name,
+            virtual=None if virtual == least_virtual(name) else virtual,
+            activations=self._activations(virtual) if name == FOUND else None,
         )
 
+    def _split(self, plan: Plan, microbatches: int) -> tuple[int, ...]:
+        if (plan, microbatches) not in self._splits:
+            costs, held = self._costs, None
+            if self.limit is not None:
+                costs = self._weigh(costs, plan, microbatches)
+                held = plan.schedule_for(microbatches).held_by_stage
+            self._splits[plan, microbatches] = split_by_cost(
+                costs, plan.stages, plan.placement, self.limit, microbatches, held
+            )
+        return self._splits[plan, microbatches]
 
-def open_model(args: argparse.Namespace) -> ModelStages:
+
+def open_model(args: argparse.Namespace, activations: Callable[[int], int | None]) -> ModelStages:
     """The model that is asked for, with its costs measured in seconds, or computed.
 
     Computed ones are in the unit of `--times`: the mean forward of a rank is 1.
+
+    Args:
+        args: Of the command.
+        activations: By stages on a rank, what a schedule may hold that is found.
 
     Raises:
         UserError: There is no such model, or it cannot be cut into stages or measured.
     """
     # Imported here because they bring torch, which schedules without a model do without.
+    from shoal.parallel import Batch
+    from shoal.parallel.piece_memory import with_memory
     from shoal.parallel.stage_costs import computed_costs
     from shoal.parallel.stage_layout import stages_of
     from shoal.train import load_config
     from shoal.train.comparison import Trial
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
-    Plan(recompute=args.recompute)  # checks it
+    laid_out = {"microbatch": args.microbatch, "recompute": args.recompute}
+    Plan(**laid_out)  # checks them
+    limit = _bytes(args.memory)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
     trial = Trial(
         model=args.model, model_options=options, steps=1, batch=args.microbatch, sequence=args.sequence
     )
-    if args.measure:
-        return ModelStages(_measured(trial, args.device, args.recompute), args.transfer, "seconds")
+    if args.measure or limit is not None:
+        trial.require_possible()
     model = trial.build("cpu" if ":" in args.model else "meta")
-    costs = computed_costs(model, stages_of(model))
-    unit = sum(cost.forward for cost in costs) / max(args.pp, 1) or 1.0
-    relative = [Cost(cost.forward / unit, cost.backward / unit, cost.memory) for cost in costs]
-    return ModelStages(relative, args.transfer, "a rank's mean forward")
+    layout = stages_of(model)
+    computed = computed_costs(model, layout)
+
+    def weigh(costs: Sequence[Cost], plan: Plan, microbatches: int) -> list[Cost]:
+        batch = Batch(args.microbatch * microbatches, args.sequence)
+        return with_memory(costs, model, layout, plan.replace(**laid_out), batch)
+
+    if args.measure:
+        costs, unit = _measured(trial, args.device, args.recompute), "seconds"
+    else:
+        mean = sum(cost.forward for cost in computed) / max(args.pp, 1) or 1.0
+        costs = [Cost(cost.forward / mean, cost.backward / mean) for cost in computed]
+        unit = "a rank's mean forward"
+    return ModelStages(
+        costs,
+        unit,
+        computed=computed,
+        transfer=args.transfer,
+        activations=activations,
+        limit=limit,
+        weigh=weigh,
+    )
+
+
+def _bytes(text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError:
+        raise PlanError(
+            f"--memory {text} cannot be read",
+            possible="a size such as 512MiB or 8GiB",
+            change="write --memory 8GiB, say",
+        ) from None
 
 
 def _measured(trial: Trial, device_asked: str, recompute: str) -> list[Cost]:
@@ -138,7 +243,6 @@ def _measured(trial: Trial, device_asked: str, recompute: str) -> list[Cost]:
     from shoal.parallel.stage_layout import named_part, stages_of
     from shoal.train import TrainConfig, choose_device
 
-    trial.require_possible()
     device = choose_device(TrainConfig.model_validate({"device": device_asked}), 0)
     model = trial.build_with_values(device)
     layout = stages_of(model)

@@ -8,18 +8,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from shoal.cli.table import table_of
 from shoal.errors import RunError, UserError
 from shoal.run import Run, json_number
-from shoal.simulate import mark_bubbles
+from shoal.simulate import StageTimes, measured_timeline, stage_times
 from shoal.timeline import Breakdown, CollectiveFigures, Parts, Timeline, explain, write_chrome_trace
 from shoal.units import format_bytes, format_count, format_seconds
 
 __all__ = ["add_parser", "run", "summarise"]
 
+_DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
+_WORKS = ("forward", "backward", "input", "weight")
 _WARM_UP_STEPS = 2
 
 
@@ -48,32 +50,36 @@ def run(args: argparse.Namespace) -> int:
         ShoalError: A file of the run is malformed.
     """
     opened = Run.open(args.path)
-    timeline = mark_bubbles(Timeline.read(opened.timeline))
+    timeline = measured_timeline(opened)
     breakdown = explain(timeline) if timeline.steps() else None
     if args.rank is not None:
         _require_rank(opened, breakdown, args.rank)
-    summary = summarise(opened, breakdown, rank=args.rank)
+    summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
     if args.trace is not None:
         _write_trace(opened, timeline, args.rank, args.trace)
     print(json.dumps(summary, indent=2) if args.json else _text(summary))
     return 0
 
 
-def summarise(run: Run, breakdown: Breakdown | None, *, rank: int | None = None) -> dict[str, Any]:
+def summarise(
+    run: Run, breakdown: Breakdown | None, stages: Sequence[StageTimes] = (), *, rank: int | None = None
+) -> dict[str, Any]:
     """The report as an object that JSON can hold; what the run does not tell is None.
 
     Args:
         run: The run.
         breakdown: Its timeline, explained; None if it has none.
+        stages: Its pipeline stages; none if it has no pipeline.
         rank: The rank whose time to show; all ranks if None.
     """
     metrics = run.metrics()
     return {
         "run": str(run.path),
-        **{key: run.description.get(key) for key in ("name", "plan", "world_size", "model", "device")},
+        **{key: run.description.get(key) for key in _DESCRIBED},
         **_progress(metrics),
         **_speed(metrics, run.description),
         "breakdown": None if breakdown is None else _breakdown(breakdown, rank),
+        "stages": [asdict(stage) for stage in stages] or None,
     }
 
 
@@ -101,7 +107,12 @@ def _speed(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any])
 
     The description gives the FLOP of a token forward and backward, and the peak of one device.
     """
-    rates = [values["tokens_per_second"] for values in metrics if "tokens_per_second" in values]
+    since = description.get("since_step") or 0
+    rates = [
+        values["tokens_per_second"]
+        for values in metrics
+        if "tokens_per_second" in values and values["step"] >= since
+    ]
     total = median(rates[_WARM_UP_STEPS:] or rates) if rates else None
     world_size = description.get("world_size")
     flops_per_token = (description.get("model") or {}).get("flops_per_token")
@@ -169,11 +180,13 @@ def _write_trace(run: Run, timeline: Timeline, rank: int | None, path: Path) -> 
 def _text(summary: Mapping[str, Any]) -> str:
     paragraphs = [_heading(summary)]
     if (breakdown := summary["breakdown"]) is None:
-        paragraphs.append("No timeline: where the time went is not known.")
+        paragraphs.append("No timeline of steps under this Plan: where the time went is not known.")
     else:
         paragraphs.append(_parts_text(breakdown))
         if len(breakdown["ranks"]) > 1:
             paragraphs.append(_ranks_text(breakdown["ranks"]))
+        if summary["stages"] is not None:
+            paragraphs.append(_stages_text(summary["stages"]))
         if breakdown["collectives"]:
             paragraphs.append(_collectives_text(breakdown["collectives"]))
     return "\n\n".join(paragraphs)
@@ -186,6 +199,8 @@ def _heading(summary: Mapping[str, Any]) -> str:
     if (summary["model"] or {}).get("parameters"):
         rows.append(("model", f"{format_count(summary['model']['parameters'])} parameters"))
     rows.append(("steps", str(summary["steps"])))
+    if summary["since_step"] is not None:
+        rows.append(("explained", f"steps from {summary['since_step']} on, under this Plan"))
     for name in ("loss", "validation_loss"):
         if (ends := summary[name]) is not None:
             first, last = (f"{float(ends[end]['value']):.4f}" for end in ("first", "last"))
@@ -230,6 +245,22 @@ def _ranks_text(ranks: Mapping[str, Any]) -> str:
         for rank, each in ranks.items()
     ]
     return table_of(["rank", "step seconds", *map(_words, names)], rows)
+
+
+def _stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
+    works = [name for name in _WORKS if any(stage[name] is not None for stage in stages)]
+    mean = fmean(stage["step"] for stage in stages)
+    rows = [
+        [
+            str(stage["stage"]),
+            ", ".join(map(str, stage["ranks"])),
+            *("-" if stage[work] is None else f"{stage[work]:.6f}" for work in works),
+            f"{stage['step']:.6f}",
+            f"{stage['step'] / mean:.0%}",
+        ]
+        for stage in stages
+    ]
+    return table_of(["seconds of stage", "ranks", *works, "step", "of the mean"], rows)
 
 
 def _collectives_text(collectives: Mapping[str, Any]) -> str:

@@ -7,9 +7,10 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, final
 
 from shoal.cli.model_stages import ModelStages, add_arguments, open_model
 from shoal.cli.table import table_of
@@ -18,11 +19,9 @@ from shoal.plan import Plan
 from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, least_virtual, make, play, search
 from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
+from shoal.units import format_bytes
 
 __all__ = ["add_parser", "run"]
-
-_StageTimes = Callable[[Schedule], Times]
-"""How long the stages of a schedule take."""
 
 _WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal
 
@@ -36,7 +35,8 @@ Names: {", ".join((*NAMES, FOUND))}.
 The last is found for the given times and limit, and is never worse than a named one.
 Times are of all layers of a rank; with several stages on a rank each has its part.
 With --model the stages are those of a model, cut by what its pieces cost, and the Plan that cuts it so is
-printed. Computed costs are in units of a rank's mean forward, measured ones in seconds.
+printed. Computed costs are in units of a rank's mean forward, measured ones in seconds. {FOUND} then is what
+the Plan trains with: found for computed costs, to hold no more than --limit, or than 1f1b does.
 
 Exit codes: 0; 2 something given cannot work.
 """
@@ -95,9 +95,9 @@ def run(args: argparse.Namespace) -> int:
     if args.microbatches is None:
         args.microbatches = 4 * args.pp
     _make(args, "looped-bfs" if args.compare else name)  # checks the numbers before anything is built
-    model = None if args.model is None else open_model(args)
-    times = _equal(args) if model is None else _of_model(model)
-    played = _compared(args, times) if args.compare else [_played(args, name, times)]
+    model = None if args.model is None else open_model(args, partial(_limit, args.limit))
+    stages = _EqualStages(args) if model is None else model
+    played = _compared(args, stages) if args.compare else [_played(args, name, stages)]
     if args.svg is not None:
         _write(args.svg, played)
     if args.json:
@@ -115,6 +115,7 @@ def _require_together(args: argparse.Namespace) -> None:
     for option, is_given, with_model in (
         ("--times", args.times is not None, False),
         ("--measure", args.measure, True),
+        ("--memory", args.memory is not None, True),
         ("--option", bool(args.option), True),
     ):
         if is_given and with_model != (args.model is not None):
@@ -123,33 +124,45 @@ def _require_together(args: argparse.Namespace) -> None:
                 possible="--times for equal stages, or --model with its options, whose costs give the times",
                 change=f"leave out {option}" + (", or add --model" if with_model else ""),
             )
-    if args.recompute != "none" and not args.measure:
+    if args.recompute != "none" and not (args.measure or args.memory):
         raise PlanError(
             f"--recompute {args.recompute} was given without --measure",
-            possible="computed costs are those without recompute",
+            possible="computed costs are those without recompute; it counts with --measure and --memory",
             change="add --measure",
         )
-    if args.model is not None and args.name == FOUND:
-        raise PlanError(
-            f"--name {FOUND} was given with --model",
-            possible=f"schedules that a Plan can name: {', '.join(NAMES)}",
-            change=f"choose one of these, or write --times in place of --model to see {FOUND}",
-        )
 
 
-def _equal(args: argparse.Namespace) -> _StageTimes:
-    """The same times for all stages."""
-    times = _times("1,1,1" if args.times is None else args.times)
+class _Stages(Protocol):
+    """What schedules are shown for."""
 
-    def of(schedule: Schedule) -> Times:
-        forward, input, weight = (each / schedule.virtual for each in times)
-        return Times.equal(schedule.stages, forward, input, weight, args.transfer)
+    def found(self, ranks: int, virtual: int, microbatches: int) -> Schedule:
+        """The one that search finds."""
+        ...
 
-    return of
+    def times(self, schedule: Schedule) -> Times:
+        """How long the stages of a schedule take."""
+        ...
 
 
-def _of_model(model: ModelStages) -> _StageTimes:
-    return lambda schedule: model.times(model.split(schedule))
+@final
+class _EqualStages:
+    """Stages that all take the same times."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._times = _times("1,1,1" if args.times is None else args.times)
+        self._transfer = args.transfer
+        self._limit = args.limit
+
+    def found(self, ranks: int, virtual: int, microbatches: int) -> Schedule:
+        times = self._of(ranks * virtual, virtual)
+        return search(times, ranks, virtual, microbatches, _limit(self._limit, virtual))
+
+    def times(self, schedule: Schedule) -> Times:
+        return self._of(schedule.stages, schedule.virtual)
+
+    def _of(self, stages: int, virtual: int) -> Times:
+        forward, input, weight = (each / virtual for each in self._times)
+        return Times.equal(stages, forward, input, weight, self._transfer)
 
 
 def _times(text: str) -> tuple[float, float, float]:
@@ -171,14 +184,14 @@ def _make(args: argparse.Namespace, name: str) -> Schedule:
     return make("looped-bfs" if of_any else name, args.pp, virtual, args.microbatches)
 
 
-def _played(args: argparse.Namespace, name: str, times: _StageTimes) -> Played:
+def _played(args: argparse.Namespace, name: str, stages: _Stages) -> Played:
     """The schedule of a name, played, if it keeps to the limit."""
     schedule = _make(args, name)
-    part, virtual = times(schedule), schedule.virtual
+    virtual = schedule.virtual
     limit = _limit(args.limit, virtual)
     if name == FOUND:
-        return play(search(part, args.pp, virtual, args.microbatches, limit), part)
-    played = play(schedule, part)
+        schedule = stages.found(args.pp, virtual, args.microbatches)
+    played = play(schedule, stages.times(schedule))
     if limit is not None and max(played.peaks) > limit:
         raise PlanError(
             f"the schedule {name} holds {max(played.peaks) / virtual:g} micro-batches, and --limit is "
@@ -202,28 +215,24 @@ def _limit(limit: float | None, virtual: int) -> int | None:
     return math.floor(limit * virtual)
 
 
-def _compared(args: argparse.Namespace, times: _StageTimes) -> list[Played]:
+def _compared(args: argparse.Namespace, stages: _Stages) -> list[Played]:
     """All that can be made for these numbers; the others are told."""
-    stages = sorted({1, 2, 1 if args.virtual is None else args.virtual})
-    found = []
-    if args.model is None:
-        found = [_played(_with(args, virtual), FOUND, times) for virtual in stages]
     played, left_out = [], []
-    for name in NAMES:
+    for name in (*NAMES, FOUND):
         made, refused = [], {}
-        for virtual in stages:
+        for virtual in sorted({1, 2, 1 if args.virtual is None else args.virtual}):
             try:
-                made.append(_played(_with(args, virtual), name, times))
+                made.append(_played(_with(args, virtual), name, stages))
             except PlanError as error:
                 refused[virtual] = error
         if not made:
-            left_out.append(refused[least_virtual(name)])
+            left_out.append((name, refused[least_virtual(name)]))
         played += made
-    if not played and not found:
-        raise left_out[0]
-    for reason in left_out:
-        print(f"left out: {reason.given}", file=sys.stderr)
-    return played + found
+    if not played:
+        raise left_out[0][1]
+    for name, reason in left_out:
+        print(f"left out {name}: {reason.given}", file=sys.stderr)
+    return played
 
 
 def _with(args: argparse.Namespace, virtual: int) -> argparse.Namespace:
@@ -259,7 +268,7 @@ def _text(played: Played) -> str:
 def _cut_text(played: Played, model: ModelStages) -> str:
     """The stages of a model, what a split by count would take, and the Plan."""
     schedule, times = played.schedule, played.times
-    plan = model.plan(schedule)
+    plan, memory = model.plan(schedule), model.memory(schedule)
     rows = [
         [
             str(stage),
@@ -267,14 +276,16 @@ def _cut_text(played: Played, model: ModelStages) -> str:
             blocks,
             f"{times.forward[stage]:.4g}",
             f"{times.input[stage] + times.weight[stage]:.4g}",
+            *([] if model.limit is None else [format_bytes(round(memory[stage]))]),
         ]
         for stage, blocks in enumerate(plan.split.split("-"))
     ]
-    by_count = play(schedule, model.times(model.split_by_count(schedule))).makespan
+    head = ["stage", "rank", "blocks", "forward", "backward"]
+    by_count = play(schedule, model.times_of(model.split_by_count(schedule))).makespan
     longer = by_count / played.makespan - 1 if played.makespan else 0.0
     return "\n\n".join(
         [
-            table_of(["stage", "rank", "blocks", "forward", "backward"], rows),
+            table_of([*head, *([] if model.limit is None else ["memory"])], rows),
             f"times in {model.unit}; split=count would be {by_count:.6g} long, {longer:+.1%}",
             f"plan: {_settings(plan)}",
         ]
@@ -329,6 +340,7 @@ def _summary(played: Played, model: ModelStages | None) -> dict[str, Any]:
             "split": plan.split,
             "forward": list(times.forward),
             "backward": [each + weight for each, weight in zip(times.input, times.weight, strict=True)],
+            "memory": model.memory(schedule),
         }
     return summary
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.models.config import TransformerConfig
+from shoal.models.expert_products import Multiply, multiply_by_experts
 
 __all__ = [
     "Mixture",
@@ -46,12 +47,13 @@ class Mixture(nn.Module):
     the tokens of one forward does. Who divides such a mean by the number of micro-batches, or scales the
     loss otherwise, says so with `set_auxiliary_scale`.
 
-    Three attributes are functions that a layout over ranks replaces; see each one's default.
+    Four attributes are functions that a layout over ranks replaces; see each one's default.
 
     Attributes:
         gate, up: `[experts, expert_ffn, hidden]`.
         down: `[experts, hidden, expert_ffn]`.
-        compute: What gives the choices' rows to the experts: `run_experts`.
+        score: From hidden states and the router's matrix, both in fp32 or wider, to logits: `F.linear`.
+        compute: What gives the choices' rows to the experts: `run_experts`, whose arguments it has.
         keep: Which choices the capacity keeps: `within_capacity`.
         share_statistics: From the counts `[batch, experts]` of the choices in this part of each sample, in
             fp32, to those of the whole samples: the identity.
@@ -73,6 +75,7 @@ class Mixture(nn.Module):
         self.gate = _stacked(config.experts, width, config.hidden)
         self.up = _stacked(config.experts, width, config.hidden)
         self.down = _stacked(config.experts, config.hidden, width)
+        self.score: Callable[[Tensor, Tensor], Tensor] = F.linear
         self.compute: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = run_experts
         self.keep: Callable[[Tensor, int, float], Tensor] = within_capacity
         self.share_statistics: Callable[[Tensor], Tensor] = _unchanged
@@ -97,7 +100,7 @@ class Mixture(nn.Module):
         """The router's `[batch, seq, experts]`, in fp32 or wider: a choice is as good as its logits."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.to(wide), self.router.weight.to(wide))
+            return self.score(hidden.to(wide), self.router.weight.to(wide))
 
     def _with_auxiliary_losses(
         self, shares: Tensor, chosen: Tensor, logits: Tensor, probabilities: Tensor
@@ -134,7 +137,15 @@ class Mixture(nn.Module):
         return weighted.sum(-2)
 
 
-def run_experts(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def run_experts(
+    rows: Tensor,
+    counts: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    multiply: Multiply = multiply_by_experts,
+) -> Tensor:
     """Each expert on its own run of rows.
 
     Args:
@@ -143,13 +154,13 @@ def run_experts(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Te
         gate: `[experts, ffn, hidden]`, and `up` as well.
         up: See `gate`.
         down: `[experts, hidden, ffn]`.
+        multiply: Computes the products; `multiply_by_experts`, or what does the same.
 
     Returns:
         `[rows, hidden]`, in the order of `rows`.
     """
-    products = _grouped if _can_group(rows, gate) else _looped
-    gated, upped = products(rows, counts, gate, up)
-    (results,) = products(F.silu(gated) * upped, counts, down)
+    gated, upped = multiply(rows, counts, (gate, up))
+    (results,) = multiply(F.silu(gated) * upped, counts, (down,))
     return results
 
 
@@ -234,66 +245,6 @@ class _Spread(torch.autograd.Function):
         tokens, per_token = context.choices
         by_choice = gradient.new_zeros(tokens * per_token, gradient.shape[-1]).index_copy_(0, order, gradient)
         return by_choice.view(tokens, per_token, -1).sum(1), None, None
-
-
-def _can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these, and gains: on a CPU it is a loop as well."""
-    aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
-    return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
-
-
-def _grouped(rows: Tensor, counts: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """For each weight, what each expert makes of its run of rows."""
-    ends = counts.cumsum(0).int()
-    return tuple(F.grouped_mm(rows, weight.mT, offs=ends) for weight in weights)
-
-
-def _looped(rows: Tensor, counts: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """The same."""
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        rows, weights = rows.to(dtype), tuple(weight.to(dtype) for weight in weights)
-    results: tuple[Tensor, ...] = _Loop.apply(rows, counts.tolist(), *weights)
-    return results
-
-
-class _Loop(torch.autograd.Function):
-    """Products of runs of rows. Backward writes each gradient where it belongs.
-
-    Autograd's own would join those of the runs, and of the experts' matrices, from tensors of their own.
-    """
-
-    @staticmethod
-    def forward(context: Any, rows: Tensor, lengths: list[int], *weights: Tensor) -> tuple[Tensor, ...]:
-        context.lengths = lengths
-        context.save_for_backward(rows, *weights)
-        runs = rows.split(lengths)
-        return tuple(
-            torch.cat([run.mm(matrix.t()) for run, matrix in zip(runs, weight, strict=True)])
-            for weight in weights
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, *weights = context.saved_tensors
-        needs_rows, _, *needs_weight = context.needs_input_grad
-        of_rows = torch.zeros_like(rows) if needs_rows else None
-        of_weights = [
-            torch.empty_like(weight) if needed else None
-            for weight, needed in zip(weights, needs_weight, strict=True)
-        ]
-        for gradient, weight, of_weight in zip(gradients, weights, of_weights, strict=True):
-            begin = 0
-            for expert, length in enumerate(context.lengths):
-                run = slice(begin, begin := begin + length)
-                if of_rows is not None:
-                    sums = of_rows[run]
-                    torch.addmm(sums, gradient[run], weight[expert], out=sums)
-                if of_weight is not None:
-                    torch.mm(gradient[run].t(), rows[run], out=of_weight[expert])
-        return of_rows, None, *of_weights
 
 
 def _count(choices: Tensor, experts: int) -> Tensor:

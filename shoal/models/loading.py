@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -155,9 +156,10 @@ def _from_hugging_face(path: Path, changes: dict[str, Any], device: torch.device
         config.use_cache = False
         _change_config(config, changes)
         if has_weights:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, config=config, local_files_only=True, trust_remote_code=False
-            )
+            with _without_bars(transformers.utils.logging):
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, config=config, local_files_only=True, trust_remote_code=False
+                )
         else:
             with device:
                 model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -171,6 +173,18 @@ def _from_hugging_face(path: Path, changes: dict[str, Any], device: torch.device
         ) from error
     # Published weights are often bf16; precision in training is the Plan's to choose.
     return model.to(device=device, dtype=torch.float32).train()
+
+
+@contextlib.contextmanager
+def _without_bars(progress: Any) -> Iterator[None]:
+    """Within it transformers draws no progress bar: every rank loads, and each would draw its own."""
+    was_enabled = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            progress.enable_progress_bar()
 
 
 def _change_config(config: Any, changes: dict[str, Any]) -> None:

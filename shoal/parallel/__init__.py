@@ -2,8 +2,8 @@
 
 Nouns: Parallel (a model laid over the ranks), Axis (a group with its collectives), Bucket (parameters that
 are gathered, reduced and sharded together), Owned (what a rank's optimizer changes), Frozen (what it has of
-what is not trained), TensorLayout (which layers tensor parallelism splits how). The trainer calls
-`parallelize`, and so does a user with a loop of their own.
+what is not trained), TensorLayout (which layers tensor parallelism splits how), Batch (what an optimizer step
+sees). The trainer calls `parallelize`, and so does a user with a loop of their own.
 """
 
 from shoal.parallel.apply import parallelize, require_layout, require_trainable
@@ -11,6 +11,7 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.piece_memory import Batch
 from shoal.parallel.stage_layout import StageLayout
 from shoal.parallel.tensor_layout import Split, TensorLayout
 from shoal.parallel.vocabulary import SplitLogits
@@ -18,6 +19,7 @@ from shoal.parallel.vocabulary import SplitLogits
 __all__ = [
     "Axes",
     "Axis",
+    "Batch",
     "Frozen",
     "Owned",
     "Parallel",

@@ -15,13 +15,15 @@ from shoal.parallel.blocks import find_blocks
 from shoal.parallel.bucket import Fill, Frozen
 from shoal.parallel.context import context_parallel, require_context
 from shoal.parallel.deferred import Deferral, put_off_products
+from shoal.parallel.device_memory import memory_of_a_rank
 from shoal.parallel.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.hugging_face import has_tensor_plan
 from shoal.parallel.hugging_face_sequence import refuse_labels, split_stream, use_no_cache
 from shoal.parallel.layout import Cut
 from shoal.parallel.naive import naive
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.pieces import Pieces, cut_pieces
+from shoal.parallel.piece_memory import Batch
+from shoal.parallel.pieces import Pieces, Room, cut_pieces
 from shoal.parallel.pipeline import Pipeline, StageEntry, StageHere
 from shoal.parallel.positions import require_sequence, residual_positions
 from shoal.parallel.recompute import recompute_blocks
@@ -56,6 +58,7 @@ def parallelize(
     blocks: Sequence[nn.Module] | None = None,
     layout: TensorLayout | None = None,
     stages: StageLayout | None = None,
+    batch: Batch | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     recorder: Recorder | None = None,
@@ -75,6 +78,8 @@ def parallelize(
         layout: Which layers tensor parallelism splits how; by default what Shoal knows of the model.
         stages: How the model is cut into pipeline stages, whose blocks are then the `blocks`; by default what
             Shoal knows of it.
+        batch: What an optimizer step will see. Pipeline stages that are cut by cost are then cut so that the
+            activations fit too; without it states alone must fit the devices.
         seed: For a model built on the meta device.
         device: Where a model built on the meta device gets its values.
         recorder: Where the spans of collectives go.
@@ -86,11 +91,15 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     require_trainable(model)
     recorder = recorder if recorder is not None else NullRecorder()
-    pieces = cut_pieces(model, plan, stages) if plan.pp > 1 else None
+    layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
+    pieces = None
+    if plan.pp > 1:
+        room = _room(model, plan, layout, batch, torch.device(device)) if plan.split == "cost" else None
+        pieces = cut_pieces(model, plan, stages, room)
+        plan = plan.replace(split=pieces.split)
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
     blocks = list(find_blocks(model) if blocks is None else blocks)
 
-    layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
     split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
@@ -98,7 +107,7 @@ def parallelize(
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
     whole = Whole.of(model, pieces, axes, _DTYPES[plan.precision])
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
-    deferral = Deferral() if pieces is not None and pieces.has_halves else None
+    deferral = Deferral() if pieces is not None and plan.has_halves else None
     if layout is not None:
         tensor_parallel(model, layout, split, axes.tp, plan, deferral)
         if has_tensor_plan(model) and plan.tensor != "plain":
@@ -137,6 +146,17 @@ def parallelize(
     return Parallel(model, plan, axes, strategies, whole=whole, frozen=frozen, cuts=cuts, pipeline=pipeline)
 
 
+def _room(
+    model: nn.Module, plan: Plan, layout: TensorLayout | None, batch: Batch | None, device: torch.device
+) -> Room | None:
+    """What the stages of a rank have to fit into; None if the system does not tell."""
+    first = next(model.parameters()).device
+    limit = memory_of_a_rank(model, device if first.type == "meta" else first)
+    if limit is None:
+        return None
+    return Room(limit, batch, {} if layout is None else cut_tensors(model, layout, plan, 0).cuts)
+
+
 def _staged(
     setup: Setup,
     pieces: Pieces,
@@ -157,12 +177,17 @@ def _staged(
         entry = StageEntry(stage)
         blocks = pieces.blocks_of(stage.index)
         names = stage.names - taken
-        own = replace(setup, blocks=blocks, names=names, tied=pieces.tied, entry=entry)
+        lent = names & frozenset[str]().union(*(each.names for each in stages if each is not stage))
+        own = replace(setup, blocks=blocks, names=names, tied=pieces.tied, lent=lent, entry=entry)
         recompute_blocks(blocks, plan.recompute)
         taken |= stage.names
         frozen += own.frozen
         here.append(StageHere(entry, _strategy(own, plan), deferral))
-    return [stage.strategy for stage in here], frozen, Pipeline(plan, here, axis, recorder, device)
+    return (
+        [stage.strategy for stage in here],
+        frozen,
+        Pipeline(plan, here, pieces.times, axis, recorder, device),
+    )
 
 
 def _strategy(setup: Setup, plan: Plan) -> Strategy:
@@ -191,13 +216,6 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
     require_experts(model, plan.ep)
     if plan.pp > 1:
         cut_pieces(model, plan)
-        if plan.tp > 1 and plan.tensor != "plain" and has_tensor_plan(model):
-            raise PlanError(
-                f"tensor={plan.tensor} was given with pp={plan.pp} for {type(model).__name__}, which counts "
-                "positions along what a stage receives",
-                possible="tensor=plain for Hugging Face's models in a pipeline",
-                change="add tensor=plain",
-            )
 
 
 def require_trainable(model: nn.Module) -> None:

@@ -10,6 +10,15 @@ norms and embeddings are computed in the first half. `run` is a backward of its 
 gradient complete are called in it, layer by layer in backward's order, and each gradient is freed as soon as
 it is added up.
 
+From the first half to the second, memory holds the operands of the products that were put off, for each row
+`in + out` numbers, or `in + sum(out_i)` if several products have one input:
+
+    product                    rows of a micro-batch                               numbers for each
+    linear layer               tokens                                              in + out
+    gate and up, then down,    choices: tokens * experts_per_token less what a     2 hidden + 3 ffn
+      of experts                 capacity drops; with ep those that arrived here
+    router of experts          tokens; fp32 whatever the precision is              hidden + experts
+
 A layer that puts its products off hides its weights from autograd: a plain backward gives them no gradient.
 Recompute is done once, in the first half.
 """
@@ -28,8 +37,17 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from shoal.errors import TrainingError
+from shoal.models import Mixture
+from shoal.models.expert_products import ExpertProducts, expert_products, multiply_by_experts
 
-__all__ = ["Deferral", "WeightGradients", "deferred_linear", "put_off_products", "split_backward"]
+__all__ = [
+    "Deferral",
+    "WeightGradients",
+    "deferred_experts",
+    "deferred_linear",
+    "put_off_products",
+    "split_backward",
+]
 
 Compute = Callable[[], Sequence[Tensor | None]]
 """Computes the gradients of some weights, in their order."""
@@ -58,10 +76,24 @@ class WeightGradients:
 
 @final
 class Deferral:
-    """Where the layers of a rank leave their weights' gradients while a backward runs."""
+    """Where the layers of a rank leave their weights' gradients while a backward runs.
+
+    Attributes:
+        is_on: Whether forwards get a backward that puts off.
+    """
 
     def __init__(self) -> None:
         self._open: WeightGradients | None = None
+        self.is_on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within it nothing is put off: for a forward, and its backward, that is to be a plain one."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
 
     @contextmanager
     def collect(self) -> Iterator[WeightGradients]:
@@ -105,13 +137,16 @@ def split_backward(
 
 
 def put_off_products(module: nn.Module, deferral: Deferral) -> None:
-    """Makes the linear layers of a module leave their weights' gradients to a deferral.
+    """Makes the products of a module leave their weights' gradients to a deferral.
 
-    That is each `nn.Linear` whose `forward` is its class's own, each `Conv1D` of transformers, and the method
-    `unembed` of a model whose head is its embedding's weight.
+    That is each `nn.Linear` whose `forward` is its class's own, each `Conv1D` of transformers, router and
+    experts of each `Mixture`, laid over ranks or not, and the method `unembed` of a model whose head is its
+    embedding's weight.
     """
     layers: list[Any] = list(module.modules())
     for layer in layers:
+        if isinstance(layer, Mixture):
+            _put_off_experts(layer, deferral)
         if "forward" in vars(layer):
             continue  # split over ranks, or wrapped: its forward is not the plain product
         kind = type(layer)
@@ -134,14 +169,46 @@ def deferred_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, deferra
         deferral: See above.
 
     Returns:
-        `[..., out]`. Where autograd would not come by, as the input needs no gradient, and under autocast, it
-        is the plain product with a plain backward.
+        `[..., out]`. Where autograd would not come by, as the input needs no gradient, under autocast, and
+        while the deferral is off, it is the plain product with a plain backward.
     """
-    trained = torch.is_grad_enabled() and weight.requires_grad
-    if not (trained and hidden.requires_grad) or torch.is_autocast_enabled(hidden.device.type):
+    if not _can_put_off(hidden, (weight,), deferral):
         return F.linear(hidden, weight, bias)
     result: Tensor = _DeferredLinear.apply(hidden, (weight, bias), deferral)
     return result
+
+
+def deferred_experts(
+    rows: Tensor, counts: Tensor, weights: Sequence[Tensor], deferral: Deferral
+) -> tuple[Tensor, ...]:
+    """`multiply_by_experts`, whose backward leaves the gradients of the weights to a deferral.
+
+    Args:
+        rows: `[rows, in]`, sorted by expert.
+        counts: `[experts]`, int64: how many rows each expert has.
+        weights: `[experts, out_i, in]` each; those that are not trained get no gradient.
+        deferral: See above.
+
+    Returns:
+        `[rows, out_i]` for each weight; computed as a plain product when `deferred_linear` would.
+    """
+    if not _can_put_off(rows, weights, deferral):
+        return multiply_by_experts(rows, counts, weights)
+    products = expert_products(rows, counts, weights)
+    results: tuple[Tensor, ...] = _DeferredExperts.apply(rows, products, tuple(weights), deferral)
+    return results
+
+
+def _can_put_off(rows: Tensor, weights: Sequence[Tensor], deferral: Deferral) -> bool:
+    if not deferral.is_on:
+        return False
+    trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    return trained and rows.requires_grad and not torch.is_autocast_enabled(rows.device.type)
+
+
+def _put_off_experts(mixture: Any, deferral: Deferral) -> None:
+    mixture.score = partial(deferred_linear, bias=None, deferral=deferral)
+    mixture.compute = partial(mixture.compute, multiply=partial(deferred_experts, deferral=deferral))
 
 
 def _linear_forward(layer: nn.Linear, deferral: Deferral, hidden: Tensor) -> Tensor:
@@ -188,6 +255,33 @@ def _linear_gradients(
     if len(weights) == 1:
         return (product,)
     return product, rows.sum(0) if weights[1].requires_grad else None
+
+
+class _DeferredExperts(torch.autograd.Function):
+    """Weights come in a tuple, as in `_DeferredLinear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, products: ExpertProducts, weights: tuple[Tensor, ...], deferral: Deferral
+    ) -> tuple[Tensor, ...]:
+        ctx.products, ctx.weights, ctx.deferral = products, weights, deferral
+        ctx.save_for_backward(rows)
+        return tuple(products.results(rows, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (rows,) = ctx.saved_tensors
+        pairs = zip(gradients, ctx.weights, strict=True)
+        needed, trained = zip(*(pair for pair in pairs if pair[1].requires_grad), strict=True)
+        ctx.deferral.put_off(partial(_expert_gradients, needed, rows, ctx.products), trained)
+        return ctx.products.rows_gradient(gradients, ctx.weights), None, None, None
+
+
+def _expert_gradients(
+    gradients: Sequence[Tensor], rows: Tensor, products: ExpertProducts
+) -> tuple[Tensor, ...]:
+    return tuple(products.weight_gradient(gradient, rows) for gradient in gradients)
 
 
 class _Later(torch.autograd.Function):

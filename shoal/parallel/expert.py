@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import Mixture
+from shoal.models.expert_products import Multiply, multiply_by_experts
 from shoal.models.experts import run_experts, within_capacity
 from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.layout import Cut
@@ -110,7 +111,14 @@ def cut_experts(model: nn.Module, axis: Axis) -> dict[str, Cut]:
 
 
 def exchange_with_experts(
-    rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, axis: Axis
+    rows: Tensor,
+    counts: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    axis: Axis,
+    multiply: Multiply = multiply_by_experts,
 ) -> Tensor:
     """`run_experts` for rows of all experts, with the weights of this rank's alone.
 
@@ -121,6 +129,7 @@ def exchange_with_experts(
         up: See `gate`.
         down: `[experts / size, hidden, ffn]`.
         axis: The ranks that together keep all experts.
+        multiply: See `run_experts`.
 
     Returns:
         `[rows, hidden]`, in the order of `rows`.
@@ -132,7 +141,7 @@ def exchange_with_experts(
     sent, received = by_rank.sum(-1).tolist()
     way = _Way(axis, sent, received, _by_expert(by_rank[1], sum(received)))
     arrived = _ToExperts.apply(rows, way)
-    results = run_experts(arrived, by_rank[1].sum(0), gate, up, down)
+    results = run_experts(arrived, by_rank[1].sum(0), gate, up, down, multiply=multiply)
     back: Tensor = _FromExperts.apply(results, way)
     return back
 

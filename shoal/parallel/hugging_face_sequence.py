@@ -2,11 +2,12 @@
 
 These models count positions along what the embedding gives, and make attention's mask for as many.
 
-Where tensor parallelism splits the residual stream, attention still sees the whole sequence. So what the
-embedding gave is put in its place among zeros, for as long as the model makes masks and positions by its
+Where tensor parallelism splits the residual stream, attention still sees the whole sequence. So the model
+gets what the embedding gave, in its place among zeros, for as long as it makes masks and positions by its
 length, and the first block takes it out again. Attention takes the shape of its heads from its input: it gets
 a stand-in of the whole sequence's shape, for which its split layers take the part. Nothing is communicated
-for any of this.
+for any of this. In a pipeline each stage does the same: what stands in place of the embedding gives a part of
+the sequence too, and what stands in place of the first block takes it.
 
 Context parallelism gives a model the positions of its part in place of those that it would count, and its
 attention modules one function in place of their own, by transformers' registry of attention functions. No
@@ -65,7 +66,7 @@ def split_stream(model: Any, layout: TensorLayout, axes: Axes) -> None:
         layout: How it is split.
         axes: The Plan's.
     """
-    model.get_input_embeddings().register_forward_hook(partial(_among_zeros, axis=axes.tp))
+    model.base_model.register_forward_pre_hook(partial(_embedded, axis=axes.tp), with_kwargs=True)
     find_blocks(model.base_model)[0].register_forward_pre_hook(
         partial(_own_part, axis=axes.tp), with_kwargs=True
     )
@@ -210,16 +211,25 @@ class _StandIn:
         return forward(self._part if hidden is self._whole else hidden)
 
 
-def _among_zeros(module: nn.Module, args: Any, part: Tensor, *, axis: Axis) -> Tensor:
-    """`[batch, seq / size, hidden]` to `[batch, seq, hidden]`."""
+def _embedded(
+    module: Any, args: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives a base model its part of the sequence among zeros, `[batch, seq, hidden]`, in place of tokens."""
+    tokens = args[0] if args else named.get("input_ids")
+    if tokens is None:  # it was given something of the whole sequence that is embedded
+        return args, named
+    part: Tensor = module.get_input_embeddings()(tokens)
     length = part.shape[1]
-    return F.pad(part, (0, 0, axis.index * length, (axis.size - 1 - axis.index) * length))
+    whole = F.pad(part, (0, 0, axis.index * length, (axis.size - 1 - axis.index) * length))
+    if args:
+        return (None, *args[1:]), {**named, "inputs_embeds": whole}
+    return args, {**named, "input_ids": None, "inputs_embeds": whole}
 
 
 def _own_part(
     module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Takes out of what a block is given what `_among_zeros` put in."""
+    """Takes out of what a block is given what `_embedded` put in."""
     if args:
         return (_part(args[0], axis), *args[1:]), named
     return args, {**named, "hidden_states": _part(named["hidden_states"], axis)}

@@ -35,7 +35,7 @@ class Parallel:
 
     Attributes:
         module: The model. Its own parameters are up to date within `gathered()`.
-        plan: The Plan that was applied.
+        plan: The Plan that was applied; its `split` says how many blocks each pipeline stage has.
         axes: The groups that it communicates over.
         frozen: What this rank has of the parameters that are not trained.
     """

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -32,7 +32,7 @@ from shoal.parallel.stage_chain import StageChain
 from shoal.parallel.stages import Stage
 from shoal.parallel.strategy import Strategy
 from shoal.plan import Plan
-from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Work, transfers
+from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Times, Work, transfers
 from shoal.record import Recorder
 from shoal.timeline import Kind
 
@@ -77,6 +77,10 @@ class StageHere:
     entry: StageEntry
     strategy: Strategy
     deferral: Deferral | None
+
+    def plainly(self) -> AbstractContextManager[None]:
+        """For a forward and its backward that is not in two halves."""
+        return nullcontext() if self.deferral is None else self.deferral.off()
 
 
 @dataclass(slots=True)
@@ -128,10 +132,12 @@ class _Program:
     Attributes:
         steps: One after another.
         last: By stage, the last action that gives its weights gradients.
+        halved: Stages and micro-batches whose backward is in two halves.
     """
 
     steps: Sequence[Step]
     last: dict[int, Action]
+    halved: frozenset[tuple[int, int]]
 
 
 @final
@@ -141,6 +147,7 @@ class Pipeline:
     Args:
         plan: With pp > 1.
         stages: Those that the schedule places on this rank.
+        times: How long each stage of the whole pipeline takes, for a schedule that is found for it.
         axis: The ranks that hold the other stages of the same samples.
         recorder: Where spans go.
         device: Where the stages are.
@@ -150,11 +157,13 @@ class Pipeline:
         self,
         plan: Plan,
         stages: Sequence[StageHere],
+        times: Times,
         axis: Axis,
         recorder: Recorder,
         device: torch.device,
     ) -> None:
         self._plan = plan
+        self._times = times
         self._stages = {here.entry.stage.index: here for here in stages}
         entries = {number: here.entry for number, here in self._stages.items()}
         self._chain = StageChain(plan.placement, entries, axis, device)
@@ -206,7 +215,9 @@ class Pipeline:
             elif step.work is Work.FORWARD:
                 inputs, targets = data.use(step.microbatch)
                 prepare(step.microbatch, inputs)
-                self._forward(step, inputs, partial(_share_of_loss, loss, targets, count), total)
+                share = partial(_share_of_loss, loss, targets, count)
+                is_halved = (step.stage, step.microbatch) in program.halved
+                self._forward(step, inputs, share, total, is_halved=is_halved)
             else:
                 is_last = program.last[step.stage] == step
                 if step.work is Work.WEIGHT:
@@ -241,10 +252,11 @@ class Pipeline:
 
     def _program_for(self, count: int) -> _Program:
         if count not in self._programs:
-            schedule = self._plan.schedule_for(count)
+            schedule = self._plan.schedule_for(count, self._times)
             row = schedule.table[self._axis.index]
             last = {action.stage: action for action in row if action.work in (Work.BACKWARD, Work.WEIGHT)}
-            self._programs[count] = _Program(transfers(schedule, ahead=1)[self._axis.index], last)
+            halved = frozenset((each.stage, each.microbatch) for each in row if each.work is Work.WEIGHT)
+            self._programs[count] = _Program(transfers(schedule, ahead=1)[self._axis.index], last, halved)
         return self._programs[count]
 
     def _add_up_twins(self) -> None:
@@ -257,13 +269,17 @@ class Pipeline:
 
     # -- actions ------------------------------------------------------------------------------------
 
-    def _forward(self, action: Action, inputs: Any, loss: Callable[[Any], Tensor], total: Tensor) -> None:
+    def _forward(
+        self, action: Action, inputs: Any, loss: Callable[[Any], Tensor], total: Tensor, *, is_halved: bool
+    ) -> None:
         """Adds the micro-batch's part of the loss to the total on the last stage."""
-        entry = self._stages[action.stage].entry
+        here = self._stages[action.stage]
+        entry = here.entry
         hidden = None if entry.stage.is_first else self._take(Payload.ACTIVATION, action)
         if hidden is not None:
             hidden.requires_grad_()
-        with self._recorder.span(Kind.FORWARD, str(action)):
+        mode = nullcontext() if is_halved else here.plainly()
+        with self._recorder.span(Kind.FORWARD, str(action)), mode:
             output: Tensor = entry(inputs, hidden)
             if entry.stage.is_last:
                 output = loss(output)
@@ -281,16 +297,14 @@ class Pipeline:
         gradient = None if here.entry.stage.is_last else self._take(Payload.GRADIENT, action)
         is_whole = action.work is Work.BACKWARD
         with self._recorder.span(Kind.BACKWARD, str(action)):
-            if here.deferral is None:
-                with self._reducing(action.stage, is_last=is_last):
+            if is_whole:
+                with here.plainly(), self._reducing(action.stage, is_last=is_last):
                     if kept.output is not None:
                         torch.autograd.backward([kept.output], [gradient])
             else:
+                assert here.deferral is not None
                 with self._held():
                     kept.weights = split_backward(here.deferral, kept.output, gradient)
-                if is_whole:
-                    with self._reducing(action.stage, is_last=is_last):
-                        kept.weights.run()
         if kept.hidden is not None:
             received = kept.hidden.grad
             self._here[Payload.GRADIENT, action.stage - 1, action.microbatch] = (

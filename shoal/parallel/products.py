@@ -77,7 +77,7 @@ def column_products(
         return tuple(F.linear(hidden, weight, bias) for weight, bias in zip(weights, offsets, strict=True))
     split = _Split(axis, sequence, overlap, name)
     operands = [*weights, *offsets]
-    if deferral is not None and hidden.requires_grad:
+    if deferral is not None and deferral.is_on and hidden.requires_grad:
         split, operands = _put_off(split, deferral, operands)
     results: tuple[Tensor, ...] = _ColumnProducts.apply(split, hidden, *operands)
     return results
@@ -116,7 +116,7 @@ def row_product(
     if axis.size == 1:
         return F.linear(hidden, weight, bias)
     split, operands = _Split(axis, sequence, overlap, name), [weight, bias]
-    if deferral is not None and hidden.requires_grad:
+    if deferral is not None and deferral.is_on and hidden.requires_grad:
         split, operands = _put_off(split, deferral, operands)
     result: Tensor = _RowProduct.apply(split, hidden, *operands)
     return result

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.parallel.communication import Axis
+from shoal.parallel.stages import Stage
 
-__all__ = ["Form", "StageChain"]
+__all__ = ["Entry", "Form", "StageChain"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER = 10  # numbers that tell a form: which type, how many dims, and up to eight of them
@@ -30,22 +31,36 @@ class Form:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
+class Entry(Protocol):
+    """Runs a stage, with whatever else goes with its forward.
+
+    Attributes:
+        stage: It.
+    """
+
+    stage: Stage
+
+    @property
+    def __call__(self) -> Callable[..., Any]:
+        """From the model's input and the hidden state that comes to the stage, to what the stage gives."""
+
+
 @final
 class StageChain:
     """The stages in order, of which this rank runs its own.
 
     Args:
         placement: By stage, the index in the axis of the rank that holds it.
-        stages: This rank's, by number; called with the model's input and the hidden state.
+        entries: To this rank's stages, by number.
         axis: The ranks that hold them.
         device: Where they are.
     """
 
     def __init__(
-        self, placement: Sequence[int], stages: Mapping[int, nn.Module], axis: Axis, device: torch.device
+        self, placement: Sequence[int], entries: Mapping[int, Entry], axis: Axis, device: torch.device
     ) -> None:
         self._placement = placement
-        self._stages = stages
+        self._entries = entries
         self._axis = axis
         self._device = device
         self._forms: dict[tuple[torch.Size, ...], dict[int, Form]] = {}
@@ -57,14 +72,18 @@ class StageChain:
         known = self._forms.get(shapes)
         met = {} if known is None else known
         passed: Any = None
-        for number, stage in sorted(self._stages.items()):
+        for number, entry in sorted(self._entries.items()):
             if number > 0 and self._placement[number - 1] != self._axis.index:
-                passed = self._receive(number, met)
-            passed = stage(inputs, passed)
+                if known is None:
+                    met[number] = self._be_told(number, entry.stage)
+                passed = self._receive(number, met[number])
+            passed = entry(inputs, passed)
             if number + 1 < len(self._placement):
                 met.setdefault(number + 1, Form(tuple(passed.shape), passed.dtype))
                 if self._placement[number + 1] != self._axis.index:
-                    self._send(number, passed, tell=known is None)
+                    if known is None:
+                        self._tell(number + 1, met[number + 1], entry.stage)
+                    self._send(number + 1, passed)
                     passed = None
         self._forms[shapes] = met
         return passed
@@ -90,22 +109,25 @@ class StageChain:
         self._axis.broadcast(whole, "output", source=holder).wait()
         return whole
 
-    def _receive(self, number: int, met: dict[int, Form]) -> Tensor:
-        source = self._placement[number - 1]
-        if number not in met:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self._device)
-            self._axis.receive(header, source, f"form:{number}").wait()
-            met[number] = _form_of(header)
-        hidden = met[number].new(self._device)
-        self._axis.receive(hidden, source, f"activation:{number}").wait()
+    def _be_told(self, number: int, stage: Stage) -> Form:
+        """The form of what comes to a stage, which learns what the parts of those before it give."""
+        header = torch.empty(_HEADER + len(stage.results), dtype=torch.int64, device=self._device)
+        self._axis.receive(header, self._placement[number - 1], f"form:{number}").wait()
+        stage.learn(header[_HEADER:].tolist())
+        return _form_of(header[:_HEADER])
+
+    def _tell(self, number: int, form: Form, stage: Stage) -> None:
+        """Tells the rank of the stage of that number what `_be_told` gives there."""
+        header = torch.cat([_described(form), torch.tensor(stage.results, dtype=torch.int64)])
+        self._axis.send(header.to(self._device), self._placement[number], f"form:{number}").wait()
+
+    def _receive(self, number: int, form: Form) -> Tensor:
+        hidden = form.new(self._device)
+        self._axis.receive(hidden, self._placement[number - 1], f"activation:{number}").wait()
         return hidden
 
-    def _send(self, number: int, output: Tensor, *, tell: bool) -> None:
-        target = self._placement[number + 1]
-        if tell:
-            form = Form(tuple(output.shape), output.dtype)
-            self._axis.send(_described(form).to(self._device), target, f"form:{number + 1}").wait()
-        self._axis.send(output.contiguous(), target, f"activation:{number + 1}").wait()
+    def _send(self, number: int, output: Tensor) -> None:
+        self._axis.send(output.contiguous(), self._placement[number], f"activation:{number}").wait()
 
 
 def _shapes_of(inputs: Any) -> tuple[torch.Size, ...]:

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError
 from shoal.models import Mixture, Transformer
+from shoal.parallel.piece_memory import state_bytes
 from shoal.parallel.stage_layout import StageLayout, named_part, parameters_by_piece, parts_by_piece
 from shoal.parallel.stages import Stage, take_stages
+from shoal.plan import Plan
 from shoal.plan.stages import Cost
 
 __all__ = ["computed_costs", "measured_costs"]
@@ -69,7 +71,7 @@ def measured_costs(
 
     Each piece runs as a stage of its own, forward and backward, one after another in this process. A piece
     without modules costs nothing, and what it does counts with the block beside it. What the model does
-    besides its pieces, every stage does, and it counts with each piece.
+    before a piece besides the others, the piece's stage does too, and it counts with the piece.
 
     Args:
         model: The whole model with its values, as one rank would have it. Gradients that it has are lost.
@@ -150,8 +152,8 @@ def _now(device: torch.device) -> float:
 
 
 def _memory(parameters: Mapping[str, nn.Parameter], held: frozenset[str]) -> float:
-    """Bytes of parameters, their gradients and two of an optimizer for each."""
-    return 4.0 * sum(parameters[name].numel() * parameters[name].element_size() for name in held)
+    """Bytes of states on a rank that has whole pieces in fp32; `with_memory` knows of Plans."""
+    return state_bytes(Plan(), 1) * sum(parameters[name].numel() for name in held)
 
 
 def _shares_of_experts(model: nn.Module) -> dict[str, float]:

@@ -29,8 +29,8 @@ class StageLayout:
     """The pieces of a model, by names of modules, in the order in which its forward comes to them.
 
     Its forward hands each block the hidden state as first argument, and each block gives it back, by itself
-    or in a tuple of which the forward takes `[0]`: what stands in place of a block gives a tensor. What else
-    happens in it runs on every stage, and must hold no trained parameter.
+    or as the first of a tuple. Nothing else goes from stage to stage, so the forward leaves alone what else a
+    block gives. What else happens in it runs on every stage, and must hold no trained parameter.
 
     Attributes:
         embed: What makes the first hidden state of the model's input; none if the first block takes that.

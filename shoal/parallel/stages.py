@@ -2,10 +2,9 @@
 
 A stage runs the model's own forward, on the model's real input, which every rank has. So each stage makes
 masks, positions and rotary tables itself, by the model's own code. In place of the parts that are not the
-stage's stand *gaps*. A gap computes nothing, and gives a tensor of the hidden state's shape in place of the
-result. The stage's first module gets the hidden state that the stage received, whatever comes in; the first
-gap after the stage's modules keeps what comes in, which is what the stage gives to the next. What the model
-computes outside of its pieces before and after that is not used.
+stage's stand *gaps*, which compute nothing (`gaps.py`). The stage's first module gets the hidden state that
+the stage received, whatever comes in; the first gap after the stage's modules takes what the stage gives to
+the next, and ends the forward.
 
 Modules that no stage of this rank needs are taken out of the model, so that their memory is freed. Those that
 remain keep their names, since first values, checkpoints and dropout go by name. Several stages of one rank
@@ -16,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from functools import partial
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
+from shoal.parallel.gaps import NOT_KNOWN, EndOfStage, Forward, Gap, Place, disordered
 from shoal.parallel.stage_layout import (
     StageLayout,
     named_part,
@@ -57,32 +58,26 @@ def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, rang
     places = _places(model, layout)
     _require_ranges(ranges, places, len(names))
     _require_own_parameters(names, tied, ranges)
-    forward = _Forward(len(names) - 1)
+    forward = Forward(len(names) - 1, len(places))
     own = {piece for pieces in ranges.values() for piece in pieces}
     kept = []
     for place in places:
         if place.piece in own or (forward.last in own and _holds_tied(model, place, tied)):
-            kept.append((place, _Gap(forward, place, stands_in=True)))
+            kept.append((place, Gap(forward, place, stands_in=True)))
         else:
-            _put(place, _Gap(forward, place, stands_in=False))
+            _put(place, Gap(forward, place, stands_in=False))
     stages = []
     for index, pieces in sorted(ranges.items()):
         hidden = [(place, gap) for place, gap in kept if place.piece not in pieces]
         parts = [place.part for place in places if place.piece in pieces]
         entry = next(part for part in parts if isinstance(part, nn.Module))
+        if pieces.stop <= forward.last:
+            for place in places:
+                if place.piece in pieces:
+                    place.part.register_forward_hook(partial(forward.see, place.number, place.name))
         held = frozenset[str]().union(*(names[piece] for piece in pieces))
         stages.append(Stage(index, pieces, model, held, forward, hidden, entry))
     return stages
-
-
-class _Place(NamedTuple):
-    """Where a part of a piece is in the model: a child of a module, or a method."""
-
-    piece: int
-    holder: nn.Module
-    key: str
-    name: str
-    part: Any
 
 
 @final
@@ -106,8 +101,8 @@ class Stage:
         pieces: range,
         module: nn.Module,
         names: frozenset[str],
-        forward: _Forward,
-        hidden: Sequence[tuple[_Place, _Gap]],
+        forward: Forward,
+        hidden: Sequence[tuple[Place, Gap]],
         entry: nn.Module,
     ) -> None:
         self.index = index
@@ -125,6 +120,19 @@ class Stage:
         """The stage's parameters, by their names in the whole model."""
         return ((name, each) for name, each in self.module.named_parameters() if name in self.names)
 
+    @property
+    def results(self) -> Sequence[int]:
+        """How many each part of the model gives, as far as the stages of this rank ran it or were told."""
+        return tuple(self._forward.results)
+
+    def learn(self, results: Sequence[int]) -> None:
+        """Tells the stages of this rank the `results` of the stage before this one, which has run.
+
+        To be called before the first forward, if the stage before is of another rank.
+        """
+        known = self._forward.results
+        known[:] = [own if told == NOT_KNOWN else told for own, told in zip(known, results, strict=True)]
+
     def __call__(self, inputs: Any, hidden: Tensor | None = None, **named: Any) -> Any:
         """Runs the stage.
 
@@ -137,16 +145,23 @@ class Stage:
             A hidden state; of the last stage the model's output.
 
         Raises:
-            ModelError: The model's forward does not come to the pieces in the layout's order.
+            ModelError: The model's forward does not come to the pieces in the layout's order, or needs more
+                of another stage than the hidden state.
         """
         assert (hidden is None) == self.is_first
-        with self._forward.through(hidden, self.pieces), self._gaps():
-            output = self.module(inputs, **named)
-            leaving, entered = self._forward.leaving, self._forward.has_entered
-        if not entered or (leaving is None) != self.is_last:
-            model = type(self.module).__name__
-            raise _disordered(f"the forward of {model} did not come to all of stage {self.index}")
-        return output if self.is_last else leaving
+        with self._forward.through(hidden, self.pieces) as forward, self._gaps():
+            try:
+                output = self.module(inputs, **named)
+                is_whole = self.is_last
+            except EndOfStage:
+                output = forward.leaving
+                is_whole = not self.is_last
+            is_whole &= forward.has_entered
+        if not is_whole:
+            raise disordered(
+                f"the forward of {type(self.module).__name__} did not come to all of stage {self.index}"
+            )
+        return output
 
     @contextmanager
     def _gaps(self) -> Iterator[None]:
@@ -159,93 +174,7 @@ class Stage:
                 _put(place, part)
 
 
-@final
-class _Forward:
-    """The forward that is under way, shared by the stages of a rank and their gaps.
-
-    Args:
-        last: Number of the last piece.
-
-    Attributes:
-        leaving: The hidden state after the stage's last module; None before.
-        has_entered: Whether the stage's first module has got what the stage received.
-    """
-
-    def __init__(self, last: int) -> None:
-        self.last = last
-        self.leaving: Tensor | None = None
-        self.has_entered = False
-        self._entering: Tensor | None = None
-        self._filler: Tensor | None = None
-        self._stop = 0
-
-    @contextmanager
-    def through(self, entering: Tensor | None, pieces: range) -> Iterator[None]:
-        """A forward through these pieces, which `entering` goes into."""
-        self._entering, self._stop = entering, pieces.stop
-        self._filler = None if entering is None else entering.detach()
-        self.has_entered = entering is None
-        try:
-            yield
-        finally:
-            self._entering = self._filler = self.leaving = None
-
-    def enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
-        """Hook before the stage's first module: has it get what the stage received."""
-        if self.has_entered or self._entering is None:
-            return None
-        self.has_entered = True
-        if arguments:
-            return (self._entering, *arguments[1:]), named
-        return arguments, named | {next(iter(named)): self._entering}
-
-    def pass_by(self, piece: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> Tensor | None:
-        """What a gap of this piece gives; the first one after the stage keeps what it gets."""
-        if self.leaving is None and piece >= self._stop:
-            leaving = next(iter((*arguments, *named.values())), None)
-            if not isinstance(leaving, Tensor) or not leaving.is_floating_point():
-                raise _disordered(f"piece {piece} of a model got no hidden state as its first argument")
-            self.leaving, self._filler = leaving, leaving.detach()
-        return self._filler
-
-
-@final
-class _Gap(nn.Module):
-    """Stands in place of a part that does not run.
-
-    It has the module's plain attributes, which models ask blocks for, such as their type of attention. With
-    `stands_in`, for a part that stays on this rank, it has all of them, such as a weight that the end uses.
-    """
-
-    def __init__(self, forward: _Forward, place: _Place, *, stands_in: bool) -> None:
-        super().__init__()
-        attributes = vars(place.part) if isinstance(place.part, nn.Module) else {}
-        for name, value in attributes.items():
-            if isinstance(value, str | int | float) and not name.startswith("_"):
-                self.__dict__[name] = value
-        self.__dict__["stands_for"] = place.part if stands_in else None  # no child of this module
-        self._piece = place.piece
-        self._forward = forward
-
-    def forward(self, *arguments: Any, **named: Any) -> Tensor | None:
-        """See `_Forward.pass_by`."""
-        return self._forward.pass_by(self._piece, arguments, named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "stands_for" and self.stands_for is not None:
-            return getattr(self.stands_for, name)
-        return super().__getattr__(name)
-
-
-def _disordered(given: str) -> ModelError:
-    return ModelError(
-        given,
-        possible="a StageLayout whose modules are called in its order, each with the hidden state",
-        change="correct the StageLayout",
-    )
-
-
-def _put(place: _Place, part: Any) -> Any:
+def _put(place: Place, part: Any) -> Any:
     """Puts something in a place of the model, None being a method of the class; gives what was there."""
     parts = place.holder._modules if isinstance(place.part, nn.Module) else vars(place.holder)
     before = parts.pop(place.key, None) if part is None else parts.get(place.key)
@@ -254,17 +183,17 @@ def _put(place: _Place, part: Any) -> Any:
     return before
 
 
-def _places(model: nn.Module, layout: StageLayout) -> list[_Place]:
-    places = []
+def _places(model: nn.Module, layout: StageLayout) -> list[Place]:
+    places: list[Place] = []
     for piece, names in enumerate(parts_by_piece(model, layout)):
         for name in names:
             holder, _, key = name.rpartition(".")
             part = named_part(model, name)
-            places.append(_Place(piece, model.get_submodule(holder), key, name, part))
+            places.append(Place(len(places), piece, model.get_submodule(holder), key, name, part))
     return places
 
 
-def _holds_tied(model: nn.Module, place: _Place, tied: frozenset[str]) -> bool:
+def _holds_tied(model: nn.Module, place: Place, tied: frozenset[str]) -> bool:
     """Whether an embedding is to stay beside the end for the sake of its parameters."""
     if place.piece != 0 or not isinstance(place.part, nn.Module):
         return False
@@ -280,7 +209,7 @@ def _holds_tied(model: nn.Module, place: _Place, tied: frozenset[str]) -> bool:
     return bool(held & tied)
 
 
-def _require_ranges(ranges: Mapping[int, range], places: Sequence[_Place], pieces: int) -> None:
+def _require_ranges(ranges: Mapping[int, range], places: Sequence[Place], pieces: int) -> None:
     filled = {place.piece for place in places if isinstance(place.part, nn.Module)}
     taken: set[int] = set()
     for index, each in ranges.items():

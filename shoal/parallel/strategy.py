@@ -34,6 +34,7 @@ class Setup:
             with a part.
         experts: Names of the parameters of experts, of which this rank has some.
         tied: Names of the parameters that the first and the last pipeline stage share, on different ranks.
+        lent: Names of the parameters that another stage of this rank uses too.
         names: Names of the model's parameters that the strategy is for; None for all.
         entry: The module whose forward is that of all these parameters; None for the model.
     """
@@ -48,6 +49,7 @@ class Setup:
     narrowed: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
+    lent: frozenset[str] = frozenset()
     names: frozenset[str] | None = None
     entry: nn.Module | None = None
 

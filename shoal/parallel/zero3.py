@@ -4,6 +4,8 @@ The communications: a block's weights are all-gathered before its forward and fr
 again before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends
 3 P (d - 1) / d elements for each micro-batch. The gather of the next block runs while one block computes. The
 last block of a forward is the first of backward, and stays; the root's parameters stay for the whole of both.
+Those that another pipeline stage of the rank uses too, as a tied embedding in a V, stay from one forward of
+their own stage to the next: the other stage finds them there, and gathers nothing.
 
 All ranks gather every block and reduce its gradients at the same places, also a rank that leaves the block
 out or has no gradient of some of its parameters (`block_order.py`).
@@ -42,8 +44,11 @@ class _ShardedWeights(Strategy):
             self._buckets.append(bucket)
         self._blocks = [[self._buckets[position] for position in held] for held in self._positions]
         self._root = self._blocks.pop()
+        self._lent = [bucket for bucket in self._root if _has_any(bucket, setup.lent)]
         self._owned = [owned for bucket in self._buckets for owned in bucket.owned]
         self._held_open = 0
+        self._on_hold = False
+        self._is_walking_back = False
         visits = Visits(
             begin_forward=self._begin_forward,
             come_forward=self._come_forward,
@@ -59,8 +64,8 @@ class _ShardedWeights(Strategy):
         self._reduction = GradientReduction(
             self._buckets,
             finish=GradientSum.give_and_free,
-            before_end=self._order.end_backward,
-            on_end=self._drop_all,
+            before_end=self._end_backward,
+            on_end=self._drop_own,
         )
 
     @property
@@ -77,9 +82,15 @@ class _ShardedWeights(Strategy):
         """See `Strategy.keeps_sums`."""
         return False
 
-    def hold(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def hold(self) -> Iterator[None]:
         """See `Strategy.hold`."""
-        return self._reduction.pause()
+        self._on_hold = True
+        try:
+            with self._reduction.pause():
+                yield
+        finally:
+            self._on_hold = False
 
     def start_reduction(self) -> None:
         """See `Strategy.start_reduction`."""
@@ -103,6 +114,7 @@ class _ShardedWeights(Strategy):
 
     def clear(self) -> None:
         """See `Strategy.clear`."""
+        self._is_walking_back = False
         self._order.clear()
         self._reduction.clear()
 
@@ -130,9 +142,10 @@ class _ShardedWeights(Strategy):
 
     def _end_forward(self) -> None:
         if not torch.is_grad_enabled():
-            self._drop_all()
+            self._drop_own()
 
     def _begin_backward(self) -> None:
+        self._is_walking_back = True
         self._reduction.begin()
         self._gather(self._root)  # another forward or backward may have freed it meanwhile
 
@@ -146,6 +159,12 @@ class _ShardedWeights(Strategy):
             self._reduction.reduce(self._positions[block])
         else:
             self._reduction.reduce_early(self._positions[block])
+
+    def _end_backward(self) -> None:
+        is_another_stage_s = self._on_hold and not self._is_walking_back  # with a gradient of what is lent
+        if not is_another_stage_s:
+            self._order.end_backward()
+        self._is_walking_back = False
 
     # -- what the visits do -------------------------------------------------------------------------
 
@@ -164,6 +183,15 @@ class _ShardedWeights(Strategy):
         if not self._held_open and not bucket.dropped:
             bucket.drop_weights()
 
+    def _drop_own(self) -> None:
+        for bucket in self._buckets:
+            if bucket not in self._lent:
+                self._drop(bucket)
+
     def _drop_all(self) -> None:
         for bucket in self._buckets:
             self._drop(bucket)
+
+
+def _has_any(bucket: Bucket, names: frozenset[str]) -> bool:
+    return any(slot.name in names for slot in bucket.layout.slots)

@@ -8,7 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import PlanError, nearest
-from shoal.plan.schedules import NAMES, Schedule, least_virtual, make
+from shoal.plan.schedules import (
+    FOUND,
+    NAMES,
+    Schedule,
+    Times,
+    has_halves,
+    least_virtual,
+    make,
+    placement_of,
+    require_numbers,
+    search,
+)
 from shoal.units import format_bytes, parse_bytes
 
 __all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "parse_settings"]
@@ -20,7 +31,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "shard": ("none", "zero1", "zero2", "zero3"),
     "tensor": ("sequence", "async", "plain"),
     "context": ("ring", "ulysses"),
-    "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b")),
+    "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b"), FOUND),
     "exchange": ("bucketed", "naive"),
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "bf16"),
@@ -50,8 +61,11 @@ class Plan:
             whole on every rank (plain).
         context: How context parallelism attends: keys and values go round (ring), or heads are exchanged for
             parts of the sequence (ulysses).
-        schedule: In which order pipeline stages make the forwards and backwards of micro-batches.
+        schedule: In which order pipeline stages make the forwards and backwards of micro-batches; found for
+            the computed costs of the stages (search), or of this name.
         virtual: Pipeline stages on each rank; None is the fewest that the schedule takes.
+        activations: With schedule=search, the most activations that a rank may hold, in micro-batches of one
+            stage; None is pp x virtual, as many as 1f1b holds.
         split: Which stage has which blocks: as their computed costs say (cost), in equal numbers (count), or
             the number of each stage, such as 6-7-7-4.
         microbatch: Sequences in one forward of one rank; None is the whole of the rank's batch, and with
@@ -76,6 +90,7 @@ class Plan:
     context: str = "ring"
     schedule: str = "1f1b"
     virtual: int | None = None
+    activations: int | None = None
     split: str = "cost"
     microbatch: int | None = None
     exchange: str = "bucketed"
@@ -86,7 +101,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name in (*DEGREES, "replicate", "bucket"):
             _require_positive(name, getattr(self, name))
-        for name in ("microbatch", "virtual"):
+        for name in ("microbatch", "virtual", "activations"):
             if getattr(self, name) is not None:
                 _require_positive(name, getattr(self, name))
         for name, values in CHOICES.items():
@@ -122,8 +137,17 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, divisors(self.shards * self.cp)))}",
                 change="choose one of these, a smaller replicate, or shard=none",
             )
+        if self.activations is not None and self.schedule != FOUND:
+            raise PlanError(
+                f"activations={self.activations} was given with schedule={self.schedule}, "
+                "which says itself how many a rank holds",
+                possible=f"activations with schedule={FOUND}",
+                change=f"write schedule={FOUND}, or leave out activations",
+            )
         if self.pp > 1:
             self._require_stages()
+        else:
+            self._require_no_stages()
         if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32" or self.pp > 1):
             raise PlanError(
                 f"exchange=naive was given with shard={self.shard}, precision={self.precision}, pp={self.pp}",
@@ -132,8 +156,15 @@ class Plan:
             )
 
     def _require_stages(self) -> None:
-        """Checks `virtual` and `split`, as far as they can be without a model or a batch."""
-        self.schedule_for(2 * self.pp)
+        """Checks `virtual`, `activations` and `split`, as far as they can be without a model or a batch."""
+        self._require_micro_batches(2 * self.pp)
+        virtual = self.stages // self.pp
+        if self.activations is not None and self.activations < virtual:
+            raise PlanError(
+                f"activations={self.activations} was given for {virtual} stages on a rank",
+                possible=f"{virtual} or more, which one micro-batch alone holds",
+                change=f"write activations={virtual} or more, or leave it out",
+            )
         if self.split in ("cost", "count"):
             return
         counts = self.split.split("-")
@@ -144,6 +175,18 @@ class Plan:
                 change="leave it out, or write split=" + "-".join(["2"] * self.stages) + ", say",
             )
 
+    def _require_no_stages(self) -> None:
+        """Refuses what only a pipeline has, which would do nothing."""
+        for field in dataclasses.fields(self):
+            if field.name in ("schedule", "virtual", "split", "activations"):
+                value = getattr(self, field.name)
+                if value != field.default:
+                    raise PlanError(
+                        f"{field.name}={value} was given, but pp=1 makes no pipeline",
+                        possible=f"{field.name} with pp=2 or more",
+                        change=f"add pp=2, or leave out {field.name}={value}",
+                    )
+
     @property
     def stages(self) -> int:
         """Number of pipeline stages: those of a rank, times pp."""
@@ -152,15 +195,33 @@ class Plan:
     @property
     def placement(self) -> tuple[int, ...]:
         """By pipeline stage, where along the axis `pp` the rank is that holds it."""
-        return self.schedule_for(2 * self.pp).placement
+        return placement_of(self.schedule, self.pp, self.stages // self.pp)
 
-    def schedule_for(self, micro_batches: int) -> Schedule:
-        """The table of a step of so many micro-batches.
+    @property
+    def has_halves(self) -> bool:
+        """Whether the schedule may make a backward in two halves."""
+        return has_halves(self.schedule)
+
+    def schedule_for(self, micro_batches: int, times: Times | None = None) -> Schedule:
+        """The table of a step of so many micro-batches. To find one may take some seconds: keep it.
+
+        Args:
+            micro_batches: In a step.
+            times: Of the stages, for which schedule=search finds one; None for equal ones. Others do not
+                depend on them.
 
         Raises:
-            PlanError: The schedule cannot be made for as many.
+            PlanError: The schedule cannot be made for as many, or the times are of other stages.
         """
-        return make(self.schedule, self.pp, self.stages // self.pp, micro_batches)
+        virtual = self.stages // self.pp
+        if self.schedule != FOUND:
+            return make(self.schedule, self.pp, virtual, micro_batches)
+        times = Times.equal(self.stages) if times is None else times
+        limit = self.stages if self.activations is None else self.activations
+        return search(times, self.pp, virtual, micro_batches, limit, self.placement)
+
+    def _require_micro_batches(self, number: int) -> None:
+        require_numbers(self.schedule, self.pp, self.stages // self.pp, number)
 
     @property
     def ranks(self) -> int:
@@ -240,8 +301,22 @@ class Plan:
                 change="choose one of these, or another batch",
             )
         if self.pp > 1:
-            self.schedule_for(local // microbatch)
+            self._require_schedule_takes(batch, microbatch)
         return self.replace(microbatch=microbatch)
+
+    def _require_schedule_takes(self, batch: int, microbatch: int) -> None:
+        """Refuses a number of micro-batches in terms of what makes it: batch and `microbatch`."""
+        local = batch // self.dp
+        try:
+            self._require_micro_batches(local // microbatch)
+        except PlanError as error:
+            fitting = [size for size in divisors(local) if self._takes(local // size)]
+            fits = f"; with this batch, microbatch is {', '.join(map(str, fitting))}" if fitting else ""
+            raise PlanError(
+                f"{error.given}, which a batch of {batch} gives with dp={self.dp}, microbatch={microbatch}",
+                possible=f"{error.possible}{fits}",
+                change=f"write microbatch={fitting[-1]}" if fitting else "choose another batch, or schedule",
+            ) from None
 
     def _largest_microbatch(self, local: int) -> int:
         """The largest that makes four micro-batches a stage, or else the smallest, of those that fit."""
@@ -253,7 +328,7 @@ class Plan:
 
     def _takes(self, micro_batches: int) -> bool:
         try:
-            self.schedule_for(micro_batches)
+            self._require_micro_batches(micro_batches)
         except PlanError:
             return False
         return True

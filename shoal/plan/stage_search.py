@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-__all__ = ["Load", "partition", "search_split"]
+__all__ = ["Amounts", "Load", "partition", "search_split"]
 
 _STEPS = 60_000
 """Stages that are tried in the exhaustive part: about 0.2 s."""
@@ -29,12 +29,41 @@ Score = tuple[float, ...]
 """How good a split is, less being better: memory above the limit, time of a step, and so on."""
 
 
+class Amounts:
+    """What pieces in a row come to as a stage.
+
+    Args:
+        each: Of each piece.
+        kept: Of each piece, what comes to it as often as `held` says.
+        held: By stage, how often; 0 for all if None.
+    """
+
+    def __init__(
+        self, each: Sequence[float], kept: Sequence[float] = (), held: Sequence[float] | None = None
+    ) -> None:
+        self.pieces = len(each)
+        self._held = held
+        self._before = _sums_before(each)
+        self._kept_before = _sums_before(kept)
+
+    def of(self, stage: int, start: int, stop: int) -> float:
+        """Of the pieces from `start` to before `stop` as that stage."""
+        amount = self.least(start, stop)
+        if self._held is not None:
+            amount += self._held[stage] * (self._kept_before[stop] - self._kept_before[start])
+        return amount
+
+    def least(self, start: int, stop: int) -> float:
+        """The least that these pieces come to, whichever stages they are in."""
+        return self._before[stop] - self._before[start]
+
+
 class Load:
     """What ranks have to do and to hold.
 
     Args:
-        times: Of each piece.
-        memory: Of each piece, in bytes.
+        times: Of the pieces.
+        memory: Of the pieces, in bytes.
         placement: The rank of each stage.
         limit: Bytes that a rank may hold.
         weight: What the largest stage counts beside the work of the rank that has the most.
@@ -42,8 +71,8 @@ class Load:
 
     def __init__(
         self,
-        times: Sequence[float],
-        memory: Sequence[float],
+        times: Amounts,
+        memory: Amounts,
         placement: Sequence[int],
         limit: float,
         weight: float,
@@ -53,8 +82,6 @@ class Load:
         self.placement = placement
         self.limit = limit
         self.weight = weight
-        self.time_before = list(itertools.accumulate(times, initial=0.0))
-        self.memory_before = list(itertools.accumulate(memory, initial=0.0))
 
     def score(self, split: Sequence[int]) -> Score:
         """Memory above the limit, most work of a rank plus weighted largest stage, and sums of squares.
@@ -64,11 +91,11 @@ class Load:
         stages, ranks = [], dict.fromkeys(self.placement, 0.0)
         held = dict(ranks)
         start = 0
-        for rank, count in zip(self.placement, split, strict=True):
+        for stage, (rank, count) in enumerate(zip(self.placement, split, strict=True)):
             stop = start + count
-            stages.append(self.time_before[stop] - self.time_before[start])
+            stages.append(self.times.of(stage, start, stop))
             ranks[rank] += stages[-1]
-            held[rank] += self.memory_before[stop] - self.memory_before[start]
+            held[rank] += self.memory.of(stage, start, stop)
             start = stop
         squares = sum(time * time for time in ranks.values()), sum(time * time for time in stages)
         above = max(0.0, max(held.values()) - self.limit)
@@ -85,14 +112,12 @@ def search_split(load: Load) -> tuple[int, ...] | None:
     return None if load.score(best)[0] > 0 else best
 
 
-def partition(
-    times: Sequence[float], memory: Sequence[float], stages: int, limit: float
-) -> tuple[int, ...] | None:
+def partition(times: Amounts, memory: Amounts, stages: int, limit: float) -> tuple[int, ...] | None:
     """The split with the least largest stage, and among such with the least sum of squares; exact.
 
     Args:
-        times: Of each piece.
-        memory: Of each piece, in bytes.
+        times: Of the pieces.
+        memory: Of the pieces, in bytes.
         stages: How many there are.
         limit: Bytes that a stage may hold.
 
@@ -108,8 +133,8 @@ def partition(
 
 
 def _fewest(
-    times: Sequence[float],
-    memory: Sequence[float],
+    times: Amounts,
+    memory: Amounts,
     stages: int,
     limit: float,
     *,
@@ -120,16 +145,15 @@ def _fewest(
 
     `best[end]` is the least value for the pieces before `end`, over one more stage in each round.
     """
-    pieces = len(times)
-    time_before, memory_before = _sums_before(times), _sums_before(memory)
+    pieces = times.pieces
     best = [0.0] + [math.inf] * pieces
     cuts = []
     for stage in range(stages):
         after, cut = [math.inf] * (pieces + 1), [0] * (pieces + 1)
         for end in range(stage + 1, pieces + 1):
             for start in range(end - 1, stage - 1, -1):
-                time = time_before[end] - time_before[start]
-                held = memory_before[end] - memory_before[start]
+                time = times.of(stage, start, end)
+                held = memory.of(stage, start, end)
                 if held > limit or time > bound or (not squared and time > after[end]):
                     break  # a longer stage has more of both
                 value = best[start] + time * time if squared else max(best[start], time)
@@ -153,7 +177,7 @@ def _sums_before(values: Sequence[float]) -> list[float]:
 def _first_splits(load: Load) -> Iterator[tuple[int, ...]]:
     """Stages that are even in number of pieces, in time and in memory."""
     stages = len(load.placement)
-    even, more = divmod(len(load.times), stages)
+    even, more = divmod(load.times.pieces, stages)
     yield tuple(even + (stage < more) for stage in range(stages))
     for values in (load.times, load.memory):
         split = partition(values, values, stages, math.inf)
@@ -213,20 +237,20 @@ class _Exhaustive:
         held: dict[int, float],
     ) -> None:
         """Tries all ends of the next stage, given the ends before it and what the ranks have by then."""
-        load, stage, pieces = self._load, len(split), len(self._load.times)
+        load, stage, pieces = self._load, len(split), self._load.times.pieces
         if stage == len(load.placement):
             score = load.score(split)
             if score < self._score:
                 self._best, self._score = split, score
             return
-        left = load.time_before[pieces] - load.time_before[start]
+        left = load.times.least(start, pieces)
         if left * _CLOSE > sum(self._most(largest) - times[rank] for rank in self._later[stage]):
             return  # the ranks that have stages to come cannot take what is left
         rank, behind = load.placement[stage], len(load.placement) - stage - 1
         for stop in range(start + 1 if behind else pieces, pieces - behind + 1):
-            added = load.time_before[stop] - load.time_before[start]
+            added = load.times.of(stage, start, stop)
             time, most = times[rank] + added, max(largest, added)
-            memory = held[rank] + load.memory_before[stop] - load.memory_before[start]
+            memory = held[rank] + load.memory.of(stage, start, stop)
             self._steps += 1
             if self._steps > _STEPS or time * _CLOSE > self._most(most) or memory * _CLOSE > load.limit:
                 return  # a longer stage has more of all

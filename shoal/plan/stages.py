@@ -11,16 +11,18 @@ most, which sets the pace, and S that of the largest stage, which the pipeline i
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.errors import PlanError
-from shoal.plan.stage_search import Load, search_split
+from shoal.plan.schedules import Times
+from shoal.plan.stage_search import Amounts, Load, search_split
 from shoal.units import format_bytes
 
-__all__ = ["Cost", "parse_split", "ranges_of", "split_by_cost", "split_by_count"]
+__all__ = ["Cost", "parse_split", "ranges_of", "split_by_cost", "split_by_count", "times_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,14 @@ class Cost:
     Attributes:
         forward: Seconds or FLOP of one micro-batch.
         backward: The same of its whole backward; recomputed work counts.
-        memory: Bytes that the piece holds on its rank; 0 if nothing limits them.
+        memory: Bytes that the piece holds on its rank all the time; 0 if nothing limits them.
+        activations: Bytes that it keeps besides of each micro-batch from forward to backward.
     """
 
     forward: float
     backward: float
     memory: float = 0.0
+    activations: float = 0.0
 
 
 def split_by_cost(
@@ -44,6 +48,7 @@ def split_by_cost(
     placement: Sequence[int] | None = None,
     limit: float | None = None,
     microbatches: int | None = None,
+    held: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Splits a model so that a step takes as little time as possible.
 
@@ -57,6 +62,8 @@ def split_by_cost(
         placement: The rank of each stage; by default stage s is on rank s.
         limit: Bytes that the pieces of a rank may hold together; None: any number.
         microbatches: In a step; None: four for each rank. It matters with several stages on a rank only.
+        held: By stage, of how many micro-batches it holds activations, as `Schedule.held_by_stage` says;
+            None: of none.
 
     Returns:
         The number of pieces of each stage.
@@ -75,20 +82,20 @@ def split_by_cost(
             possible="one rank for each stage",
             change="give the placement of the schedule that will run",
         )
-    times = [cost.forward + cost.backward for cost in costs]
-    memory = [cost.memory for cost in costs]
+    times = Amounts([cost.forward + cost.backward for cost in costs])
+    memory = Amounts([cost.memory for cost in costs], [cost.activations for cost in costs], held)
     bound = math.inf if limit is None else limit
     size = len(set(ranks))
     weight = (size - 1) / (4 * size if microbatches is None else microbatches)
     found = search_split(Load(times, memory, ranks, bound, weight))
     if found is not None:
         return found
-    held = Load(memory, memory, ranks, math.inf, 0.0)
-    least = search_split(held)
+    lightest = Load(memory, memory, ranks, math.inf, 0.0)
+    least = search_split(lightest)
     assert least is not None
     raise PlanError(
         f"no split over {stages} stages was found whose ranks keep within {format_bytes(int(bound))}",
-        possible=f"a limit of {format_bytes(math.ceil(held.score(least)[1]))} or more for so many stages",
+        possible=f"a limit of {format_bytes(math.ceil(lightest.score(least)[1]))} or more for so many stages",
         change="raise the limit, or use more stages, tensor parallelism or sharding",
     )
 
@@ -128,7 +135,8 @@ def parse_split(text: str, layers: int) -> tuple[int, ...]:
     Raises:
         PlanError: The text does not say such a split.
     """
-    even = "-".join(map(str, _blocks_of(split_by_count(layers, min(2, layers))))) if layers else "0"
+    stages = max(min(text.count("-") + 1, layers), 1)
+    even = "-".join(map(str, _blocks_of(split_by_count(layers, stages)))) if layers else "0"
     try:
         blocks = [int(number) for number in text.split("-")]
     except ValueError:
@@ -158,6 +166,20 @@ def ranges_of(split: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(end - count, end) for count, end in zip(split, ends, strict=True))
 
 
+def times_of(costs: Sequence[Cost], split: Sequence[int], transfer: float = 0.0) -> Times:
+    """How long the stages of a split take. A backward is taken to be as much I as W.
+
+    Args:
+        costs: Of each piece.
+        split: The number of pieces of each stage.
+        transfer: From stage to stage, in the unit of the costs.
+    """
+    stages = [costs[pieces.start : pieces.stop] for pieces in ranges_of(split)]
+    half = tuple(sum(cost.backward for cost in stage) / 2 for stage in stages)
+    forward = tuple(sum(cost.forward for cost in stage) for stage in stages)
+    return Times(forward, half, half, (transfer,) * (len(stages) - 1))
+
+
 def _with_ends(blocks: Sequence[int]) -> tuple[int, ...]:
     pieces = list(blocks)
     pieces[0] += 1
@@ -183,7 +205,7 @@ def _require_stages(layers: int, stages: int) -> None:
 
 def _require_cost(cost: Cost) -> None:
     # Written this way round, it refuses NaN too.
-    if not all(0 <= value < math.inf for value in (cost.forward, cost.backward, cost.memory)):
+    if not all(0 <= value < math.inf for value in dataclasses.astuple(cost)):
         raise PlanError(
             f"{cost} is not what a piece can cost",
             possible="numbers of at least 0",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -58,6 +59,11 @@ class Timeline:
         """The spans of which some part lies in [start, stop), whole."""
         inside = (span for span in self.spans if span.start < stop and span.stop > start)
         return Timeline(inside, origin_unix_ns=self.origin_unix_ns)
+
+    def since_step(self, index: int) -> Timeline:
+        """The spans from the last time that the first rank began a step; none if it did not finish it."""
+        first = self.step(self.ranks[0], index) if self.ranks else None
+        return self.window(math.inf if first is None else first.start, math.inf)
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> Timeline:

@@ -128,7 +128,7 @@ def load_config(
     Args:
         file: TOML.
         settings: `key=value`, keys dotted as in `optimizer.learning_rate=1e-3`; values as in TOML, and what
-            is not TOML is text.
+            is not TOML is text. A table changes the keys that it holds; `{}` puts back the defaults of all.
         base: A configuration to start from, such as that of a run that is resumed.
 
     Raises:
@@ -193,7 +193,8 @@ def _value(text: str) -> Any:
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        # An empty table is how one says "none of these": merged, it would say nothing.
+        both = value != {} and isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
 

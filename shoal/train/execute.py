@@ -33,7 +33,7 @@ from shoal.models import Transformer, build
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
 from shoal.train.config import TrainConfig, describe_config
-from shoal.train.job import Job
+from shoal.train.job import Job, Resume
 from shoal.train.live import LiveLine, summary
 from shoal.train.trainer import StepResult, Trainer
 from shoal.units import format_count
@@ -117,6 +117,7 @@ class _Execution:
             seed=self._config.seed,
             device=device,
             recorder=recorder,
+            sequence=self._config.sequence,
         )
         self._validation = corpus.samples("validation", self._config.sequence)
         # What must be the same when the run goes on, for each sample to be seen once an epoch.
@@ -176,10 +177,25 @@ class _Execution:
         return path
 
     def _take_up(self) -> None:
-        """Takes up the state that the job resumes from, if there is one."""
+        """Takes up the state that the job resumes from, if any, and describes the run as it now is."""
         resume = self._job.resume
-        if resume is None:
-            return
+        if resume is not None:
+            self._load_newest(resume)
+        # Only now, so that a configuration that does not fit the run leaves it as it was.
+        if self._is_first:
+            self._run.describe(self._resolved())
+
+    def _resolved(self) -> dict[str, Any]:
+        """The run's description, with the stages that the model was cut into."""
+        now = {**self._described, "plan": str(self._trainer.parallel.plan)}
+        if not self._job.goes_on:
+            return now
+        before = self._run.description
+        since = _since_step(before, now, self._trainer.step_count + 1)
+        return {**now, "created": before["created"], "since_step": since}
+
+    def _load_newest(self, resume: Resume) -> None:
+        """Loads the checkpoint that was named, or the newest sound one."""
         path = resume.checkpoint
         if path is None:
             path = latest(resume.run.checkpoints, self._exchange, self._say)
@@ -191,9 +207,6 @@ class _Execution:
             self._require_same_data(path)
             self._load(path)
             self._say(f"goes on from {path}")
-        # Only now, so that a configuration that does not fit the run leaves it as it was.
-        if self._is_first and self._job.goes_on:
-            self._run.describe(self._described)
 
     def _load(self, path: Path) -> None:
         try:
@@ -235,10 +248,11 @@ class _Execution:
 
     def _opening(self) -> str:
         model, device = self._described["model"], self._described["device"]
+        plan = self._trainer.parallel.plan
         return (
             f"run {self._run.path}: {model['name']} with "
             f"{format_count(model['parameters'])} parameters on {self._world.ranks} "
-            f"{device['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {self._job.plan}\n"
+            f"{device['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {plan}\n"
             f"{describe_config(self._config)}"
         )
 
@@ -271,6 +285,14 @@ class _Execution:
     def _say(self, text: str) -> None:
         if self._is_first:
             self._live.say(text)
+
+
+def _since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
+    """The first step of a run as it is laid out now, from which a report counts; None for all steps."""
+    settings = ("plan", "world_size", "tokens_per_step", "device")
+    is_same = all(before.get(name) == now[name] for name in settings)
+    since: int | None = before.get("since_step")
+    return since if is_same else step
 
 
 def _is_due(step: int, every: int) -> bool:

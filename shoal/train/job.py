@@ -13,7 +13,7 @@ import torch
 from shoal.checkpoint import checkpoints
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
-from shoal.models import Transformer, TransformerConfig, build
+from shoal.models import Transformer, build
 from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan, parse_settings
 from shoal.record import TensorBoardLogger
@@ -181,21 +181,28 @@ def check(job: Job) -> Corpus:
     require_trainable(model)
     require_layout(model, job.plan, config.sequence)
     if isinstance(model, Transformer):
-        _require_fit(model.config, config, corpus)
+        _require_fit(config, corpus, model.config.vocab_size, model.config.seq, "seq")
+    elif config.model.startswith("hf:"):
+        shape: Any = model.config
+        context = getattr(shape, "max_position_embeddings", None)  # some have no limit
+        _require_fit(config, corpus, shape.vocab_size, context, "max_position_embeddings")
     return corpus
 
 
-def _require_fit(shape: TransformerConfig, config: TrainConfig, corpus: Corpus) -> None:
-    if corpus.tokenizer.vocab_size > shape.vocab_size:
+def _require_fit(
+    config: TrainConfig, corpus: Corpus, vocabulary: int, context: int | None, option: str
+) -> None:
+    """Refuses tokens and sequences that the model does not take; its `option` sets the context."""
+    if corpus.tokenizer.vocab_size > vocabulary:
         raise ModelError(
-            f"the model {config.model} has a vocabulary of {shape.vocab_size}, and the tokenizer "
+            f"the model {config.model} has a vocabulary of {vocabulary}, and the tokenizer "
             f"{corpus.tokenizer.name} gives {corpus.tokenizer.vocab_size} different tokens",
             possible="a vocabulary at least as large as the tokenizer's",
             change=f"set model_options.vocab_size={corpus.tokenizer.vocab_size}",
         )
-    if config.sequence > shape.seq:
+    if context is not None and config.sequence > context:
         raise ModelError(
             f"sequence={config.sequence} is longer than the context of the model {config.model}",
-            possible=f"up to {shape.seq} tokens",
-            change=f"set sequence={shape.seq}, or model_options.seq={config.sequence}",
+            possible=f"up to {context} tokens",
+            change=f"set sequence={context}, or model_options.{option}={config.sequence}",
         )

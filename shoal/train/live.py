@@ -9,8 +9,8 @@ import time
 from typing import TextIO
 
 from shoal.run import Run
-from shoal.simulate import mark_bubbles
-from shoal.timeline import Timeline, explain
+from shoal.simulate import measured_timeline
+from shoal.timeline import explain
 from shoal.train.trainer import StepResult
 from shoal.units import format_count, format_seconds
 
@@ -85,7 +85,7 @@ def summary(run: Run) -> str:
     if validated:
         loss, unit = validated[-1]["validation_loss"], described["loss_unit"]
         lines.append(f"validation  {loss:.3f} {unit}")
-    timeline = mark_bubbles(Timeline.read(run.timeline))
+    timeline = measured_timeline(run)
     if timeline.steps():
         parts = explain(timeline).parts
         shares = [

@@ -26,7 +26,7 @@ from shoal.checkpoint import (
 from shoal.data import Loader, Prefetcher, Samples
 from shoal.errors import TrainingError
 from shoal.models import next_token_loss
-from shoal.parallel import Parallel, parallelize
+from shoal.parallel import Batch, Parallel, parallelize
 from shoal.plan import Plan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
@@ -79,6 +79,7 @@ class Trainer:
         seed: Fixes the order of samples, and the first weights of a model on the meta device.
         device: What this rank computes on.
         recorder: Where spans go.
+        sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
 
     Attributes:
         parallel: The model as it is laid over the ranks.
@@ -103,6 +104,7 @@ class Trainer:
         seed: int = 0,
         device: torch.device | str = "cpu",
         recorder: Recorder | None = None,
+        sequence: int | None = None,
     ) -> None:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.plan = plan.with_microbatch_for(batch)
@@ -116,7 +118,12 @@ class Trainer:
         self._seed = seed
         self._loader = Loader(data, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
-            model, self.plan, seed=seed, device=self._device, recorder=self._recorder
+            model,
+            self.plan,
+            batch=None if sequence is None else Batch(batch, sequence),
+            seed=seed,
+            device=self._device,
+            recorder=self._recorder,
         )
         self.optimizer = _make_optimizer(self.parallel, self.config)
         dp = self.parallel.axes.dp

@@ -123,6 +123,17 @@ def setting(text):
         (("train", "--plan", "replicate=2,shard=zero1"), "replicate=2 does not divide dp=1"),
         (("train", "--plan", "replicate=2"), "shard=none keeps a whole replica"),
         (("train", "--plan", "pp=64", "--nproc", "64"), "cannot be cut into 64 stages"),
+        (("train", "--plan", "pp=2", "--nproc", "3"), "for 2 ranks, and there are 3"),
+        (("train", "--plan", "pp=2,microbatch=3", "--nproc", "2"), "microbatch=3 does not divide"),
+        (("train", "--plan", "pp=2,schedule=1f2b", "--nproc", "2"), "did you mean '1f1b'"),
+        (("train", "--plan", "pp=2,virtual=2", "--nproc", "2"), "2 virtual stages on a rank"),
+        (("train", "--plan", "pp=2,schedule=interleaved,microbatch=4", "--nproc", "2"), "microbatch is 1, 2"),
+        (
+            ("train", "--plan", "pp=2,schedule=interleaved", "--nproc", "2", "--set", "batch=3"),
+            "3 micro-batches on 2 ranks, which a batch of 3 gives",
+        ),
+        (("train", "--plan", "pp=2,split=2-1", "--nproc", "2"), "is of 3 blocks, and the model has 2"),
+        (("train", "--plan", "pp=2,split=2", "--nproc", "2"), "how many blocks each of 2 stages has"),
         (
             ("train", "--plan", "tp=3", "--nproc", "3"),
             "tp=3 does not divide the 2 parts of blocks.0.attention.query",

@@ -109,6 +109,39 @@ def test_mfu_is_left_out_where_peak_or_work_is_not_known(
     assert json.loads(capsys.readouterr().out)["mfu"] is None
 
 
+def test_stages_of_a_pipeline_are_held_against_their_mean(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = [
+        Span(rank, Lane.COMPUTE, kind, f"{rank}{work}0", 20.0 * index + start, seconds * (rank + 1))
+        for rank in (0, 1)
+        for index in range(STEPS)
+        for kind, work, start, seconds in ((Kind.FORWARD, "F", 0.0, 1.0), (Kind.BACKWARD, "B", 2.0, 2.0))
+    ]
+    Timeline([*spans(), *stages]).write(run.timeline)
+    assert call(run.path) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["0", "0", "1.000000", "2.000000", "3.000000", "67%"] in rows
+    assert ["1", "1", "2.000000", "4.000000", "6.000000", "133%"] in rows
+
+
+def test_speed_and_parts_are_those_since_the_layout_changed(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.describe({**DESCRIPTION, "since_step": 6})
+    assert call(run.path) == 0
+    assert "steps from 6 on" in capsys.readouterr().out
+    assert call(run.path, "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert all(each["steps"] == 2 for each in summary["breakdown"]["ranks"].values())
+    run.describe({**DESCRIPTION, "since_step": 1})  # step 1 has 10 tokens/s, the others 1,000
+    assert call(run.path, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens_per_second"] == 1000
+    run.describe({**DESCRIPTION, "since_step": STEPS})  # no step was made since
+    assert call(run.path) == 0
+    assert "No timeline of steps under this Plan" in capsys.readouterr().out
+
+
 def test_one_rank_can_be_asked_for(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     call(run.path, "--json", "--rank", 1)
     assert list(json.loads(capsys.readouterr().out)["breakdown"]["ranks"]) == ["1"]

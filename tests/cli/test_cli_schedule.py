@@ -13,6 +13,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.models import build
+from shoal.parallel.pieces import cut_pieces
 from shoal.parallel.stage_costs import computed_costs
 from shoal.parallel.stage_layout import stages_of
 from shoal.plan import Plan
@@ -159,7 +160,7 @@ def test_the_text_ends_with_the_stages_and_the_plan(capsys):
 def test_all_schedules_are_compared_for_a_model(capsys):
     rows = printed(capsys, *DEEP, "--compare").splitlines()
     shown = [row.split() for row in rows[1:]]
-    assert {row[0] for row in shown} == set(NAMES)
+    assert {row[0] for row in shown} == {*NAMES, "search"}
     assert all(sum(map(int, row[-1].split("-"))) == 12 for row in shown)
     assert main(["schedule", "--compare", "--model", "tiny", "--pp", "4"]) == 0  # four blocks: one stage each
     captured = capsys.readouterr()
@@ -168,8 +169,40 @@ def test_all_schedules_are_compared_for_a_model(capsys):
         "1f1b",
         "zb-h1",
         "looped-bfs",
+        "search",
     }
     assert "4 blocks cannot be cut into 8 stages" in captured.err
+
+
+@pytest.mark.parametrize("settings", [(), ("--virtual", 1), ("--limit", 2.5)])
+def test_what_is_found_for_a_model_is_the_table_that_its_plan_trains_with(capsys, settings):
+    told = json.loads(printed(capsys, *DEEP, "--name", "search", "--microbatches", 8, *settings, "--json"))
+    plan = Plan.parse(told["plan"])
+    model = build("tiny", overrides={"layers": 12, "vocab_size": 2000}, device="meta")
+    schedule = plan.schedule_for(8, cut_pieces(model, plan).times)
+    assert told["table"] == [[str(action) for action in row] for row in schedule.table]
+    assert told["placement"] == list(plan.placement)
+    assert max(told["peak_activations"]) <= (2.5 if "--limit" in settings else 4)
+
+
+def test_a_limit_of_memory_moves_blocks_from_the_rank_that_holds_most(capsys):
+    free = json.loads(printed(capsys, *DEEP, "--json"))
+    most = max(free["memory"])
+    told = json.loads(printed(capsys, *DEEP, "--memory", f"{int(most * 0.95)}B", "--json"))
+    assert max(told["memory"]) <= 0.95 * most
+    assert told["split"] != free["split"]
+    assert told["makespan"] > free["makespan"]
+    text = printed(capsys, *DEEP, "--memory", f"{int(most * 0.95)}B")
+    assert re.search(r"^stage .+ backward +memory$", text, re.MULTILINE)
+    assert f"plan: {told['plan']}" in text
+
+
+def test_recompute_leaves_room_for_blocks(capsys):
+    whole, cheap = (
+        json.loads(printed(capsys, *DEEP, "--memory", "1GiB", "--recompute", policy, "--json"))["memory"]
+        for policy in ("none", "full")
+    )
+    assert all(less < more for less, more in zip(cheap, whole, strict=True))
 
 
 def test_costs_are_measured_on_this_device(capsys):
@@ -181,11 +214,11 @@ def test_costs_are_measured_on_this_device(capsys):
 
 def test_the_guide_shows_the_stages_that_its_command_prints(capsys):
     page = GUIDE.read_text(encoding="utf-8")
-    command, shown = re.search(
-        r"```\nshoal (\S+ --model .+)\n```\n\n(?:.+\n)+\n```\n((?:.*\n)+?)```", page
-    ).groups()
-    assert main(command.split()) == 0
-    assert capsys.readouterr().out.endswith(shown)
+    commands = re.findall(r"```\nshoal (\S+ --model .+)\n```\n\n(?:.+\n)+\n```\n((?:.*\n)+?)```", page)
+    assert len(commands) == 2
+    for command, shown in commands:
+        assert main(command.split()) == 0
+        assert capsys.readouterr().out.endswith(shown)
 
 
 # The drawing
@@ -258,7 +291,10 @@ def test_work_that_takes_no_time_is_shown_too(capsys, tmp_path):
         (("--name", "search", *SMALL, "--limit", "0.5"), "leaves no room"),
         (("--compare", *SMALL, "--limit", "nan"), "leaves no room"),
         (("--name", "1f1b", *SMALL, "--svg", "/"), "cannot be written"),
-        (("--name", "search", *SMALL, "--model", "tiny"), "--name search was given with --model"),
+        (("--name", "search", *SMALL, "--model", "tiny"), "4 blocks cannot be cut into 8 stages"),
+        ((*SMALL, "--memory", "8GiB"), "--memory was given without --model"),
+        ((*SMALL, "--model", "tiny", "--memory", "8GB"), "--memory 8GB cannot be read"),
+        ((*SMALL, "--model", "tiny", "--memory", "1MiB"), "ranks keep within 1MiB"),
         (("--name", "1f1b", *SMALL, "--measure"), "--measure was given without --model"),
         ((*SMALL, "--model", "tiny", "--times", "1,1,1"), "--times was given with --model"),
         ((*SMALL, "--model", "tiny", "--recompute", "full"), "without --measure"),

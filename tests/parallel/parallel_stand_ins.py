@@ -1,5 +1,7 @@
 """A small model, its batches, and a recorder that keeps what it is told."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 
@@ -20,7 +22,7 @@ class ListRecorder(Recorder):
         self.collectives = []
 
     def span(self, kind, name="", *, lane=None, bytes=0, group=()):
-        return torch.no_grad()
+        return nullcontext()
 
     def open(self, kind, name="", *, lane, bytes=0, group=()):
         if kind == Kind.COLLECTIVE:
@@ -28,7 +30,7 @@ class ListRecorder(Recorder):
         return ClosedSpan()
 
     def step(self, index):
-        return torch.no_grad()
+        return nullcontext()
 
     def close(self):
         pass

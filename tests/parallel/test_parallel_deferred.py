@@ -17,6 +17,7 @@ from shoal.parallel.deferred import Deferral, deferred_linear, put_off_products,
 from shoal.parallel.recompute import recompute_blocks
 
 SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}
+EXPERTS = {"experts": 4, "experts_per_token": 2}
 HIDDEN = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1))
 GRADIENT = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2))
 
@@ -54,7 +55,18 @@ def same(actual, expected):
 
 
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
-@pytest.mark.parametrize("changes", [{}, {"dropout": 0.0, "experts": 4}])
+def test_while_a_deferral_is_off_a_backward_is_a_plain_one(policy):
+    expected_hidden, expected = whole(blocks(policy, **EXPERTS))
+    stage, deferral = blocks(policy, **EXPERTS), Deferral()
+    put_off_products(stage, deferral)
+    with deferral.off():
+        hidden, found = whole(stage)
+    torch.testing.assert_close(hidden, expected_hidden)
+    same(found, expected)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("changes", [{}, EXPERTS, EXPERTS | {"capacity": 0.8, "z_weight": 0.1}], ids=str)
 def test_the_halves_give_what_a_whole_backward_gives(policy, changes):
     expected_hidden, expected = whole(blocks(policy, **changes))
     stage, deferral = blocks(policy, **changes), Deferral()
@@ -63,8 +75,8 @@ def test_the_halves_give_what_a_whole_backward_gives(policy, changes):
     # the same products, in the same order
     torch.testing.assert_close(received, expected_hidden, rtol=0, atol=0)
     missing = {name for name, gradient in gradients(stage).items() if gradient is None}
-    products = {"query", "key", "value", "output"} | (set() if changes else {"gate", "up", "down"})
-    assert {name.split(".")[-2] for name in missing} == products
+    products = {"query", "key", "value", "output", "gate", "up", "down"} | ({"router"} if changes else set())
+    assert {name.removesuffix(".weight").rpartition(".")[-1] for name in missing} == products
     weights.run()
     same(gradients(stage), expected)
 
@@ -81,17 +93,18 @@ def test_halves_of_several_micro_batches_may_come_in_any_order():
     same(gradients(stage), expected)
 
 
-def test_hooks_find_each_gradient_complete_once_in_the_order_of_backward():
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=str)
+def test_hooks_find_each_gradient_complete_once_in_the_order_of_backward(changes):
     def hooked(stage):
         seen = []
         for name, parameter in stage.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda each, name=name: seen.append(name))
         return seen
 
-    reference = blocks()
+    reference = blocks(**changes)
     expected = hooked(reference)
     whole(reference)
-    stage, deferral = blocks(), Deferral()
+    stage, deferral = blocks(**changes), Deferral()
     put_off_products(stage, deferral)
     seen = hooked(stage)
     _, weights = first_half(stage, deferral)
@@ -101,8 +114,9 @@ def test_hooks_find_each_gradient_complete_once_in_the_order_of_backward():
     assert seen == [name for name in expected if "norm" not in name]
 
 
-def test_each_weight_s_operands_are_freed_when_its_gradient_is_there():
-    stage, deferral = blocks(), Deferral()
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=str)
+def test_each_weight_s_operands_are_freed_when_its_gradient_is_there(changes):
+    stage, deferral = blocks(**changes), Deferral()
     put_off_products(stage, deferral)
     _, weights = first_half(stage, deferral)
     inputs = [weakref.ref(compute.args[1]) for compute, *_ in weights._parts]
@@ -112,8 +126,8 @@ def test_each_weight_s_operands_are_freed_when_its_gradient_is_there():
             lambda each: alive.append(sum(operand() is not None for operand in inputs))
         )
     weights.run()
-    # Seven products in each of two blocks; gate and up, and query, key and value, have one input each. The
-    # engine holds the last one's operands until it comes to the next.
+    # Seven products in each of two blocks, and a router's; gate and up, and query, key and value, have one
+    # input each. The engine holds the last one's operands until it comes to the next.
     assert alive == sorted(alive, reverse=True)
     assert alive[-1] <= 3
     gc.collect()

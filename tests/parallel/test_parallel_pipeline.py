@@ -1,8 +1,10 @@
 """Models train in a pipeline, under every schedule and beside every other axis, as in one process."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
-from parallel_stand_ins import assert_same_training, owned_parts
+from parallel_stand_ins import ListRecorder, assert_same_training, owned_parts
 from torch import nn
 
 from shoal.errors import ModelError, PlanError, TrainingError
@@ -77,7 +79,7 @@ def check(ranks, alone, plan, microbatch=1, **changes):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("schedule", [*NAMES, "search", "search,virtual=2,activations=3"])
 def test_every_schedule_trains_as_one_process(ranks, alone, schedule, tied):
     check(ranks, alone, f"pp=2,schedule={schedule}", tie_embeddings=tied)
 
@@ -87,6 +89,7 @@ def test_every_schedule_trains_as_one_process(ranks, alone, schedule, tied):
     [
         "schedule=1f1b",
         "schedule=zb-h1",
+        "schedule=search,split=0-2-2-0",
         "schedule=looped-bfs,virtual=1",
         "schedule=gpipe,split=1-1-2-0",
         "schedule=1f1b,split=0-3-1-0",
@@ -112,6 +115,41 @@ def test_tied_embeddings_on_two_ranks_are_one(ranks, alone, shard):
     check(ranks, alone, f"dp=2,pp=2,shard={shard}", tie_embeddings=True)
 
 
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("shard", ["zero2", "zero3"])
+def test_tied_embeddings_of_two_stages_on_one_rank_are_one(ranks, alone, shard, schedule):
+    check(ranks, alone, f"dp=2,pp=2,shard={shard},schedule={schedule}", tie_embeddings=True)
+
+
+class GatherRecorder(ListRecorder):
+    """Keeps collectives, and leaves gradients on in the spans of forwards."""
+
+    def span(self, kind, name="", *, lane=None, bytes=0, group=()):
+        return nullcontext()
+
+
+def bytes_gathered(plan, tied):
+    """Of each all-gather in a step."""
+    model = Transformer(TransformerConfig(**(SHAPE | {"layers": 8}), tie_embeddings=tied))
+    model.initialize(0)
+    recorder = GatherRecorder()
+    parallel = parallelize(model, plan, recorder=recorder)
+    pairs = [(torch.zeros(1, SEQ, dtype=torch.long),) * 2] * 4
+    parallel.evaluate(pairs[0][0])
+    recorder.collectives.clear()
+    parallel.forward_backward(iter(pairs), 4, next_token_loss)
+    return [size for name, size, _ in recorder.collectives if name == "all_gather"]
+
+
+def test_a_tied_embedding_is_gathered_for_its_own_stage_alone(ranks):
+    tied, *_ = ranks.run(bytes_gathered, 4, "dp=2,pp=2,shard=zero3,schedule=zb-v", True)
+    untied, *_ = ranks.run(bytes_gathered, 4, "dp=2,pp=2,shard=zero3,schedule=zb-v", False)
+    embedding = SHAPE["vocab_size"] * SHAPE["hidden"] * 4
+    assert tied.count(embedding) == 4  # the forwards of the first stage
+    # The last stage's backward, which the embedding has a part in, gathers no block of the first stage.
+    assert tied.count(max(tied)) == untied.count(max(untied))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 @pytest.mark.parametrize("tensor", ["sequence", "async", "plain"])
 def test_it_composes_with_tensor_parallelism(ranks, alone, tensor, schedule):
@@ -135,6 +173,15 @@ def test_it_composes_with_recompute_and_dropout(ranks, alone, recompute, schedul
     check(ranks, alone, f"pp=2,schedule={schedule},recompute={recompute}", dropout=0.1)
 
 
+WITHOUT_GRADIENTS = [
+    "pp=2",
+    "pp=2,schedule=zb-v",
+    "tp=2,pp=2",
+    "dp=2,pp=2,shard=zero3",
+    "dp=2,pp=2,shard=zero3,schedule=zb-v",
+]
+
+
 def forward_alone(text):
     """Logits in a forward without gradients, of two shapes, before and after a step."""
     parallel = parallelize(small(), text)
@@ -154,7 +201,7 @@ def small():
     return model
 
 
-@pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zb-v", "tp=2,pp=2", "dp=2,pp=2,shard=zero3"])
+@pytest.mark.parametrize("plan", WITHOUT_GRADIENTS)
 def test_a_forward_alone_gives_all_ranks_the_logits(ranks, plan):
     expected = forward_alone("dp=1")
     for logits in ranks.run(forward_alone, Plan.parse(plan).ranks, plan):
@@ -167,7 +214,7 @@ def export(text):
     return parallel.full_state_dict()
 
 
-@pytest.mark.parametrize("plan", ["pp=2", "pp=2,schedule=zb-v", "tp=2,pp=2", "dp=2,pp=2,shard=zero3"])
+@pytest.mark.parametrize("plan", WITHOUT_GRADIENTS)
 def test_the_whole_model_comes_back(ranks, plan):
     whole, *others = ranks.run(export, Plan.parse(plan).ranks, plan)
     expected = small().state_dict()
@@ -234,7 +281,6 @@ def refused(text, **changes):
     [
         ("pp=8", "4 blocks cannot be cut into 8 stages"),
         ("pp=2,split=1-1", "is of 2 blocks, and the model has 4"),
-        ("pp=2,schedule=zb-v,shard=zero3", "share embed.weight"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(plan, message):

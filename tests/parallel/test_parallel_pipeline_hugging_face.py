@@ -6,7 +6,7 @@ from hugging_face_stand_ins import BATCH, SEQ, SHAPE, STEPS, build
 from parallel_stand_ins import assembled, owned_parts
 from torch import nn
 
-from shoal.errors import PlanError
+from shoal.errors import ModelError
 from shoal.models import next_token_loss
 from shoal.parallel import StageLayout, parallelize, require_layout
 from shoal.plan import Plan
@@ -81,9 +81,48 @@ def test_models_whose_configuration_says_no_stages_are_known(ranks, plan):
     )
 
 
-def test_a_split_of_the_stream_is_refused():
-    with pytest.raises(PlanError, match="tensor=plain"):
-        require_layout(build("llama", FOUR), Plan.parse("tp=2,pp=2"), SEQ)
+@pytest.mark.parametrize(
+    ("plan", "kind", "changes"),
+    [
+        ("tp=2,pp=2", "llama", {}),
+        ("tp=2,pp=2,schedule=zb-v", "llama", {"tie_word_embeddings": True}),
+        ("tp=2,pp=2,tensor=async,schedule=interleaved,recompute=full", "qwen2", {}),
+        ("tp=2,pp=2,split=0-4", "qwen3", {"head_dim": 8}),
+        ("tp=2,pp=2,schedule=zb-h1", "mistral", {"sliding_window": 4}),
+        ("dp=2,tp=2,pp=2,shard=zero3", "qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
+        ("tp=2,cp=2,pp=2", "llama", {}),
+    ],
+)
+def test_the_stream_may_be_split_along_the_sequence(ranks, plan, kind, changes):
+    require_layout(build(kind, FOUR | changes), Plan.parse(plan), SEQ)
+    check(ranks, build, plan, kind, FOUR | changes)
+
+
+def forms_of_boundaries(plan):
+    """The shapes of what this rank sends to and gets from the other stages."""
+    parallel = parallelize(build("llama", FOUR), plan)
+    axis = parallel.axes.pp
+    shapes = []
+    send, receive = axis.send, axis.receive
+
+    def noted(operation):
+        def call(tensor, peer, name):
+            if name.startswith(("activation", "gradient")):
+                shapes.append(tuple(tensor.shape))
+            return operation(tensor, peer, name)
+
+        return call
+
+    axis.send, axis.receive = noted(send), noted(receive)
+    tokens = torch.zeros(2, SEQ + 1, dtype=torch.long)
+    parallel.forward_backward(iter([(tokens[:, :-1], tokens[:, 1:])] * 2), 2, next_token_loss)
+    return set(shapes)
+
+
+def test_stages_hand_on_this_rank_s_part_of_the_sequence(ranks):
+    # also behind a stage with the embedding alone, where the model has the whole sequence's length
+    for plan in ("tp=2,pp=2", "tp=2,pp=2,split=0-4"):
+        assert ranks.run(forms_of_boundaries, 4, plan) == [{(2, SEQ // 2, 32)}] * 4
 
 
 class Mixing(nn.Module):
@@ -99,14 +138,24 @@ class Mixing(nn.Module):
         return mixed, mixed.mean()
 
 
+def first_of(given):
+    return given[0]
+
+
+def first_of_two(given):
+    hidden, _ = given
+    return hidden
+
+
 class Own(nn.Module):
     """A model that says itself how it is cut."""
 
     stage_layout = StageLayout(embed=("words",), blocks="body.layers", end=("final",))
 
-    def __init__(self, tied):
+    def __init__(self, tied, taken=first_of):
         super().__init__()
         torch.manual_seed(0)
+        self.taken = taken
         self.words = nn.Embedding(SHAPE["vocab_size"], 24)
         self.body = nn.Module()
         self.body.layers = nn.ModuleList(Mixing(24) for _ in range(4))
@@ -115,10 +164,10 @@ class Own(nn.Module):
             self.final.weight = self.words.weight
 
     def forward(self, tokens):
-        shift = torch.linspace(0, 1, tokens.shape[1])[:, None]
         hidden = self.words(tokens)
         for layer in self.body.layers:
-            hidden = layer(hidden, shift, factor=0.1)[0]
+            shift = torch.linspace(0, 1, hidden.shape[1])[:, None]
+            hidden = self.taken(layer(hidden, shift, factor=0.1))
         return self.final(hidden)
 
 
@@ -133,3 +182,35 @@ class Own(nn.Module):
 )
 def test_a_model_of_ones_own_trains_by_its_stage_layout(ranks, plan, tied):
     check(ranks, Own, plan, tied)
+
+
+@pytest.mark.parametrize(
+    "plan", ["pp=4", "pp=2,schedule=zb-v", "pp=2,split=0-4", "pp=2,schedule=interleaved"]
+)
+def test_its_forward_may_unpack_what_a_block_gives(ranks, plan):
+    check(ranks, Own, plan, False, first_of_two)
+
+
+class Adding(Own):
+    """The forward uses what a block gives beside the hidden state."""
+
+    def forward(self, tokens):
+        hidden, total = self.words(tokens), 0
+        for layer in self.body.layers:
+            hidden, mean = layer(hidden, 0.0, factor=0.1)
+            total = total + mean
+        return self.final(hidden) + total
+
+
+def refused(plan):
+    tokens = torch.zeros(2, SEQ, dtype=torch.long)
+    parallel = parallelize(Adding(False), plan)
+    try:
+        parallel.evaluate(tokens)
+    except ModelError as error:
+        return str(error)
+
+
+def test_more_than_the_hidden_state_of_another_stage_is_refused(ranks):
+    _, second = ranks.run(refused, 2, "pp=2")
+    assert "beside the hidden state" in second

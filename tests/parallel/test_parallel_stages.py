@@ -60,7 +60,8 @@ def train_whole(model, loss_of=next_token_loss):
 def train_stages(stages, inputs=TOKENS[:, :-1], loss_of=next_token_loss):
     """One forward and backward, stage by stage, as ranks would."""
     entering, leaving, hidden = [], [], None
-    for stage in stages:
+    for before, stage in zip([stages[0], *stages], stages, strict=False):
+        stage.learn(before.results)
         entering.append(hidden)
         leaving.append(stage(inputs, hidden))
         if not stage.is_last:
@@ -218,6 +219,84 @@ def test_a_layout_says_how_a_model_of_ones_own_is_cut():
     check(Tuples, ONE_EACH, (1, 3, 1, 2), TUPLES)
 
 
+class Shaped(Tuples):
+    """The forward asks what blocks give for its shape, and unpacks it."""
+
+    def forward(self, tokens):
+        state = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for index, block in enumerate(self.inner.layers):
+            assert state.shape == (*tokens.shape, 16)
+            state, kind = block(state=state, scale={"even": 1 + index, "odd": 2.0})
+            assert kind is not None
+        return self.out(state)
+
+
+@pytest.mark.parametrize("ranks", [ONE_EACH, LOOPED, V_SHAPED])
+def test_a_gap_gives_as_many_as_the_block_would(ranks):
+    check(Shaped, ranks, (2, 1, 2, 2), TUPLES)
+
+
+def test_what_is_computed_behind_a_stage_is_not_run_there():
+    calls = []
+
+    class Counting(Tuples):
+        def forward(self, tokens):
+            output = super().forward(tokens)
+            calls.append(output.shape)
+            return output
+
+    stages, _ = cut(Counting, ONE_EACH, (2, 1, 2, 2), TUPLES)
+    train_stages(stages)
+    assert calls == [(2, 12, 61)]
+
+
+def test_what_goes_before_a_block_goes_before_it_in_every_stage():
+    def halve(module, arguments, named):
+        return arguments, named | {"state": named["state"] / 2}
+
+    def build():
+        model = Tuples()
+        for block in model.inner.layers:
+            block.register_forward_pre_hook(halve, with_kwargs=True)
+        return model
+
+    check(build, ONE_EACH, (2, 1, 2, 2), TUPLES)
+    check(build, V_SHAPED, (1, 3, 1, 2), TUPLES)
+
+
+class Named(Tuples):
+    """Blocks give the hidden state by name."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.inner.layers:
+            block.register_forward_hook(lambda block, arguments, result: {"state": result[0]})
+
+
+class Fickle(Tuples):
+    """Blocks give more from the second forward on."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = 0
+        for block in self.inner.layers:
+            block.register_forward_hook(lambda block, arguments, result: result * self.forwards)
+
+    def forward(self, tokens):
+        self.forwards += 1
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [(Named, "inner.layers.0 gives a dict"), (Fickle, "gave a tuple of 2 at first, and now a tuple of 4")],
+)
+def test_what_no_gap_could_give_is_refused(build, message):
+    (stage,) = take_stages(build(), TUPLES, {0: range(2)})
+    with pytest.raises(ModelError, match=message):
+        [stage(TOKENS[:, :-1]) for _ in range(2)]
+
+
 def test_names_stay_and_the_rest_is_freed():
     model = transformer()
     names = [name for name, _ in model.named_parameters()]
@@ -263,7 +342,8 @@ def test_evaluation_gives_the_same_logits():
     with torch.no_grad():
         for each in models:
             each.eval()
-        for stage in stages:
+        for before, stage in zip([stages[0], *stages], stages, strict=False):
+            stage.learn(before.results)
             hidden = stage(TOKENS[:, :-1], hidden)
         torch.testing.assert_close(logits_of(hidden), model(TOKENS[:, :-1]), rtol=0, atol=0)
 
@@ -310,8 +390,31 @@ def with_unused_norm():
 )
 def test_a_layout_that_the_forward_does_not_follow_is_noticed(layout, index, message):
     stages, _ = cut(with_unused_norm, ONE_EACH, (2, 2, 2, 1), layout)
+    stages[index].learn([0] * len(stages[index].results))
     with pytest.raises(ModelError, match=message):
         stages[index](TOKENS[:, :-1], torch.zeros(2, 12, 16) if index else None)
+
+
+class Returning(Tuples):
+    """The forward comes to a part of the embedding again at the end."""
+
+    def __init__(self):
+        super().__init__()
+        del self.places
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, tokens):
+        state = self.norm(self.words(tokens))
+        for block in self.inner.layers:
+            state, _ = block(state=state, scale={"even": 1.0, "odd": 2.0})
+        return self.out(self.norm(state))
+
+
+def test_a_part_that_the_forward_comes_to_again_on_another_stage_is_refused():
+    layout = StageLayout(("words", "norm"), "inner.layers", ("out",))
+    stages, _ = cut(Returning, ONE_EACH, (2, 1, 2, 2), layout)
+    with pytest.raises(ModelError, match="piece 0 of a model is come to behind others"):
+        train_stages(stages)
 
 
 def test_a_model_that_is_not_known_is_refused_with_what_is_possible():

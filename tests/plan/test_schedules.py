@@ -1,6 +1,7 @@
 """The named schedules: whole, in an order that can be done, with the bubble and the memory of the papers."""
 
 from fractions import Fraction
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,8 @@ from shoal.plan.schedules import (
     Action,
     Times,
     Work,
+    has_halves,
+    least_virtual,
     looped,
     make,
     play,
@@ -226,6 +229,23 @@ def test_torch_has_the_same_table(name, ranks):
             assert rows == theirs
 
 
+@given(made())
+def test_what_stages_hold_at_the_worst_moment_adds_up_to_the_peak_of_their_rank(schedule):
+    held = dict.fromkeys(range(schedule.ranks), 0)
+    for rank, count in zip(schedule.placement, schedule.held_by_stage, strict=True):
+        held[rank] += count
+    assert held == {rank: schedule.peak_activations(rank) for rank in range(schedule.ranks)}
+
+
+def test_what_is_known_of_a_name_is_so_in_its_tables():
+    for name, ranks, microbatches in product(NAMES, (2, 3, 4), (8, 12)):
+        if name == "interleaved" and microbatches % ranks:
+            continue
+        schedule = make(name, ranks, least_virtual(name), microbatches)
+        works = {action.work for row in schedule.table for action in row}
+        assert has_halves(name) == (Work.INPUT in works)
+
+
 # What is given, and what cannot work
 
 
@@ -236,7 +256,7 @@ def test_torch_has_the_same_table(name, ranks):
         (("1f1b", 0, 1, 4), "0 ranks"),
         (("1f1b", 2, 0, 4), "0 virtual stages"),
         (("1f1b", 2, 1, 0), "0 micro-batches"),
-        (("1f1b", 2, 2, 4), "choose a schedule for 2: interleaved, looped-bfs, zb-v, dualpipe-v"),
+        (("1f1b", 2, 2, 4), "choose a schedule for 2: interleaved, looped-bfs, zb-v, dualpipe-v, search"),
         (("gpipe", 2, 2, 4), "exactly 1"),
         (("zb-h1", 2, 2, 4), "exactly 1"),
         (("zb-v", 2, 1, 4), "exactly 2"),
@@ -245,6 +265,7 @@ def test_torch_has_the_same_table(name, ranks):
         (("interleaved", 4, 2, 6), "give 4 or 8"),
         (("interleaved", 4, 2, 3), "give 4, or"),
         (("interleaved", 4, 1, 8), "choose 1f1b"),
+        (("search", 4, 1, 8), "call search(...)"),
     ],
 )
 def test_a_schedule_that_cannot_be_made_is_refused(asked, told):

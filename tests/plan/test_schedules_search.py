@@ -7,7 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan.schedules import NAMES, Action, Schedule, Times, Work, make, play, require_sound, search
+from shoal.plan.schedules import (
+    NAMES,
+    Action,
+    Schedule,
+    Times,
+    Work,
+    looped,
+    make,
+    play,
+    require_sound,
+    search,
+    v_shaped,
+)
 
 ROUNDING = 1 + 1e-12  # sums of the same times in another order
 
@@ -93,6 +105,25 @@ def test_two_ranks_and_few_microbatches_get_what_trying_all_tables_finds(limit, 
     times = some_times(2, data.draw)
     found = play(search(times, 2, 1, microbatches, limit), times).makespan
     assert found <= shortest(times, 2, microbatches, limit) * ROUNDING
+
+
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 8), st.booleans())
+@settings(max_examples=20)
+def test_a_placement_that_is_asked_for_is_kept(ranks, virtual, microbatches, is_v):
+    placement = v_shaped(ranks) if is_v and virtual == 2 else looped(ranks, virtual)
+    times = Times.equal(ranks * virtual)
+    found = search(times, ranks, virtual, microbatches, None, placement)
+    require_sound(found)
+    assert found.placement == placement
+    makespan = play(found, times).makespan
+    for schedule in named(ranks, virtual, microbatches, None):
+        if schedule.placement == placement:
+            assert makespan <= play(schedule, times).makespan * ROUNDING
+
+
+def test_another_placement_is_refused():
+    with pytest.raises(PlanError, match="on the placement"):
+        search(Times.equal(4), 2, 2, 4, None, (0, 0, 1, 1))
 
 
 def test_memory_below_every_named_schedule_still_gives_one():

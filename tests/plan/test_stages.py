@@ -95,6 +95,37 @@ def test_a_limit_of_memory_is_kept_at_the_least_cost_of_time(pieces, placement, 
     assert max(sums(work, split, placement)[0]) == min(fitting)
 
 
+@given(
+    pieces=st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=6, max_size=8),
+    placement=st.sampled_from([(0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]),
+    data=st.data(),
+)
+@settings(max_examples=60)
+def test_activations_count_as_often_as_the_stage_holds_them(pieces, placement, data):
+    work, states, kept = zip(*pieces, strict=True)
+    stages = len(placement)
+    held = data.draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))
+    limit = data.draw(st.integers(5, 120))
+
+    def most(split):
+        total = dict.fromkeys(placement, 0)
+        for stage, owned in enumerate(ranges_of(split)):
+            total[placement[stage]] += sum(states[piece] + held[stage] * kept[piece] for piece in owned)
+        return max(total.values())
+
+    splits = list(every_split(len(work), stages))
+    fitting = [max(sums(work, split, placement)[0]) for split in splits if most(split) <= limit]
+    costs = [Cost(each, 2 * each, *bytes) for each, *bytes in pieces]
+    if not fitting:
+        with pytest.raises(PlanError, match="keep within") as caught:
+            split_by_cost(costs, stages, placement, limit, held=held)
+        assert caught.value.possible.startswith(f"a limit of {min(map(most, splits))}B or more")
+        return
+    split = split_by_cost(costs, stages, placement, limit, microbatches=10**6, held=held)
+    assert most(split) <= limit
+    assert max(sums(work, split, placement)[0]) == min(fitting)
+
+
 def test_a_limit_that_cannot_be_kept_is_refused_with_one_that_can():
     costs = costs_of([1, 1, 1, 1], [1024, 1024, 2048, 1024])
     with pytest.raises(PlanError) as caught:

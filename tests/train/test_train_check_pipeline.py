@@ -30,8 +30,9 @@ def require_passed(verdicts):
         assert verdict.outcome == "passed", verdict
 
 
-TWO_RANKS = [f"pp=2,schedule={name}" for name in NAMES] + ["pp=2,schedule=looped-bfs,virtual=2"]
-FOUR_RANKS = [f"pp=4,schedule={name}" for name in NAMES] + ["pp=4,schedule=looped-bfs,virtual=2"]
+SCHEDULES = [*NAMES, "looped-bfs,virtual=2", "search", "search,virtual=2"]
+TWO_RANKS = [f"pp=2,schedule={name}" for name in SCHEDULES]
+FOUR_RANKS = [f"pp=4,schedule={name}" for name in SCHEDULES]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -34,6 +34,14 @@ def test_what_comes_later_wins(tmp_path):
     assert load_config() == TrainConfig()
 
 
+def test_an_empty_table_puts_back_the_defaults():
+    base = {"model_options": {"layers": 2}, "optimizer": {"clip": 0.1}, "batch": 4}
+    config = load_config(settings=["model_options={}", "optimizer={}", "optimizer.warmup=5"], base=base)
+    assert config.model_options == {}
+    assert config.optimizer == TrainConfig().optimizer.model_copy(update={"warmup": 5})
+    assert config.batch == 4
+
+
 @pytest.mark.parametrize(
     ("setting", "read"),
     [

@@ -7,10 +7,11 @@ torch.
 """
 
 from shoal.plan.schedules.action import Action, Work
-from shoal.plan.schedules.named import NAMES, least_virtual, make
+from shoal.plan.schedules.kinds import FOUND, has_halves, least_virtual, placement_of, require_numbers
+from shoal.plan.schedules.named import NAMES, make
 from shoal.plan.schedules.play import Played, Times, play
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
-from shoal.plan.schedules.search import FOUND, search
+from shoal.plan.schedules.search import search
 from shoal.plan.schedules.sound import require_no_deadlock, require_sound
 from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfers
 
@@ -26,11 +27,14 @@ __all__ = [
     "Step",
     "Times",
     "Work",
+    "has_halves",
     "least_virtual",
     "looped",
     "make",
+    "placement_of",
     "play",
     "require_no_deadlock",
+    "require_numbers",
     "require_sound",
     "search",
     "transfers",

@@ -38,6 +38,22 @@ class Schedule:
         """The stages that a rank holds, ascending."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
+    @property
+    def held_by_stage(self) -> tuple[int, ...]:
+        """By stage, of how many micro-batches it holds activations when its rank holds the most in all."""
+        held = [0] * self.stages
+        for rank, row in enumerate(self.table):
+            now = dict.fromkeys(self.stages_of(rank), 0)
+            most = 0
+            for action in row:
+                if action.work is not Work.INPUT:
+                    now[action.stage] += 1 if action.work is Work.FORWARD else -1
+                if (total := sum(now.values())) > most:
+                    most = total
+                    for stage, count in now.items():
+                        held[stage] = count
+        return tuple(held)
+
     def peak_activations(self, rank: int, kept: float = 1.0) -> float:
         """The most activations that a rank holds at once, in micro-batches of one stage.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import PlanError
@@ -12,15 +12,13 @@ from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.blocks import blocks
 from shoal.plan.schedules.greedy import RULES, Rule, greedy
 from shoal.plan.schedules.improve import improve, peak
+from shoal.plan.schedules.kinds import FOUND, require_numbers
 from shoal.plan.schedules.named import NAMES, make
 from shoal.plan.schedules.play import Times, require_times_of
 from shoal.plan.schedules.precedence import Precedence
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 
-__all__ = ["FOUND", "search"]
-
-FOUND = "search"
-"""The name of schedules that were found."""
+__all__ = ["search"]
 
 _GREEDY_ACTIONS = 120_000
 """Actions that all list schedules of a search may have together."""
@@ -55,12 +53,20 @@ class _Candidate:
         return max(peak(self.precedence, row, self.wholes) for row in self.rows)
 
 
-def search(times: Times, ranks: int, virtual: int, microbatches: int, limit: int | None = None) -> Schedule:
+def search(
+    times: Times,
+    ranks: int,
+    virtual: int,
+    microbatches: int,
+    limit: int | None = None,
+    placement: tuple[int, ...] | None = None,
+) -> Schedule:
     """A schedule with a short makespan for given times, of which no rank holds more than `limit` activations.
 
     List schedules of several rules and placements, and the named schedules that keep to the limit, as they
     are and with every backward in two, are the candidates; the best are improved by local changes. So it is
-    never worse than a named one. The same arguments give the same schedule on every machine.
+    never worse than a named one that is placed so. The same arguments give the same schedule on every
+    machine.
 
     Args:
         times: Of all ranks x virtual stages.
@@ -69,12 +75,14 @@ def search(times: Times, ranks: int, virtual: int, microbatches: int, limit: int
         microbatches: Micro-batches in a step.
         limit: Activations that a rank may hold, each until its B or W, in micro-batches of one stage; None
             if memory is no matter.
+        placement: `looped(ranks, virtual)`, or with two stages on a rank `v_shaped(ranks)`; None for
+            whichever gives the shorter schedule.
 
     Raises:
-        PlanError: A number is not positive, the times are of another number of stages, or the limit is less
-            than one micro-batch holds in all stages of a rank.
+        PlanError: A number is not positive, the times are of another number of stages, the limit is less
+            than one micro-batch holds in all stages of a rank, or the placement is another one.
     """
-    make("looped-bfs", ranks, virtual, microbatches)  # checks the numbers
+    require_numbers(FOUND, ranks, virtual, microbatches)
     require_times_of(times, ranks * virtual)
     if limit is not None and limit < virtual:
         raise PlanError(
@@ -83,9 +91,10 @@ def search(times: Times, ranks: int, virtual: int, microbatches: int, limit: int
             change=f"give a limit of {virtual} or more",
         )
     most = virtual * microbatches if limit is None else min(limit, virtual * microbatches)
-    bound = _least_makespan(times, ranks, virtual, microbatches)
+    placements = _placements(ranks, virtual, placement)
+    bound = _least_makespan(times, placements, ranks, microbatches)
     candidates: list[_Candidate] = []
-    for candidate in _candidates(times, ranks, virtual, microbatches, most):
+    for candidate in _candidates(times, placements, ranks, virtual, microbatches, most):
         candidates.append(candidate)
         if candidate.makespan <= bound:
             break
@@ -98,20 +107,40 @@ def search(times: Times, ranks: int, virtual: int, microbatches: int, limit: int
     return _schedule(best, ranks, virtual, microbatches)
 
 
+def _placements(ranks: int, virtual: int, asked: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+    """Those to be tried: the one that is asked for, or all that are known."""
+    known = [looped(ranks, virtual)] + ([v_shaped(ranks)] if virtual == 2 else [])
+    if asked is None:
+        return known
+    if asked not in known:
+        raise PlanError(
+            f"a schedule of {ranks} ranks with {virtual} stages each was asked for on the placement {asked}",
+            possible=" or ".join(map(str, known)),
+            change="give one of these, or leave it out",
+        )
+    return [asked]
+
+
 def _candidates(
-    times: Times, ranks: int, virtual: int, microbatches: int, limit: int
+    times: Times,
+    placements: Sequence[tuple[int, ...]],
+    ranks: int,
+    virtual: int,
+    microbatches: int,
+    limit: int,
 ) -> Iterator[_Candidate]:
     """The named schedules that keep to the limit, then as many list schedules as there is time for."""
     precedences = {
-        placement: Precedence.of(placement, microbatches, times.transfer)
-        for placement in ([looped(ranks, virtual)] + ([v_shaped(ranks)] if virtual == 2 else []))
+        placement: Precedence.of(placement, microbatches, times.transfer) for placement in placements
     }
-    if virtual == 2:
+    if virtual == 2 and v_shaped(ranks) in precedences:
         yield from _of_blocks(times, precedences[v_shaped(ranks)], ranks, limit)
     for name in NAMES:
         try:
             schedule = make(name, ranks, virtual, microbatches)
         except PlanError:
+            continue
+        if schedule.placement not in precedences:
             continue
         for split in (False, True):
             candidate = _of_table(times, precedences[schedule.placement], schedule, split)
@@ -187,10 +216,12 @@ def _improved(candidate: _Candidate, limit: int, attempts: int) -> _Candidate:
     return _Candidate(precedence, durations, rows, wholes, makespan)
 
 
-def _least_makespan(times: Times, ranks: int, virtual: int, microbatches: int) -> float:
+def _least_makespan(
+    times: Times, placements: Sequence[tuple[int, ...]], ranks: int, microbatches: int
+) -> float:
     """No schedule is shorter: the rank's work, after the first micro-batch has come to it."""
     bounds = []
-    for placement in [looped(ranks, virtual)] + ([v_shaped(ranks)] if virtual == 2 else []):
+    for placement in placements:
         longest = 0.0
         for rank in range(ranks):
             stages = [stage for stage, holder in enumerate(placement) if holder == rank]

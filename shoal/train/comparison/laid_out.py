@@ -151,6 +151,7 @@ def _laid_out(
         seed=trial.seed,
         device=device,
         recorder=recorder,
+        sequence=trial.sequence,
     )
     with _groups_freed(trainer.parallel):
         try:

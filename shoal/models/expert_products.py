@@ -1,0 +1,161 @@
+"""Products of rows with the matrices of experts, and the two halves of their backward.
+
+Rows are sorted by expert, so that each expert has one *run* of them, which may be empty. Of a weight
+`[experts, out, in]` each expert multiplies its run by its own matrix. A backward is products as well: of the
+gradients' runs with the same matrices, for the rows, and of the two kinds of runs with each other, for the
+weights. Nothing else needs the latter, so they are a method of their own, for who computes them later.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = [
+    "ExpertProducts",
+    "GroupedProducts",
+    "LoopedProducts",
+    "Multiply",
+    "expert_products",
+    "multiply_by_experts",
+]
+
+Multiply = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+"""Rows, counts and weights to results, as `multiply_by_experts` has them."""
+
+
+def multiply_by_experts(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Multiplies each expert's run of rows by its matrices; under autocast in autocast's type.
+
+    Args:
+        rows: `[rows, in]`, sorted by expert.
+        counts: `[experts]`, int64: how many rows each expert has; they add up to all rows.
+        weights: `[experts, out_i, in]` each.
+
+    Returns:
+        `[rows, out_i]` for each weight.
+    """
+    kind = rows.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        rows, weights = rows.to(dtype), [weight.to(dtype) for weight in weights]
+    results: tuple[Tensor, ...] = _Multiply.apply(expert_products(rows, counts, weights), rows, *weights)
+    return results
+
+
+def expert_products(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> ExpertProducts:
+    """What multiplies these fastest; the arguments are those of `multiply_by_experts`."""
+    if _can_group(rows, weights[0]):
+        return GroupedProducts(counts)
+    return LoopedProducts(counts)
+
+
+class ExpertProducts(ABC):
+    """How runs of rows are multiplied."""
+
+    @abstractmethod
+    def results(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """From `[rows, in]` and `[experts, out, in]` to `[rows, out]`."""
+
+    @abstractmethod
+    def rows_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """From the gradients `[rows, out_i]` of the results to that of the rows, `[rows, in]`."""
+
+    @abstractmethod
+    def weight_gradient(self, gradient: Tensor, rows: Tensor) -> Tensor:
+        """From `[rows, out]` and `[rows, in]` to `[experts, out, in]`, zeros for an expert without rows."""
+
+
+@final
+class GroupedProducts(ExpertProducts):
+    """One kernel for all experts; the host need not know how many rows each has."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._ends = counts.cumsum(0).int()
+
+    def results(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return F.grouped_mm(rows, weight.mT, offs=self._ends)
+
+    def rows_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """See `ExpertProducts`."""
+        total, *others = (
+            F.grouped_mm(gradient, weight, offs=self._ends)
+            for gradient, weight in zip(gradients, weights, strict=True)
+        )
+        for other in others:
+            total += other
+        return total
+
+    def weight_gradient(self, gradient: Tensor, rows: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return F.grouped_mm(gradient.t(), rows, offs=self._ends)
+
+
+@final
+class LoopedProducts(ExpertProducts):
+    """A product for each expert, written where it belongs.
+
+    Autograd's own backward would join the gradients of the runs, and of the experts' matrices, from tensors
+    of their own.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self._lengths: list[int] = counts.tolist()
+
+    def results(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        runs = rows.split(self._lengths)
+        return torch.cat([run.mm(matrix.t()) for run, matrix in zip(runs, weight, strict=True)])
+
+    def rows_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """See `ExpertProducts`."""
+        total = gradients[0].new_zeros(len(gradients[0]), weights[0].shape[-1])
+        sums = total.split(self._lengths)
+        for gradient, weight in zip(gradients, weights, strict=True):
+            runs = gradient.split(self._lengths)
+            for run_sums, run, matrix in zip(sums, runs, weight, strict=True):
+                torch.addmm(run_sums, run, matrix, out=run_sums)
+        return total
+
+    def weight_gradient(self, gradient: Tensor, rows: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        result = gradient.new_empty(len(self._lengths), gradient.shape[-1], rows.shape[-1])
+        runs = zip(gradient.split(self._lengths), rows.split(self._lengths), strict=True)
+        for matrix, (run_gradient, run) in zip(result, runs, strict=True):
+            torch.mm(run_gradient.t(), run, out=matrix)
+        return result
+
+
+def _can_group(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch's grouped product takes these, and gains: on a CPU it is a loop as well."""
+    aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
+    return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
+
+
+class _Multiply(torch.autograd.Function):
+    """Both halves of backward at once."""
+
+    @staticmethod
+    def forward(context: Any, products: ExpertProducts, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        context.products = products
+        context.save_for_backward(rows, *weights)
+        return tuple(products.results(rows, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        products: ExpertProducts = context.products
+        rows, *weights = context.saved_tensors
+        _, needs_rows, *needs_weight = context.needs_input_grad
+        of_weights = [
+            products.weight_gradient(gradient, rows) if needed else None
+            for gradient, needed in zip(gradients, needs_weight, strict=True)
+        ]
+        return None, products.rows_gradient(gradients, weights) if needs_rows else None, *of_weights

@@ -1,0 +1,209 @@
+"""Gaps: what stands in a stage's model in place of the parts that other stages run.
+
+Before the stage's modules a gap gives what its part would give, as far as the model can tell: the hidden
+state by itself, or a tuple of as many as the part gives, of which the first is the hidden state. The values
+are of no use, since the stage's first module gets what the stage received, whatever comes in. What a part
+gives beside the hidden state stays on its own stage, and any use of it elsewhere is an error.
+
+How many a part gives is seen where it runs, and told to the stages that follow.
+
+The first gap after the stage's modules ends the forward: what comes in is what the stage gives to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+
+from shoal.errors import ModelError
+
+__all__ = ["NOT_KNOWN", "EndOfStage", "Forward", "Gap", "Place", "disordered"]
+
+NOT_KNOWN = -1
+"""Of a part that no stage has run yet, in place of how many it gives."""
+
+
+class Place(NamedTuple):
+    """Where a part of a piece is in the model: a child of a module, or a method.
+
+    Attributes:
+        number: Counts the parts of the whole model, in order.
+        piece: That the part is of.
+        holder: The module that has it.
+        key: Its name there.
+        name: Its name in the model.
+        part: It.
+    """
+
+    number: int
+    piece: int
+    holder: nn.Module
+    key: str
+    name: str
+    part: Any
+
+
+class EndOfStage(BaseException):
+    """Ends the model's forward behind a stage's last module; no `except Exception` of a model keeps it."""
+
+
+@final
+class Forward:
+    """The forward that is under way, shared by the stages of a rank and their gaps.
+
+    Args:
+        last: Number of the last piece.
+        parts: Number of parts.
+
+    Attributes:
+        leaving: The hidden state after the stage's last module; None before.
+        has_entered: Whether the stage's first module has got what the stage received.
+        results: How many each part gives in a tuple; 0 for the hidden state by itself; or `NOT_KNOWN`.
+    """
+
+    def __init__(self, last: int, parts: int) -> None:
+        self.last = last
+        self.leaving: Tensor | None = None
+        self.has_entered = False
+        self.results = [NOT_KNOWN] * parts
+        self._entering: Tensor | None = None
+        self._stop = 0
+
+    @contextmanager
+    def through(self, entering: Tensor | None, pieces: range) -> Iterator[Forward]:
+        """A forward through these pieces, which `entering` goes into."""
+        self._entering, self._stop = entering, pieces.stop
+        self.has_entered = entering is None
+        try:
+            yield self
+        finally:
+            self._entering = self.leaving = None
+
+    def enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
+        """Hook before the stage's first module: has it get what the stage received."""
+        if self.has_entered or self._entering is None:
+            return None
+        self.has_entered = True
+        if arguments:
+            return (self._entering, *arguments[1:]), named
+        return arguments, named | {next(iter(named)): self._entering}
+
+    def see(self, number: int, name: str, module: nn.Module, arguments: Any, result: Any) -> None:
+        """Hook after a part of that number and name: notes how many it gives, for the stages that follow.
+
+        Raises:
+            ModelError: No gap could give the like, or the part gave something else before.
+        """
+        if not isinstance(result, Tensor) and type(result) not in (tuple, list):
+            raise ModelError(
+                f"{name} gives a {type(result).__name__}, which cannot be had on other stages",
+                possible="pieces that give the hidden state, by itself or as the first of a tuple",
+                change="have it give a tensor, or name other modules in the StageLayout",
+            )
+        given = 0 if isinstance(result, Tensor) else len(result)
+        before = self.results[number]
+        if before not in (NOT_KNOWN, given):
+            raise ModelError(
+                f"{name} gave {_described(before)} at first, and now {_described(given)}, for which "
+                "other stages are not prepared",
+                possible="pieces that give as many at every forward",
+                change="have it always give the same, such as the hidden state alone",
+            )
+        self.results[number] = given
+
+    def pass_by(self, number: int, piece: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """What a gap gives in place of the part of that number, which is of that piece.
+
+        Raises:
+            EndOfStage: The stage is behind; what the gap got is kept as `leaving`.
+            ModelError: It got no hidden state, or stands before the stage and is not come to there.
+        """
+        if piece >= self._stop:
+            leaving = next(iter((*arguments, *named.values())), None)
+            if not isinstance(leaving, Tensor) or not leaving.is_floating_point():
+                raise disordered(f"piece {piece} of a model got no hidden state as its first argument")
+            self.leaving = leaving
+            raise EndOfStage
+        given = self.results[number]
+        if self._entering is None or self.has_entered:
+            raise disordered(f"piece {piece} of a model is come to behind others that should follow it")
+        hidden = self._entering.detach()
+        return hidden if given in (0, NOT_KNOWN) else (hidden, *(_absent() for _ in range(given - 1)))
+
+
+@final
+class Gap(nn.Module):
+    """Stands in place of a part that does not run.
+
+    It has the module's plain attributes, which models ask blocks for, such as their type of attention. With
+    `stands_in`, for a part that stays on this rank, it has all of them, such as a weight that the end uses.
+
+    What changes the part's arguments before its forward is done here too, so that a stage hands on what the
+    next one's first module would get.
+    """
+
+    def __init__(self, forward: Forward, place: Place, *, stands_in: bool) -> None:
+        super().__init__()
+        if isinstance(place.part, nn.Module):
+            for name, value in vars(place.part).items():
+                if isinstance(value, str | int | float) and not name.startswith("_"):
+                    self.__dict__[name] = value
+            self._forward_pre_hooks.update(place.part._forward_pre_hooks)
+            self._forward_pre_hooks_with_kwargs.update(place.part._forward_pre_hooks_with_kwargs)
+        self.__dict__["stands_for"] = place.part if stands_in else None  # no child of this module
+        self._number, self._piece = place.number, place.piece
+        self._forward = forward
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """See `Forward.pass_by`."""
+        return self._forward.pass_by(self._number, self._piece, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "stands_for" and self.stands_for is not None:
+            return getattr(self.stands_for, name)
+        return super().__getattr__(name)
+
+
+@final
+class _Absent(Tensor):
+    """Stands for what a part gives beside the hidden state."""
+
+    requires_grad = False  # a model may give it on, and be asked for its gradients
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Any use.
+
+        Raises:
+            ModelError: Always.
+        """
+        raise ModelError(
+            f"the forward of a model uses ({resolve_name(func)}) what a piece gives beside the hidden state, "
+            "which alone goes from stage to stage",
+            possible="a forward that uses the first of what a piece gives, and leaves the others alone",
+            change="have the pieces take and give one tensor, or use pp=1",
+        )
+
+
+def disordered(given: str) -> ModelError:
+    """The error of a forward that does not go through a model as its StageLayout says."""
+    return ModelError(
+        given,
+        possible="a StageLayout whose modules are called in its order, each with the hidden state",
+        change="correct the StageLayout",
+    )
+
+
+def _absent() -> Tensor:
+    return torch.empty(0).as_subclass(_Absent)
+
+
+def _described(given: int) -> str:
+    return "a tensor" if given == 0 else f"a tuple of {given}"
