@@ -171,19 +171,19 @@ def test_a_split_made_by_hand_counts_blocks():
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "message", "even"),
     [
-        ("6-x", "cannot be read"),
-        ("", "cannot be read"),
-        ("6-7", "is of 13 blocks, and the model has 24"),
-        ("12-0-12", "without any block"),
-        ("24-x", "cannot be read"),
+        ("6-x", "cannot be read", "12-12"),
+        ("", "cannot be read", "24"),
+        ("6-7", "is of 13 blocks, and the model has 24", "12-12"),
+        ("12-0-12", "without any block", "8-8-8"),
+        ("6-6-6-x", "cannot be read", "6-6-6-6"),
     ],
 )
-def test_a_split_made_by_hand_that_is_wrong_is_refused(text, message):
+def test_a_split_made_by_hand_that_is_wrong_is_refused(text, message, even):
     with pytest.raises(PlanError, match=message) as caught:
         parse_split(text, 24)
-    assert "12-12" in caught.value.change
+    assert f"write {even}, say" in caught.value.change
 
 
 @pytest.mark.parametrize("split", [lambda: split_by_count(3, 4), lambda: split_by_cost(costs_of([1] * 5), 4)])
