@@ -146,8 +146,6 @@ class Plan:
             )
         if self.pp > 1:
             self._require_stages()
-        else:
-            self._require_no_stages()
         if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32" or self.pp > 1):
             raise PlanError(
                 f"exchange=naive was given with shard={self.shard}, precision={self.precision}, pp={self.pp}",
@@ -174,18 +172,6 @@ class Plan:
                 possible=f"cost, count, or {self.stages} numbers joined by -",
                 change="leave it out, or write split=" + "-".join(["2"] * self.stages) + ", say",
             )
-
-    def _require_no_stages(self) -> None:
-        """Refuses what only a pipeline has, which would do nothing."""
-        for field in dataclasses.fields(self):
-            if field.name in ("schedule", "virtual", "split", "activations"):
-                value = getattr(self, field.name)
-                if value != field.default:
-                    raise PlanError(
-                        f"{field.name}={value} was given, but pp=1 makes no pipeline",
-                        possible=f"{field.name} with pp=2 or more",
-                        change=f"add pp=2, or leave out {field.name}={value}",
-                    )
 
     @property
     def stages(self) -> int:

@@ -14,8 +14,8 @@ def plans(draw):
     precision = draw(st.sampled_from(CHOICES["precision"]))
     pp = draw(st.integers(1, 4))
     naive = shard == "none" and precision == "fp32" and pp == 1
-    schedule = draw(st.sampled_from(CHOICES["schedule"])) if pp > 1 else "1f1b"
-    virtual = draw(st.sampled_from([None, least_virtual(schedule)])) if pp > 1 else None
+    schedule = draw(st.sampled_from(CHOICES["schedule"]))
+    virtual = draw(st.sampled_from([None, least_virtual(schedule)]))
     activations = draw(st.none() | st.integers(1, 9)) if schedule == "search" else None
     stages = pp * least_virtual(schedule)
     numbers = st.lists(st.integers(1, 9), min_size=stages, max_size=stages).map(
@@ -28,7 +28,7 @@ def plans(draw):
         schedule=schedule,
         virtual=virtual,
         activations=activations,
-        split=draw(st.sampled_from(["cost", "count"]) | numbers) if pp > 1 else "cost",
+        split=draw(st.sampled_from(["cost", "count"]) | numbers),
         replicate=replicate,
         shard=shard,
         microbatch=draw(st.none() | st.integers(1, 64)),
@@ -63,8 +63,6 @@ def test_settings_left_out_have_their_defaults():
         ("dp=4,replicate=3,shard=zero1", "1, 2, 4"),
         ("dp=2,shard=zero1,exchange=naive", "naive"),
         ("dp=2,ep=3", "ep=3"),
-        ("schedule=zb-v", "add pp=2, or leave out schedule=zb-v"),
-        ("dp=2,split=2-2", "pp=1 makes no pipeline"),
         ("pp=2,activations=4", "write schedule=search"),
         ("pp=2,schedule=search,activations=0", "activations=0"),
         ("pp=2,schedule=search,virtual=2,activations=1", "2 or more"),
