@@ -64,7 +64,9 @@ _PLAYED = [
     "range",
     "bubble",
     "by the table",
+    "each action by itself",
     "with equal stages",
+    "between actions",
     "message, us",
     "rest of the step, ms",
 ]
@@ -179,7 +181,9 @@ def played_row(name: str, steps: Sequence[PlayedStep]) -> list[str]:
         f"{ratio.low:.3f} to {ratio.high:.3f}",
         f"{spread_of(steps, 'bubble').median:.1%}",
         f"{median(step.played.bubble for step in steps):.1%}",
+        f"{spread_of(steps, 'unequal_bubble').median:.1%}",
         f"{equal.bubble:.1%}",
+        f"{spread_of(steps, 'between').median:.1%}",
         f"{median(messages) * 1e6:.0f}" if messages else "",
         f"{median(step.whole - step.seconds for step in steps) * 1e3:.1f}",
     ]

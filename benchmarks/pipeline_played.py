@@ -19,6 +19,7 @@ from rounds import Spread
 
 from shoal.errors import PlanError
 from shoal.plan.schedules import Action, Played, Schedule, Times, Work, play
+from shoal.plan.schedules.precedence import Precedence
 from shoal.timeline import Kind, Span, Timeline
 
 __all__ = ["PlayedStep", "median_times", "played_steps", "spread_of"]
@@ -36,13 +37,19 @@ class PlayedStep:
         played: The table with the measured times.
         seconds: From the first action's start to the last one's end, over all ranks.
         busy: Seconds in actions, over all ranks.
+        idle: Seconds that ranks wait: for messages, for their first action, and from their last one on. The
+            rest is what the runtime does between actions.
         whole: Seconds of the whole step, with the optimizer's part; the mean over ranks.
+        unequal: Seconds that the table takes if each action takes as long as it did, not as its like on the
+            mean: some of the waiting is for actions that took longer than others of their stage.
     """
 
     played: Played
     seconds: float
     busy: float
+    idle: float
     whole: float
+    unequal: float
 
     @property
     def ratio(self) -> float:
@@ -52,7 +59,17 @@ class PlayedStep:
     @property
     def bubble(self) -> float:
         """Measured idle time as a share of all ranks' time."""
-        return 1 - self.busy / (self.seconds * self.played.schedule.ranks)
+        return self.idle / (self.seconds * self.played.schedule.ranks)
+
+    @property
+    def between(self) -> float:
+        """Time between actions that is not idle, as a share of all ranks' time."""
+        return 1 - (self.idle + self.busy) / (self.seconds * self.played.schedule.ranks)
+
+    @property
+    def unequal_bubble(self) -> float:
+        """Idle time of the table as a share, if each action takes as long as it did."""
+        return 1 - self.busy / (self.unequal * self.played.schedule.ranks)
 
 
 def played_steps(timeline: Timeline, schedule: Schedule, skip: int = 0) -> list[PlayedStep]:
@@ -79,12 +96,18 @@ def played_steps(timeline: Timeline, schedule: Schedule, skip: int = 0) -> list[
             for rank, window in bounds.items()
         ]
         times = _times(schedule, rows, found)
+        began, ended = min(row[0][1].start for row in rows), max(row[-1][1].stop for row in rows)
         steps.append(
             PlayedStep(
                 play(schedule, times),
-                max(row[-1][1].stop for row in rows) - min(row[0][1].start for row in rows),
+                ended - began,
                 sum(span.duration for row in rows for _, span in row),
+                sum(
+                    row[0][1].start - began + ended - row[-1][1].stop + _waited(timeline.of(rank), row)
+                    for rank, row in zip(bounds, rows, strict=True)
+                ),
                 fmean(window.duration for window in bounds.values()),
+                _with_own_times(schedule, times, rows),
             )
         )
     return steps
@@ -102,6 +125,24 @@ def median_times(steps: Sequence[PlayedStep]) -> Times:
 def spread_of(steps: Sequence[PlayedStep], figure: str) -> Spread:
     """Median and range over steps of one of their figures."""
     return Spread.of([getattr(step, figure) for step in steps])
+
+
+def _waited(spans: Sequence[Span], row: _Row) -> float:
+    """Seconds that a rank waits for messages between its first and its last action."""
+    first, last = row[0][1].start, row[-1][1].start
+    return sum(span.duration for span in spans if span.kind == Kind.WAIT and first < span.start < last)
+
+
+def _with_own_times(schedule: Schedule, times: Times, rows: Sequence[_Row]) -> float:
+    """Seconds of the table with the time of each action, and the messages' on the median."""
+    precedence = Precedence.of(schedule.placement, schedule.microbatches, times.transfer)
+    durations = precedence.durations(times.forward, times.input, times.weight)
+    numbers = [[precedence.number(action) for action, _ in row] for row in rows]
+    for row, found in zip(rows, numbers, strict=True):
+        for (_, span), number in zip(row, found, strict=True):
+            durations[number] = span.duration
+    _, stops, _ = precedence.play(numbers, durations)
+    return max(stops)
 
 
 def _actions(spans: Sequence[Span]) -> Iterator[tuple[Action, Span]]:

@@ -305,13 +305,14 @@ class Pipeline:
                 assert here.deferral is not None
                 with self._held():
                     kept.weights = split_backward(here.deferral, kept.output, gradient)
+            kept.output = None  # frees the graph, which is part of a backward
         if kept.hidden is not None:
             received = kept.hidden.grad
             self._here[Payload.GRADIENT, action.stage - 1, action.microbatch] = (
                 torch.zeros_like(kept.hidden) if received is None else received
             )
         if not is_whole:
-            kept.hidden = kept.output = None
+            kept.hidden = None
             self._kept[action.stage, action.microbatch] = kept
 
     def _weight_gradients(self, action: Action, *, is_last: bool) -> None:

@@ -86,16 +86,23 @@ def test_every_schedule_is_beside_torchs():
 # -- measured steps beside their tables -----------------------------------------------------------------
 
 
-def recorded(schedule, times, *, late=0.0):
-    """The spans of a step that went as the table says, but for a last action that came so much later."""
+def recorded(schedule, times, *, late=0.0, waits=True):
+    """The spans of a step that went as the table says, but for a last action that came so much later.
+
+    With `waits` ranks wait for messages between actions; else they do something that is not recorded.
+    """
     played = play(schedule, times)
     spans = []
     for rank, row in enumerate(schedule.table):
         spans.append(Span(rank, Lane.COMPUTE, Kind.STEP, "0", 0.0, 100.0))
+        before = None
         for action, start in zip(row, played.starts[rank], strict=True):
             kind = Kind.FORWARD if action.work is Work.FORWARD else Kind.BACKWARD
-            delay = late if action == row[-1] else 0.0
-            spans.append(Span(rank, Lane.COMPUTE, kind, str(action), start + delay, times.of(action)))
+            begins = start + (late if action == row[-1] else 0.0)
+            if waits and before is not None and begins > before:
+                spans.append(Span(rank, Lane.COMPUTE, Kind.WAIT, f"for {action}", before, begins - before))
+            spans.append(Span(rank, Lane.COMPUTE, kind, str(action), begins, times.of(action)))
+            before = begins + times.of(action)
     return Timeline(spans), played
 
 
@@ -114,6 +121,16 @@ def test_a_step_that_went_by_its_table_departs_by_nothing(schedule):
     assert step.ratio == pytest.approx(1)
     assert step.bubble == pytest.approx(played.bubble)
     assert step.played.bubble == pytest.approx(played.bubble)
+    assert step.unequal_bubble == pytest.approx(played.bubble)
+    assert step.between == pytest.approx(0)
+
+
+def test_what_a_rank_does_between_actions_is_no_bubble():
+    table = make("interleaved", 2, 2, 4)
+    timeline, played = recorded(table, Times.equal(4), waits=False)
+    (step,) = played_steps(timeline, table)
+    assert step.bubble + step.between == pytest.approx(played.bubble)
+    assert step.between > 0
 
 
 def test_what_is_late_shows_in_the_ratio_and_in_the_bubble():
