@@ -15,7 +15,7 @@ counts; with ep, where ranks get unequal numbers of rows and formulas are of eve
     kept      live after forward, less live before it: what backward will read, and gathered weights
     peak      most that was live in a step, less the batch
 
-The formulas are in `memory_formulas.py`, with the moment at which each peak is.
+The formulas are those of `shoal/cost/memory.py`, which also says at which moment each peak is.
 
 Exits with 1 if a figure departs from its formula by more than a tenth.
 """
@@ -192,13 +192,13 @@ def figures(pool: RankPool, case: Case) -> Memory:
 
 def print_row(case: Case, memory: Memory, label: str) -> bool:
     """Prints a row of the table; tells whether all its figures are near their formulas."""
-    peak, moment = case.peak()
-    pairs = ((memory.states, case.states()), (memory.kept, case.kept()), (memory.peak, peak))
+    formula = case.memory()
+    pairs = ((memory.states, formula.states), (memory.kept, formula.kept), (memory.peak, formula.peak))
     figures = " | ".join(
-        f"{_mib(found)} | {_mib(formula)} | {found / formula:.3f}" for found, formula in pairs
+        f"{_mib(found)} | {_mib(expected)} | {found / expected:.3f}" for found, expected in pairs
     )
-    print(f"| {label} | {case.plan.recompute} | {figures} | {moment} |", flush=True)
-    return all(abs(found / formula - 1) <= _TOLERANCE for found, formula in pairs)
+    print(f"| {label} | {case.plan.recompute} | {figures} | {formula.moment} |", flush=True)
+    return all(abs(found / expected - 1) <= _TOLERANCE for found, expected in pairs)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ The table's figure is the most that is held after a forward, going through a ran
     F, B, I        add what is sent, n H, until the fourth send after it: so many are left under way
 
 With n tokens in a micro-batch, H hidden, F the width of the feed-forward layer and V the vocabulary, a block
-and the end keep what `shoal/parallel/activations.py` says. For W a block keeps 8 n H + 3 n F elements, the
+and the end keep what `shoal/cost/activations.py` says. For W a block keeps 8 n H + 3 n F elements, the
 inputs of its products (normalised twice, attention's output, the feed-forward layer's product) and the
 gradients of their outputs (query, key, value, gate, up, and the stream's twice); the end keeps n H + n V.
 """
@@ -31,10 +31,12 @@ from dataclasses import dataclass
 
 import torch
 from memory import LiveStorages
-from memory_formulas import Case
+from memory_formulas import workload_on_cpu
 from torch import Tensor
 
 import shoal
+from shoal.cost.activations import block_memory, stream_bytes
+from shoal.cost.layout import Layout
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel.pieces import cut_pieces
 from shoal.plan import Plan
@@ -45,7 +47,6 @@ from shoal.timeline import Kind, Lane
 
 __all__ = ["MEMORY_SHAPE", "Held", "Sizes", "held_by_table", "measure_held", "memory_rows", "sizes_of"]
 
-_FP32 = 4  # bytes
 _UNDER_WAY = 4  # sends, in `shoal.parallel.pipeline`
 _SETTLE = 0.05  # seconds
 _TOLERANCE = 0.1
@@ -94,23 +95,16 @@ def sizes_of(shape: TransformerConfig, plan: Plan, microbatch: int) -> Sizes:
     """
     with torch.device("meta"):
         pieces = cut_pieces(Transformer(shape), plan)
-    one, two = (
-        Case(shape.model_copy(update={"layers": layers}), Plan(), microbatch).kept() for layers in (1, 2)
-    )
-    block, end = two - one, 2 * one - two
-    tokens = microbatch * shape.seq
-    message = float(_FP32 * tokens * shape.hidden)
-    block_weight = _FP32 * tokens * (8 * shape.hidden + 3 * shape.ffn)
-    end_weight = _FP32 * tokens * (shape.hidden + shape.vocab_size)
+    workload, layout = workload_on_cpu(shape), Layout.of(plan.replace(microbatch=microbatch))
+    block = block_memory(workload.layers[0], workload, layout, is_layer=True)
+    end = block_memory(workload.end, workload, layout, is_layer=False)
     blocks = [len(pieces.blocks_of(stage)) for stage in range(plan.stages)]
     ends = [shape.layers + 1 in each for each in pieces.ranges]
+    held = list(zip(blocks, ends, strict=True))
     return Sizes(
-        tuple(count * block + is_last * end for count, is_last in zip(blocks, ends, strict=True)),
-        tuple(
-            float(count * block_weight + is_last * end_weight)
-            for count, is_last in zip(blocks, ends, strict=True)
-        ),
-        message,
+        tuple(count * block.kept + is_last * end.kept for count, is_last in held),
+        tuple(count * block.halves + is_last * end.halves for count, is_last in held),
+        stream_bytes(workload, layout),
     )
 
 

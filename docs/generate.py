@@ -2,23 +2,33 @@
 
 What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example, the keys of
 the configuration, the settings of a Plan, the layers, the steps and bytes of collectives and their options,
-what a rank sends, what pipeline schedules cost. A test holds the pages to it.
+what a rank sends, what pipeline schedules cost, the cost model and what it says of Plans. A test holds the
+pages to it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import inspect
+import io
 import json
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from choosing import CHOOSING
+from cost_tables import device_rows, goodput_rows, link_rows, slowest_rows
 from drawn.schedules import played
 from pydantic import BaseModel
 from sent import SENT, bytes_sent
 
+from shoal.cli.main import main
+from shoal.cluster import Device, Level
 from shoal.collectives import Options
 from shoal.cost import LEVELS, collectives
 from shoal.layers import LAYERS, TORCH_FREE
@@ -28,10 +38,16 @@ from shoal.plan.schedules import NAMES
 from shoal.train import TrainConfig
 from shoal.units import format_bytes, format_count
 
-__all__ = ["ROOT", "pages", "render"]
+__all__ = ["MODELLED", "ROOT", "pages", "render"]
 
 ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+MODELLED = (
+    *("activations", "block", "compute", "goodput", "held", "jitter"),
+    *("memory", "moments", "network", "states", "step"),
+)
+"""Modules of shoal.cost whose formulas are on a page."""
+
 _LANGUAGES = {".py": "python", ".toml": "toml"}
 
 
@@ -50,14 +66,30 @@ def _part(name: str) -> str:
         "algorithms in shared memory": lambda: _algorithms("shared-memory"),
         "algorithms over the network": lambda: _algorithms("network"),
         "configuration": _configuration,
+        "constants of devices": lambda: _table(*device_rows(_attributes(Device))),
+        "constants of links": lambda: _table(*link_rows(_attributes(Level))),
+        "goodput of many": lambda: _table(*goodput_rows()),
         "layers": _layers,
         "options of a group": _options,
         "plan": _plan,
         "presets": _presets,
         "schedules compared": _schedules,
+        "slowest of many": lambda: _table(*slowest_rows()),
         "what a rank sends": _sent,
+        **{f"model of shoal.cost.{name}": partial(_model, name) for name in MODELLED},
+        **{f"choosing: {name}": partial(_chosen, rows) for name, rows in CHOOSING.items()},
     }
+    if name.startswith("shoal "):
+        return _printed(name)
     return tables[name]() if name in tables else _file(ROOT / name)
+
+
+def _printed(command: str) -> str:
+    """What a command prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        main(shlex.split(command)[1:])
+    return "```\n" + "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n```"
 
 
 def _file(path: Path) -> str:
@@ -180,6 +212,15 @@ def _algorithms(level: str) -> str:
     """The table of a level, as shoal.cost.collectives tells it above its code."""
     tables = re.findall(r"^\|(?:.|\n\|)*", inspect.getdoc(collectives) or "", re.MULTILINE)
     return tables[LEVELS.index(level)]
+
+
+def _model(name: str) -> str:
+    """What a module of the cost model says above its code."""
+    return inspect.getdoc(importlib.import_module(f"shoal.cost.{name}")) or ""
+
+
+def _chosen(rows: Callable[[], tuple[list[str], list[list[str]]]]) -> str:
+    return _table(*rows())
 
 
 def _options() -> str:

@@ -6,6 +6,7 @@ ShoalError                    anything that Shoal itself reports; exit code 1
 │   ├── PlanError             a Plan that is malformed, or does not fit the ranks, batch or model
 │   ├── DataError             text or tokens that are missing, empty or unreadable
 │   ├── ModelError            a preset, factory or checkpoint that does not give a model
+│   ├── ClusterError          a description of machines that contradicts itself, or cannot be read
 │   ├── RunError              a run directory that exists, is missing, or is not one
 │   └── MissingExtraError     an optional package that is not installed
 ├── CheckpointError           a checkpoint could not be written or found
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "CheckpointError",
+    "ClusterError",
     "CollectiveError",
     "CommunicationError",
     "ConfigError",
@@ -84,6 +86,10 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """A preset, a factory or a saved model does not give a model."""
+
+
+class ClusterError(UserError):
+    """A description of machines contradicts itself, is unknown, or cannot be read."""
 
 
 class RunError(UserError):

@@ -7,12 +7,40 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from shoal.cli import bench, check, checkpoint, report, sample, schedule, train
+from shoal.cli import (
+    bench,
+    calibrate,
+    check,
+    checkpoint,
+    plan,
+    probe,
+    report,
+    sample,
+    scale,
+    schedule,
+    simulate,
+    train,
+    validate,
+)
 from shoal.errors import ShoalError, WorkerError
 
 __all__ = ["main"]
 
-_COMMANDS = (train, sample, report, check, schedule, checkpoint, bench)
+_COMMANDS = (
+    train,
+    sample,
+    report,
+    check,
+    schedule,
+    plan,
+    scale,
+    simulate,
+    checkpoint,
+    bench,
+    probe,
+    calibrate,
+    validate,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

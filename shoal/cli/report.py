@@ -11,12 +11,14 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text, words
+from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import table_of
 from shoal.errors import RunError, UserError
 from shoal.run import Run, json_number
 from shoal.simulate import StageTimes, measured_timeline, stage_times
-from shoal.timeline import Breakdown, CollectiveFigures, Parts, Timeline, explain, write_chrome_trace
-from shoal.units import format_bytes, format_count, format_seconds
+from shoal.timeline import Breakdown, Timeline, explain, write_chrome_trace
+from shoal.units import format_count
 
 __all__ = ["add_parser", "run", "summarise"]
 
@@ -38,6 +40,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="also predict the step on these machines, such as a file of `shoal probe`, and compare",
+    )
     parser.set_defaults(run=run)
 
 
@@ -45,7 +52,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report of a run.
 
     Raises:
-        RunError: The path is not a run, or the run has no such rank, or no timeline for a trace.
+        RunError: The path is not a run, or the run has no such rank, no timeline for a trace, or no model
+            that can be predicted.
+        ClusterError: There is no such Cluster.
         UserError: The trace cannot be written.
         ShoalError: A file of the run is malformed.
     """
@@ -55,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     if args.rank is not None:
         _require_rank(opened, breakdown, args.rank)
     summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
+    if args.cluster is not None and breakdown is not None:
+        summary["kinds"] = kinds_compared(Prediction.of(opened, args.cluster).timeline(), timeline)
     if args.trace is not None:
         _write_trace(opened, timeline, args.rank, args.trace)
     print(json.dumps(summary, indent=2) if args.json else _text(summary))
@@ -78,7 +89,7 @@ def summarise(
         **{key: run.description.get(key) for key in _DESCRIBED},
         **_progress(metrics),
         **_speed(metrics, run.description),
-        "breakdown": None if breakdown is None else _breakdown(breakdown, rank),
+        "breakdown": None if breakdown is None else breakdown_summary(breakdown, rank),
         "stages": [asdict(stage) for stage in stages] or None,
     }
 
@@ -124,31 +135,6 @@ def _speed(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any])
     return {"tokens_per_second": total, "tokens_per_second_per_device": per_device, "mfu": mfu}
 
 
-def _breakdown(breakdown: Breakdown, rank: int | None) -> dict[str, Any]:
-    if rank is None:
-        shown, parts, collectives = breakdown.ranks, breakdown.parts, breakdown.collectives
-    else:
-        of_rank = breakdown.of(rank)
-        shown, parts, collectives = (of_rank,), of_rank.parts, of_rank.collectives
-    return {
-        **_parts(parts),
-        "ranks": {
-            str(each.rank): {"steps": len(each.steps), "counted": len(each.counted), **_parts(each.parts)}
-            for each in shown
-        },
-        "collectives": {operation: _collective(figures) for operation, figures in collectives.items()},
-    }
-
-
-def _parts(parts: Parts) -> dict[str, Any]:
-    totals = {name: value for name, value in asdict(parts).items() if name not in parts.disjoint()}
-    return {"parts": parts.disjoint(), **totals}
-
-
-def _collective(figures: CollectiveFigures) -> dict[str, Any]:
-    return {**asdict(figures), "algbw": figures.algbw}
-
-
 def _require_rank(run: Run, breakdown: Breakdown | None, rank: int) -> None:
     explained = [each.rank for each in breakdown.ranks] if breakdown is not None else []
     if rank not in explained:
@@ -182,13 +168,15 @@ def _text(summary: Mapping[str, Any]) -> str:
     if (breakdown := summary["breakdown"]) is None:
         paragraphs.append("No timeline of steps under this Plan: where the time went is not known.")
     else:
-        paragraphs.append(_parts_text(breakdown))
+        paragraphs.append(parts_text(breakdown))
         if len(breakdown["ranks"]) > 1:
-            paragraphs.append(_ranks_text(breakdown["ranks"]))
+            paragraphs.append(ranks_text(breakdown["ranks"]))
         if summary["stages"] is not None:
             paragraphs.append(_stages_text(summary["stages"]))
         if breakdown["collectives"]:
-            paragraphs.append(_collectives_text(breakdown["collectives"]))
+            paragraphs.append(collectives_text(breakdown["collectives"]))
+        if "kinds" in summary:
+            paragraphs.append(compare_text(summary["kinds"]))
     return "\n\n".join(paragraphs)
 
 
@@ -206,7 +194,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
             first, last = (f"{float(ends[end]['value']):.4f}" for end in ("first", "last"))
             rows.append(
                 (
-                    _words(name),
+                    words(name),
                     f"{first} at step {ends['first']['step']}, {last} at step {ends['last']['step']}",
                 )
             )
@@ -218,33 +206,6 @@ def _heading(summary: Mapping[str, Any]) -> str:
         rows.append(("MFU", f"{summary['mfu']:.1%}"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
-
-
-def _parts_text(breakdown: Mapping[str, Any]) -> str:
-    wall = breakdown["wall"]
-    rows = [
-        [_words(name), f"{seconds:.6f}", f"{seconds / wall:.1%}"]
-        for name, seconds in [*breakdown["parts"].items(), ("step", wall)]
-    ]
-    table = table_of(["where a step's time went", "seconds", "share"], rows)
-    communication = breakdown["communication"]
-    if communication == 0:
-        return table
-    overlapped = breakdown["overlapped_communication"] / communication
-    moved = format_bytes(round(breakdown["bytes"]))
-    return f"{table}\n\n" + (
-        f"communication: {format_seconds(communication)} a step, {overlapped:.1%} of it overlapped; "
-        f"{moved} a step and rank"
-    )
-
-
-def _ranks_text(ranks: Mapping[str, Any]) -> str:
-    names = list(next(iter(ranks.values()))["parts"])
-    rows = [
-        [rank, f"{each['wall']:.6f}", *(f"{each['parts'][name] / each['wall']:.1%}" for name in names)]
-        for rank, each in ranks.items()
-    ]
-    return table_of(["rank", "step seconds", *map(_words, names)], rows)
 
 
 def _stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
@@ -261,22 +222,3 @@ def _stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
         for stage in stages
     ]
     return table_of(["seconds of stage", "ranks", *works, "step", "of the mean"], rows)
-
-
-def _collectives_text(collectives: Mapping[str, Any]) -> str:
-    rows = [
-        [
-            operation or "(unnamed)",
-            f"{each['count']:.4g}",
-            format_bytes(round(each["bytes"])),
-            f"{each['seconds']:.6f}",
-            f"{each['exposed_seconds']:.6f}",
-            f"{each['algbw'] / 1e9:.3g} GB/s" if each["algbw"] is not None else "-",
-        ]
-        for operation, each in collectives.items()
-    ]
-    return table_of(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")

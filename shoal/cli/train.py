@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="change one key, such as optimizer.learning_rate=1e-3; may be given several times",
     )
     parser.add_argument(
-        "--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero1; same as --set plan="
+        "--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero1, or auto; same as --set plan="
     )
     parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine")
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="the new run's directory")

@@ -1,5 +1,11 @@
-"""The machines: what is known of devices. Imports no torch."""
+"""The machines: devices, links, and what programs reach of them. Imports no torch.
 
-from shoal.cluster.devices import peak_flops
+`Cluster` is made of a `Device` and of `Level`s of links; known ones are in devices.toml, links.toml and
+nodes.toml beside this. The cost model, the planner and the probe call it.
+"""
 
-__all__ = ["peak_flops"]
+from shoal.cluster.cluster import PRESETS, Cluster
+from shoal.cluster.device import Device, peak_flops
+from shoal.cluster.level import Level
+
+__all__ = ["PRESETS", "Cluster", "Device", "Level", "peak_flops"]

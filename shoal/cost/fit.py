@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from shoal.cost.algorithm import AlphaBeta
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["fit_alpha_beta"]
 
@@ -26,6 +28,8 @@ def fit_alpha_beta(
         seconds: What it took, above 0, [measurements].
         known: The seconds of it that are not asked for, [measurements].
     """
+    import numpy as np  # planning needs nothing else of it, and starts without
+
     weight = 1 / np.asarray(seconds)
     counts = np.stack([steps, nbytes], axis=1) * weight[:, None]
     wanted = 1 - np.asarray(known) * weight

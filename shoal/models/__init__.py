@@ -2,7 +2,8 @@
 
 `TransformerConfig` is a shape, `preset` names the known ones, `Transformer` is the module. `build` turns
 the `model` of a configuration (a preset, a factory, a Hugging Face folder) into a module; the trainer
-calls it, then trains on `next_token_loss`. `generate` samples from what was trained.
+calls it, then trains on `next_token_loss`. `generate` samples from what was trained. `trace` makes a
+Workload of any module, for the planner.
 """
 
 from shoal.models.config import TransformerConfig
@@ -12,6 +13,7 @@ from shoal.models.loading import build
 from shoal.models.loss import logits_of, next_token_loss
 from shoal.models.presets import preset, preset_names
 from shoal.models.sampling import generate
+from shoal.models.trace import trace
 from shoal.models.transformer import Block, Transformer
 
 __all__ = [
@@ -29,4 +31,5 @@ __all__ = [
     "preset_names",
     "set_auxiliary_scale",
     "token_keys",
+    "trace",
 ]

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shoal.models.blocks import find_blocks
 from shoal.parallel.bucket import Named
 from shoal.parallel.layout import fill_buckets
 
 __all__ = ["Group", "Run", "find_blocks", "groups_by_block", "groups_by_size", "parameter_runs"]
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +31,6 @@ class Run:
 
     block: int | None
     parameters: tuple[Named, ...]
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The elements with parameters of the outermost `ModuleList`s and `Sequential`s, in order."""
-    if isinstance(model, nn.ModuleList | nn.Sequential):
-        parts = (
-            [part] if not isinstance(part, _CONTAINERS) else find_blocks(part) for part in model.children()
-        )
-        return [block for blocks in parts for block in blocks if any(True for _ in block.parameters())]
-    return list(itertools.chain.from_iterable(find_blocks(child) for child in model.children()))
 
 
 def parameter_runs(model: nn.Module, blocks: Sequence[nn.Module], names: Container[str]) -> list[Run]:

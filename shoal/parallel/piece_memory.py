@@ -15,14 +15,17 @@ from typing import NamedTuple
 
 from torch import nn
 
+from shoal.cost.activations import block_memory
+from shoal.cost.layout import Layout
+from shoal.cost.states import state_bytes
 from shoal.models import Mixture, Transformer
-from shoal.parallel.activations import Activations
 from shoal.parallel.layout import Cut
 from shoal.parallel.stage_layout import StageLayout, parameters_by_piece
 from shoal.plan import Plan
 from shoal.plan.stages import Cost
+from shoal.workload import transformer_shape, workload_of
 
-__all__ = ["Batch", "state_bytes", "with_memory"]
+__all__ = ["Batch", "with_memory"]
 
 
 class Batch(NamedTuple):
@@ -87,30 +90,6 @@ def with_memory(
     ]
 
 
-def state_bytes(plan: Plan, shards: float, *, gradients: bool = True) -> float:
-    """Bytes for each parameter that a rank has after tensor parallelism, between two steps with Adam.
-
-    The table of docs/concepts/data-parallel.md.
-
-    Args:
-        plan: Says precision and sharding.
-        shards: Ranks that a state is cut over.
-        gradients: Whether those that a rank keeps from step to step count.
-    """
-    shards = max(shards, 1)
-    width = 2 if plan.precision == "bf16" else 4
-    weights = 4.0 if width == 4 else 2.0 + 4 / shards
-    match plan.shard:
-        case "none":
-            return (4.0 if width == 4 else 6.0) + 4 + 8
-        case "zero1":
-            return weights + 4 + 8 / shards
-        case "zero2":
-            return weights + 8 / shards + (4 / shards if gradients else 0)
-        case _:
-            return 12 / shards + (4 / shards if gradients else 0)
-
-
 def _states(model: nn.Module, plan: Plan, cuts: Mapping[str, Cut]) -> dict[str, float]:
     """By parameter, the bytes of its states on a rank."""
     shards = plan.shards * plan.cp
@@ -136,6 +115,10 @@ def _activations(model: nn.Module, plan: Plan, batch: Batch | None, pieces: int)
     """By piece, the bytes that it keeps of a micro-batch."""
     if batch is None or not isinstance(model, Transformer):
         return [0.0] * pieces
-    shape = model.config.model_copy(update={"seq": batch.sequence})
-    kept = Activations(shape, plan, batch.microbatch(plan))
-    return [0.0, *[kept.of_block()] * (pieces - 2), kept.of_end()]
+    # Norms as on a CPU, where they keep most.
+    shape = transformer_shape(model.config.model_dump()).replace(seq=batch.sequence, fused_norm=False)
+    workload = workload_of(shape)
+    layout = Layout.of(plan.replace(microbatch=batch.microbatch(plan)))
+    layer = block_memory(workload.layers[0], workload, layout, is_layer=True)
+    end = block_memory(workload.end, workload, layout, is_layer=False)
+    return [0.0, *[layer.kept] * (pieces - 2), end.kept]

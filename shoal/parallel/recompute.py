@@ -10,27 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shoal.models.operators import EXPENSIVE
 
 __all__ = ["recompute_blocks"]
 
 _OWN = "shoal"
 """Namespace of Shoal's own operators, such as ring attention; all of them are expensive."""
-
-_EXPENSIVE = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    }
-)
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
@@ -48,5 +36,5 @@ def recompute_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
 
 
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    expensive = operator in _EXPENSIVE or operator.namespace == _OWN
+    expensive = operator in EXPENSIVE or operator.namespace == _OWN
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.cost.states import state_bytes
 from shoal.errors import ConfigError
 from shoal.models import Mixture, Transformer
-from shoal.parallel.piece_memory import state_bytes
 from shoal.parallel.stage_layout import StageLayout, named_part, parameters_by_piece, parts_by_piece
 from shoal.parallel.stages import Stage, take_stages
 from shoal.plan import Plan

@@ -16,9 +16,9 @@ from shoal.errors import PlanError
 from shoal.plan.schedules import Action, Schedule, Times, Work, play, require_sound
 from shoal.timeline import Kind, Lane, Span, Timeline
 
-__all__ = ["mark_bubbles"]
+__all__ = ["bubble_spans", "mark_bubbles"]
 
-_Row = list[tuple[Action, Span]]
+_Row = Sequence[tuple[Action, Span]]
 """What a rank did in a step, in order."""
 
 
@@ -69,10 +69,19 @@ def _pipelines(timeline: Timeline) -> list[tuple[int, ...]]:
 
 
 def _bubbles(rows: Mapping[int, _Row]) -> Iterator[Span]:
-    """The bubble spans of one step of one pipeline."""
+    """The bubble spans of one step of one pipeline, if all of its table was recorded."""
     schedule = _schedule_of([[action for action, _ in row] for row in rows.values()])
-    if schedule is None:
-        return
+    if schedule is not None:
+        yield from bubble_spans(schedule, rows)
+
+
+def bubble_spans(schedule: Schedule, rows: Mapping[int, _Row]) -> Iterator[Span]:
+    """The bubble spans of one step.
+
+    Args:
+        schedule: The table that was run.
+        rows: By rank, in the order of the table's ranks, its actions with their spans.
+    """
     played = play(schedule, _mean_times(schedule, rows.values()))
     begin = min(row[0][1].start for row in rows.values())
     end = max(row[-1][1].stop for row in rows.values())

@@ -97,7 +97,10 @@ class TrainConfig(_Section):
     data: DataConfig = DataConfig()
     """What text."""
     plan: str = ""
-    """A Plan's text form. Without `dp` in it, all ranks that the other degrees leave are data parallel."""
+    """A Plan's text form, or auto for the one that is predicted to be quickest. Without `dp` in it, all ranks
+    that the other degrees leave are data parallel."""
+    cluster: str = ""
+    """What plan = "auto" is chosen for: a preset or a file of `shoal probe`; the nearest preset if empty."""
     batch: int = Field(default=16, gt=0)
     """Sequences in one optimizer step, over all ranks."""
     sequence: int = Field(default=256, gt=0)

@@ -18,6 +18,7 @@ from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
+from shoal.train.automatic import AUTOMATIC, choose_plan
 from shoal.train.config import TrainConfig
 
 __all__ = ["Job", "Resume", "check", "choose_path", "choose_ranks", "find_resume", "resolve_plan"]
@@ -76,7 +77,7 @@ def choose_ranks(config: TrainConfig, asked: int | None) -> int:
                 change="leave it out for as many ranks as this machine has cores",
             )
         return asked
-    settings = parse_settings(config.plan)
+    settings = {} if config.plan == AUTOMATIC else parse_settings(config.plan)
     if "dp" in settings:
         return Plan(**settings).ranks
     others = _ranks_beside_dp(settings)
@@ -91,8 +92,11 @@ def resolve_plan(config: TrainConfig, ranks: int) -> Plan:
     """The configuration's Plan with all its degrees and the micro-batch settled.
 
     Raises:
-        PlanError: The Plan does not fit the ranks or the batch.
+        PlanError: The Plan does not fit the ranks or the batch, or none does that could be chosen.
+        UserError: A Plan is to be chosen, and the model or the cluster is not known.
     """
+    if config.plan == AUTOMATIC:
+        return choose_plan(config, ranks)
     settings = parse_settings(config.plan)
     if "dp" not in settings:
         settings["dp"] = max(1, ranks // _ranks_beside_dp(settings))

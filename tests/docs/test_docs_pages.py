@@ -38,12 +38,20 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "algorithms in shared memory",
         "algorithms over the network",
         "configuration",
+        "constants of devices",
+        "constants of links",
+        "goodput of many",
         "layers",
         "options of a group",
         "plan",
         "presets",
         "schedules compared",
+        "shoal plan --model llama3-8b --cluster dgx-h100:64 --batch 256 --top 3",
+        "shoal scale --model 1b --cluster dgx-a100 --batch 256 --devices 8..256",
+        "slowest of many",
         "what a rank sends",
+        *(f"choosing: {name}" for name in generate.CHOOSING),
+        *(f"model of shoal.cost.{name}" for name in generate.MODELLED),
     }
     assert set(parts) == {*tables, *examples}
 
@@ -77,5 +85,6 @@ def test_keys_that_a_page_sets_exist(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_plans_that_a_page_writes_are_plans(path):
-    for text in re.findall(r"\b(?:dp=\d+|shard=[a-z]+\d?|exchange=\w+)(?:,\w+=\w+)*", path.read_text()):
+    plans = r"\b(?:dp=\d+|shard=[a-z]+\d?|exchange=\w+)(?:,\w+=\w+(?:-\w+)*)*"
+    for text in re.findall(plans, path.read_text()):
         Plan.parse(text)

@@ -9,7 +9,6 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import Batch, apply, device_memory, parallelize
-from shoal.parallel.activations import Activations
 from shoal.parallel.piece_memory import with_memory
 from shoal.parallel.pieces import Room, cut_pieces
 from shoal.parallel.stage_costs import computed_costs
@@ -62,11 +61,9 @@ def test_activations_are_what_autograd_keeps():
         return kept_by(model)
 
     one, two = kept(1), kept(2)
-    formula = Activations(SHAPE, Plan(), MICROBATCH)
-    assert formula.of_block() == pytest.approx(two - one, rel=0.01)
-    assert formula.of_end() == pytest.approx(2 * one - two, rel=0.01)
     costs = costs_of(meta(), Plan(pp=2, microbatch=MICROBATCH), Batch(8, SEQ))
-    assert [cost.activations for cost in costs] == [0.0, *[formula.of_block()] * 6, formula.of_end()]
+    block, end = two - one, 2 * one - two
+    assert [cost.activations for cost in costs] == pytest.approx([0.0, *[block] * 6, end], rel=0.01)
 
 
 def states_held(text):

@@ -59,6 +59,9 @@ class TorchGroup(Contestant):
         """A call to `torch.distributed` with its arguments."""
         group, given, got = self._group, buffers.input, buffers.output
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        root, after, before = (
+            dist.get_global_rank(group, each) for each in (0, (rank + 1) % ranks, (rank - 1) % ranks)
+        )
         operator = _OPERATORS[op]
         match collective.name:
             case "all_reduce":
@@ -71,15 +74,17 @@ class TorchGroup(Contestant):
             case "all_to_all":
                 return partial(dist.all_to_all_single, got, given, group=group)
             case "broadcast":
-                return partial(dist.broadcast, got, 0, group)
+                return partial(dist.broadcast, got, root, group)
             case "reduce":
-                return partial(dist.reduce, got, 0, operator, group)
+                return partial(dist.reduce, got, root, operator, group)
             case "gather":
-                return partial(dist.gather, given, list(got.chunk(ranks)) if rank == 0 else None, 0, group)
+                return partial(dist.gather, given, list(got.chunk(ranks)) if rank == 0 else None, root, group)
             case "scatter":
-                return partial(dist.scatter, got, list(given.chunk(ranks)) if rank == 0 else None, 0, group)
+                return partial(
+                    dist.scatter, got, list(given.chunk(ranks)) if rank == 0 else None, root, group
+                )
             case "send_recv":
-                return partial(_send_recv, given, got, (rank + 1) % ranks, (rank - 1) % ranks, group)
+                return partial(_send_recv, given, got, after, before, group)
             case "barrier":
                 return partial(dist.barrier, group)
         raise UnsupportedError(collective.name)

@@ -1,0 +1,230 @@
+"""Fits what programs reach of devices to published training steps: the shares in shoal/cluster/devices.toml.
+
+    python benchmarks/fit_devices.py RUNS.csv [LAYERS.csv]
+
+Each constant has an expected value, from data sheets and micro-benchmarks, and says how sure that is (the
+standard deviation of its logarithm). What is minimised is the sum of squares of the rows' errors, in units of
+6 % and each family alike, and of the constants' departures from what is expected: constants stay physical
+where rows do not tell. Half of the rows are fitted (`shoal.planner.validate.is_fitted`); the other half says
+how far that holds. Prints both, and the constants as they stand in the data file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.cluster import Cluster, Device
+from shoal.cost.block import block_cost
+from shoal.cost.step import Costs
+from shoal.planner.published import Measured, read_table
+from shoal.planner.published_layers import MeasuredLayer, read_layers
+from shoal.planner.validate import is_fitted, published_workload
+from shoal.workload import workload_of
+
+__all__ = ["CONSTANTS", "Constant", "fit", "main"]
+
+_ERROR, _LAYER_ERROR = 0.06, 0.03  # what one standard deviation of a row is taken to be
+_ROUNDS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A field of some devices that is fitted.
+
+    Attributes:
+        devices: Names of presets that share it.
+        field: Of `Device`.
+        expected: Before any row is seen.
+        spread: Standard deviation of its logarithm.
+        most: It can be no larger.
+    """
+
+    devices: tuple[str, ...]
+    field: str
+    expected: float
+    spread: float
+    most: float = math.inf
+
+
+_A100, _H100 = ("a100-80", "a100-40"), ("h100", "h100-96")
+
+CONSTANTS: Sequence[Constant] = (
+    # 254 of 312 TFLOP/s at 8,192^3 and 271 at best (stas00, Azure); at 40 GB the chip clocks alike
+    Constant(("a100-80",), "product_share", 0.84, 0.04, 1.0),
+    Constant(("a100-40",), "product_share", 0.82, 0.06, 1.0),
+    # 794 of 989 at best; long runs throttle at 700 W, and more so at 500 W
+    Constant(("h100",), "product_share", 0.74, 0.06, 1.0),
+    Constant(("h100-96",), "product_share", 0.6, 0.15, 1.0),
+    Constant(_A100, "product_depth", 100, 0.7),
+    Constant(_H100, "product_depth", 150, 0.7),
+    # 1.61 to 1.75 of 2.04 TB/s, 2.9 to 3.2 of 3.35
+    Constant(_A100, "bandwidth_share", 0.83, 0.06, 1.0),
+    Constant(_H100, "bandwidth_share", 0.88, 0.06, 1.0),
+    # FlashAttention 2: 180 and 328 TFLOP/s (Azure) of forward
+    Constant(_A100, "attention_share", 0.55, 0.12, 1.0),
+    Constant(_H100, "attention_share", 0.38, 0.2, 1.0),
+    Constant(_A100, "attention_backward_share", 0.45, 0.2, 1.0),
+    Constant(_H100, "attention_backward_share", 0.32, 0.25, 1.0),
+    Constant(_A100, "launch", 2.5e-6, 0.4),
+    Constant(_H100, "launch", 2e-6, 0.4),
+    # PyTorch's eager mode with a framework around it
+    Constant(_A100, "dispatch", 20e-6, 0.8),
+    Constant(_H100, "dispatch", 15e-6, 0.5),
+    Constant(_A100, "overlap", 0.2, 1.0, 0.95),
+    Constant(_H100, "overlap", 0.6, 0.4, 0.95),
+    Constant(_A100, "contention", 0.25, 0.6),
+    Constant(_H100, "contention", 0.25, 0.6),
+)
+"""What is fitted."""
+
+
+class Rows:
+    """Measured rows whose predictions are asked for with changed devices.
+
+    Args:
+        steps: Of training.
+        layers: Of one layer.
+    """
+
+    def __init__(self, steps: Sequence[Measured], layers: Sequence[MeasuredLayer]) -> None:
+        self.steps = steps
+        self.layers = layers
+        self._workloads = {row.line: published_workload(row) for row in steps}
+        self._layers = {row.shape: workload_of(row.shape) for row in layers}
+        self._clusters = {
+            (row.device, row.plans[0].ranks, row.devices_per_node, row.network): Cluster.assemble(
+                row.device, row.plans[0].ranks, row.devices_per_node, row.network
+            )
+            for row in steps
+        }
+
+    def errors(self, devices: Mapping[str, Device]) -> list[float]:
+        """Of each step, the logarithm of predicted over measured."""
+        return [math.log(self._step(row, devices) / row.seconds) for row in self.steps]
+
+    def layer_errors(self, devices: Mapping[str, Device]) -> list[float]:
+        """Of each layer's forward, backward and both."""
+        errors = []
+        for row in self.layers:
+            workload = self._layers[row.shape]
+            cluster = Cluster.assemble(row.device, row.layout.tp, max(row.layout.tp, 8), None)
+            cluster = cluster.replace(device=devices[cluster.device.name])
+            cost = block_cost(workload.layers[0], workload.hidden, workload.length, cluster, row.layout)
+            both = cost.forward + cost.backward
+            errors += [
+                math.log(cost.forward / row.forward),
+                math.log(cost.backward / row.backward),
+                math.log(both / (row.forward + row.backward)),
+            ]
+        return errors
+
+    def _step(self, row: Measured, devices: Mapping[str, Device]) -> float:
+        cluster = self._clusters[row.device, row.plans[0].ranks, row.devices_per_node, row.network]
+        costs = Costs(self._workloads[row.line], cluster.replace(device=devices[cluster.device.name]))
+        return min(costs.step(plan, row.batch).seconds for plan in row.plans)
+
+
+def fit(rows: Rows) -> list[float]:
+    """The constants that fit rows best, in the order of `CONSTANTS`.
+
+    Damped least squares of logarithms; errors beyond one and a half standard deviations count less and less.
+    """
+    families = Counter(row.family for row in rows.steps)
+    even = len(rows.steps) / len(families)
+    weights = [math.sqrt(even / families[row.family]) / _ERROR for row in rows.steps]
+    weights += [1 / _LAYER_ERROR] * (3 * len(rows.layers))
+
+    def residuals(logarithms: np.ndarray) -> np.ndarray:
+        devices = devices_with(_bounded(logarithms))
+        found = np.array(rows.errors(devices) + rows.layer_errors(devices)) * weights
+        soft = 2 * (np.sqrt(1 + (found / 1.5) ** 2) - 1)
+        departed = [
+            (value - math.log(each.expected)) / each.spread
+            for value, each in zip(logarithms, CONSTANTS, strict=True)
+        ]
+        return np.concatenate([1.5 * np.sqrt(soft) * np.sign(found), departed])
+
+    start = np.log([each.expected for each in CONSTANTS])
+    return _bounded(_least_squares(residuals, start))
+
+
+def devices_with(values: Sequence[float]) -> dict[str, Device]:
+    """The devices that are fitted, with these values of the constants, by their names in tables."""
+    changes: dict[str, dict[str, Any]] = {}
+    for value, constant in zip(values, CONSTANTS, strict=True):
+        for name in constant.devices:
+            changes.setdefault(name, {})[constant.field] = value
+    made = [replace(Device.preset(name), **fields) for name, fields in changes.items()]
+    return {device.name: device for device in made}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fits, and prints how well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("runs", type=Path, help="measured steps")
+    parser.add_argument("layers", type=Path, nargs="?", help="measured layers")
+    options = parser.parse_args(arguments)
+    layers = read_layers(options.layers) if options.layers else []
+    known = {Device.preset(name).name for constant in CONSTANTS for name in constant.devices}
+    steps = [row for row in read_table(options.runs) if Device.preset(row.device).name in known]
+    half = [row for row in steps if is_fitted(row)]
+    values = fit(Rows(half, layers))
+    devices = devices_with(values)
+    print("| family | rows | fitted rows: error | the others: error |\n| --- | ---: | ---: | ---: |")
+    rows = Rows(steps, layers)
+    errors = {row.line: math.exp(error) - 1 for row, error in zip(steps, rows.errors(devices), strict=True)}
+    for family in [*dict.fromkeys(row.family for row in steps), "all"]:
+        of_it = [row for row in steps if family in (row.family, "all")]
+        cells = [
+            _mean([errors[row.line] for row in of_it if is_fitted(row) == side]) for side in (True, False)
+        ]
+        print(f"| {family} | {len(of_it)} | {cells[0]} | {cells[1]} |")
+    if layers:
+        print(f"\nlayers: at most {max(map(abs, rows.layer_errors(devices))):.1%}")
+    for value, constant in zip(values, CONSTANTS, strict=True):
+        print(
+            f"{', '.join(constant.devices)}: {constant.field} = {value:.3g}  # expected {constant.expected:g}"
+        )
+
+
+def _mean(errors: Sequence[float]) -> str:
+    if not errors:
+        return ""
+    return f"{np.mean(np.abs(errors)):.1%} ({np.mean(errors):+.1%})"
+
+
+def _bounded(logarithms: np.ndarray) -> list[float]:
+    values = np.exp(logarithms)
+    return [min(float(value), each.most) for value, each in zip(values, CONSTANTS, strict=True)]
+
+
+def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
+    """Levenberg and Marquardt's method with differences for derivatives."""
+    point, damping, width = start, 1e-2, 1e-3
+    found = residuals(point)
+    for _ in range(_ROUNDS):
+        slopes = np.stack(
+            [(residuals(point + width * unit) - found) / width for unit in np.eye(len(point))], axis=1
+        )
+        square = slopes.T @ slopes
+        while damping < 1e6:
+            scaled = square + damping * np.diag(np.diag(square))
+            tried = point - np.linalg.solve(scaled, slopes.T @ found)
+            result = residuals(tried)
+            if result @ result < found @ found:
+                point, found, damping = tried, result, damping / 5
+                break
+            damping *= 5
+    return point
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""Predicted beside measured: the time of a step under many Plans, on this machine, from `shoal probe` alone.
+
+    python benchmarks/prediction.py [--ranks 2,4] [--rounds 5] [--steps 3] [--out benchmarks/prediction.md]
+
+For each number of ranks the machine is probed with as many, which says what a rank reaches when all are busy;
+then every Plan's step is predicted, and measured in interleaved rounds (`rounds.py`). No measured step takes
+part in the predictions. The page has each Plan's predicted and measured seconds and the error, the median of
+the errors, and Kendall's tau of the order within a number of ranks: of all pairs of Plans that train the same
+model, the share that the prediction orders as the measurement does, less the share that it does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch.distributed as dist
+from contestants import Task
+from rounds import Burst, Ranks, Spread, Step, interleave
+
+import shoal
+from shoal.cluster import Cluster
+from shoal.collectives.bench import describe
+from shoal.cost.crowding import crowded_seconds
+from shoal.models import Transformer, TransformerConfig
+from shoal.plan import Plan
+from shoal.simulate import simulate
+from shoal.workload import Workload, transformer_shape, workload_of
+
+__all__ = ["PLANS", "SHAPES", "Case", "Row", "kendall_tau", "main", "predicted_seconds", "workload_of_case"]
+
+_WARM_UP = 2  # steps
+
+SHAPES: Mapping[str, TransformerConfig] = {
+    "dense": TransformerConfig(
+        vocab_size=256, layers=8, hidden=256, heads=4, kv_heads=4, ffn=1024, seq=128, tie_embeddings=False
+    ),
+    "experts": TransformerConfig(
+        vocab_size=256,
+        layers=4,
+        hidden=256,
+        heads=4,
+        kv_heads=4,
+        ffn=1024,
+        seq=128,
+        tie_embeddings=False,
+        experts=4,
+        experts_per_token=2,
+        expert_ffn=512,
+    ),
+}
+"""What is trained, by name."""
+
+_BATCH = 16
+_DENSE = {
+    2: (
+        "dp=2",
+        "dp=2,microbatch=1",
+        "dp=2,recompute=full",
+        "dp=2,shard=zero1",
+        "dp=2,shard=zero2",
+        "dp=2,shard=zero2,microbatch=2",
+        "dp=2,shard=zero3",
+        "dp=2,shard=zero3,microbatch=2",
+        "tp=2",
+        "tp=2,tensor=plain",
+        "cp=2",
+        "cp=2,context=ulysses",
+        "pp=2,microbatch=2",
+        "pp=2,schedule=zb-h1,microbatch=2",
+        "pp=2,schedule=interleaved,microbatch=2",
+    ),
+    4: (
+        "dp=4",
+        "dp=4,shard=zero3",
+        "dp=4,recompute=full",
+        "dp=2,tp=2",
+        "dp=2,tp=2,shard=zero2",
+        "dp=2,cp=2",
+        "dp=2,pp=2,microbatch=2",
+        "tp=2,pp=2,microbatch=2",
+        "pp=4,microbatch=2",
+    ),
+}
+_EXPERTS = {
+    2: ("dp=2", "dp=2,ep=2", "dp=2,shard=zero1,ep=2"),
+    4: ("dp=4,ep=4", "dp=2,tp=2,ep=2"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model under a Plan."""
+
+    model: str
+    plan: str
+
+    def __str__(self) -> str:
+        return f"{self.model}: {self.plan}"
+
+
+PLANS: Mapping[int, tuple[Case, ...]] = {
+    ranks: (
+        *(Case("dense", plan) for plan in _DENSE[ranks]),
+        *(Case("experts", plan) for plan in _EXPERTS[ranks]),
+    )
+    for ranks in _DENSE
+}
+"""What is predicted and measured, by the number of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the page has of a case; seconds of a step."""
+
+    ranks: int
+    case: Case
+    predicted: float
+    measured: Spread
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a share of the measured seconds."""
+        return self.predicted / self.measured.median - 1
+
+
+def workload_of_case(case: Case) -> Workload:
+    """What the case's model does."""
+    return workload_of(transformer_shape(SHAPES[case.model].model_dump(), case.model))
+
+
+def predicted_seconds(case: Case, cluster: Cluster, cores: int) -> float:
+    """Of a step, on ranks that share so many cores."""
+    plan = Plan.parse(case.plan)
+    simulation = simulate(workload_of_case(case), cluster, plan, _BATCH)
+    parts = simulation.breakdown.parts
+    crowding = max(1.0, plan.ranks / cores)
+    return crowded_seconds(simulation.seconds, parts.bubble + parts.straggler_wait, crowding)
+
+
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+    """Of two orders of the same things: 1 where they agree, -1 where one is the other's reverse.
+
+    >>> kendall_tau([(1.0, 10.0), (2.0, 20.0), (3.0, 15.0)])
+    0.3333333333333333
+    """
+    compared = [
+        (first[0] - second[0]) * (first[1] - second[1]) for first, second in itertools.combinations(pairs, 2)
+    ]
+    return sum((each > 0) - (each < 0) for each in compared) / len(compared)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    machine = describe()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in options.ranks:
+            cluster = _probed(ranks, Path(folder), quick=options.quick)
+            cases = [case for case in PLANS[ranks] if options.only in str(case)]
+            bursts = _measured(cases, ranks, Path(folder), options)
+            for case in cases:
+                seconds = Spread.of([median(burst.seconds) for burst in bursts[str(case)]])
+                rows.append(Row(ranks, case, predicted_seconds(case, cluster, machine.cores), seconds))
+    page = f"{_page(rows)}\n{machine}\n"
+    print(page)
+    if options.out is not None:
+        options.out.write_text(f"{_HEAD}\n{page}", encoding="utf-8")
+    return 0
+
+
+def _probed(ranks: int, folder: Path, *, quick: bool) -> Cluster:
+    file = folder / f"{ranks}.toml"
+    command = [sys.executable, "-m", "shoal.cli.main", "probe", f"--ranks={ranks}", f"--out={file}"]
+    subprocess.run([*command, *(["--quick"] if quick else [])], check=True, stdout=sys.stderr)
+    return Cluster.read(file)
+
+
+def _measured(
+    cases: Sequence[Case], ranks: int, folder: Path, options: argparse.Namespace
+) -> dict[str, list[Burst]]:
+    with ExitStack() as stack:
+        running = {}
+        for case in cases:
+            _say(f"starting {case}")
+            running[str(case)] = stack.enter_context(Ranks(partial(_build, case, folder), ranks))
+            running[str(case)].run(_WARM_UP)
+        return interleave(running, options.rounds, options.steps, _say)
+
+
+def _build(case: Case, folder: Path, rank: int) -> Step:
+    """The step of a rank, as `shoal train` makes it."""
+    dist.init_process_group("shoal")
+    config = SHAPES[case.model]
+    task = Task("", config.seq, _BATCH, 1, folder)
+    model = Transformer(config)
+    model.initialize(0)
+    trainer = shoal.Trainer(model, task.samples(), case.plan, batch=_BATCH, steps=1_000_000)
+    return lambda: trainer.step().loss
+
+
+def _page(rows: Sequence[Row]) -> str:
+    lines = [
+        "| ranks | model | Plan | predicted, ms | measured, ms | range | error |",
+        "| ---: | --- | --- | ---: | ---: | --- | ---: |",
+    ]
+    for row in rows:
+        measured = row.measured
+        lines.append(
+            f"| {row.ranks} | {row.case.model} | `{row.case.plan}` | {row.predicted * 1e3:.1f} "
+            f"| {measured.median * 1e3:.1f} | {measured.low * 1e3:.1f} to {measured.high * 1e3:.1f} "
+            f"| {row.error:+.1%} |"
+        )
+    lines.append("")
+    for ranks in sorted({row.ranks for row in rows}):
+        lines.append(f"- {ranks} ranks: {_summary([row for row in rows if row.ranks == ranks])}")
+    lines.append(f"- all: median error {median(abs(row.error) for row in rows):.1%}")
+    return "\n".join([*lines, ""])
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    dense = [(row.predicted, row.measured.median) for row in rows if row.case.model == "dense"]
+    order = f", Kendall's tau of the dense model's {kendall_tau(dense):.2f}" if len(dense) > 1 else ""
+    return f"median error {median(abs(row.error) for row in rows):.1%}{order}"
+
+
+_HEAD = """\
+# Predicted and measured steps
+
+What `shoal probe` alone predicts, beside what was measured (`prediction.py`).
+"""
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default 2,4)")
+    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--steps", type=int, default=3, help="of each in a round (default 3)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
+    parser.add_argument("--quick", action="store_true", help="probe quickly")
+    parser.add_argument("--out", type=Path, help="also write the page, such as benchmarks/prediction.md")
+    options = parser.parse_args(arguments)
+    options.ranks = [int(each) for each in options.ranks.split(",")]
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

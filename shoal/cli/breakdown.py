@@ -1,0 +1,89 @@
+"""A Breakdown as an object for JSON and as tables for the terminal: of a run, or of a prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from shoal.cli.table import table_of
+from shoal.timeline import Breakdown, CollectiveFigures, Parts
+from shoal.units import format_bytes, format_seconds
+
+__all__ = ["breakdown_summary", "collectives_text", "parts_text", "ranks_text", "words"]
+
+
+def breakdown_summary(breakdown: Breakdown, rank: int | None) -> dict[str, Any]:
+    """As an object that JSON can hold: seconds of the parts, of one rank or of all, and the collectives."""
+    if rank is None:
+        shown, parts, collectives = breakdown.ranks, breakdown.parts, breakdown.collectives
+    else:
+        of_rank = breakdown.of(rank)
+        shown, parts, collectives = (of_rank,), of_rank.parts, of_rank.collectives
+    return {
+        **_parts(parts),
+        "ranks": {
+            str(each.rank): {"steps": len(each.steps), "counted": len(each.counted), **_parts(each.parts)}
+            for each in shown
+        },
+        "collectives": {operation: _collective(figures) for operation, figures in collectives.items()},
+    }
+
+
+def _parts(parts: Parts) -> dict[str, Any]:
+    totals = {name: value for name, value in asdict(parts).items() if name not in parts.disjoint()}
+    return {"parts": parts.disjoint(), **totals}
+
+
+def _collective(figures: CollectiveFigures) -> dict[str, Any]:
+    return {**asdict(figures), "algbw": figures.algbw}
+
+
+def parts_text(breakdown: Mapping[str, Any]) -> str:
+    """Where a step's time went."""
+    wall = breakdown["wall"]
+    rows = [
+        [words(name), f"{seconds:.6f}", f"{seconds / wall:.1%}"]
+        for name, seconds in [*breakdown["parts"].items(), ("step", wall)]
+    ]
+    table = table_of(["where a step's time went", "seconds", "share"], rows)
+    communication = breakdown["communication"]
+    if communication == 0:
+        return table
+    overlapped = breakdown["overlapped_communication"] / communication
+    moved = format_bytes(round(breakdown["bytes"]))
+    return f"{table}\n\n" + (
+        f"communication: {format_seconds(communication)} a step, {overlapped:.1%} of it overlapped; "
+        f"{moved} a step and rank"
+    )
+
+
+def ranks_text(ranks: Mapping[str, Any]) -> str:
+    """The shares of the parts, rank by rank."""
+    names = list(next(iter(ranks.values()))["parts"])
+    rows = [
+        [rank, f"{each['wall']:.6f}", *(f"{each['parts'][name] / each['wall']:.1%}" for name in names)]
+        for rank, each in ranks.items()
+    ]
+    return table_of(["rank", "step seconds", *map(words, names)], rows)
+
+
+def collectives_text(collectives: Mapping[str, Any]) -> str:
+    """The figures of each operation."""
+    rows = [
+        [
+            operation or "(unnamed)",
+            f"{each['count']:.4g}",
+            format_bytes(round(each["bytes"])),
+            f"{each['seconds']:.6f}",
+            f"{each['exposed_seconds']:.6f}",
+            f"{each['algbw'] / 1e9:.3g} GB/s" if each["algbw"] is not None else "-",
+        ]
+        for operation, each in collectives.items()
+    ]
+    return table_of(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
+
+
+def words(name: str) -> str:
+    """A name of a part, as one reads it."""
+    return name.replace("_", " ")

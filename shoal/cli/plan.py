@@ -1,0 +1,183 @@
+"""`shoal plan`: the best Plans for a model on a cluster, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.table import table_of
+from shoal.cli.workload import add_arguments, open_workload
+from shoal.errors import ModelError, UserError
+from shoal.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from shoal.planner import Candidate, Choice, Explanation
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Chooses how a model is laid over devices: every legal Plan, pruned by memory and by bounds that no Plan beats,
+ranked by predicted time. One row is the best Plan of its degrees. Then: what bounds the best, what half and
+twice each degree would cost, the best layout of another kind and why it loses, and what a machine with twice
+of one thing would gain, planned anew.
+
+The model is a preset, such as llama3-8b, or a .json file of a traced one; the cluster a preset or a .toml
+file. With --objective money fewer devices may be taken, where they train a token for less.
+MFU counts three times the FLOP of forward's products and attention over the whole square of positions,
+nothing that is recomputed.
+
+Exit codes: 0; 2 something given cannot work, or the model fits nowhere.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "plan",
+        help="choose the best Plan for a model on a cluster, and say why",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
+    parser.add_argument("--objective", choices=("time", "money"), default="time", help="what decides")
+    parser.add_argument("--top", metavar="N", type=int, default=5, help="rows of the table (default 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--write", metavar="CONFIG.toml", type=Path, help="also write it for shoal train")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the choice.
+
+    Raises:
+        ModelError: There is no such model, or --write was given for one that Shoal's transformer is not.
+        ClusterError: There is no such cluster, or it has no price where money decides.
+        PlanError: No Plan is legal, or none fits.
+        UserError: A file cannot be read or written.
+    """
+    from shoal.cluster import Cluster
+    from shoal.planner import choose
+
+    workload = open_workload(args.model, args.sequence)
+    cluster = Cluster.parse(args.cluster)
+    choice = choose(
+        workload, cluster, args.batch, objective=args.objective, margin=args.margin, limit=args.top
+    )
+    if args.write is not None:
+        _write(args, choice.best)
+    explanation = choice.explain()
+    summary = _summary(choice, explanation)
+    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    return 0
+
+
+def _write(args: argparse.Namespace, best: Candidate) -> None:
+    from shoal.planner import configuration
+    from shoal.workload import shape
+
+    if args.model.endswith(".json"):
+        raise ModelError(
+            f"--write was given for {args.model}, which does not say how the model is built",
+            possible="--write for presets",
+            change="leave out --write, and give the Plan to shoal train --plan with your model",
+        )
+    found = shape(args.model)
+    text = configuration(best, found if args.sequence is None else found.replace(seq=args.sequence))
+    try:
+        args.write.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the configuration cannot be written to {args.write}: {error.strerror}",
+            possible="a file in a directory that can be written to",
+            change="give another CONFIG.toml to --write",
+        ) from error
+    print(f"configuration written to {args.write}", file=sys.stderr)
+
+
+def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
+    best = choice.best
+    return {
+        "model": best.workload.name,
+        "parameters": best.workload.parameters,
+        "cluster": best.cluster.name,
+        "devices": best.devices,
+        "batch": best.batch,
+        "sequence": best.workload.length,
+        "legal_plans": choice.legal,
+        "timed_plans": choice.timed,
+        "plans": [_row(each) for each in choice.candidates],
+        "explanation": {
+            "sentences": list(explanation.sentences()),
+            "without_memory_limit": _short(explanation.unlimited),
+            "degrees": [
+                {"degree": each.degree, "value": each.value, "best": _short(each.best)}
+                for each in explanation.neighbours
+            ],
+            "other_kind": _short(explanation.other),
+            "machine": [{"twice": each.name, "best": _short(each.best)} for each in explanation.changes],
+        },
+    }
+
+
+def _row(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "plan": str(candidate.plan),
+        "layout": candidate.layout,
+        "devices": candidate.devices,
+        "step_seconds": candidate.seconds,
+        "tokens_per_second": candidate.tokens_per_second,
+        "mfu": candidate.mfu,
+        "memory": candidate.memory.peak,
+        "memory_parts": dict(candidate.memory.parts),
+        "parts": {"compute": candidate.cost.compute, **candidate.cost.parts},
+        "communication": candidate.communication,
+        "dollars_per_billion_tokens": candidate.dollars_per_billion_tokens or None,
+    }
+
+
+def _short(candidate: Candidate | None) -> dict[str, Any] | None:
+    return None if candidate is None else {"plan": str(candidate.plan), "step_seconds": candidate.seconds}
+
+
+def _text(summary: dict[str, Any]) -> str:
+    size = format_count(summary["parameters"])
+    heading = (
+        f"{summary['model']}, {size} parameters, on {summary['devices']} devices of {summary['cluster']}: "
+        f"batch {summary['batch']} x {summary['sequence']} tokens\n"
+        f"{summary['legal_plans']:,} legal Plans, of which {summary['timed_plans']:,} had to be timed"
+    )
+    return "\n\n".join(
+        [
+            heading,
+            _table(summary["plans"]),
+            f"plan: {summary['plans'][0]['plan']}",
+            "\n".join(summary["explanation"]["sentences"]),
+        ]
+    )
+
+
+def _table(plans: Sequence[dict[str, Any]]) -> str:
+    with_price = plans[0]["dollars_per_billion_tokens"] is not None
+    rows = [
+        [
+            each["layout"],
+            *([str(each["devices"])] if len({one["devices"] for one in plans}) > 1 else []),
+            format_seconds(each["step_seconds"]),
+            f"{each['tokens_per_second']:,.0f}",
+            f"{each['mfu']:.1%}",
+            f"{each['communication']:.1%}",
+            f"{each['parts']['bubble'] / each['step_seconds']:.1%}",
+            format_bytes(round(each["memory"])),
+            *([f"{each['dollars_per_billion_tokens']:,.0f}"] if with_price else []),
+        ]
+        for each in plans
+    ]
+    head = ["plan", "step", "tokens/s", "MFU", "communication", "bubble", "memory"]
+    if len(rows[0]) - with_price > len(head):
+        head.insert(1, "devices")
+    return table_of([*head, *(["$/B tokens"] if with_price else [])], rows)

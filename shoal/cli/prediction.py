@@ -1,0 +1,116 @@
+"""What is predicted of a run: its model, Plan and batch, on machines that a Cluster describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import RunError
+
+if TYPE_CHECKING:
+    from shoal.cluster import Cluster
+    from shoal.plan import Plan
+    from shoal.run import Run
+    from shoal.timeline import Timeline
+    from shoal.workload import Workload
+
+__all__ = ["Prediction", "compare_text", "kinds_compared"]
+
+_RENAMED = {"vocab_size": "vocab", "tie_embeddings": "tied"}
+_NOT_OF_THE_SHAPE = ("norm_eps", "rope_base")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a run does, and where.
+
+    Attributes:
+        workload: What it trains.
+        plan: Its Plan, the micro-batch settled.
+        batch: Samples of a step.
+        cluster: As many devices as it has ranks.
+    """
+
+    workload: Workload
+    plan: Plan
+    batch: int
+    cluster: Cluster
+
+    @classmethod
+    def of(cls, run: Run, cluster: str) -> Prediction:
+        """For a run, on a preset or a file of a Cluster.
+
+        Raises:
+            RunError: The run does not say what it trained, or trained no preset.
+            ModelError: Its model is not known.
+            ClusterError: The Cluster is not known, or has no such number of devices.
+        """
+        from shoal.cluster import Cluster
+        from shoal.plan import Plan
+        from shoal.workload import shape, workload_of
+
+        config, text = run.description.get("config"), run.description.get("plan")
+        if config is None or text is None or ":" in config["model"]:
+            given = "does not say what it trained" if config is None else f"trained {config['model']}"
+            raise RunError(
+                f"{run.path} {given}, whose costs are not known",
+                possible="a run of one of Shoal's presets",
+                change="leave out --cluster, or name another run",
+            )
+        plan = Plan.parse(text).with_microbatch_for(config["batch"])
+        found = Cluster.parse(cluster)
+        if found.devices != plan.ranks:
+            found = found.with_devices(plan.ranks)
+        options = _shape_fields(config.get("model_options") or {})
+        model = shape(config["model"]).replace(**options | {"seq": config["sequence"]})
+        return cls(workload_of(model), plan, config["batch"], found)
+
+    def timeline(self) -> Timeline:
+        """Of one step."""
+        from shoal.simulate import simulate
+
+        return simulate(self.workload, self.cluster, self.plan, self.batch).timeline
+
+
+def kinds_compared(predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
+    """By kind of span, seconds of a step predicted and measured, and the prediction's error as a share."""
+    from shoal.timeline.kinds import seconds_by_kind
+
+    before, after = seconds_by_kind(predicted), seconds_by_kind(measured)
+    return [
+        {
+            "kind": kind,
+            "predicted": before[kind],
+            "measured": after[kind],
+            "error": before[kind] / after[kind] - 1 if after[kind] > 0 else None,
+        }
+        for kind in before
+        if before[kind] > 0 or after[kind] > 0
+    ]
+
+
+def compare_text(rows: list[dict[str, Any]]) -> str:
+    """A table of what `kinds_compared` gives."""
+    from shoal.cli.table import table_of
+
+    return table_of(
+        ["predicted beside measured", "predicted", "measured", "error"],
+        [
+            [
+                row["kind"].replace("_", " "),
+                f"{row['predicted']:.6f}",
+                f"{row['measured']:.6f}",
+                "-" if row["error"] is None else f"{row['error']:+.1%}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _shape_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the built-in transformer as fields of a ModelShape."""
+    fields = {
+        _RENAMED.get(name, name): value for name, value in options.items() if name not in _NOT_OF_THE_SHAPE
+    }
+    return fields | ({"dropout": fields["dropout"] > 0} if "dropout" in fields else {})

@@ -1,0 +1,197 @@
+"""`shoal probe`: measures this machine, and writes a description that plans are made with.
+
+Exit codes: 0; 1, a rank failed; 2, something given cannot work; 130, stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli.table import table_of
+from shoal.errors import ConfigError, UserError, WorkerError, nearest
+
+if TYPE_CHECKING:
+    from shoal.collectives.bench.world import Ranks
+    from shoal.probe import Probed
+
+__all__ = ["add_parser", "run"]
+
+_STOPPED = 130
+_BACKENDS = ("shoal", "gloo", "nccl")
+
+_DESCRIPTION = """\
+Measures the machine that it runs on: matrix products by shape and type, passes over memory, attention, small
+operators, and every collective's curve inside a host and between hosts, with all ranks busy at once. Fits a
+description of the machine to it, says how well it fits and what looks wrong, and writes the description to a
+file that plans are made with anywhere.
+
+Alone it starts ranks on this machine: as many as there are GPUs, or cores. Under torchrun or srun it joins
+the ranks that are there, on as many hosts as there are; measure three or more to describe a fabric.
+
+Exit codes: 0 all right; 1 a rank failed; 2 something given cannot work; 130 stopped.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "probe",
+        help="measure this machine into a description that plans are made with",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("cluster.toml"), help="default cluster.toml"
+    )
+    parser.add_argument("--name", metavar="NAME", default="", help="of the machine (default: that of FILE)")
+    parser.add_argument("--ranks", metavar="N", type=int, help="local ranks to start")
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help=f"{', '.join(_BACKENDS)} (default: what `shoal train` would use here)",
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, and larger errors")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every measurement")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, as one of the ranks that a launcher started or on local ranks that this starts.
+
+    Raises:
+        UserError: Something given cannot work; nothing was started.
+        WorkerError: A rank failed.
+    """
+    # Imported here because they bring torch, which `--help` should not wait for.
+    from shoal.collectives.bench.world import Ranks
+    from shoal.elastic import find_world, launch, run_rank
+
+    backend = _backend(args.backend)
+    _require_writable(args.out)
+    world = find_world()
+    if world is not None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
+        ranks = Ranks(world.rank, world.ranks, world.local_rank)
+        return run_rank(world.rank, lambda _: _measure(args, backend, ranks))
+    words = ["probe", f"--out={args.out}", f"--name={args.name}", f"--backend={backend}"]
+    words += [f"--{flag}" for flag in ("quick", "json") if getattr(args, flag)]
+    try:
+        return launch([sys.executable, "-m", "shoal.cli.main", *words], _local_ranks(args.ranks, backend))
+    except WorkerError as error:
+        if error.exit_code == _STOPPED:  # there was nothing to save
+            return _STOPPED
+        raise
+
+
+def _backend(asked: str | None) -> str:
+    """What to measure, once it is certain that it can be."""
+    import torch
+
+    from shoal.collectives import is_built
+    from shoal.collectives.bench.contestants import require_available
+
+    if asked is None:
+        return "nccl" if torch.cuda.is_available() else "shoal" if is_built() else "gloo"
+    if asked not in _BACKENDS:
+        raise ConfigError(
+            f"--backend {asked} does not exist{nearest(asked, _BACKENDS)}",
+            possible=", ".join(_BACKENDS),
+            change="give one of these to --backend",
+        )
+    require_available(asked)
+    return asked
+
+
+def _local_ranks(asked: int | None, backend: str) -> int:
+    import torch
+
+    if asked is None:
+        return torch.cuda.device_count() if backend == "nccl" else len(os.sched_getaffinity(0))
+    if asked < 1:
+        raise ConfigError(
+            f"--ranks {asked} are no ranks", possible="1 or more", change="give a larger --ranks"
+        )
+    return asked
+
+
+def _require_writable(path: Path) -> None:
+    """Raises before anything is measured if there is nowhere to write to."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(
+            f"the description cannot be written to {path}",
+            possible="a file in a directory that can be written to",
+            change="give another FILE to --out",
+        )
+
+
+def _measure(args: argparse.Namespace, backend: str, ranks: Ranks) -> int:
+    from shoal.collectives.bench.run import stdout_for_data
+    from shoal.collectives.bench.world import joined
+    from shoal.probe import QUICK, THOROUGH, Place, probe
+
+    def say(text: str) -> None:
+        if ranks.rank == 0:
+            print(f"measuring {text}", file=sys.stderr)
+
+    with stdout_for_data(), joined(ranks):
+        place = Place.find(ranks, backend)
+        probed = probe(place, args.name or args.out.stem, QUICK if args.quick else THOROUGH, say)
+        if ranks.rank == 0:
+            probed.cluster.write(args.out)
+            print(json.dumps(_summary(probed), indent=2) if args.json else _text(probed))
+            for suspicion in probed.suspicions:
+                print(f"warning: {suspicion}", file=sys.stderr)
+            print(f"description written to {args.out}", file=sys.stderr)
+    return 0
+
+
+def _summary(probed: Probed) -> dict[str, object]:
+    return {
+        "cluster": asdict(probed.cluster),
+        "errors": [asdict(each) for each in probed.errors],
+        "warnings": list(probed.suspicions),
+        "measurements": asdict(probed.measurements),
+    }
+
+
+def _text(probed: Probed) -> str:
+    cluster, device = probed.cluster, probed.cluster.device
+    facts = [
+        *((f"products, {name}", _flops(rate * device.product_share)) for name, rate in device.peak.items()),
+        ("half of it at", f"{device.product_depth:.3g} inputs"),
+        ("passes over memory", f"{device.bandwidth * device.bandwidth_share / 1e9:.3g} GB/s"),
+        ("attention", f"{device.attention_share:.1%} of the peak forward"),
+        ("", f"{device.attention_backward_share:.1%} backward"),
+        ("an operator's start", f"{device.launch * 1e6:.3g} us, {device.dispatch * 1e6:.3g} us on the host"),
+        ("compute beside links", f"slowed by {device.contention:.0%} of their time"),
+    ]
+    for level in cluster.levels:
+        if level.devices > 1:
+            facts.append(
+                (
+                    f"{level.name}, {level.devices} devices",
+                    f"{level.bandwidth * level.share / 1e9:.3g} GB/s, {level.latency * 1e6:.3g} us a step",
+                )
+            )
+    width = max(len(name) for name, _ in facts)
+    rows = [
+        [each.quantity, str(each.measured), f"{each.median:.1%}", f"{each.worst:.1%}"]
+        for each in probed.errors
+    ]
+    return "\n\n".join(
+        [
+            f"{device.name}, {cluster.devices} {'device' if cluster.devices == 1 else 'devices'}",
+            "\n".join(f"{name:<{width}}  {value}" for name, value in facts),
+            table_of(["error of the fit", "measured", "median", "worst"], rows),
+        ]
+    )
+
+
+def _flops(rate: float) -> str:
+    return f"{rate / 1e12:.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:.3g} GFLOP/s"

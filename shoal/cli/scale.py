@@ -1,0 +1,175 @@
+"""`shoal scale`: step time and efficiency against the number of devices, planned anew for each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.table import table_of
+from shoal.cli.workload import add_arguments, open_workload
+from shoal.errors import PlanError, UserError
+from shoal.units import format_seconds
+
+if TYPE_CHECKING:
+    from shoal.planner import Point, Scaling
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Chooses the best Plan for each number of devices, and prints how step time, efficiency and the share of
+communication go with it. Efficiency is tokens/s of a device over those on the fewest devices. Doubling the
+devices pays while it brings 1.5 times the tokens/s or more; the wall is where it brings none. Amdahl's bound
+keeps what is not compute on the fewest devices as it is, and divides compute evenly.
+
+Exit codes: 0; 2 something given cannot work.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "scale",
+        help="draw the scaling curve: step time and efficiency against devices",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    batch = parser.add_mutually_exclusive_group(required=True)
+    batch.add_argument("--batch", metavar="N", type=int, help="sequences in a step, on any number of devices")
+    batch.add_argument(
+        "--batch-per-device", metavar="N", type=int, help="sequences in a step for each device"
+    )
+    parser.add_argument(
+        "--devices",
+        metavar="N..M",
+        default="8..4096",
+        help="doubling from N to M, or N,M,... (default 8..4096)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the curve")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the curve.
+
+    Raises:
+        ModelError: There is no such model.
+        ClusterError: There is no such cluster, or not with so many devices.
+        PlanError: The numbers cannot be read, or none of them has a Plan that fits.
+        UserError: The picture cannot be written.
+    """
+    from shoal.cluster import Cluster
+    from shoal.planner import scale
+    from shoal.planner.picture import picture
+
+    workload = open_workload(args.model, args.sequence)
+    cluster = Cluster.parse(args.cluster)
+    scaling = scale(
+        workload,
+        cluster,
+        _counts(args.devices),
+        batch=args.batch,
+        per_device=args.batch_per_device,
+        margin=args.margin,
+    )
+    title = f"{workload.name} on {cluster.name}"
+    if args.svg is not None:
+        _write(args.svg, picture(scaling, title))
+    if args.json:
+        print(json.dumps(_summary(scaling), indent=2))
+    else:
+        print(f"{title}\n\n{_text(scaling)}")
+    return 0
+
+
+def _counts(text: str) -> list[int]:
+    """The numbers of devices that --devices names."""
+    first, dots, last = text.partition("..")
+    try:
+        counts = [int(first), int(last)] if dots else [int(each) for each in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1 or (dots and counts[0] > counts[1]):
+        raise PlanError(
+            f"--devices {text} cannot be read",
+            possible="two numbers, N..M, between which devices double; or numbers with commas between them",
+            change="write --devices 8..4096, say",
+        )
+    if not dots:
+        return counts
+    doubled = [counts[0]]
+    while doubled[-1] * 2 <= counts[1]:
+        doubled.append(doubled[-1] * 2)
+    return doubled
+
+
+def _write(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"the picture cannot be written to {path}: {error.strerror}",
+            possible="a file in a directory that can be written to",
+            change="give another FILE to --svg",
+        ) from error
+    print(f"picture written to {path}", file=sys.stderr)
+
+
+def _summary(scaling: Scaling) -> dict[str, Any]:
+    return {
+        "points": [_row(point) for point in scaling.points],
+        "unfit": list(scaling.unfit),
+        "pays_to": scaling.pays_to,
+        "wall": scaling.wall,
+    }
+
+
+def _row(point: Point) -> dict[str, Any]:
+    best = point.best
+    return {
+        "devices": point.devices,
+        "batch": point.batch,
+        "plan": str(best.plan),
+        "step_seconds": best.seconds,
+        "amdahl_seconds": point.amdahl,
+        "tokens_per_second": best.tokens_per_second,
+        "efficiency": point.efficiency,
+        "mfu": best.mfu,
+        "communication": best.communication,
+        "parts": {"compute": best.cost.compute, **best.cost.parts},
+        "dollars_per_billion_tokens": best.dollars_per_billion_tokens or None,
+    }
+
+
+def _text(scaling: Scaling) -> str:
+    rows = [
+        [
+            str(point.devices),
+            format_seconds(point.best.seconds),
+            format_seconds(point.amdahl),
+            f"{point.best.tokens_per_second:,.0f}",
+            f"{point.efficiency:.1%}",
+            f"{point.best.communication:.1%}",
+            f"{point.best.cost.parts['bubble'] / point.best.seconds:.1%}",
+            f"{point.best.mfu:.1%}",
+            point.best.layout,
+        ]
+        for point in scaling.points
+    ]
+    head = ["devices", "step", "Amdahl", "tokens/s", "efficiency", "communication", "bubble", "MFU", "plan"]
+    most = scaling.points[-1].devices
+    told = [
+        f"Doubling the devices pays up to {most}, the most that were looked at."
+        if scaling.pays_to is None
+        else f"Doubling the devices stops paying at {scaling.pays_to}: the next step brings less than half "
+        "of what it could.",
+    ]
+    if scaling.wall is not None:
+        told.append(f"The wall is at {scaling.wall}: more devices train no more tokens a second.")
+    if scaling.unfit:
+        told.append("No legal Plan fits " + ", ".join(map(str, scaling.unfit)) + " devices.")
+    return "\n\n".join([table_of(head, rows), "\n".join(told)])

@@ -1,0 +1,209 @@
+"""`shoal simulate`: a step of a Plan played against the clock, on machines that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
+from shoal.cli.table import table_of
+from shoal.errors import ModelError, UserError
+from shoal.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from shoal.cost.memory import RankMemory
+    from shoal.simulate import Simulation
+    from shoal.workload import Workload
+
+__all__ = ["add_parser", "run"]
+
+_MOST_ROWS = 16  # ranks along the pipeline that are printed; --json has all
+
+_MFU = (
+    "MFU counts three times the FLOP of forward's products and attention over the whole square of positions, "
+    "nothing that is recomputed"
+)
+
+_DESCRIPTION = f"""\
+Predicts a step: how long it takes, where the time goes, what memory it needs. The schedule's table is played
+with the costs of the model's blocks on the cluster's devices and links: compute, what is exposed of the
+communications within blocks, messages between stages, gradients and weights beside compute, the optimizer.
+
+The model is a preset, such as llama3-8b, or a .json file of a traced one. The cluster is a preset or a .toml
+file, such as dgx-h100:64; without a number it has as many devices as the Plan has ranks.
+{_MFU}.
+One rank stands for all that differ from it along other axes than the pipeline's.
+
+Exit codes: 0; 2 something given cannot work.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict a step of a Plan: its time, where it goes, its memory",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--plan", metavar="PLAN", required=True, help="such as dp=8,tp=8,pp=4,precision=bf16")
+    parser.add_argument("--model", metavar="MODEL", required=True, help="a preset, or a .json file")
+    parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="such as dgx-h100:64")
+    parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
+    parser.add_argument("--sequence", metavar="N", type=int, help="tokens of a sequence, if not the preset's")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
+    )
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the forwards and backwards")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the prediction.
+
+    Raises:
+        PlanError: The Plan cannot be read, or does not fit the devices, the batch or the model.
+        ModelError: There is no such model.
+        ClusterError: There is no such cluster.
+        UserError: A file cannot be read or written.
+    """
+    from shoal.cluster import Cluster
+    from shoal.cost.memory import memory_of
+    from shoal.plan import Plan
+    from shoal.plan.schedules.draw import draw
+    from shoal.simulate import simulate
+    from shoal.timeline import write_chrome_trace
+
+    plan = Plan.parse(args.plan)
+    cluster = Cluster.parse(args.cluster)
+    if ":" not in args.cluster:
+        cluster = cluster.with_devices(plan.ranks)
+    workload = _workload(args.model, args.sequence)
+    simulation = simulate(workload, cluster, plan, args.batch)
+    memory = memory_of(workload, simulation.plan, args.batch, cluster)
+    if args.trace is not None:
+        _write("trace", args.trace, lambda path: write_chrome_trace(simulation.timeline, path))
+    if args.svg is not None:
+        title = f"{workload.name}, {simulation.plan}"
+        picture = draw([simulation.played], title)
+        _write("picture", args.svg, lambda path: path.write_text(picture, encoding="utf-8"))
+    summary = _summary(simulation, memory)
+    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    return 0
+
+
+def _workload(name: str, sequence: int | None) -> Workload:
+    from shoal.workload import from_json, shape, workload_of
+
+    if not name.endswith(".json"):
+        found = shape(name)
+        return workload_of(found if sequence is None else found.replace(seq=sequence))
+    if sequence is not None:
+        raise ModelError(
+            f"--sequence {sequence} was given for {name}, which was traced with its own",
+            possible="another length for presets",
+            change="leave out --sequence, or trace the model with such samples",
+        )
+    try:
+        return from_json(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            f"{name} cannot be read: {error.strerror}",
+            possible="a file that a traced model was written to",
+            change="correct the path",
+        ) from error
+
+
+def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise UserError(
+            f"the {what} cannot be written to {path}: {error.strerror}",
+            possible="a file in a directory that can be written to",
+            change=f"give another FILE to --{'svg' if what == 'picture' else what}",
+        ) from error
+    print(f"{what} written to {path}", file=sys.stderr)
+
+
+def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, Any]:
+    workload, cluster, plan = simulation.workload, simulation.cluster, simulation.plan
+    return {
+        "model": workload.name,
+        "parameters": workload.parameters,
+        "plan": str(plan),
+        "cluster": cluster.name,
+        "devices": plan.ranks,
+        "batch": simulation.batch,
+        "sequence": workload.length,
+        "step_seconds": simulation.seconds,
+        "tokens_per_second": simulation.tokens_per_second,
+        "tokens_per_second_per_device": simulation.tokens_per_second_per_device,
+        "mfu": simulation.mfu,
+        "mfu_counts": _MFU,
+        "memory": [
+            {
+                "place": each.rank,
+                "peak_bytes": each.peak,
+                "moment": each.moment,
+                "parts": dict(each.parts),
+                "fits": each.fits(cluster),
+            }
+            for each in memory
+        ],
+        "device_memory": cluster.device.memory,
+        "breakdown": breakdown_summary(simulation.breakdown, None),
+    }
+
+
+def _text(summary: Mapping[str, Any]) -> str:
+    breakdown = summary["breakdown"]
+    paragraphs = [_heading(summary), parts_text(breakdown)]
+    if len(breakdown["ranks"]) > 1:
+        paragraphs.append(ranks_text(dict(list(breakdown["ranks"].items())[:_MOST_ROWS])))
+    if breakdown["collectives"]:
+        paragraphs.append(collectives_text(breakdown["collectives"]))
+    paragraphs.append(_memory_text(summary["memory"]))
+    paragraphs.append(f"{_MFU}.")
+    return "\n\n".join(paragraphs)
+
+
+def _heading(summary: Mapping[str, Any]) -> str:
+    fullest = max(summary["memory"], key=lambda each: each["peak_bytes"])
+    fits = "fits" if fullest["fits"] else "DOES NOT FIT"
+    rows = [
+        ("model", f"{summary['model']}, {format_count(summary['parameters'])} parameters"),
+        ("plan", summary["plan"]),
+        ("cluster", f"{summary['cluster']}, {summary['devices']} devices"),
+        ("batch", f"{summary['batch']} x {summary['sequence']} tokens"),
+        ("step", format_seconds(summary["step_seconds"])),
+        ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
+        ("tokens/s/device", f"{summary['tokens_per_second_per_device']:,.0f}"),
+        ("MFU", f"{summary['mfu']:.1%}"),
+        (
+            "memory",
+            f"{format_bytes(round(fullest['peak_bytes']))} of {format_bytes(round(summary['device_memory']))}"
+            f", {fits}",
+        ),
+    ]
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+
+
+def _memory_text(memory: Sequence[Mapping[str, Any]]) -> str:
+    names = [name for name in memory[0]["parts"] if any(each["parts"].get(name) for each in memory)]
+    rows = [
+        [
+            str(each["place"]),
+            format_bytes(round(each["peak_bytes"])),
+            *(format_bytes(round(each["parts"].get(name, 0))) for name in names),
+            each["moment"],
+        ]
+        for each in memory[:_MOST_ROWS]
+    ]
+    return table_of(["memory of place", "peak", *names, "at"], rows)

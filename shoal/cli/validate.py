@@ -1,0 +1,139 @@
+"""`shoal validate TABLE.csv`: predictions beside published measurements, and how far off they are."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shoal.cli.table import table_of
+from shoal.planner.accuracy import Accuracy, Comparison, accuracy_of
+from shoal.planner.validate import validate
+from shoal.units import format_bytes, format_seconds
+
+__all__ = ["add_parser", "run"]
+
+_FEW = 20  # rows that are printed without being asked for
+
+_HALVES = {"fitted": (True,), "held out": (False,), "all": (True, False)}
+
+_DESCRIPTION = """\
+Predicts every row of a table of measurements, and prints predicted, measured and error: row by row, and for
+each family of rows and all together the median, mean and 90th percentile of the absolute errors, and the
+bias, which is the mean with signs. The columns of the table tell what it has: training steps, layers or
+collectives. docs/guides/validate.md says which columns.
+
+Exit codes: 0, however large the errors; 2 the table cannot be read, or has what cannot be predicted.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "validate",
+        help="predict the rows of a table of measurements, and show the errors",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("table", metavar="TABLE.csv", help="what was measured")
+    parser.add_argument("--rows", action="store_true", help=f"print the rows, even if more than {_FEW}")
+    parser.add_argument(
+        "--held-out",
+        action="store_true",
+        help="show the rows that constants may be fitted to beside those that they may not",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the comparison.
+
+    Raises:
+        DataError: The table cannot be read, or has a layout that no Plan describes.
+        ClusterError: It has a device or a machine that is not known.
+    """
+    comparisons = validate(args.table)
+    halves = ("fitted", "held out") if args.held_out else ("all",)
+    if args.json:
+        print(json.dumps(_summary(comparisons), indent=2))
+        return 0
+    parts = [_rows(comparisons)] if args.rows or len(comparisons) <= _FEW else []
+    print("\n\n".join([*parts, _errors(comparisons, halves)]))
+    return 0
+
+
+def _rows(comparisons: Sequence[Comparison]) -> str:
+    rows = [
+        [
+            f"{each.line}",
+            each.family,
+            each.name,
+            each.quantity,
+            _format(each.predicted, each.quantity),
+            _format(each.measured, each.quantity),
+            f"{each.error:+.1%}",
+            each.plan,
+        ]
+        for each in comparisons
+    ]
+    return table_of(["line", "family", "row", "what", "predicted", "measured", "error", "plan"], rows)
+
+
+def _format(value: float, quantity: str) -> str:
+    return format_bytes(round(value)) if quantity == "memory" else format_seconds(value)
+
+
+def _errors(comparisons: Sequence[Comparison], halves: Sequence[str]) -> str:
+    told = []
+    for half in halves:
+        rows_of_half = "rows" if half == "all" else f"{half}: rows"
+        told += [rows_of_half, "median", "mean", "90 % below", "bias"]
+    rows = []
+    for quantity, family, members in _groups(comparisons):
+        cells = [f"{quantity}, {family or 'all'}"]
+        for half in halves:
+            cells += _cells(accuracy_of(each for each in members if each.fitted in _HALVES[half]))
+        rows.append(cells)
+    return table_of(["error of", *told], rows)
+
+
+def _cells(accuracy: Accuracy | None) -> list[str]:
+    if accuracy is None:
+        return ["0", "-", "-", "-", "-"]
+    return [
+        f"{accuracy.rows}",
+        f"{accuracy.median:.1%}",
+        f"{accuracy.mean:.1%}",
+        f"{accuracy.ninth_decile:.1%}",
+        f"{accuracy.bias:+.1%}",
+    ]
+
+
+def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, str | None, list[Comparison]]]:
+    """By quantity: every family's comparisons, and then, as family None, all of them."""
+    groups: list[tuple[str, str | None, list[Comparison]]] = []
+    for quantity in dict.fromkeys(each.quantity for each in comparisons):
+        members = [each for each in comparisons if each.quantity == quantity]
+        families = list(dict.fromkeys(each.family for each in members))
+        if len(families) > 1:
+            groups += [
+                (quantity, name, [each for each in members if each.family == name]) for name in families
+            ]
+        groups.append((quantity, None, members))
+    return groups
+
+
+def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """All that is known: the rows, and the errors of each group by half."""
+    return {
+        "rows": [{**asdict(each), "error": each.error} for each in comparisons],
+        "errors": [
+            {"quantity": quantity, "family": family, "half": half, **asdict(found)}
+            for quantity, family, members in _groups(comparisons)
+            for half, fitted in _HALVES.items()
+            if (found := accuracy_of(each for each in members if each.fitted in fitted)) is not None
+        ],
+    }

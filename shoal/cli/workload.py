@@ -1,0 +1,51 @@
+"""The model and the batch that commands which predict are asked about."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.errors import ModelError
+
+if TYPE_CHECKING:
+    from shoal.workload import Workload
+
+__all__ = ["add_arguments", "open_workload"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what names the model and the machines."""
+    parser.add_argument("--model", metavar="MODEL", required=True, help="a preset, or a .json file")
+    parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="such as dgx-h100:64, or a file")
+    parser.add_argument("--sequence", metavar="N", type=int, help="tokens of a sequence, if not the preset's")
+    parser.add_argument(
+        "--margin", metavar="SHARE", type=float, default=0.1, help="of memory to leave free (default 0.1)"
+    )
+
+
+def open_workload(name: str, sequence: int | None) -> Workload:
+    """The work of a preset on sequences of some length, or of a model that was traced.
+
+    Raises:
+        ModelError: There is no such preset or file, or the file's sequences have another length.
+    """
+    from shoal.workload import from_json, shape, workload_of
+
+    if not name.endswith(".json"):
+        found = shape(name)
+        return workload_of(found if sequence is None else found.replace(seq=sequence))
+    if sequence is not None:
+        raise ModelError(
+            f"--sequence {sequence} was given for {name}, which was traced with its own",
+            possible="another length for presets",
+            change="leave out --sequence, or trace the model with such samples",
+        )
+    try:
+        return from_json(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(
+            f"{name} cannot be read: {error.strerror}",
+            possible="a file that a traced model was written to",
+            change="correct the path",
+        ) from error

@@ -1,0 +1,48 @@
+"""Figures that cannot be, told by name: negative rates, shares above 1, gigabytes where bytes are meant."""
+
+from __future__ import annotations
+
+from shoal.errors import ClusterError
+
+__all__ = ["require", "require_bytes", "require_share"]
+
+_LEAST_BYTES = 1e6  # no memory, link or peak is below this; a figure that is was meant in giga-units
+
+
+def require(holds: bool, where: str, name: str, value: object, possible: str) -> None:
+    """Raises ClusterError unless a condition on a figure holds.
+
+    Args:
+        holds: The condition.
+        where: What has the figure, such as "the device x".
+        name: Of the figure.
+        value: Of the figure.
+        possible: What it may be.
+    """
+    if not holds:
+        raise ClusterError(f"{where} has {name}={value}", possible=possible, change=f"correct {name}")
+
+
+def require_bytes(where: str, **figures: float) -> None:
+    """Raises ClusterError for figures in bytes, bytes/s or FLOP/s that can only be in another unit."""
+    for name, value in figures.items():
+        require(value > 0, where, name, value, "a positive number")
+        require(
+            value >= _LEAST_BYTES,
+            where,
+            name,
+            value,
+            f"bytes, bytes/s or FLOP/s, at least {_LEAST_BYTES:g}; {value} would be giga- or tera-units: "
+            f"{value} GB are {value}e9",
+        )
+
+
+def require_share(where: str, name: str, value: float) -> None:
+    """Raises ClusterError unless a share of what a data sheet says is above 0 and at most 1."""
+    require(
+        0 < value <= 1,
+        where,
+        name,
+        value,
+        "a share of what the data sheet says, above 0 and at most 1 (or the data sheet's figure is wrong)",
+    )

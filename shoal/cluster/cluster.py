@@ -1,0 +1,247 @@
+"""The Cluster: devices, the links between them level by level, what they cost and how often they fail.
+
+A Cluster says what the machine could do (data sheets) and what programs reach of it (shares and latencies,
+measured or fitted); `source` says where each comes from. Rates are bytes a second in one direction, per
+device; memory is in bytes, time in seconds.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster.checks import require
+from shoal.cluster.description import fields_of, toml_of
+from shoal.cluster.device import Device
+from shoal.cluster.level import Level
+from shoal.cluster.tables import described, matching, table
+from shoal.errors import ClusterError
+
+__all__ = ["PRESETS", "Cluster"]
+
+PRESETS: tuple[str, ...] = tuple(table("nodes"))
+"""Names of the machines that are known, of shoal/cluster/nodes.toml."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The machines.
+
+    Attributes:
+        name: Such as "dgx-h100".
+        device: All are alike.
+        levels: Innermost first; the groups of each are made of whole groups of the one before. The last has
+            all devices.
+        price: Of a device, in dollars an hour; 0 if not known.
+        failures: Of a device, in an hour; 0 if not known.
+        reserved: Bytes of each device's memory that programs do not get: contexts, libraries, fragments.
+        source: Of these figures.
+    """
+
+    name: str
+    device: Device
+    levels: tuple[Level, ...]
+    price: float = 0.0
+    failures: float = 0.0
+    reserved: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ClusterError(
+                f"{self.name} has no levels of links",
+                possible="one or more, of which the last joins all devices",
+                change="add a level, with devices=1 for a single device",
+            )
+        inner = 1
+        for level in self.levels:
+            if level.devices < inner or level.devices % inner:
+                raise ClusterError(
+                    f"the level {level.name} of {self.name} joins {level.devices} devices, and the one "
+                    f"within it {inner}",
+                    possible=f"a multiple of {inner}",
+                    change="correct the number of devices of one of them",
+                )
+            inner = level.devices
+        for name, value in {"price": self.price, "failures": self.failures}.items():
+            require(
+                value >= 0, self.name, name, value, "0 if it is not known, or more, of a device in an hour"
+            )
+        require(
+            0 <= self.reserved < self.device.memory,
+            self.name,
+            "reserved",
+            self.reserved,
+            f"bytes: 0 or more, and less than the device's memory of {self.device.memory:g}",
+        )
+
+    @classmethod
+    def preset(cls, name: str, devices: int | None = None) -> Cluster:
+        """Machines that are known.
+
+        Args:
+            name: One of PRESETS.
+            devices: How many; one node's (or of a preset with pods, all) if not given.
+
+        Raises:
+            ClusterError: There is no such preset, or it has no such number of devices.
+        """
+        found = cls._of(described(name), f"the preset {name}")
+        return found if devices is None else found.with_devices(devices)
+
+    @classmethod
+    def parse(cls, text: str) -> Cluster:
+        """A preset or a file, as users write it: "dgx-h100", "dgx-h100:64", "mine.toml", "mine.toml:16".
+
+        Raises:
+            ClusterError: There is no such preset or file, or no such number of devices of it.
+        """
+        name, colon, number = text.rpartition(":")
+        if not colon:
+            name = text
+        elif not number.isdecimal():
+            raise ClusterError(
+                f"{text!r} has {number!r} for a number of devices",
+                possible="a preset or a file, and after a colon how many devices: dgx-h100:64",
+                change="write a number after the colon",
+            )
+        is_file = name.endswith(".toml") or "/" in name
+        found = cls.read(name) if is_file else cls.preset(name)
+        return found.with_devices(int(number)) if colon else found
+
+    @classmethod
+    def assemble(cls, words: str, devices: int, devices_per_node: int, network: float | None) -> Cluster:
+        """Machines of which little is said, as in tables of measurements: the rest is of the nearest preset.
+
+        Args:
+            words: What is said of the node or of its device, such as "p5.48xlarge (8xH100)" or "A100-80GB".
+            devices: In all.
+            devices_per_node: In a node.
+            network: Bytes/s of a node's interfaces together, one direction; None for the preset's.
+
+        Raises:
+            ClusterError: Neither node nor device is known, or the numbers do not go together.
+        """
+        base = cls.preset(matching("nodes", words) or _node_of(words))
+        inside, outside = base.levels[0], base.levels[-1]
+        if network is not None:
+            outside = replace(outside, bandwidth=network / devices_per_node)
+        levels = (_cut(inside, devices_per_node), replace(outside, devices=devices_per_node))
+        return replace(base, levels=levels).with_devices(devices)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Cluster:
+        """The Cluster that a file describes.
+
+        Raises:
+            ClusterError: The file is missing, is not TOML, or what it says cannot be.
+        """
+        try:
+            described = tomllib.loads(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise ClusterError(
+                f"the description of machines {path} cannot be read: {error.strerror}",
+                possible="a .toml file that `shoal probe` or Cluster.write wrote",
+                change="correct the path",
+            ) from None
+        except ValueError as error:  # of TOML, or of UTF-8
+            raise ClusterError(
+                f"{path} is not TOML: {error}",
+                possible="a .toml file that `shoal probe` or Cluster.write wrote",
+                change="correct the file",
+            ) from None
+        return cls._of(described, str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Writes a file from which `read` makes an equal Cluster.
+
+        Raises:
+            ClusterError: The file cannot be written.
+        """
+        try:
+            Path(path).write_text(toml_of(asdict(self)), encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(
+                f"the description of machines cannot be written to {path}: {error.strerror}",
+                possible="a file in a directory that can be written to",
+                change="give another path",
+            ) from None
+
+    @property
+    def devices(self) -> int:
+        """Number of all."""
+        return self.levels[-1].devices
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices that the innermost links join."""
+        return self.levels[0].devices
+
+    def replace(self, **changes: Any) -> Cluster:
+        """The same Cluster with some fields changed."""
+        return replace(self, **changes)
+
+    def with_devices(self, devices: int) -> Cluster:
+        """The same machines, more or fewer of them: part of one node, or whole nodes (and whole pods).
+
+        All levels stay, so that a node's worth may grow to many. Of a mesh that is cut, each device keeps the
+        links to those that are left. What was cut within a node grows by such nodes.
+
+        Raises:
+            ClusterError: So many are not whole groups of some level, or nothing joins more than there are.
+        """
+        if len(self.levels) == 1 and devices > self.devices:
+            raise ClusterError(
+                f"{devices} devices are too many: {self.name} has {self.devices}, with no links to others",
+                possible=f"1 to {self.devices}",
+                change="ask for fewer, or add a level of links to the description",
+            )
+        require(devices >= 1, self.name, "devices", devices, "1 or more")
+        levels = []
+        for level in self.levels:
+            is_last = level is self.levels[-1]
+            if devices > level.devices and not is_last and devices % level.devices:
+                below = devices - devices % level.devices
+                raise ClusterError(
+                    f"{devices} devices are not whole groups of the {level.devices} that {level.name} joins "
+                    f"in {self.name}",
+                    possible=f"up to {level.devices}, or a multiple of it, such as {below} or "
+                    f"{below + level.devices}",
+                    change="ask for another number of devices",
+                )
+            levels.append(_cut(level, devices if is_last else min(devices, level.devices)))
+        return replace(self, levels=tuple(levels))
+
+    @classmethod
+    def _of(cls, described: Mapping[str, Any], where: str) -> Cluster:
+        values = fields_of(cls, described, where)
+        values["device"] = Device(**fields_of(Device, values["device"], f"the device of {where}"))
+        values["levels"] = tuple(
+            Level(**fields_of(Level, level, f"level {number} of {where}"))
+            for number, level in enumerate(values["levels"], 1)
+        )
+        return cls(**values)
+
+
+def _node_of(words: str) -> str:
+    """The first preset that has a device."""
+    device = Device.preset(words)
+    for name in PRESETS:
+        if Cluster.preset(name).device == device:
+            return name
+    raise ClusterError(
+        f"{words!r} is of no known node: none has the device {device.name}",
+        possible=", ".join(PRESETS),
+        change="describe the machines in a .toml file",
+    )
+
+
+def _cut(level: Level, devices: int) -> Level:
+    """A level with as many devices; a mesh has no links to those that are gone."""
+    if not level.mesh or devices >= level.devices:
+        return replace(level, devices=devices)
+    left = max(devices - 1, 1) / (level.devices - 1)
+    return replace(level, devices=devices, bandwidth=level.bandwidth * left)

@@ -1,0 +1,106 @@
+"""The Device: one accelerator or core, what it could do, and what programs reach of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.cluster.checks import require, require_bytes, require_share
+from shoal.cluster.description import fields_of
+from shoal.cluster.tables import matching, table
+from shoal.errors import ClusterError, nearest
+
+__all__ = ["Device", "peak_flops"]
+
+_SHARES = ("product_share", "bandwidth_share", "attention_share", "attention_backward_share")
+_SECONDS = ("launch", "dispatch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device, and what programs reach of its rates.
+
+    Attributes:
+        name: Such as "H100-SXM".
+        memory: Bytes.
+        bandwidth: Of its memory, bytes/s, by its data sheet.
+        peak: FLOP/s by precision ("fp32", "bf16"), dense, by its data sheet.
+        units: That compute independently: multiprocessors, or cores.
+        tile: Rows and columns of the largest tile of a product that one unit computes.
+        product_share: Of the peak that large products reach.
+        product_depth: Inputs of a product at which it reaches half of that.
+        bandwidth_share: Of the bandwidth that passes over memory reach.
+        attention_share: Of the peak that fused attention reaches in forward.
+        attention_backward_share: The same of backward.
+        launch: Seconds from one kernel's end to the next one's start.
+        dispatch: Seconds that the host takes to start one operation; the device waits if it is quicker.
+        overlap: Share of tensor=async's communications that its products hide.
+        contention: Of a communication that runs beside compute, the share that compute is slowed by.
+        host_bandwidth: Bytes/s to and from the host's memory; 0 if it has none of its own.
+        source: Of these figures.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    peak: Mapping[str, float]
+    units: int
+    tile: tuple[int, int] = (256, 128)
+    product_share: float = 0.8
+    product_depth: float = 64.0
+    bandwidth_share: float = 0.85
+    attention_share: float = 0.45
+    attention_backward_share: float = 0.4
+    launch: float = 2e-6
+    dispatch: float = 8e-6
+    overlap: float = 0.0
+    contention: float = 0.2
+    host_bandwidth: float = 0.0
+    source: str = ""
+
+    def __hash__(self) -> int:
+        """Of the name: costs are looked up by device, and few devices share one."""
+        return hash(self.name)
+
+    def __post_init__(self) -> None:
+        where = f"the device {self.name}"
+        require_bytes(where, memory=self.memory, bandwidth=self.bandwidth)
+        require_bytes(where, **{f"peak.{precision}": rate for precision, rate in self.peak.items()})
+        require(self.units > 0, where, "units", self.units, "a positive number")
+        for name in _SHARES:
+            require_share(where, name, getattr(self, name))
+        for name in _SECONDS:
+            value = getattr(self, name)
+            require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")
+
+    @classmethod
+    def preset(cls, name: str) -> Device:
+        """A device that is known, by its name in the table or as drivers and published tables write it.
+
+        Raises:
+            ClusterError: None is known by that name.
+        """
+        devices = table("devices")
+        found = name if name in devices else matching("devices", name)
+        if found is None:
+            raise ClusterError(
+                f"{name!r} is not a known device{nearest(name.lower(), devices)}",
+                possible=", ".join(devices),
+                change="use one of these names, or describe the device in a file",
+            )
+        described = {key: value for key, value in devices[found].items() if key != "match"}
+        return cls(**fields_of(cls, described, f"the device {found}"))
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Dense peak of a device in FLOP/s; None where it is not known, as for CPUs.
+
+    Args:
+        device: Its name as the driver gives it, such as "NVIDIA H100 80GB HBM3".
+        precision: Type of the weights that compute, as in a Plan: fp32 or bf16.
+    """
+    found = matching("devices", device)
+    if found is None:
+        return None
+    peak: float | None = table("devices")[found]["peak"].get(precision)
+    return peak

@@ -1,0 +1,56 @@
+"""The data files of this package: devices, links and nodes that are known, and how they make a Cluster.
+
+`nodes.toml` names a device of `devices.toml` and, level by level, a link of `links.toml`; what a node says of
+a level besides goes before what its link says.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shoal.errors import ClusterError, nearest
+
+__all__ = ["described", "matching", "table"]
+
+
+@cache
+def table(name: str) -> dict[str, dict[str, Any]]:
+    """The tables of a data file of this package: devices, links or nodes. Not to be changed."""
+    return tomllib.loads(resources.files("shoal.cluster").joinpath(f"{name}.toml").read_text("utf-8"))
+
+
+def matching(name: str, words: str) -> str | None:
+    """The first table of a data file whose `match` is found in what a driver or a publication calls it."""
+    for key, entry in table(name).items():
+        if "match" in entry and re.search(entry["match"], words, re.IGNORECASE):
+            return key
+    return None
+
+
+def described(preset: str) -> dict[str, Any]:
+    """A node of the table as a file would describe it: one node, with its device and levels written out.
+
+    Raises:
+        ClusterError: There is no such preset.
+    """
+    nodes = table("nodes")
+    if preset not in nodes:
+        raise ClusterError(
+            f"{preset!r} is not a preset of machines{nearest(preset, nodes)}",
+            possible=", ".join(nodes) + "; or a path to a .toml file",
+            change="use one of these names",
+        )
+    node = nodes[preset]
+    device = {key: value for key, value in table("devices")[node["device"]].items() if key != "match"}
+    levels: list[dict[str, Any]] = []
+    for level in node["levels"]:
+        link = table("links")[level["link"]]
+        own = {key: value for key, value in level.items() if key != "link"}
+        inner = levels[-1]["devices"] if levels else 1
+        levels.append({"devices": inner, **link, **own})
+    said = {key: value for key, value in node.items() if key != "match"}
+    return {"name": preset, **said, "device": device, "levels": levels}

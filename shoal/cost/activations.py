@@ -1,0 +1,187 @@
+"""What a rank keeps of a micro-batch from forward to backward, block by block.
+
+A Workload lists the tensors that a block's forward keeps, and how tensor parallelism divides each. This file
+adds what laying a block over ranks does to that list:
+
+- `recompute` leaves out those of a layer that its backward makes anew; embedding and end keep theirs.
+- With tp > 1 results of products that are divided by rows are partial sums, which nobody keeps.
+- Ulysses keeps attention's result twice, by heads for its own backward and by positions for what follows.
+- With tp > 1 the end keeps the logits in the type that computes, and of each token 22 bytes: 8 for the
+  embedding's index, 8 for the target's, 4 for the loss's normalizer and 2 for its masks.
+
+What a block's backward holds for a moment, beside what is kept, is the larger of these two, taken at the
+product with a result as wide as the stream where it is most (the last one of a feed-forward layer):
+
+- the gradients of the product's input and of the two tensors that this was made of, less the input itself,
+  that is twice the input;
+- the gradient of its input and of its weight, with the gradient of its output gathered where tensor
+  parallelism splits the sequence, in two orders if there are several samples.
+
+Where attention is not fused, its scores' gradients, twice the scores, may be more than either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.cost.layout import Layout
+from shoal.workload import Attention, Block, Part, Product, Saved, Workload
+
+__all__ = ["BlockMemory", "EndMemory", "block_memory", "end_memory", "stream_bytes"]
+
+_FP32 = 4  # bytes
+_OF_TOKEN = 22  # bytes that the end keeps with tp > 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMemory:
+    """Bytes of a block on a rank for one micro-batch.
+
+    Attributes:
+        kept: From forward to backward.
+        whole: The same once backward has made anew what was not kept.
+        working: What backward holds besides at its fullest moment.
+        halves: What W needs after I: inputs of products, and gradients of their outputs.
+        dense: Parameters that the rank has after tensor parallelism, without experts.
+        experts: Parameters of its experts.
+    """
+
+    kept: float
+    whole: float
+    working: float
+    halves: float
+    dense: float
+    experts: float
+
+    @property
+    def parameters(self) -> float:
+        """All that the rank has of the block."""
+        return self.dense + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class EndMemory:
+    """Bytes that the loss and the head hold for a moment, on the rank that has the end.
+
+    Attributes:
+        loss: When the loss's backward has made the logits' gradient: that of the logarithms too, but where
+            the vocabulary is divided, since then they are made in place.
+        head: In the head's backward: the gradients of its input and of its weight; where tensor parallelism
+            splits the sequence also the input gathered, its gradient twice before it is reduced, and with
+            several samples the logits' gradient in the order of the parts.
+    """
+
+    loss: float
+    head: float
+
+
+def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: bool) -> BlockMemory:
+    """What a block holds.
+
+    Args:
+        block: Of the workload.
+        workload: Says the stream's width and length.
+        layout: How the block is laid over ranks.
+        is_layer: Whether `recompute` is for it.
+    """
+    policy = layout.recompute if is_layer else "none"
+    kept = _saved_bytes(block, layout, policy)
+    whole = _saved_bytes(block, layout, "none")
+    stream = stream_bytes(workload, layout)
+    if policy == "selective" and layout.tp == 1:
+        whole += stream  # the last product's result, which nothing asks for again
+    if block is workload.end and layout.tp > 1:
+        tokens = layout.microbatch * workload.length / layout.cp
+        extra = _OF_TOKEN * tokens + _logits(block, layout) - _logits(block, layout, _FP32)
+        kept, whole = kept + extra, whole + extra
+    return BlockMemory(
+        kept=kept,
+        whole=whole,
+        working=stream + max(_working(block, workload, layout), default=0.0),
+        halves=_operands(block, layout),
+        dense=block.parameters.whole + block.parameters.divided / layout.tp,
+        experts=block.parameters.experts / layout.ep,
+    )
+
+
+def end_memory(workload: Workload, layout: Layout) -> EndMemory:
+    """What loss and head hold for a moment."""
+    logits = _logits(workload.end, layout)
+    heads = [each for each in workload.end.operations if isinstance(each, Product)]
+    weight = heads[-1].inputs * heads[-1].outputs * layout.width / layout.tp if heads else 0.0
+    stream = stream_bytes(workload, layout)
+    at_head = stream + weight
+    if _splits_sequence(layout):
+        at_head += 3 * stream * layout.tp + (logits if layout.microbatch > 1 else 0.0)
+    return EndMemory(loss=logits * (2 if layout.tp == 1 else 1), head=at_head)
+
+
+def stream_bytes(workload: Workload, layout: Layout) -> float:
+    """Of the hidden state between two layers, or of its gradient."""
+    return layout.width * workload.length * workload.hidden * layout.share(Part.STREAM)
+
+
+def _saved_bytes(block: Block, layout: Layout, recompute: str) -> float:
+    total = sum(_bytes_of(each, layout) for each in block.saved if each.keep.under(recompute))
+    if recompute == "none" and layout.context == "ulysses" and layout.cp > 1:
+        results = sum(each.length * each.heads * each.value_width for each in block.attentions)
+        total += layout.width * results * layout.share(Part.COLUMNS)
+    return total
+
+
+def _bytes_of(saved: Saved, layout: Layout) -> float:
+    if saved.part is Part.ROWS and layout.tp > 1:
+        return 0.0  # a partial sum
+    return saved.nbytes(layout.width) * layout.share(saved.part)
+
+
+def _logits(end: Block, layout: Layout, width: int | None = None) -> float:
+    """Of the last product's result; fp32 where it is whole, else as it comes, or of a given width."""
+    products = [each for each in end.operations if isinstance(each, Product)]
+    if not products:
+        return 0.0
+    if width is None:
+        width = _FP32 if layout.tp == 1 else layout.width
+    return width * products[-1].rows * products[-1].outputs * layout.share(Part.COLUMNS)
+
+
+def _working(block: Block, workload: Workload, layout: Layout) -> Iterator[float]:
+    """What backward may hold beside the stream's gradient, by operation."""
+    gathered = 0.0
+    if _splits_sequence(layout):
+        gathered = (1 + (layout.microbatch > 1)) * layout.tp * stream_bytes(workload, layout)
+    for product in block.operations:
+        if not isinstance(product, Product) or product.outputs != workload.hidden:
+            continue
+        divided = Part.COLUMNS if product.part is Part.ROWS else Part.WHOLE
+        inputs = layout.width * product.rows * product.inputs * layout.share(divided)
+        weight = float(layout.width * product.inputs * product.outputs * product.copies)
+        weight /= layout.ep if product.copies > 1 else layout.tp if product.part is Part.ROWS else 1
+        yield max(2 * inputs, inputs + weight + gathered)
+    for attention in block.attentions:
+        if not attention.fused:
+            scores = attention.length**2 * attention.heads * layout.share(Part.COLUMNS)
+            yield 2 * layout.width * scores
+
+
+def _operands(block: Block, layout: Layout) -> float:
+    """Inputs of products and gradients of their outputs; those in a row that are as wide share an input."""
+    elements, before = 0.0, 0
+    for operation in block.operations:
+        if not isinstance(operation, Product):
+            before = 0 if isinstance(operation, Attention) else before
+            continue
+        around, within = Part.STREAM, Part.COLUMNS
+        if operation.part is Part.WHOLE:
+            around = within = Part.WHOLE
+        is_down = operation.part is Part.ROWS
+        if is_down or operation.inputs != before:
+            elements += operation.rows * operation.inputs * layout.share(within if is_down else around)
+        elements += operation.rows * operation.outputs * layout.share(around if is_down else within)
+        before = 0 if is_down else operation.inputs
+    return layout.width * elements
+
+
+def _splits_sequence(layout: Layout) -> bool:
+    return layout.tp > 1 and layout.tensor != "plain"

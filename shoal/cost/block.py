@@ -1,0 +1,144 @@
+"""Seconds of a block on one rank for one micro-batch, and the communications within it.
+
+Tensor parallelism joins `joins` times in forward and as often in backward: by an all-reduce of the stream
+(plain), or by an all-gather and a reduce-scatter of it (sequence, async), which move the same bytes. With
+recompute=full forward's are done again. Of the joins of tensor=async the device's `overlap` hides its share
+behind products. Context parallelism sends keys and values round the ring beside attention, or exchanges heads
+(Ulysses). Experts are exchanged twice in forward and twice in backward.
+
+A selective recompute does passes again, not products and attention; or, where attention is not fused and writes
+its scores to memory, attention alone (Korthikanti et al., arXiv:2205.05198).
+
+Where the host takes longer to start the operations than the device to do them, the host's time counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.cluster import Cluster
+from shoal.cost.compute import Seconds, attention_seconds, operation_seconds
+from shoal.cost.layout import Layout
+from shoal.cost.network import Group, collective_seconds
+from shoal.workload import Block, Pass, Product
+
+__all__ = ["BlockCost", "block_cost"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """What a block takes on a rank for one micro-batch, in seconds.
+
+    Attributes:
+        compute: Of its operations, what is recomputed counting with `input`.
+        tensor: Communication over tp that nothing hides: in forward, in backward.
+        context: The same over cp.
+        expert: The same over ep.
+    """
+
+    compute: Seconds
+    tensor: tuple[float, float] = (0.0, 0.0)
+    context: tuple[float, float] = (0.0, 0.0)
+    expert: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def forward(self) -> float:
+        """Of forward, with what it waits for."""
+        return self.compute.forward + self.tensor[0] + self.context[0] + self.expert[0]
+
+    @property
+    def backward(self) -> float:
+        """Of backward, with what it waits for."""
+        return self.compute.backward + self.tensor[1] + self.context[1] + self.expert[1]
+
+
+def block_cost(block: Block, hidden: int, length: int, cluster: Cluster, layout: Layout) -> BlockCost:
+    """What a block takes.
+
+    Args:
+        block: Of a Workload.
+        hidden: Width of the stream.
+        length: Tokens of a sample.
+        cluster: Where it runs; ranks of tp are neighbours, those of cp are tp apart.
+        layout: How it is laid over ranks.
+    """
+    compute = _compute(block, cluster, layout)
+    stream = float(layout.width) * layout.microbatch * length / layout.cp * hidden
+    return BlockCost(
+        compute,
+        _tensor(block, stream, cluster, layout),
+        _context(block, length, cluster, layout),
+        _expert(block, cluster, layout),
+    )
+
+
+def _compute(block: Block, cluster: Cluster, layout: Layout) -> Seconds:
+    device = cluster.device
+    total = Seconds(0.0, 0.0, 0.0)
+    passes = products = scores = 0.0
+    kernels = 0
+    for operation in block.operations:
+        seconds = operation_seconds(operation, device, layout)
+        total += seconds
+        if isinstance(operation, Pass):
+            passes += seconds.forward
+        elif isinstance(operation, Product):
+            products += seconds.forward
+        kernels += operation.kernels if isinstance(operation, Pass) else 1
+    for attention in block.attentions:
+        if not attention.fused:
+            scores += attention_seconds(attention, device, layout)[0]
+    host = kernels * device.dispatch
+    forward = max(total.forward, host)
+    repeated = 0.0
+    if block.has_rows and layout.recompute == "full":
+        repeated = forward
+    elif block.has_rows and layout.recompute == "selective":
+        repeated = scores or passes + block.remade * products
+    backward = max(total.backward, 2 * host)
+    return Seconds(forward, backward - total.weight + repeated, total.weight)
+
+
+def _tensor(block: Block, stream: float, cluster: Cluster, layout: Layout) -> tuple[float, float]:
+    if layout.tp == 1 or not block.joins:
+        return 0.0, 0.0
+    group = Group(layout.tp)
+    if layout.tensor == "plain":
+        each = collective_seconds("all_reduce", stream, group, cluster)
+    else:
+        each = collective_seconds("all_gather", stream, group, cluster)
+        each += collective_seconds("reduce_scatter", stream, group, cluster)
+        if layout.tensor == "async":
+            each *= 1 - cluster.device.overlap
+    forward = block.joins * each
+    return forward, forward * (2 if layout.recompute == "full" and block.has_rows else 1)
+
+
+def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tuple[float, float]:
+    if layout.cp == 1:
+        return 0.0, 0.0
+    forward = backward = 0.0
+    group = Group(layout.cp, layout.tp)
+    for attention in block.attentions:
+        samples = layout.microbatch * length / layout.cp / layout.tp * layout.width
+        keys = samples * attention.kv_heads * (attention.key_width + attention.value_width)
+        if layout.context == "ulysses":
+            heads = attention.heads * attention.value_width
+            queries = samples * attention.heads * attention.key_width
+            for nbytes in (queries, keys, samples * heads):
+                forward += collective_seconds("all_to_all", nbytes, group, cluster)
+            backward += forward
+            continue
+        beside = attention_seconds(attention, cluster.device, layout)
+        sends = collective_seconds("all_gather", keys * layout.cp, group, cluster)
+        forward += max(0.0, sends - beside[0])
+        backward += max(0.0, 2 * sends - beside[1])
+    return forward, backward + (forward if layout.recompute == "full" else 0.0)
+
+
+def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, float]:
+    if layout.ep == 1 or not block.exchanged:
+        return 0.0, 0.0
+    nbytes = float(layout.width) * block.exchanged * layout.microbatch / layout.cp
+    each = collective_seconds("all_to_all", nbytes, Group(layout.ep, layout.tp), cluster)
+    return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)

@@ -1,0 +1,162 @@
+"""Seconds that one device takes for operations, by their shapes.
+
+A product of m rows, k inputs and n outputs takes the longer of
+
+- its 2 m n k FLOP at `peak * product_share * fill * depth`: products are computed in tiles, `units` at a
+  time, so `fill` is the part of the last wave and of the tiles at the edges that is of use, the best over
+  the sizes of tiles that libraries have; `depth = k / (k + product_depth)` is for what a tile takes to begin
+  and end;
+- its bytes at the memory's rate.
+
+Attention that is fused takes its FLOP, half of them if it is causal, at its share of the peak; backward 2.5
+times as many. Unfused it is two products for each head and four passes over the scores. Whatever it is, a
+kernel takes `launch` seconds besides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.cluster import Device
+from shoal.cost.layout import Layout
+from shoal.workload import Attention, Operation, Part, Product
+
+__all__ = ["Seconds", "attention_seconds", "operation_seconds", "pass_seconds", "product_seconds"]
+
+_TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.95), (0.5, 0.5, 0.8), (0.25, 0.5, 0.6))
+"""Smaller tiles: rows and columns over those of the largest, and the rate of one over that of the largest."""
+
+_BACKWARD_OF_ATTENTION = 2.5  # scores again, and two products for each of forward's two
+_SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes an element: scaled softmax, dropout and its mask, in 16 bit
+_SCORES_BACKWARD = 3 * 2 + 2 * 2 + 1
+
+
+class Seconds(NamedTuple):
+    """Of one rank and one micro-batch.
+
+    Attributes:
+        forward: Of forward.
+        input: Of the gradient of the input, and whatever else cannot be put off.
+        weight: Of the weights' gradients.
+    """
+
+    forward: float
+    input: float
+    weight: float
+
+    @property
+    def backward(self) -> float:
+        """Of both halves."""
+        return self.input + self.weight
+
+    def __add__(self, other: object) -> Seconds:
+        """Elementwise."""
+        assert isinstance(other, Seconds)
+        return Seconds(self.forward + other.forward, self.input + other.input, self.weight + other.weight)
+
+
+def operation_seconds(operation: Operation, device: Device, layout: Layout) -> Seconds:
+    """What one operation takes on a rank for a micro-batch."""
+    if isinstance(operation, Product):
+        return _product(operation, device, layout)
+    if isinstance(operation, Attention):
+        return _attention(operation, device, layout)
+    elements = operation.elements * layout.share(operation.part)
+    wide = layout.width / 2
+    return Seconds(
+        pass_seconds(device, elements * operation.forward * wide, operation.kernels),
+        pass_seconds(device, elements * operation.backward * wide, operation.kernels),
+        0.0,
+    )
+
+
+@lru_cache(maxsize=1 << 16)
+def product_seconds(
+    device: Device, precision: str, rows: int, inputs: int, outputs: int, copies: int = 1
+) -> float:
+    """Seconds of `copies` equal products `[rows, inputs] x [inputs, outputs]`, made together."""
+    width = 2 if precision == "bf16" else 4
+    fill = _fill(device, rows, outputs, copies) * inputs / (inputs + device.product_depth)
+    flop = 2.0 * copies * rows * inputs * outputs
+    nbytes = float(width) * copies * (rows * inputs + inputs * outputs + rows * outputs)
+    return device.launch + max(
+        flop / (device.peak[precision] * device.product_share * fill),
+        nbytes / (device.bandwidth * device.bandwidth_share),
+    )
+
+
+def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
+    """Seconds that so many kernels take to move so many bytes."""
+    return kernels * device.launch + nbytes / (device.bandwidth * device.bandwidth_share)
+
+
+def attention_seconds(attention: Attention, device: Device, layout: Layout) -> tuple[float, float]:
+    """Forward and backward of attention itself, without the products that make queries, keys and values."""
+    share = layout.microbatch / layout.tp / layout.cp
+    if not attention.fused:
+        return _unfused(attention, device, layout, share)
+    flop = attention.flop * share / (2 if attention.causal else 1)
+    peak = device.peak[layout.precision]
+    return (
+        device.launch + flop / (peak * device.attention_share),
+        2 * device.launch + _BACKWARD_OF_ATTENTION * flop / (peak * device.attention_backward_share),
+    )
+
+
+def _product(product: Product, device: Device, layout: Layout) -> Seconds:
+    inputs, outputs, copies = product.inputs, product.outputs, 1
+    rows = product.rows * layout.microbatch / layout.cp
+    if product.copies > 1:
+        copies = max(1, product.copies // layout.ep)
+        rows = rows * layout.ep / product.copies
+    elif product.part is Part.COLUMNS:
+        outputs = math.ceil(outputs / layout.tp)
+    elif product.part is Part.ROWS:
+        inputs = math.ceil(inputs / layout.tp)
+    elif product.part is Part.STREAM:
+        rows *= layout.share(Part.STREAM) / layout.share(Part.WHOLE)
+    each = max(1, round(rows))
+    return Seconds(
+        product_seconds(device, layout.precision, each, inputs, outputs, copies),
+        product_seconds(device, layout.precision, each, outputs, inputs, copies),
+        product_seconds(device, layout.precision, inputs, each, outputs, copies),
+    )
+
+
+def _attention(attention: Attention, device: Device, layout: Layout) -> Seconds:
+    forward, backward = attention_seconds(attention, device, layout)
+    return Seconds(forward, backward, 0.0)
+
+
+def _unfused(
+    attention: Attention, device: Device, layout: Layout, share: float
+) -> tuple[float, float]:
+    heads = max(1, round(attention.heads * share * layout.cp))
+    queries = attention.length // layout.cp
+    wide = layout.width / 2
+    scores = float(heads) * queries * attention.length
+    products = [
+        product_seconds(device, layout.precision, queries, attention.key_width, attention.length, heads),
+        product_seconds(device, layout.precision, queries, attention.length, attention.value_width, heads),
+    ]
+    forward = sum(products) + pass_seconds(device, scores * _SCORES_FORWARD * wide, 2)
+    return forward, 2 * sum(products) + pass_seconds(device, scores * _SCORES_BACKWARD * wide, 2)
+
+
+@lru_cache(maxsize=1 << 16)
+def _fill(device: Device, rows: int, columns: int, copies: int) -> float:
+    """How much of the units' time the tiles of a product are of use, for the best size of tiles."""
+    return max(_filled(device, rows, columns, copies, tile) for tile in _TILES)
+
+
+def _filled(device: Device, rows: int, columns: int, copies: int, tile: Sequence[float]) -> float:
+    height, width = device.tile[0] * tile[0], device.tile[1] * tile[1]
+    best = 0.0
+    for tall, wide in ((height, width), (width, height)):
+        tiles = math.ceil(rows / tall) * math.ceil(columns / wide) * copies
+        waves = math.ceil(tiles / device.units)
+        best = max(best, rows * columns * copies / (waves * device.units * tall * wide))
+    return best * tile[2]

@@ -1,0 +1,63 @@
+"""The selective recompute of torchtitan: of results of products, every second is made again too.
+
+Shoal's recompute=selective keeps the results of all products and of attention. torchtitan keeps those of
+attention and of every second product of a layer, in the order of its forward, which is query, key, value,
+output, gate, up, down (`torchtitan/models/llama3/parallelize.py`, its option "op"). To predict a step of
+theirs, a Workload is told so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shoal.workload import Block, Keep, Part, Product, Saved, Workload
+
+__all__ = ["every_second_product"]
+
+
+def every_second_product(workload: Workload) -> Workload:
+    """The Workload whose dense layers keep the results of every second product under recompute=selective."""
+    changed = {id(layer): _changed(layer) for layer in workload.layers}
+    return replace(workload, layers=tuple(changed[id(layer)] for layer in workload.layers))
+
+
+def _changed(layer: Block) -> Block:
+    products = [each for each in layer.operations if isinstance(each, Product)]
+    if any(product.part is Part.WHOLE for product in products):
+        return layer  # experts, whose products are of another kind
+    rest = [each for each in layer.saved if each.keep not in (Keep.RESULTS, Keep.SELECTIVE)]
+    return replace(layer, saved=(*rest, *_attention(layer), *_results(layer)), remade=0.5)
+
+
+def _attention(layer: Block) -> Iterator[Saved]:
+    for attention in layer.attentions:
+        heads = float(attention.length * attention.heads)
+        yield Saved("attention's result", heads * attention.value_width, Part.COLUMNS, Keep.RESULTS)
+        if attention.fused:
+            yield Saved("log-sum-exp", heads, Part.COLUMNS, Keep.RESULTS, 4)
+
+
+def _results(layer: Block) -> Iterator[Saved]:
+    """Of products. Results that backward reads are made again, others not: they are just not kept."""
+    for index, (name, elements, part) in enumerate(_matrices(layer)):
+        is_kept = index % 2 == 0
+        if part is Part.COLUMNS:
+            yield Saved(name, elements, part, Keep.RESULTS if is_kept else Keep.REST)
+        elif is_kept:
+            yield Saved(name, elements, part, Keep.SELECTIVE)
+
+
+def _matrices(layer: Block) -> Iterator[tuple[str, float, Part]]:
+    """Name, elements and part of the result of each matrix; a Product may be of several."""
+    attention = next(layer.attentions, None)
+    for product in layer.operations:
+        if not isinstance(product, Product):
+            continue
+        names = product.name.split(", ")
+        widths = [product.outputs / len(names)] * len(names)
+        if attention is not None and len(names) == 3:
+            key, value = attention.key_width, attention.value_width
+            widths = [attention.heads * key, attention.kv_heads * key, attention.kv_heads * value]
+        for name, width in zip(names, widths, strict=True):
+            yield name, float(product.rows * width), product.part

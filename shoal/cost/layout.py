@@ -1,0 +1,62 @@
+"""What of a Plan decides how long a block takes on a rank: block costs are computed once for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.plan import Plan
+from shoal.workload import Part
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one micro-batch of a block is laid over ranks.
+
+    Attributes:
+        microbatch: Samples of one forward of a rank.
+        tp, cp, ep: The degrees.
+        tensor: As in a Plan.
+        context: As in a Plan.
+        recompute: As in a Plan.
+        precision: As in a Plan.
+    """
+
+    microbatch: int
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    tensor: str = "sequence"
+    context: str = "ring"
+    recompute: str = "none"
+    precision: str = "bf16"
+
+    @classmethod
+    def of(cls, plan: Plan) -> Layout:
+        """That of a Plan whose micro-batch is settled."""
+        assert plan.microbatch is not None
+        return cls(
+            plan.microbatch,
+            plan.tp,
+            plan.cp,
+            plan.ep,
+            plan.tensor,
+            plan.context,
+            plan.recompute,
+            plan.precision,
+        )
+
+    @property
+    def width(self) -> int:
+        """Bytes of an element that computes."""
+        return 2 if self.precision == "bf16" else 4
+
+    def share(self, part: Part) -> float:
+        """Of a micro-batch's elements or rows of a sample, those that one rank has, times the samples."""
+        if part is Part.POSITIONS:
+            return 1 / self.cp
+        samples = self.microbatch / self.cp
+        if part is Part.WHOLE or (part is Part.STREAM and self.tensor == "plain"):
+            return samples
+        return samples / self.tp

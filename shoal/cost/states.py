@@ -1,0 +1,59 @@
+"""What training with Adam keeps of each parameter from step to step.
+
+    shard   weights          gradients   optimizer
+    none    w                4           8 + m
+    zero1   w                4           (8 + m) / s
+    zero2   w                4 / s       (8 + m) / s
+    zero3   4 / s            4 / s       8 / s
+
+Bytes of a parameter, s being the ranks that a state is cut over; in fp32 w = 4 and m = 0, in bf16 w = 2 and
+m = 4, the optimizer's own copy of the weight. With zero3 that copy is the only one between two
+steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.plan import Plan
+
+__all__ = ["States", "state_bytes", "states_of"]
+
+_FP32 = 4.0  # bytes
+
+
+class States(NamedTuple):
+    """Bytes of a parameter on a rank.
+
+    Attributes:
+        weights: That compute, or with zero3 the shards that they are gathered from.
+        gradients: Their sums.
+        optimizer: Adam's two moments, and its copy of the weights if these have 16 bit.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def states_of(plan: Plan, shards: float) -> States:
+    """Bytes for each parameter that a rank has after tensor and expert parallelism.
+
+    Args:
+        plan: Says precision and sharding.
+        shards: Ranks that a state is cut over.
+    """
+    shards = max(shards, 1)
+    width, copy = (2.0, _FP32) if plan.precision == "bf16" else (_FP32, 0.0)
+    moments = 2 * _FP32
+    if plan.shard == "none":
+        return States(width, _FP32, moments + copy)
+    if plan.shard == "zero3":
+        return States(_FP32 / shards, _FP32 / shards, moments / shards)
+    gradients = _FP32 / shards if plan.shard == "zero2" else _FP32
+    return States(width, gradients, (moments + copy) / shards)
+
+
+def state_bytes(plan: Plan, shards: float) -> float:
+    """The sum of `states_of`."""
+    return sum(states_of(plan, shards))

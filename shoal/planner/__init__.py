@@ -1,0 +1,31 @@
+"""Choosing a Plan, and being held to what was predicted. Imports no torch.
+
+`choose` ranks all legal Plans of a Workload on a Cluster (`Candidate`, `Choice`) and explains the best
+(`Explanation`); `scale` draws the curve over numbers of devices (`Scaling`). `Search` looks through a `Space`
+for both. Called by `shoal plan`, `shoal scale` and `shoal train --plan auto`; the tables of published
+measurements are for `shoal validate`.
+"""
+
+from shoal.planner.candidate import Candidate
+from shoal.planner.choose import OBJECTIVES, Choice, choose
+from shoal.planner.configuration import configuration
+from shoal.planner.explain import Explanation
+from shoal.planner.scale import Point, Scaling, scale
+from shoal.planner.search import Ranking, Search
+from shoal.planner.space import Degrees, Space
+
+__all__ = [
+    "OBJECTIVES",
+    "Candidate",
+    "Choice",
+    "Degrees",
+    "Explanation",
+    "Point",
+    "Ranking",
+    "Scaling",
+    "Search",
+    "Space",
+    "choose",
+    "configuration",
+    "scale",
+]

@@ -1,0 +1,162 @@
+"""Tables of measurements as CSV files: columns found by name, cells read, and what is wrong named."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shoal.errors import DataError, UserError, nearest
+
+__all__ = ["Row", "Table", "count", "measured", "word"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The cells of one line that were asked for.
+
+    Attributes:
+        line: Of the file.
+        path: Of the file.
+        values: By column; None where the cell is blank or the column absent.
+    """
+
+    line: int
+    path: Path
+    values: Mapping[str, Any]
+
+    def __getitem__(self, column: str) -> Any:
+        """The value of a cell."""
+        return self.values[column]
+
+    def refuse(self, wrong: str, *, possible: str, change: str = "correct the row") -> NoReturn:
+        """Raises a DataError that names the line."""
+        raise DataError(f"line {self.line} of {self.path} {wrong}", possible=possible, change=change)
+
+    def located(self, error: UserError) -> UserError:
+        """The same error, naming the line."""
+        given = f"line {self.line} of {self.path}: {error.given}"
+        return type(error)(given, possible=error.possible, change=error.change)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A CSV file.
+
+    Attributes:
+        path: Of the file.
+        columns: Names in its first line.
+        lines: Of the file, with their cells by column.
+    """
+
+    path: Path
+    columns: tuple[str, ...]
+    lines: tuple[tuple[int, dict[str, str]], ...] = field(repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Table:
+        """Reads a file.
+
+        Raises:
+            DataError: It is missing, unreadable, no text, or empty.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise DataError(
+                f"the table {path} cannot be read: {reason}",
+                possible="a CSV file with the columns of docs/guides/validate.md",
+                change="correct the path",
+            ) from None
+        reader = csv.DictReader(io.StringIO(text, newline=""), restval="")
+        columns = tuple(name.strip() for name in reader.fieldnames or ())
+        reader.fieldnames = columns
+        lines = tuple((reader.line_num, _stripped(cells)) for cells in reader)
+        if not lines:
+            raise DataError(
+                f"the table {path} has no rows",
+                possible="a first line of column names, and a line for each measurement",
+                change="add rows, or correct the path",
+            )
+        return cls(path, columns, lines)
+
+    def rows(self, readers: Mapping[str, Callable[[str], Any]], optional: frozenset[str]) -> Iterator[Row]:
+        """The rows, their cells read.
+
+        Args:
+            readers: By column, what makes a value of a cell or raises a ValueError that says what it wants.
+            optional: Columns that may be absent, and whose cells may be blank.
+
+        Raises:
+            DataError: A column is missing, or a cell cannot be read.
+        """
+        missing = [name for name in readers if name not in self.columns and name not in optional]
+        if missing:
+            raise DataError(
+                f"the table {self.path} has no column {missing[0]!r}{nearest(missing[0], self.columns)}",
+                possible="the columns " + ", ".join(readers),
+                change="add " + ", ".join(missing),
+            )
+        for line, cells in self.lines:
+            yield Row(line, self.path, self._read(line, cells, readers, optional))
+
+    def _read(
+        self,
+        line: int,
+        cells: Mapping[str, str],
+        readers: Mapping[str, Callable[[str], Any]],
+        optional: frozenset[str],
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, read in readers.items():
+            cell = cells.get(name, "")
+            try:
+                values[name] = None if not cell and name in optional else read(cell)
+            except ValueError as error:
+                raise DataError(
+                    f"line {line} of {self.path} has {name}={cell!r}",
+                    possible=str(error),
+                    change="correct the cell",
+                ) from None
+        return values
+
+
+def count(cell: str) -> int:
+    """Reads a whole number of at least 1."""
+    if not (cell.isdecimal() and int(cell) > 0):
+        raise ValueError("a whole number of at least 1")
+    return int(cell)
+
+
+def measured(cell: str) -> float:
+    """Reads a number above 0."""
+    wanted = "a number above 0"
+    try:
+        value = float(cell)
+    except ValueError:
+        raise ValueError(wanted) from None
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(wanted)
+    return value
+
+
+def word(*possible: str) -> Callable[[str], str]:
+    """What reads one of these words, or any text if there are none."""
+
+    def read(cell: str) -> str:
+        if cell not in possible if possible else not cell:
+            raise ValueError(f"one of {', '.join(possible)}" if possible else "a text")
+        return cell
+
+    return read
+
+
+def _stripped(cells: Mapping[str | None, Any]) -> dict[str, str]:
+    """By column; what a line has beyond the columns is left out."""
+    return {name: value.strip() for name, value in cells.items() if name is not None}

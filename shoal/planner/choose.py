@@ -1,0 +1,94 @@
+"""The choice: Plans of a Workload on a Cluster, best first by time or by money, or why there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.cluster import Cluster
+from shoal.errors import ConfigError, PlanError
+from shoal.planner.candidate import Candidate
+from shoal.planner.explain import Explanation, explain
+from shoal.planner.money import cheapest
+from shoal.planner.refusal import refusal
+from shoal.planner.search import Search
+from shoal.workload import Workload
+
+__all__ = ["OBJECTIVES", "Choice", "choose"]
+
+OBJECTIVES = ("time", "money")
+"""What Plans can be chosen by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Plans, best first.
+
+    Attributes:
+        candidates: The best of each degrees, at least one.
+        legal: Number of legal Plans on as many devices as the best has.
+        timed: Of these, those whose step was predicted in full; bounds decided the others.
+        search: By which the best was found, for questions about it.
+    """
+
+    candidates: Sequence[Candidate]
+    legal: int
+    timed: int
+    search: Search
+
+    @property
+    def best(self) -> Candidate:
+        """The first."""
+        return self.candidates[0]
+
+    def explain(self) -> Explanation:
+        """Why it is the best."""
+        return explain(self.search, self.best)
+
+
+def choose(
+    workload: Workload,
+    cluster: Cluster,
+    batch: int,
+    *,
+    objective: str = "time",
+    margin: float = 0.1,
+    limit: int = 5,
+) -> Choice:
+    """Chooses among all legal Plans.
+
+    Args:
+        workload: What is trained.
+        cluster: Where; by time all its devices take part, by money as many as that takes.
+        batch: Samples of a step.
+        objective: One of OBJECTIVES.
+        margin: Share of each device's memory that is to stay free.
+        limit: The most Plans to return.
+
+    Raises:
+        ConfigError: The objective, the margin or the limit cannot be.
+        PlanError: No Plan is legal, or none fits the memory.
+        ClusterError: Money decides, and the Cluster has no price.
+    """
+    _require(objective in OBJECTIVES, "objective", objective, "one of " + ", ".join(OBJECTIVES))
+    _require(0 <= margin < 1, "margin", margin, "a share of the memory, at least 0 and below 1")
+    _require(limit >= 1, "limit", limit, "1 or more")
+    if batch < 1:
+        raise PlanError(f"a batch of {batch} has no samples", possible="1 or more", change="give a batch")
+    search = Search(workload, cluster, batch, margin=margin)
+    if objective == "money":
+        candidates = cheapest(workload, cluster, batch, margin=margin, limit=limit)
+        if candidates:
+            search = Search(workload, candidates[0].cluster, batch, margin=margin)
+            ranking = search.best(1)
+            return Choice(candidates, ranking.legal, ranking.timed, search)
+    else:
+        ranking = search.best(limit)
+        if ranking.candidates:
+            return Choice(ranking.candidates, ranking.legal, ranking.timed, search)
+    raise refusal(search)
+
+
+def _require(holds: bool, name: str, value: object, possible: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={value} cannot be", possible=possible, change=f"correct {name}")

@@ -1,0 +1,73 @@
+"""A configuration that `shoal train` takes, for a Plan that was chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.errors import ModelError
+from shoal.planner.candidate import Candidate
+from shoal.workload import ModelShape
+
+__all__ = ["configuration"]
+
+
+def configuration(candidate: Candidate, shape: ModelShape) -> str:
+    """TOML for `shoal train`.
+
+    Args:
+        candidate: The Plan, and the batch it is for.
+        shape: Of its model.
+
+    Raises:
+        ModelError: Shoal's transformer does not have that shape.
+    """
+    # A published shape is one of Shoal's own with every size changed.
+    where = f"{candidate.devices} devices of {candidate.cluster.name}"
+    lines = [
+        f"# Predicted on {where}: {candidate.seconds:.4g} s a step.",
+        f'model = "{shape.name if shape.layer_tables else "tiny"}"',
+        f'plan = "{candidate.plan}"',
+        f"batch = {candidate.batch}",
+        f"sequence = {candidate.workload.length}",
+    ]
+    options = [] if shape.layer_tables else _options(shape)
+    return "\n".join([*lines, *options]) + "\n"
+
+
+def _options(shape: ModelShape) -> list[str]:
+    others = {
+        "biases": shape.biases,
+        "no gate": not shape.gated,
+        "no rotary embedding": not shape.rotary,
+        "latent attention": shape.latent is not None,
+        "heads of another width": shape.head_dim not in (None, shape.hidden // shape.heads),
+        "shared experts": shape.shared_experts > 0,
+        "layers without experts": shape.dense_layers > 0,
+        "attention both ways": not shape.causal,
+        "another objective": shape.objective != "next-token",
+    }
+    found = [name for name, has in others.items() if has]
+    if found:
+        raise ModelError(
+            f"{shape.name} has {', '.join(found)}, and Shoal's transformer has not",
+            possible="models of Llama's and Mixtral's kind",
+            change="leave out --write, and give the Plan to shoal train --plan with a model of your own",
+        )
+    values: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": shape.heads,
+        "kv_heads": shape.keys,
+        "ffn": shape.ffn,
+        "seq": shape.seq,
+        "tie_embeddings": str(shape.tied).lower(),
+    }
+    if shape.experts:
+        values |= {
+            "experts": shape.experts,
+            "experts_per_token": shape.experts_per_token,
+            "expert_ffn": shape.expert_ffn or shape.ffn,
+            "renormalize": str(shape.renormalize).lower(),
+        }
+    return ["", "[model_options]", *(f"{name} = {value}" for name, value in values.items())]

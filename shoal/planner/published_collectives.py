@@ -1,0 +1,133 @@
+"""Tables of timed collectives, as nccl-tests prints them: one row is a size on a machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster import PRESETS, Cluster
+from shoal.errors import ClusterError
+from shoal.planner.cells import Row, Table, count, measured, word
+
+__all__ = ["COLUMNS", "LEAST_BYTES", "USUAL_NODE", "MeasuredCollective", "read_collectives"]
+
+LEAST_BYTES = 64 * 1024
+"""Smaller buffers are left out: what they take is the library's protocols for tiny messages."""
+
+USUAL_NODE = 8
+"""Devices of a node, where a table tells of some within one."""
+
+_PLATFORMS = {
+    r"p4d\b": "aws-p4d",
+    r"p4de": "aws-p4de",
+    r"p5\b": "aws-p5",
+    r"p5en": "aws-p5en",
+    r"p6-b200": "aws-p6-b200",
+    r"a3-high": "gcp-a3-high",
+    r"a3-mega": "gcp-a3-mega",
+    r"nd_a100_v4": "azure-nd-a100-v4",
+    r"nd_h100_v5": "azure-nd-h100-v5",
+    r"nd_h200_v5": "azure-nd-h200-v5",
+}
+"""What names of clouds' machines have in them, in small letters, and which preset that is."""
+
+_ALGORITHMS = {r"\bRing\b": "ring", r"^(algo=)?NVLS": "switch"}
+"""What notes say of runs whose algorithm was forced."""
+
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+
+
+def _bytes(cell: str) -> int:
+    """Reads a size; nccl-tests prints 0 where a buffer is too small for its ranks."""
+    return 0 if cell == "0" else count(cell)
+
+
+def _stated(cell: str) -> int | None:
+    """A count; None where the source leaves it to be guessed, such as "16?"."""
+    return None if cell.endswith("?") else count(cell)
+
+
+COLUMNS: Mapping[str, Callable[[str], Any]] = {
+    "op": word(*_COLLECTIVES),
+    "platform": word(),
+    "nodes": _stated,
+    "ranks": _stated,
+    "size_bytes": _bytes,
+    "time_us": measured,
+    "note": str,
+}
+"""The columns of a table, and what reads their cells. Further columns are ignored."""
+
+_OPTIONAL = frozenset(("nodes", "ranks", "time_us", "note"))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCollective:
+    """One row.
+
+    Attributes:
+        line: Of the file.
+        settings: Its cells but for what was measured, as text.
+        collective: Its name.
+        platform: The machine, in words.
+        cluster: The same, of the presets.
+        nbytes: As nccl-tests counts: the whole buffer.
+        algorithm: That was forced, as shoal.cost.network names it; None for the library's choice.
+        seconds: Measured.
+    """
+
+    line: int
+    settings: str
+    collective: str
+    platform: str
+    cluster: Cluster
+    nbytes: int
+    algorithm: str | None
+    seconds: float
+
+
+def read_collectives(path: str | Path) -> list[MeasuredCollective]:
+    """Reads a table of timed collectives; leaves out small buffers, and rows that do not say who took part.
+
+    Raises:
+        DataError: The file is missing, lacks a column, or has a cell that cannot be read.
+        ClusterError: A row names a machine that is not known.
+    """
+    rows = Table.open(path).rows(COLUMNS, _OPTIONAL)
+    return [
+        _measured(row)
+        for row in rows
+        if row["nodes"] and row["ranks"] and row["time_us"] and row["size_bytes"] >= LEAST_BYTES
+    ]
+
+
+def _measured(row: Row) -> MeasuredCollective:
+    if row["ranks"] % row["nodes"]:
+        row.refuse(f"has {row['ranks']} ranks on {row['nodes']} nodes", possible="as many on every node")
+    return MeasuredCollective(
+        row.line,
+        ",".join(f"{name}={value}" for name, value in row.values.items() if name != "time_us"),
+        row["op"],
+        row["platform"],
+        _cluster(row),
+        row["size_bytes"],
+        next((name for said, name in _ALGORITHMS.items() if re.search(said, row["note"] or "")), None),
+        row["time_us"] / 1e6,
+    )
+
+
+def _cluster(row: Row) -> Cluster:
+    """The preset that the platform names, or one with the device that it names."""
+    platform, ranks = row["platform"], row["ranks"]
+    named = platform.lower().replace(" ", "-")
+    preset = next((name for said, name in _PLATFORMS.items() if re.search(said, platform.lower())), named)
+    try:
+        if preset in PRESETS:
+            return Cluster.preset(preset, ranks)
+        in_node = ranks // row["nodes"] if row["nodes"] > 1 else max(ranks, USUAL_NODE)
+        return Cluster.assemble(platform, ranks, in_node, None)
+    except ClusterError as error:
+        raise row.located(error) from None

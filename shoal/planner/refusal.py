@@ -1,0 +1,42 @@
+"""What to say where no Plan can be chosen: nothing is legal, or nothing fits the memory."""
+
+from __future__ import annotations
+
+from shoal.cost.room import smallest_fit
+from shoal.errors import PlanError
+from shoal.plan import Plan
+from shoal.planner.search import Search
+
+__all__ = ["refusal"]
+
+
+def refusal(search: Search) -> PlanError:
+    """The error for a search that found nothing."""
+    leanest = search.leanest()
+    return _nothing_legal(search) if leanest is None else _nothing_fits(search, *leanest)
+
+
+def _nothing_legal(search: Search) -> PlanError:
+    devices, batch, workload = search.cluster.devices, search.batch, search.workload
+    upper = -(-batch // devices) * devices
+    return PlanError(
+        f"no Plan lays a batch of {batch} of {workload.name} over {devices} devices",
+        possible=f"dp that divides the batch, tp that divides {workload.heads} heads, pp up to "
+        f"{len(workload.layers)} layers, cp that divides {workload.length} tokens; their product {devices}",
+        change=f"choose a batch of {upper}, or another number of devices",
+    )
+
+
+def _nothing_fits(search: Search, plan: Plan, told: str) -> PlanError:
+    workload, cluster = search.workload, search.cluster
+    smallest = smallest_fit(workload, cluster, search.batch, search.margin)
+    if smallest is None:
+        possible, change = "no number of such devices", "use devices with more memory, or a smaller model"
+    else:
+        possible = f"{smallest.devices} such devices or more, with {smallest.plan}"
+        change = f"use {smallest.devices} devices, devices with more memory, or a smaller margin"
+    return PlanError(
+        f"{workload.name} does not fit {cluster.devices} devices of {cluster.name}: even with {plan}, {told}",
+        possible=possible,
+        change=change,
+    )

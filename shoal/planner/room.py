@@ -1,0 +1,107 @@
+"""A bound that no first rank of a Plan holds less than: rejects most Plans that do not fit, in microseconds.
+
+The first rank along `pp` holds the states of its layers, and their activations as often as its schedule does:
+
+    (1 + FRAGMENTS) (states x parameters + sum over its stages of held x layers x kept) + reserved
+
+`shoal.cost.memory` counts the ends too, what a backward holds for a moment, and all ranks. Where layers are
+unlike, each counts as the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.activations import block_memory
+from shoal.cost.held import held_by_rank
+from shoal.cost.layout import Layout
+from shoal.cost.memory import FRAGMENTS
+from shoal.cost.states import state_bytes
+from shoal.plan import Plan
+from shoal.plan.schedules import placement_of
+from shoal.planner.space import Sharding, Variant
+from shoal.workload import Block, Workload
+
+__all__ = ["LeastMemory"]
+
+
+class _Layer(NamedTuple):
+    """Of one layer on a rank: bytes kept of a micro-batch, and parameters."""
+
+    kept: float
+    dense: float
+    experts: float
+
+
+class LeastMemory:
+    """The bound, for a Workload on a Cluster; remembers what Plans share.
+
+    Args:
+        workload: What is trained.
+        cluster: Where.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self._workload = workload
+        self._reserved = cluster.reserved
+        self._kinds: list[Block] = list({id(layer): layer for layer in workload.layers}.values())
+        self._layers: dict[Layout, _Layer] = {}
+
+    def of(self, variant: Variant, sharding: Sharding, split: Sequence[int]) -> float:
+        """Bytes that the first rank has at least.
+
+        Args:
+            variant: What its layers keep follows from.
+            sharding: What its state is cut by.
+            split: Layers of each stage.
+        """
+        layer = self._layer(variant.layout)
+        counts: Sequence[int] = split
+        held: Sequence[float] = (1.0,)
+        degrees = variant.degrees
+        if degrees.pp > 1:
+            key = variant.schedule, degrees.pp, variant.virtual
+            counts = [split[stage] for stage in _stages_of_first(*key)]
+            held = _held_by_first(*key, variant.microbatches)
+        shards = degrees.dp // sharding.replicate * degrees.cp if sharding.shard != "none" else 1
+        kind = sharding.shard, variant.layout.precision
+        states = layer.dense * _state_bytes(*kind, shards)
+        if layer.experts:
+            states += layer.experts * _state_bytes(*kind, shards / degrees.ep)
+        kept = layer.kept * sum(count * times for count, times in zip(counts, held, strict=True))
+        return (1 + FRAGMENTS) * (sum(counts) * states + kept) + self._reserved
+
+    def _layer(self, layout: Layout) -> _Layer:
+        found = self._layers.get(layout)
+        if found is None:
+            each = [block_memory(block, self._workload, layout, is_layer=True) for block in self._kinds]
+            found = _Layer(
+                min(block.kept for block in each),
+                min(block.dense for block in each),
+                min(block.experts for block in each),
+            )
+            self._layers[layout] = found
+        return found
+
+
+@lru_cache(maxsize=1 << 12)
+def _state_bytes(shard: str, precision: str, shards: float) -> float:
+    """Of a parameter."""
+    return state_bytes(Plan(shard=shard, precision=precision), shards)
+
+
+@lru_cache(maxsize=1 << 12)
+def _stages_of_first(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
+    """The stages that the first rank has."""
+    placement = placement_of(schedule, ranks, virtual)
+    return tuple(stage for stage, rank in enumerate(placement) if rank == 0)
+
+
+def _held_by_first(schedule: str, ranks: int, virtual: int, count: int) -> tuple[float, ...]:
+    """By stage of the first rank, of how many micro-batches it holds activations at some moment."""
+    if schedule in ("zb-v", "dualpipe-v"):  # before the first backward, without making the table
+        return float(min(count, 2 * ranks - 1)), 1.0
+    return held_by_rank(schedule, ranks, virtual, count)[0][0].whole

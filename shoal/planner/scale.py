@@ -1,0 +1,122 @@
+"""The scaling curve: the best Plan for each number of devices, and where more of them stop paying.
+
+From n devices to 2 n, tokens/s can at most double. Doubling pays while it brings at least half of that, 1.5
+times as many. The communication wall is the number of devices beyond which a step gets no shorter (of one
+batch) or no more tokens are trained a second (of a batch that grows).
+
+Amdahl's bound: if the part s of a step on the fewest devices n0 that is not compute did not shrink at all,
+and compute divided evenly, n devices would take `s + (1 - s) n0 / n` of that step; with a batch that grows
+with the devices, all of it. It knows nothing of the network: what a Plan takes above it is what the
+communication of more devices costs, below it what other degrees save.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.cluster import Cluster
+from shoal.planner.candidate import Candidate
+from shoal.planner.refusal import refusal
+from shoal.planner.search import Search
+from shoal.workload import Workload
+
+__all__ = ["Point", "Scaling", "scale"]
+
+_PAYS = 1.5  # times the tokens/s that twice the devices have to bring
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One number of devices.
+
+    Attributes:
+        devices: How many.
+        batch: Samples of a step.
+        best: The best Plan.
+        efficiency: Tokens/s of a device, over those on the fewest devices.
+        amdahl: Seconds of a step, by Amdahl's bound.
+    """
+
+    devices: int
+    batch: int
+    best: Candidate
+    efficiency: float
+    amdahl: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """The curve.
+
+    Attributes:
+        points: By number of devices, ascending.
+        unfit: Numbers of devices that no legal Plan fits.
+        pays_to: The most devices up to which each doubling paid; None if all did.
+        wall: The most devices up to which tokens/s grew at all; None if they always did.
+    """
+
+    points: tuple[Point, ...]
+    unfit: tuple[int, ...]
+    pays_to: int | None
+    wall: int | None
+
+
+def scale(
+    workload: Workload,
+    cluster: Cluster,
+    counts: Sequence[int],
+    *,
+    batch: int | None = None,
+    per_device: int | None = None,
+    margin: float = 0.1,
+) -> Scaling:
+    """Plans anew for each number of devices.
+
+    Args:
+        workload: What is trained.
+        cluster: The kind of machine; its own number of devices does not count.
+        counts: Numbers of devices.
+        batch: Samples of a step on any number of them.
+        per_device: In place of `batch`: samples for each device.
+        margin: Share of each device's memory that is to stay free.
+
+    Raises:
+        PlanError: No number of devices has a Plan that fits.
+        ClusterError: So many devices are not whole nodes.
+    """
+    found, unfit = list[Candidate](), list[int]()
+    for count in sorted(set(counts)):
+        samples = _samples(count, batch, per_device)
+        best = Search(workload, cluster.with_devices(count), samples, margin=margin).best(1).best
+        if best is None:
+            unfit.append(count)
+        else:
+            found.append(best)
+    if not found:
+        most = cluster.with_devices(max(counts))
+        raise refusal(Search(workload, most, _samples(max(counts), batch, per_device), margin=margin))
+    points = tuple(_point(each, found[0]) for each in found)
+    return Scaling(points, tuple(unfit), _last(points, _PAYS), _last(points, 1.0))
+
+
+def _samples(count: int, batch: int | None, per_device: int | None) -> int:
+    return batch if batch is not None else (per_device or 1) * count
+
+
+def _point(best: Candidate, first: Candidate) -> Point:
+    each, at_first = (one.tokens_per_second / one.devices for one in (best, first))
+    serial = 1 - first.cost.compute / first.seconds
+    work = best.batch / first.batch * first.devices / best.devices
+    amdahl = first.seconds * (serial + (1 - serial) * work)
+    return Point(best.devices, best.batch, best, each / at_first, amdahl)
+
+
+def _last(points: Sequence[Point], gain: float) -> int | None:
+    """The devices after which doubling them brings less than `gain` times the tokens/s."""
+    for before, after in itertools.pairwise(points):
+        doublings = after.devices / before.devices - 1  # 1 for twice as many
+        if after.best.tokens_per_second < before.best.tokens_per_second * (1 + (gain - 1) * doublings):
+            return before.devices
+    return None

@@ -1,0 +1,202 @@
+"""The Plans that a search chooses from: all that are legal for a Workload, a number of devices and a batch.
+
+What is left out cannot win, as far as the cost model goes:
+
+- cp and the micro-batch have no common factor g > 1: with cp / g, g times dp and micro-batches of 1 / g each
+  rank has the same tokens, as many micro-batches and the same group for its gradients, and communicates less
+  within blocks.
+- gpipe takes as long as 1f1b and holds more; looped-bfs as long as interleaved, so that it is there only
+  where the micro-batches are not a multiple of pp, which interleaved needs.
+- schedule=search is made for times that are known: `shoal schedule` finds one for a Plan that was chosen.
+
+Nothing else is left out by rule: tp may leave the node, and bounds decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.layout import Layout
+from shoal.plan import Plan, divisors
+from shoal.plan.schedules import least_virtual
+from shoal.workload import Workload
+
+__all__ = ["Degrees", "Sharding", "Space", "Variant"]
+
+
+class Degrees(NamedTuple):
+    """How the devices are shared out."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+
+
+class Sharding(NamedTuple):
+    """What data parallelism cuts, and over how many replicas it does not."""
+
+    shard: str
+    replicate: int
+
+
+class Variant(NamedTuple):
+    """A Plan but for its sharding, which changes nothing within blocks and stages.
+
+    Attributes:
+        degrees: How the devices are shared out.
+        layout: How a micro-batch of a block is laid over ranks.
+        microbatches: Of a step.
+        schedule: Name; 1f1b without a pipeline.
+        virtual: Stages on a rank.
+    """
+
+    degrees: Degrees
+    layout: Layout
+    microbatches: int
+    schedule: str
+    virtual: int
+
+    def plan(self, sharding: Sharding, split: str = "cost") -> Plan:
+        """The Plan with one way to shard."""
+        degrees, layout = self.degrees, self.layout
+        return Plan(
+            dp=degrees.dp,
+            tp=degrees.tp,
+            pp=degrees.pp,
+            cp=degrees.cp,
+            ep=degrees.ep,
+            replicate=sharding.replicate,
+            shard=sharding.shard,
+            tensor=layout.tensor,
+            context=layout.context,
+            schedule=self.schedule,
+            virtual=None if self.virtual == least_virtual(self.schedule) else self.virtual,
+            split=split,
+            microbatch=layout.microbatch,
+            recompute=layout.recompute,
+            precision=layout.precision,
+        )
+
+
+@dataclass(frozen=True)
+class Space:
+    """The legal Plans of a Workload on all devices of a Cluster, for one batch.
+
+    Attributes:
+        workload: What is trained.
+        cluster: Where; every device takes part.
+        batch: Samples of a step.
+        accept: Which degrees to look at.
+    """
+
+    workload: Workload
+    cluster: Cluster
+    batch: int
+    accept: Callable[[Degrees], bool] = lambda degrees: True
+
+    def degrees(self) -> Iterator[Degrees]:
+        """Every way to share the devices out that the model, the sequence and the batch allow."""
+        devices, layers = self.cluster.devices, len(self.workload.layers)
+        for tp in divisors(devices):
+            if not self._splits_heads(tp):
+                continue
+            for cp in divisors(devices // tp):
+                if not self._contexts(tp, cp):
+                    continue
+                for pp in divisors(devices // tp // cp):
+                    dp = devices // tp // cp // pp
+                    if pp > layers or self.batch % dp:
+                        continue
+                    for ep in self._expert_degrees(dp * cp):
+                        degrees = Degrees(dp, tp, pp, cp, ep)
+                        if self.accept(degrees):
+                            yield degrees
+
+    def variants(self, degrees: Degrees) -> Iterator[Variant]:
+        """Every Plan of these degrees, but for its sharding."""
+        local = self.batch // degrees.dp
+        for microbatch in divisors(local):
+            if math.gcd(microbatch, degrees.cp) > 1:
+                continue
+            count = local // microbatch
+            schedules = list(self.schedules(degrees.pp, count))
+            for layout in self._layouts(degrees, microbatch):
+                for schedule, virtual in schedules:
+                    yield Variant(degrees, layout, count, schedule, virtual)
+
+    def schedules(self, pp: int, count: int) -> Iterator[tuple[str, int]]:
+        """Names and stages on a rank of the schedules for so many micro-batches."""
+        yield "1f1b", 1
+        if pp == 1:
+            return
+        yield "zb-h1", 1
+        looped = "looped-bfs" if count % pp else "interleaved"
+        blocks = len(self.workload.layers) // pp
+        for virtual in divisors(blocks)[1:]:
+            yield looped, virtual
+        if blocks >= 2:
+            yield "zb-v", 2
+            if count >= 2 * pp:
+                yield "dualpipe-v", 2
+
+    def shardings(self, degrees: Degrees) -> list[Sharding]:
+        """What data parallelism may cut: over all ranks, or over those that one level of links joins."""
+        if degrees.dp * degrees.cp == 1:
+            return [Sharding("none", 1)]
+        replicas = [1]
+        for level in self.cluster.levels[:-1]:
+            ranks = level.devices // (degrees.tp * degrees.cp)
+            if 1 < ranks < degrees.dp and degrees.dp % ranks == 0:
+                replicas.append(degrees.dp // ranks)
+        found = [Sharding("none", 1)]
+        for replicate in replicas:
+            if degrees.dp // replicate * degrees.cp % degrees.ep == 0:
+                found += [Sharding(shard, replicate) for shard in ("zero1", "zero2", "zero3")]
+        return found
+
+    @property
+    def precision(self) -> str:
+        """The type that the device computes fastest in."""
+        peak = self.cluster.device.peak
+        return max(("fp32", "bf16"), key=lambda name: peak.get(name, 0.0))
+
+    def _layouts(self, degrees: Degrees, microbatch: int) -> Iterator[Layout]:
+        _, tp, _, cp, ep = degrees
+        for tensor in self._tensors(tp, cp):
+            for context in self._contexts(tp, cp):
+                for recompute in ("none", "selective", "full"):
+                    yield Layout(microbatch, tp, cp, ep, tensor, context, recompute, self.precision)
+
+    def _splits_heads(self, tp: int) -> bool:
+        workload = self.workload
+        if tp == 1:
+            return True
+        if not workload.heads or workload.heads % tp:
+            return False
+        return workload.kv_heads % tp == 0 or tp % workload.kv_heads == 0
+
+    def _tensors(self, tp: int, cp: int) -> tuple[str, ...]:
+        if tp == 1:
+            return ("sequence",)
+        return ("plain",) if self.workload.length // cp % tp else ("sequence", "async", "plain")
+
+    def _contexts(self, tp: int, cp: int) -> tuple[str, ...]:
+        """How attention may reach over cp ranks; none if it cannot."""
+        if cp == 1:
+            return ("ring",)
+        heads, length = self.workload.heads, self.workload.length
+        if not heads:
+            return ()
+        ring = ("ring",) if length % (2 * cp) == 0 else ()
+        ulysses = ("ulysses",) if length % cp == 0 and heads // tp >= cp else ()
+        return ring + ulysses
+
+    def _expert_degrees(self, ranks: int) -> list[int]:
+        experts = self.workload.experts
+        return divisors(math.gcd(ranks, experts)) if experts else [1]

@@ -1,0 +1,156 @@
+"""Predictions beside measurements, row by row, of tables of steps, of layers and of collectives."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from shoal.cluster import Cluster
+from shoal.cost.block import block_cost
+from shoal.cost.every_second import every_second_product
+from shoal.cost.memory import Memories
+from shoal.cost.network import Group, algorithm_seconds
+from shoal.cost.step import Costs
+from shoal.errors import ClusterError
+from shoal.plan import Plan
+from shoal.planner.accuracy import Comparison
+from shoal.planner.cells import Table
+from shoal.planner.published import Measured, read_table
+from shoal.planner.published_collectives import USUAL_NODE, MeasuredCollective, read_collectives
+from shoal.planner.published_layers import MeasuredLayer, read_layers
+from shoal.units import format_bytes
+from shoal.workload import Workload, workload_of
+
+__all__ = [
+    "compare_collectives",
+    "compare_layers",
+    "compare_steps",
+    "is_fitted",
+    "published_workload",
+    "validate",
+]
+
+
+def validate(path: str | Path) -> list[Comparison]:
+    """Predicts every row of a table, whose columns tell what it has: steps, layers or collectives.
+
+    Raises:
+        DataError: The table cannot be read, or has a layout that no Plan describes.
+        ClusterError: It has a device or a machine that is not known.
+    """
+    columns = Table.open(path).columns
+    if "forward_ms" in columns:
+        return list(compare_layers(read_layers(path)))
+    if "size_bytes" in columns:
+        return list(compare_collectives(read_collectives(path)))
+    return list(compare_steps(read_table(path)))
+
+
+def is_fitted(row: Measured | MeasuredCollective) -> bool:
+    """Whether constants may be fitted to a row; the other half only tells how well they do.
+
+    By the SHA-256 of the row's settings: what was measured has no part in it, and rows that ask for the same
+    prediction are in the same half.
+    """
+    return hashlib.sha256(row.settings.encode()).digest()[0] % 2 == 0
+
+
+def compare_steps(rows: Sequence[Measured]) -> Iterator[Comparison]:
+    """Of every row its step, and its memory where that was measured.
+
+    Raises:
+        ClusterError: A row has a device that is not known.
+    """
+    known: dict[object, tuple[Costs, Memories]] = {}
+    for row in rows:
+        machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network)
+        key = (row.shape, machine, _is_per_operator(row))
+        if key not in known:
+            costs = Costs(published_workload(row), _assembled(row.line, *machine))
+            known[key] = costs, Memories(costs.workload, costs.cluster, costs)
+        yield from _compare_step(row, *known[key])
+
+
+def compare_layers(rows: Sequence[MeasuredLayer]) -> Iterator[Comparison]:
+    """Of every row forward, backward and both."""
+    for row in rows:
+        layout = row.layout
+        workload = workload_of(row.shape)
+        cluster = _assembled(row.line, row.device, layout.tp, max(layout.tp, USUAL_NODE), None)
+        cost = block_cost(workload.layers[0], workload.hidden, workload.length, cluster, layout)
+        for quantity, measured, predicted in (
+            ("forward", row.forward, cost.forward),
+            ("backward", row.backward, cost.backward),
+            ("layer", row.forward + row.backward, cost.forward + cost.backward),
+        ):
+            yield Comparison(
+                line=row.line,
+                family="layers",
+                name=row.name,
+                quantity=quantity,
+                measured=measured,
+                predicted=predicted,
+                fitted=True,
+            )
+
+
+def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparison]:
+    """Of every row the time of the collective."""
+    for row in rows:
+        group = Group(row.cluster.devices)
+        seconds = algorithm_seconds(row.collective, row.nbytes, group, row.cluster)
+        yield Comparison(
+            line=row.line,
+            family=row.platform,
+            name=f"{row.collective} of {format_bytes(row.nbytes)} on {group.size}",
+            quantity=row.collective,
+            measured=row.seconds,
+            predicted=seconds.get(row.algorithm or "", min(seconds.values())),
+            fitted=is_fitted(row),
+        )
+
+
+def _assembled(line: int, device: str, devices: int, devices_per_node: int, network: float | None) -> Cluster:
+    try:
+        return Cluster.assemble(device, devices, devices_per_node, network)
+    except ClusterError as error:
+        raise ClusterError(
+            f"line {line}: {error.given}", possible=error.possible, change=error.change
+        ) from None
+
+
+def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[Comparison]:
+    plan = _best(row, costs, memories)
+    compared = partial(
+        Comparison,
+        line=row.line,
+        family=row.family,
+        name=f"{row.shape.name} on {plan.ranks} x {row.device}",
+        plan=str(plan),
+        fitted=is_fitted(row),
+    )
+    yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
+    if row.memory is not None:
+        allocated = memories.fullest(plan, row.batch).allocated  # an allocator knows of no contexts
+        yield compared(quantity="memory", measured=row.memory, predicted=allocated)
+
+
+def _is_per_operator(row: Measured) -> bool:
+    """Whether a selective recompute is torchtitan's; where attention is not fused it is Megatron's."""
+    return row.shape.fused_attention and all(plan.recompute == "selective" for plan in row.plans)
+
+
+def published_workload(row: Measured) -> Workload:
+    """What the row's model does, with the recompute that its authors mean."""
+    workload = workload_of(row.shape)
+    return every_second_product(workload) if _is_per_operator(row) else workload
+
+
+def _best(row: Measured, costs: Costs, memories: Memories) -> Plan:
+    """The quickest of the Plans that a row allows and that fit, as its authors will have chosen."""
+    if len(row.plans) == 1:
+        return row.plans[0]
+    ranked = sorted(row.plans, key=lambda plan: costs.step(plan, row.batch).seconds)
+    return next((plan for plan in ranked if memories.fullest(plan, row.batch).fits(costs.cluster)), ranked[0])

@@ -1,0 +1,216 @@
+"""What a device does in how many seconds: products, passes over memory, attention, small operators.
+
+Shapes are those that training has: large and small, square and skewed, and the products of weights'
+gradients, whose inner dim are the rows of forward. Passes are those of a transformer, with the bytes that
+`shoal.workload` counts for them, so that what is fitted is what is used; beside them a copy and a triad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.probe.measurements import AttentionTime, PassTime, ProductTime
+from shoal.probe.place import Place
+from shoal.probe.turns import Effort, Operation, time_in_turns
+from shoal.workload import Attention, ModelShape, Pass, workload_of
+
+__all__ = ["measure_attention", "measure_launch", "measure_passes", "measure_products"]
+
+_SQUARES = (64, 128, 256, 512, 1024)
+_LARGE_SQUARES = (2048, 4096, 8192)  # where one takes less than a second: on accelerators
+_SKEWED = (
+    (256, 128, 512),
+    (256, 512, 128),
+    (128, 256, 512),
+    (1024, 512, 128),
+    (1024, 512, 1600),
+    (1024, 1600, 512),
+    (512, 1024, 1600),
+    (2048, 512, 512),
+    (128, 1024, 4096),
+)
+_LARGE_SKEWED = ((8192, 4096, 1024), (8192, 4096, 14336), (4096, 8192, 14336), (512, 8192, 8192))
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+_WIDTH = 512
+_TOKENS = (256, 2048)
+_LARGE_TOKENS = (8192, 32768)
+_VOCABULARY = 1024
+_UPDATE_BYTES = 28  # Adam in fp32: gradient read; weight and two moments read and written
+
+_ATTENTION = (  # length, heads, key-value heads, width
+    (256, 4, 2, 32),
+    (256, 8, 8, 64),
+    (512, 8, 2, 64),
+    (1024, 8, 8, 64),
+)
+_LARGE_ATTENTION = ((2048, 16, 16, 128), (4096, 32, 8, 128), (8192, 32, 32, 128))
+
+_SMALL = 64  # elements: nothing to compute, nothing to move
+_CHAIN = 200  # operators one after another
+
+
+def measure_products(place: Place, effort: Effort) -> tuple[ProductTime, ...]:
+    """Of every shape and precision, on this rank."""
+    accelerated = place.device.type != "cpu"
+    squares = [(size, size, size) for size in (*_SQUARES, *(_LARGE_SQUARES if accelerated else ()))]
+    shapes: list[tuple[int, int, int]] = [*squares, *_SKEWED, *(_LARGE_SKEWED if accelerated else ())]
+    operations = {
+        (precision, shape): _product(shape, dtype, place.device)
+        for precision, dtype in _DTYPES.items()
+        for shape in shapes
+    }
+    return tuple(
+        ProductTime(precision, rows, inputs, outputs, seconds)
+        for (precision, (rows, inputs, outputs)), seconds in time_in_turns(operations, place, effort).items()
+    )
+
+
+def _product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Operation:
+    rows, inputs, outputs = shape
+    given = torch.randn(rows, inputs, device=device).to(dtype)
+    weight = torch.randn(outputs, inputs, device=device).to(dtype)
+    result = torch.empty(rows, outputs, dtype=dtype, device=device)
+    return partial(torch.mm, given, weight.t(), out=result)
+
+
+def measure_passes(place: Place, effort: Effort) -> tuple[PassTime, ...]:
+    """Forward and backward of a transformer's passes, an optimizer's update, a copy and a triad."""
+    tokens = (*_TOKENS, *(_LARGE_TOKENS if place.device.type != "cpu" else ()))
+    passes = [each for count in tokens for each in _passes(count, place.device)]
+    seconds = time_in_turns({index: each[1] for index, each in enumerate(passes)}, place, effort)
+    return tuple(replace(each[0], seconds=seconds[index]) for index, each in enumerate(passes))
+
+
+def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
+    """Passes in fp32 over so many tokens, without their times."""
+    blocks = workload_of(_shape(tokens)).pieces
+    operations = [each for block in blocks for each in block.operations]
+    counted = {each.name: each for each in operations if isinstance(each, Pass)}
+    wide = 2.0  # fp32 over the two bytes of an element that `Pass` counts
+    stream = torch.randn(tokens, _WIDTH, device=device)
+    weight = torch.ones(_WIDTH, device=device)
+    logits = torch.randn(tokens, _VOCABULARY, device=device)
+    targets = torch.zeros(tokens, dtype=torch.int64, device=device)
+    operators: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "norm": (lambda hidden, scale: F.rms_norm(hidden, (_WIDTH,), scale, 1e-5), (stream, weight)),
+        "silu and product": (lambda gate, up: F.silu(gate) * up, (stream, stream.clone())),
+        "loss": (lambda scores: F.cross_entropy(scores.float(), targets), (logits,)),
+    }
+    for name, (operator, given) in operators.items():
+        each = counted[name]
+        forward, both = _with_backward(operator, given)
+        yield PassTime(name, each.elements * each.forward * wide, each.kernels, 0.0), forward
+        nbytes = each.elements * (each.forward + each.backward) * wide
+        yield PassTime(f"{name}, with backward", nbytes, 2 * each.kernels, 0.0), both
+    elements = 4 * tokens * _WIDTH
+    source, target = torch.randn(2, elements, device=device)
+    yield PassTime("copy", 8.0 * elements, 1, 0.0), partial(target.copy_, source)
+    third = torch.randn(elements, device=device)
+    triad = partial(torch.add, source, third, alpha=2.0, out=target)
+    yield PassTime("triad", 12.0 * elements, 1, 0.0), triad
+    yield PassTime("update", float(_UPDATE_BYTES * elements), 1, 0.0), _update(elements, device)
+
+
+def _shape(tokens: int) -> ModelShape:
+    return ModelShape(layers=1, hidden=_WIDTH, ffn=_WIDTH, heads=8, vocab=_VOCABULARY, seq=tokens, gated=True)
+
+
+def _with_backward(operator: Callable[..., Tensor], given: tuple[Tensor, ...]) -> tuple[Operation, Operation]:
+    """An operator's forward, as it is where a backward follows; and both."""
+    leaves = [tensor.detach().requires_grad_() for tensor in given]
+
+    def forward() -> Tensor:
+        return operator(*leaves)
+
+    gradient = torch.ones_like(forward())
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), leaves, gradient)
+
+    return forward, both
+
+
+def _update(elements: int, device: torch.device) -> Operation:
+    parameter = torch.nn.Parameter(torch.randn(elements, device=device))
+    parameter.grad = torch.randn(elements, device=device)
+    return torch.optim.AdamW([parameter], fused=True).step
+
+
+def measure_attention(place: Place, effort: Effort) -> tuple[AttentionTime, ...]:
+    """Forward and backward of causal attention."""
+    accelerated = place.device.type != "cpu"
+    precision = "bf16" if accelerated else "fp32"
+    shapes = (*_ATTENTION, *(_LARGE_ATTENTION if accelerated else ()))
+    operations: dict[tuple[tuple[int, ...], bool], Operation] = {}
+    for shape in shapes:
+        operations[shape, False], operations[shape, True] = _attention(
+            shape, _DTYPES[precision], place.device
+        )
+    seconds = time_in_turns(operations, place, effort)
+    times = []
+    for shape in shapes:
+        length, heads, kv_heads, width = shape
+        attention = Attention(length, heads, kv_heads, width, width)
+        forward, both = seconds[shape, False], seconds[shape, True]
+        times.append(AttentionTime(precision, attention, "forward", forward))
+        if both > forward:
+            times.append(AttentionTime(precision, attention, "backward", both - forward))
+    return tuple(times)
+
+
+def _attention(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> tuple[Operation, Operation]:
+    length, heads, kv_heads, width = shape
+
+    def projected(count: int) -> Tensor:
+        """As a product gives it: `[1, length, heads, width]`, seen as `[1, heads, length, width]`."""
+        return torch.randn(1, length, count, width, device=device).to(dtype).transpose(1, 2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+    return _with_backward(attend, (projected(heads), projected(kv_heads), projected(kv_heads)))
+
+
+def measure_launch(place: Place, effort: Effort) -> tuple[float, float]:
+    """Seconds between two kernels of the device, and those that the host takes to start one.
+
+    On cores the two are one: an operator is started by the thread that then does it, so all of it is the
+    first, and the second is 0. On a GPU the first is that of kernels that were recorded and are played again.
+    """
+    value = torch.ones(_SMALL, device=place.device, requires_grad=True)
+
+    def chain() -> None:
+        """Forward and backward of a chain: two operators each."""
+        result = value
+        for _ in range(_CHAIN):
+            result = result * 1.0
+        result.sum().backward()
+
+    operations: dict[str, Operation] = {"host": chain}
+    if place.device.type == "cuda":
+        operations["device"] = _recorded(value.detach())
+    seconds = time_in_turns(operations, place, effort)
+    host = seconds["host"] / (2 * _CHAIN)
+    return (seconds["device"] / _CHAIN, host) if "device" in seconds else (host, 0.0)
+
+
+def _recorded(value: Tensor) -> Operation:
+    def chain() -> None:
+        for _ in range(_CHAIN):
+            value.mul_(1.0)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    return graph.replay

@@ -1,0 +1,157 @@
+"""The Cluster whose predictions come closest to what was measured.
+
+Quantities are fitted one after another, each with what it alone decides: passes the memory's rate, products
+the peak and the depth at which half of it is reached, attention its shares, and level by level, from the
+inside, the links' rate, latency and half size. Close means in proportion: the mean squared logarithm of
+predicted over measured is the least, so that a small operation counts as much as a large one.
+
+Where a data sheet says what a device or a link could do, that is the peak, and what programs reach is a share
+of it. Where none does, as for cores, the peak is the highest rate measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from shoal.cluster import Cluster, Device, Level, peak_flops
+from shoal.probe.grid import least
+from shoal.probe.measurements import (
+    AttentionTime,
+    CollectiveTime,
+    Measurement,
+    Measurements,
+    PassTime,
+    ProductTime,
+    SendTime,
+)
+from shoal.probe.sheet import Sheet
+
+__all__ = ["fit"]
+
+_SHARES = (1e-3, 1.0)
+_DEPTHS = (1.0, 4096.0)
+_SETUPS = (1e-7, 1e-2)  # of the innermost level alone: a collective has one
+_LATENCIES = (1e-7, 1e-2)
+_HALF_SIZES = (1.0, 64e6)
+_BUS_FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "all_to_all": lambda ranks: (ranks - 1) / ranks,
+}
+_CPU_TILE = (16, 16)  # of products on cores: edges cost little
+
+
+def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
+    """The Cluster that fits best.
+
+    Args:
+        measured: What was measured.
+        sheet: What is known of the machine without measuring.
+        name: Of the Cluster.
+    """
+    device = _start(measured, sheet)
+    level = Level(name=sheet.inside, devices=1, bandwidth=device.bandwidth, source="one device: no links")
+    cluster = Cluster(name=name, device=device, levels=(level,), source=sheet.source)
+    cluster = _fit_passes(cluster, measured.passes)
+    cluster = _fit_products(cluster, measured.products)
+    for half, share in (("forward", "attention_share"), ("backward", "attention_backward_share")):
+        chosen = [each for each in measured.attention if each.half == half]
+        cluster = _fit_attention(cluster, chosen, share)
+    return _fit_levels(cluster, measured.links, sheet)
+
+
+def _start(measured: Measurements, sheet: Sheet) -> Device:
+    """The device before the fit: what is known of it, and what was measured as it is."""
+    peak = {
+        precision: peak_flops(sheet.device, precision) or max(rates)
+        for precision in ("fp32", "bf16")
+        if (rates := [each.rate for each in measured.products if each.precision == precision])
+    }
+    return Device(
+        name=sheet.device,
+        memory=sheet.memory,
+        bandwidth=max(each.rate for each in measured.passes),
+        peak=peak,
+        units=sheet.units,
+        tile=_CPU_TILE if sheet.on_cores else (256, 128),
+        launch=measured.launch,
+        dispatch=measured.dispatch,
+        contention=measured.contention,
+        source=sheet.source,
+    )
+
+
+def _fit_passes(cluster: Cluster, passes: Sequence[PassTime]) -> Cluster:
+    def with_share(values: tuple[float, ...]) -> Cluster:
+        return _of_device(cluster, bandwidth_share=values[0])
+
+    return _closest(with_share, passes, [_SHARES])
+
+
+def _fit_products(cluster: Cluster, products: Sequence[ProductTime]) -> Cluster:
+    def with_rates(values: tuple[float, ...]) -> Cluster:
+        return _of_device(cluster, product_share=values[0], product_depth=values[1])
+
+    return _closest(with_rates, products, [_SHARES, _DEPTHS])
+
+
+def _fit_attention(cluster: Cluster, attention: Sequence[AttentionTime], share: str) -> Cluster:
+    def with_share(values: tuple[float, ...]) -> Cluster:
+        return _of_device(cluster, **{share: values[0]})
+
+    return _closest(with_share, attention, [_SHARES])
+
+
+def _fit_levels(cluster: Cluster, links: Sequence[CollectiveTime | SendTime], sheet: Sheet) -> Cluster:
+    levels: tuple[Level, ...] = ()
+    for index in sorted({each.level for each in links}):
+        timed = [each for each in links if each.level == index]
+        level = Level(
+            name="network" if index else sheet.inside,
+            devices=sheet.devices if index else sheet.devices_per_host,
+            bandwidth=(sheet.network if index else 0.0) or max(_rate(each, sheet) for each in timed),
+            source=sheet.source,
+        )
+
+        def with_level(values: tuple[float, ...], inner: tuple[Level, ...] = levels) -> Cluster:
+            share, latency, half_size, *setup = values
+            fitted = replace(level, share=share, latency=latency, half_size=half_size)  # noqa: B023
+            if setup:
+                fitted = replace(fitted, setup=setup[0])
+            return cluster.replace(levels=(*inner, fitted))
+
+        bounds = [_SHARES, _LATENCIES, _HALF_SIZES, *([] if levels else [_SETUPS])]
+        levels = _closest(with_level, timed, bounds).levels
+    return cluster.replace(levels=levels) if levels else cluster
+
+
+def _rate(measured: CollectiveTime | SendTime, sheet: Sheet) -> float:
+    """Bytes/s over the busiest link, whatever the algorithm, of one device."""
+    if isinstance(measured, SendTime):
+        return measured.nbytes / measured.seconds
+    factor = _BUS_FACTORS.get(measured.collective, lambda ranks: 1.0)
+    rate: float = factor(measured.group.size) * measured.nbytes / measured.seconds
+    all_of_a_host_send = measured.level and measured.group.stride == 1
+    return rate / sheet.devices_per_host if all_of_a_host_send else rate
+
+
+def _of_device(cluster: Cluster, **changes: float) -> Cluster:
+    return cluster.replace(device=replace(cluster.device, **changes))  # type: ignore[arg-type]
+
+
+def _closest(
+    with_values: Callable[[tuple[float, ...]], Cluster],
+    measured: Iterable[Measurement],
+    bounds: Sequence[tuple[float, float]],
+) -> Cluster:
+    """The Cluster, of those that the values make, whose predictions come closest to what was measured."""
+    chosen = list(measured)
+
+    def distance(values: tuple[float, ...]) -> float:
+        cluster = with_values(values)
+        return math.fsum(math.log(each.predicted(cluster) / each.seconds) ** 2 for each in chosen)
+
+    return with_values(least(distance, bounds))

@@ -1,0 +1,168 @@
+"""What links carry: every collective's curve at each level, pairs of hosts, and what both cost compute.
+
+Inside the hosts each host's ranks are a group, all of them busy at once. Between hosts there are two forms:
+the group of all ranks, and the groups of ranks with the same place on each host, which share the hosts' links
+as data-parallel groups do beside tensor-parallel ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.collectives import Options
+from shoal.collectives.bench import Settings
+from shoal.collectives.bench.contestants.torch_group import TorchGroup
+from shoal.collectives.bench.measure import measure
+from shoal.collectives.bench.world import Ranks
+from shoal.cost.network import Group
+from shoal.errors import CommunicationError
+from shoal.probe.measurements import CollectiveTime, HostRates, SendTime
+from shoal.probe.place import Place
+from shoal.probe.turns import Effort, time_in_turns
+
+__all__ = ["COLLECTIVES", "form_groups", "measure_contention", "measure_hosts", "measure_links"]
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+_PAIR_BYTES = 16 << 20
+_PAIR_ROUNDS = 5
+_BESIDE = {"cpu": 1024, "cuda": 8192}  # size of a product that takes longer than the collective beside it
+_BESIDE_BYTES = 4 << 20
+
+
+def form_groups(place: Place, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Forms process groups of the probe's backend, of which this rank is in one, and gives that."""
+    own: dist.ProcessGroup | None = None
+    for members in groups:
+        options: Any = Options.from_environment() if place.backend == "shoal" else None
+        group: dist.ProcessGroup = dist.new_group(list(members), backend=place.backend, pg_options=options)
+        if place.ranks.rank in members:
+            own = group
+    assert own is not None
+    return own
+
+
+def measure_links(place: Place, effort: Effort) -> tuple[CollectiveTime | SendTime, ...]:
+    """Every collective at every size, level by level."""
+    times: list[CollectiveTime | SendTime] = []
+    if place.ranks_per_host > 1:
+        times += _curves(place, 0, place.hosts, 1, effort)
+    if len(place.hosts) > 1:
+        everyone = tuple(range(place.ranks.count))
+        times += _curves(place, 1, [everyone], 1, effort)
+    if len(place.hosts) > 1 and place.ranks_per_host > 1:
+        across = list(zip(*place.hosts, strict=True))
+        times += _curves(place, 1, across, place.ranks_per_host, effort)
+    return tuple(times)
+
+
+def _curves(
+    place: Place, level: int, groups: Sequence[Sequence[int]], stride: int, effort: Effort
+) -> list[CollectiveTime | SendTime]:
+    own = form_groups(place, groups)
+    within = Ranks(dist.get_rank(own), dist.get_world_size(own), place.ranks.local_rank)
+    on_cuda = place.device.type == "cuda"
+    contestant = TorchGroup(
+        place.backend,
+        own,
+        memory=place.device.type,
+        device=place.device if on_cuda else None,
+    )
+    settings = Settings(
+        collectives=COLLECTIVES, backends=(place.backend,), sizes=effort.sizes, rounds=effort.rounds
+    )
+    times: list[CollectiveTime | SendTime] = []
+    for (row,) in measure(settings, {place.backend: contestant}, within):
+        if row.wrong:
+            raise CommunicationError(
+                f"{row.collective} of {row.bytes} bytes over {place.backend}: {row.wrong} elements are wrong"
+            )
+        if not row.seconds or (row.collective == "send_recv" and level and stride < place.ranks_per_host):
+            continue  # among all ranks most messages stay inside a host
+        if row.collective == "send_recv":
+            times.append(SendTime(level, stride, row.bytes, row.median))
+        else:
+            group = Group(within.count, stride)
+            times.append(CollectiveTime(level, row.collective, group, row.bytes, row.median))
+    dist.destroy_process_group(own)
+    return times
+
+
+def measure_hosts(place: Place) -> tuple[HostRates, ...]:
+    """Rates between pairs of hosts: neighbours in both pairings, and far ones, all at once and one alone.
+
+    A link that is slow shows in one pairing of neighbours, an adapter in both; links that many flows share
+    show in far pairs that are slower at once than one alone. Fewer than three hosts cannot tell.
+    """
+    count = len(place.hosts)
+    if count < 3:
+        return ()
+    everyone = form_groups(place, [range(place.ranks.count)])
+    far = [(host, host + count // 2) for host in range(count // 2)]
+    pairings = {
+        "even": [(host, host + 1) for host in range(0, count - 1, 2)],
+        "odd": [(host, (host + 1) % count) for host in range(1, count - (count % 2 == 1), 2)],
+        "far": far,
+        "alone": far[:1],
+    }
+    rates = tuple(
+        HostRates(name, _paired(place, everyone, pairs))  # type: ignore[arg-type]
+        for name, pairs in pairings.items()
+    )
+    dist.destroy_process_group(everyone)
+    return rates
+
+
+def _paired(place: Place, group: dist.ProcessGroup, pairs: Sequence[tuple[int, int]]) -> dict[int, float]:
+    partners = dict(pairs) | {second: first for first, second in pairs}
+    own = next(host for host, members in enumerate(place.hosts) if place.ranks.rank in members)
+    given = torch.zeros(_PAIR_BYTES, dtype=torch.uint8, device=place.device)
+    got = torch.empty_like(given)
+    seconds = []
+    for _ in range(_PAIR_ROUNDS):
+        place.ranks.start_together()
+        start = time.perf_counter()
+        if own in partners:
+            place_in_host = place.hosts[own].index(place.ranks.rank)
+            _exchange(group, given, got, place.hosts[partners[own]][place_in_host])
+            place.finish()
+        seconds.append(time.perf_counter() - start)
+    quickest = place.gathered(min(seconds))
+    return {
+        host: len(members) * _PAIR_BYTES / max(quickest[rank] for rank in members)
+        for host, members in enumerate(place.hosts)
+        if host in partners
+    }
+
+
+def _exchange(group: dist.ProcessGroup, given: torch.Tensor, got: torch.Tensor, other: int) -> None:
+    pair = [dist.P2POp(dist.isend, given, other, group), dist.P2POp(dist.irecv, got, other, group)]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
+
+
+def measure_contention(place: Place, effort: Effort) -> float:
+    """Of an all-reduce that runs beside a product, the share that the product is slowed by: 0 to 1."""
+    if place.ranks.count == 1:
+        return 0.0
+    group = form_groups(place, [range(place.ranks.count)])
+    size = _BESIDE[place.device.type]
+    matrix = torch.randn(size, size, device=place.device)
+    result = torch.empty_like(matrix)
+    buffer = torch.zeros(_BESIDE_BYTES // 4, device=place.device)
+    product = partial(torch.mm, matrix, matrix, out=result)
+    reduce = partial(dist.all_reduce, buffer, group=group)
+
+    def together() -> None:
+        work = reduce(async_op=True)
+        product()
+        work.wait()
+
+    seconds = time_in_turns({"product": product, "reduce": reduce, "together": together}, place, effort)
+    dist.destroy_process_group(group)
+    return min(max((seconds["together"] - seconds["product"]) / seconds["reduce"], 0.0), 1.0)

@@ -1,0 +1,211 @@
+"""What is measured: each an operation, the seconds that it took, and those that the cost model predicts.
+
+The fit looks for the Cluster with which the two agree best. It knows no formula: those stand in `shoal.cost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from shoal.cluster import Cluster
+from shoal.cost.compute import attention_seconds, pass_seconds, product_seconds
+from shoal.cost.layout import Layout
+from shoal.cost.network import Group, algorithm_seconds, send_seconds
+from shoal.workload import Attention
+
+__all__ = [
+    "AttentionTime",
+    "CollectiveTime",
+    "HostRates",
+    "Measurement",
+    "Measurements",
+    "PassTime",
+    "ProductTime",
+    "SendTime",
+]
+
+
+class Measurement(Protocol):
+    """An operation and what it took, while all ranks did the same."""
+
+    @property
+    def seconds(self) -> float:
+        """What it took."""
+        ...
+
+    @property
+    def quantity(self) -> str:
+        """What errors of the fit are told by, such as "products fp32"."""
+        ...
+
+    def predicted(self, cluster: Cluster) -> float:
+        """The seconds that it takes on a Cluster, by the cost model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTime:
+    """Of a matrix product `[rows, inputs] x [inputs, outputs]`."""
+
+    precision: str
+    rows: int
+    inputs: int
+    outputs: int
+    seconds: float
+
+    @property
+    def quantity(self) -> str:
+        """See `Measurement`."""
+        return f"products {self.precision}"
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s."""
+        return 2.0 * self.rows * self.inputs * self.outputs / self.seconds
+
+    def predicted(self, cluster: Cluster) -> float:
+        """See `Measurement`."""
+        return product_seconds(cluster.device, self.precision, self.rows, self.inputs, self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class PassTime:
+    """Of kernels that read and write memory: `nbytes` altogether."""
+
+    name: str
+    nbytes: float
+    kernels: int
+    seconds: float
+
+    @property
+    def quantity(self) -> str:
+        """See `Measurement`."""
+        return "passes over memory"
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s."""
+        return self.nbytes / self.seconds
+
+    def predicted(self, cluster: Cluster) -> float:
+        """See `Measurement`."""
+        return pass_seconds(cluster.device, self.nbytes, self.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTime:
+    """Of the attention of one sample, forward or backward."""
+
+    precision: str
+    attention: Attention
+    half: Literal["forward", "backward"]
+    seconds: float
+
+    @property
+    def quantity(self) -> str:
+        """See `Measurement`."""
+        return f"attention {self.half}"
+
+    def predicted(self, cluster: Cluster) -> float:
+        """See `Measurement`."""
+        layout = Layout(microbatch=1, precision=self.precision)
+        forward, backward = attention_seconds(self.attention, cluster.device, layout)
+        return forward if self.half == "forward" else backward
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTime:
+    """Of a collective, in all groups of the same form at once.
+
+    Attributes:
+        level: Index of the outermost level of links that it takes.
+        collective: Its name.
+        group: Who takes part.
+        nbytes: As `shoal.cost.network` counts them.
+        seconds: Of the slowest rank.
+    """
+
+    level: int
+    collective: str
+    group: Group
+    nbytes: int
+    seconds: float
+
+    @property
+    def quantity(self) -> str:
+        """See `Measurement`."""
+        return f"{self.collective}, {_where(self.level)}"
+
+    def predicted(self, cluster: Cluster) -> float:
+        """See `Measurement`."""
+        # Not `collective_seconds`, which remembers all clusters that it was asked of: a fit tries thousands.
+        return min(algorithm_seconds(self.collective, self.nbytes, self.group, cluster).values())
+
+
+@dataclass(frozen=True, slots=True)
+class SendTime:
+    """Of a message to the rank `distance` away, while as long a one comes from the other side."""
+
+    level: int
+    distance: int
+    nbytes: int
+    seconds: float
+
+    @property
+    def quantity(self) -> str:
+        """See `Measurement`."""
+        return f"send, {_where(self.level)}"
+
+    def predicted(self, cluster: Cluster) -> float:
+        """See `Measurement`."""
+        return send_seconds(self.nbytes, self.distance, cluster)
+
+
+@dataclass(frozen=True, slots=True)
+class HostRates:
+    """Bytes/s from each host to its partner and back, all ranks of a host sending at once.
+
+    Attributes:
+        pairing: How hosts were paired: "even" 0-1 and 2-3, "odd" 1-2 and 3-4, "far" each with the one half
+            of all hosts away, "alone" the same, but the first pair only.
+        rates: By host; those without a partner are left out.
+    """
+
+    pairing: Literal["even", "odd", "far", "alone"]
+    rates: Mapping[int, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """All that was measured.
+
+    Attributes:
+        products, passes, attention: On this rank's device, medians over the ranks.
+        launch: Seconds from one kernel's end to the next one's start.
+        dispatch: Seconds that the host takes to start an operation, beside what the device does.
+        contention: Of a collective beside a product, the share that the product is slowed by.
+        links: Collectives and messages, level by level.
+        hosts: Rates between pairs of hosts, where there are enough of them.
+        paces: By rank, FLOP/s of the quickest product in fp32.
+    """
+
+    products: tuple[ProductTime, ...]
+    passes: tuple[PassTime, ...]
+    attention: tuple[AttentionTime, ...]
+    launch: float
+    dispatch: float
+    contention: float
+    links: tuple[CollectiveTime | SendTime, ...] = ()
+    hosts: tuple[HostRates, ...] = ()
+    paces: tuple[float, ...] = field(default=())
+
+    @property
+    def all(self) -> tuple[Measurement, ...]:
+        """Those that the cost model predicts."""
+        return (*self.products, *self.passes, *self.attention, *self.links)
+
+
+def _where(level: int) -> str:
+    return "between hosts" if level else "inside a host"

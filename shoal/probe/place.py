@@ -1,0 +1,102 @@
+"""The ranks of a probe: which hosts they are on, and what they compute on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.collectives.bench.world import Ranks
+from shoal.collectives.rendezvous import host_identity
+from shoal.errors import ClusterError
+
+__all__ = ["Place"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The ranks, host by host.
+
+    Attributes:
+        ranks: This rank among all.
+        hosts: By host, its ranks in ascending order.
+        device: What this rank computes on.
+        backend: Of the process groups that are measured.
+    """
+
+    ranks: Ranks
+    hosts: tuple[tuple[int, ...], ...]
+    device: torch.device
+    backend: str
+
+    @classmethod
+    def find(cls, ranks: Ranks, backend: str) -> Place:
+        """Where the ranks are; every rank of the default group calls this.
+
+        Raises:
+            ClusterError: Hosts have unequal numbers of ranks, or their ranks do not follow one another.
+        """
+        identities: list[Any] = [None] * ranks.count
+        dist.all_gather_object(identities, host_identity(os.environ))
+        hosts = tuple(
+            tuple(rank for rank, other in enumerate(identities) if other == identity)
+            for identity in dict.fromkeys(identities)
+        )
+        _require_even(hosts)
+        device = torch.device("cpu")
+        if backend == "nccl":
+            device = torch.device("cuda", ranks.local_rank)
+            torch.cuda.set_device(device)
+        return cls(ranks, hosts, device, backend)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The same on every host."""
+        return len(self.hosts[0])
+
+    @property
+    def cores(self) -> int:
+        """That the ranks of this host may use."""
+        return len(os.sched_getaffinity(0))
+
+    @property
+    def device_name(self) -> str:
+        """As the driver gives it."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name(self.device)
+        threads = torch.get_num_threads()
+        return f"{platform.machine()}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+    @property
+    def memory(self) -> float:
+        """Bytes of one device; ranks on cores share their host's."""
+        if self.device.type == "cuda":
+            return float(torch.cuda.get_device_properties(self.device).total_memory)
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / self.ranks_per_host
+
+    def finish(self) -> None:
+        """Waits until the device has done all that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What every rank gives, by rank."""
+        values: list[Any] = [None] * self.ranks.count
+        dist.all_gather_object(values, value)
+        return values
+
+
+def _require_even(hosts: Sequence[Sequence[int]]) -> None:
+    together = [rank for host in hosts for rank in host]
+    if len({len(host) for host in hosts}) > 1 or together != sorted(together):
+        raise ClusterError(
+            f"the hosts have {', '.join(map(str, map(len, hosts)))} ranks, in the order "
+            f"{', '.join(map(str, together))}",
+            possible="as many ranks on every host, numbered host by host",
+            change="start them with torchrun --nproc-per-node=N on every host",
+        )

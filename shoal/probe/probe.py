@@ -1,0 +1,121 @@
+"""The probe: measures on all ranks at once, and fits a Cluster to what they have measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TypeVar
+
+from shoal.cluster import Cluster
+from shoal.probe.device import measure_attention, measure_launch, measure_passes, measure_products
+from shoal.probe.fit import fit
+from shoal.probe.links import measure_contention, measure_hosts, measure_links
+from shoal.probe.measurements import AttentionTime, Measurements, PassTime, ProductTime
+from shoal.probe.place import Place
+from shoal.probe.sheet import read_sheet
+from shoal.probe.suspicions import suspicions
+from shoal.probe.turns import THOROUGH, Effort
+
+__all__ = ["FitError", "Probed", "probe"]
+
+Timed = TypeVar("Timed", ProductTime, PassTime, AttentionTime)
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """How far predictions of one quantity are from what was measured, as shares of the measured seconds.
+
+    Attributes:
+        quantity: Such as "products fp32".
+        measured: How many measurements there are.
+        median: Of the errors, without their signs.
+        worst: The largest of them.
+    """
+
+    quantity: str
+    measured: int
+    median: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a probe found.
+
+    Attributes:
+        cluster: The machine.
+        measurements: What it was fitted to.
+        errors: By quantity.
+        suspicions: What looks wrong, a sentence each.
+    """
+
+    cluster: Cluster
+    measurements: Measurements
+    errors: tuple[FitError, ...]
+    suspicions: tuple[str, ...]
+
+
+def probe(place: Place, name: str, effort: Effort = THOROUGH, say: Callable[[str], object] = print) -> Probed:
+    """Measures the machine; every rank of the default group calls this, and all get the same.
+
+    Args:
+        place: The ranks, and the backend to measure.
+        name: Of the Cluster.
+        effort: How much is measured: THOROUGH, or QUICK.
+        say: Tells what is measured now.
+    """
+    measured = _measure(place, effort, say)
+    found = None
+    if place.ranks.rank == 0:
+        sheet = read_sheet(place)
+        cluster = fit(measured, sheet, name)
+        wrong = tuple(suspicions(measured, sheet, place.backend, os.environ))
+        found = Probed(cluster, measured, _errors(measured, cluster), wrong)
+    probed: Probed = place.gathered(found)[0]
+    return probed
+
+
+def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Measurements:
+    say("products")
+    own = measure_products(place, effort)
+    products = _median_of_ranks(place, own)
+    paces = place.gathered(max(each.rate for each in own if each.precision == "fp32"))
+    say("passes over memory, attention, launches")
+    passes = _median_of_ranks(place, measure_passes(place, effort))
+    attention = _median_of_ranks(place, measure_attention(place, effort))
+    launch, dispatch = zip(*place.gathered(measure_launch(place, effort)), strict=True)
+    say("links")
+    contention = place.gathered(measure_contention(place, effort))
+    return Measurements(
+        products=products,
+        passes=passes,
+        attention=attention,
+        launch=median(launch),
+        dispatch=median(dispatch),
+        contention=median(contention),
+        links=measure_links(place, effort) if place.ranks.count > 1 else (),
+        hosts=measure_hosts(place),
+        paces=tuple(paces),
+    )
+
+
+def _median_of_ranks(place: Place, own: Sequence[Timed]) -> tuple[Timed, ...]:
+    """Each with the median of the seconds that all ranks measured at the same time."""
+    seconds = place.gathered([each.seconds for each in own])
+    return tuple(
+        replace(each, seconds=median(values))
+        for each, values in zip(own, zip(*seconds, strict=True), strict=True)
+    )
+
+
+def _errors(measured: Measurements, cluster: Cluster) -> tuple[FitError, ...]:
+    by_quantity: dict[str, list[float]] = {}
+    for each in measured.all:
+        error = abs(each.predicted(cluster) / each.seconds - 1)
+        by_quantity.setdefault(each.quantity, []).append(error)
+    return tuple(
+        FitError(quantity, len(errors), median(errors), max(errors))
+        for quantity, errors in by_quantity.items()
+    )

@@ -1,0 +1,107 @@
+"""What looks wrong with a machine, as sentences that say what to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from statistics import median
+
+from shoal.probe.measurements import HostRates, Measurements
+from shoal.probe.sheet import Sheet
+
+__all__ = ["suspicions"]
+
+_OFF_THE_PACE = 0.10
+_SLOW_LINK = 0.20  # below the median of hosts: links vary more than devices
+_OVERSUBSCRIBED = 1.25
+_FEWEST_HOSTS = 3
+
+
+def suspicions(
+    measured: Measurements, sheet: Sheet, backend: str, environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Every suspicion.
+
+    Args:
+        measured: What was measured.
+        sheet: What is known of the machine.
+        backend: That was measured.
+        environment: That the ranks ran in.
+    """
+    hosts = sheet.devices // sheet.devices_per_host
+    if sheet.on_cores and sheet.devices_per_host * sheet.units > sheet.cores:
+        yield (
+            f"{sheet.devices_per_host} ranks of {sheet.units} compute on {sheet.cores} cores: the rates are "
+            "those of ranks that share cores; start fewer ranks, unless training will have as many"
+        )
+    if hosts > 1 and sheet.rdma and (reason := _speaks_tcp(backend, environment)):
+        yield (
+            f"{reason}, and the hosts have RDMA adapters ({', '.join(sheet.rdma)}): TCP reaches a fraction "
+            "of their rate"
+        )
+    if hosts == 2:
+        yield (
+            "there are two hosts, and two alone do not describe a fabric: libraries treat two specially, and "
+            "oversubscription does not show; measure three or more before planning for more"
+        )
+    yield from _slow_ranks(measured.paces)
+    by_pairing = {each.pairing: each for each in measured.hosts}
+    if hosts >= _FEWEST_HOSTS:
+        yield from _slow_hosts(by_pairing["even"], by_pairing["odd"])
+        yield from _oversubscription(by_pairing["far"], by_pairing["alone"])
+
+
+def _speaks_tcp(backend: str, environment: Mapping[str, str]) -> str:
+    """Why the bytes go over TCP; empty if nothing says so."""
+    if backend in ("shoal", "gloo"):
+        return f"the backend {backend} speaks TCP"
+    if environment.get("NCCL_IB_DISABLE", "0") != "0":
+        return "NCCL_IB_DISABLE is set, so that NCCL speaks TCP"
+    if environment.get("NCCL_NET", "").lower() == "socket":
+        return "NCCL_NET=Socket has NCCL speak TCP"
+    return ""
+
+
+def _slow_ranks(paces: tuple[float, ...]) -> Iterator[str]:
+    usual = median(paces)
+    for rank, pace in enumerate(paces):
+        if pace < usual * (1 - _OFF_THE_PACE):
+            yield (
+                f"rank {rank} computes {1 - pace / usual:.0%} slower than the median rank: look at its "
+                "clock, its temperature, and what else runs on it"
+            )
+
+
+def _slow_hosts(even: HostRates, odd: HostRates) -> Iterator[str]:
+    """A host that is slow with both neighbours has a slow adapter; one that is with one, a slow link."""
+    usual = median([*even.rates.values(), *odd.rates.values()])
+
+    def slow(rates: HostRates) -> set[int]:
+        return {host for host, rate in rates.rates.items() if rate < usual * (1 - _SLOW_LINK)}
+
+    both = slow(even) & slow(odd)
+    for host in sorted(both):
+        rate = max(even.rates[host], odd.rates[host])
+        yield (
+            f"host {host} reaches {_gigabytes(rate)} with both neighbours, and the median host "
+            f"{_gigabytes(usual)}: look at its network adapters"
+        )
+    once = sorted((slow(even) | slow(odd)) - both)
+    if once and not both:
+        hosts = ", ".join(map(str, once))
+        yield (
+            f"hosts {hosts} are slow with one neighbour only (the median is {_gigabytes(usual)}): look at "
+            "the cables and ports between them"
+        )
+
+
+def _oversubscription(far: HostRates, alone: HostRates) -> Iterator[str]:
+    together, single = median(far.rates.values()), median(alone.rates.values())
+    if single > together * _OVERSUBSCRIBED:
+        yield (
+            f"far hosts reach {_gigabytes(together)} each when all send, and {_gigabytes(single)} when one "
+            f"pair does: the fabric is oversubscribed {single / together:.1f} times"
+        )
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"

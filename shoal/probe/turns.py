@@ -1,0 +1,79 @@
+"""Times operations while all ranks do the same, since cores and the memory's bandwidth are shared.
+
+What drifts on a machine should meet all operations alike: in every round each has its turn, every other round
+in the reverse order. A turn is as many operations as fill some milliseconds on the slowest rank, after one
+that is not counted; the ranks begin it together and do equally many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from statistics import median
+from typing import TypeVar
+
+from shoal.probe.place import Place
+
+__all__ = ["QUICK", "THOROUGH", "Effort", "Operation", "time_in_turns"]
+
+Operation = Callable[[], object]
+
+Key = TypeVar("Key", bound=Hashable)
+
+_MOST = 2000  # operations in a turn
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+        rounds: Turns of each operation.
+        turn_seconds: That a turn takes at least.
+        sizes: Bytes of the collectives' buffers.
+    """
+
+    rounds: int
+    turn_seconds: float
+    sizes: tuple[int, ...]
+
+
+THOROUGH = Effort(5, 0.02, tuple(1 << power for power in range(10, 27, 2)))
+"""1 KiB to 64 MiB, each four times the one before."""
+
+QUICK = Effort(3, 0.005, (4 << 10, 64 << 10, 1 << 20, 8 << 20))
+
+
+def time_in_turns(operations: Mapping[Key, Operation], place: Place, effort: Effort) -> dict[Key, float]:
+    """Seconds of each operation on this rank, the median over rounds.
+
+    Args:
+        operations: By any key, the same and in the same order on all ranks.
+        place: The ranks.
+        effort: How often, and how long.
+    """
+    counts = {key: _count(operation, place, effort) for key, operation in operations.items()}
+    seconds: dict[Key, list[float]] = {key: [] for key in operations}
+    for index in range(effort.rounds):
+        for key in reversed(list(operations)) if index % 2 else operations:
+            seconds[key].append(_turn(operations[key], counts[key], place))
+    return {key: median(turns) for key, turns in seconds.items()}
+
+
+def _count(operation: Operation, place: Place, effort: Effort) -> int:
+    """How many operations a turn has."""
+    once = place.ranks.largest(_turn(operation, 1, place))
+    return min(max(1, round(effort.turn_seconds / once)), _MOST)
+
+
+def _turn(operation: Operation, count: int, place: Place) -> float:
+    operation()
+    place.finish()
+    place.ranks.start_together()
+    start = time.perf_counter()
+    for _ in repeat(None, count):
+        operation()
+    place.finish()
+    return (time.perf_counter() - start) / count

@@ -1,0 +1,286 @@
+"""The event engine: ranks that go through their lists, each as far as what it waits for is there.
+
+A rank has two streams. Compute does its list one by one. Communications that are begun beside it go one after
+another, in the order in which they were begun; while one travels, compute runs at 1 - `contention` of its
+rate, so that t seconds of communication that are hidden cost `contention` t seconds. What a passage waits for
+within blocks has a communicator of its own and stops compute instead.
+
+A message between stages starts when it was sent, its receiver has begun to receive (`transfers` says at which
+action), and the message before it on that link is there. It slows nothing.
+
+Only ranks that differ along the pipeline are played: along all other axes ranks do the same at the same time.
+So a communication over these axes is over as soon as its seconds are, and what ranks wait for one another for
+are messages, and the end of the step, at which all gradients' norm is known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Work
+from shoal.simulate.journal import Journal
+from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
+from shoal.simulate.stage_program import StageProgram
+from shoal.timeline import Kind
+
+__all__ = ["Link", "RankProgram", "play_steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins stages.
+
+    Attributes:
+        seconds: Of a message.
+        bytes: Of a message.
+    """
+
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """What one played rank does in a step.
+
+    Attributes:
+        rank: Its global number.
+        steps: Its actions, sends and receives in order.
+        stages: Those that it holds, by number.
+        last: By stage, the last action that gives its weights gradients.
+        finish: Communications after the last action, one after another: of weights that two stages share.
+        norm: What all ranks do together once all gradients are there; None if they need not.
+        update: Seconds of the optimizer.
+    """
+
+    rank: int
+    steps: Sequence[Step]
+    stages: Mapping[int, StageProgram]
+    last: Mapping[int, Action]
+    finish: Sequence[Collective]
+    norm: Collective | None
+    update: float
+
+
+_Key = tuple[object, ...]
+"""What a rank waits for: a message, by payload, stage and micro-batch; or the end of a step, by number."""
+
+
+def play_steps(
+    programs: Sequence[RankProgram], placement: Sequence[int], link: Link, contention: float, steps: int
+) -> tuple[Journal, list[list[list[tuple[float, float]]]], float]:
+    """Plays steps one after another.
+
+    Args:
+        programs: By place along the pipeline.
+        placement: By stage, the place of the rank that holds it.
+        link: Between stages.
+        contention: See `shoal.cluster.Device`.
+        steps: How many.
+
+    Returns:
+        What was done; by step and place, start and stop of each action; when the last step ends.
+    """
+    engine = _Engine(programs, placement, link, contention, steps)
+    end = engine.play()
+    return engine.journal, engine.actions, end
+
+
+class _Engine:
+    """What the ranks of one play share: what was sent, who waits, and the journal."""
+
+    def __init__(
+        self,
+        programs: Sequence[RankProgram],
+        placement: Sequence[int],
+        link: Link,
+        contention: float,
+        steps: int,
+    ) -> None:
+        self.journal = Journal()
+        self.actions: list[list[list[tuple[float, float]]]] = [[[] for _ in programs] for _ in range(steps)]
+        self.placement = placement
+        self.link = link
+        self.contention = contention
+        self.steps = steps
+        self.numbers = [program.rank for program in programs]
+        self.sent: dict[_Key, float] = {}
+        self.arrived: list[list[float]] = [[] for _ in range(steps)]  # at the end of each step
+        self._ranks = [_Rank(self, place, program) for place, program in enumerate(programs)]
+        self._waiting: dict[_Key, list[int]] = {}
+        self._able = list(range(len(programs)))
+
+    def play(self) -> float:
+        """Lets every rank go on as far as it can, until all have ended."""
+        going = [rank.play() for rank in self._ranks]
+        while self._able:
+            place = self._able.pop()
+            key = next(going[place], None)
+            if key is not None:
+                self._waiting.setdefault(key, []).append(place)
+        assert not self._waiting, "a sound table always ends"
+        return max(rank.now for rank in self._ranks)
+
+    def tell(self, key: _Key) -> None:
+        """Lets those go on that wait for it."""
+        self._able += self._waiting.pop(key, ())
+
+
+class _Rank:
+    """One rank, whose `play` stops to wait by yielding the key of what it waits for."""
+
+    def __init__(self, engine: _Engine, place: int, program: RankProgram) -> None:
+        self.now = 0.0  # of compute
+        self._engine = engine
+        self._place = place
+        self._program = program
+        self._rank = program.rank
+        self._free = 0.0  # when all that was begun beside compute has ended
+        self._ends: dict[object, float] = {}  # of what was begun, by key
+        self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: begun and not yet there
+        self._link_free: dict[int, float] = {}  # by sender
+        self._there: dict[_Key, float] = {}  # when messages came
+
+    def play(self) -> Iterator[_Key]:
+        """All steps."""
+        for index in range(self._engine.steps):
+            begin = self.now
+            yield from self._step(index)
+            self._engine.journal.work(self._rank, Kind.STEP, str(index), begin, self.now)
+
+    def _step(self, index: int) -> Iterator[_Key]:
+        engine, program = self._engine, self._program
+        entered: set[int] = set()  # stages that a forward has been through
+        due: list[StageProgram] = []  # whose sums are whole, and not yet reduced
+        for stage in program.stages.values():
+            self._run(stage.begin_step())
+        for step in program.steps:
+            if isinstance(step, Receive):
+                key = step.payload, step.stage, step.microbatch
+                self._receiving.setdefault(step.peer, deque()).append((key, self.now))
+            elif isinstance(step, Send):
+                key = step.payload, step.target, step.microbatch
+                engine.sent[key] = self.now
+                engine.tell(key)
+            else:
+                self._begin(due)
+                yield from self._take(step)
+                stage = program.stages[step.stage]
+                is_last = program.last[step.stage] == step
+                is_first = step.work is Work.FORWARD and step.stage not in entered
+                entered.add(step.stage)
+                start = self.now
+                self._perform(step, stage.passage(step, is_first=is_first, is_last=is_last))
+                engine.actions[index][self._place].append((start, self.now))
+                if is_last and stage.keeps_sums and len(engine.numbers) > 1:
+                    due.append(stage)
+        self._begin(due)
+        yield from self._finish(index)
+
+    def _begin(self, due: list[StageProgram]) -> None:
+        """Begins to reduce stages whose sums are whole."""
+        for stage in due:
+            self._run(stage.exchange.reduce_all())
+        due.clear()
+
+    def _finish(self, index: int) -> Iterator[_Key]:
+        """What follows the last action: sums are waited for, and the optimizer steps."""
+        engine, program = self._engine, self._program
+        if len(engine.numbers) > 1:
+            for stage in program.stages.values():
+                if stage.keeps_sums:
+                    self._run(stage.exchange.wait_reduced())
+        for collective in program.finish:
+            self.now = engine.journal.exposed(self._rank, self.now, collective)
+        begin = self.now
+        if program.norm is not None:
+            arrived = engine.arrived[index]
+            arrived.append(begin)
+            if len(arrived) < len(engine.numbers):
+                yield "end", index
+            else:
+                engine.tell(("end", index))
+            self.now = max(arrived) + program.norm.seconds
+            engine.journal.collective(self._rank, begin, self.now, program.norm)
+            engine.journal.work(self._rank, Kind.WAIT, program.norm.name, begin, self.now)
+        self.now += program.update
+        engine.journal.work(self._rank, Kind.OPTIMIZER, "", begin, self.now)
+
+    def _take(self, action: Action) -> Iterator[_Key]:
+        """Waits for what an action needs from another rank."""
+        if action.work is Work.WEIGHT:
+            return
+        placement = self._engine.placement
+        is_forward = action.work is Work.FORWARD
+        before = action.stage + (-1 if is_forward else 1)
+        if not 0 <= before < len(placement) or placement[before] == self._place:
+            return
+        key = Payload.ACTIVATION if is_forward else Payload.GRADIENT, action.stage, action.microbatch
+        receiving = self._receiving[placement[before]]
+        while key not in self._there:
+            if receiving[0][0] not in self._engine.sent:
+                yield receiving[0][0]
+            self._receive(placement[before], *receiving.popleft())
+        came = self._there.pop(key)
+        if came > self.now:
+            self._engine.journal.work(self._rank, Kind.WAIT, _name_of(key), self.now, came)
+            self.now = came
+
+    def _receive(self, sender: int, key: _Key, begin: float) -> None:
+        """Notes when a message comes that was sent."""
+        engine = self._engine
+        sent = engine.sent.pop(key)
+        came = max(sent, begin, self._link_free.get(sender, 0.0)) + engine.link.seconds
+        self._link_free[sender] = self._there[key] = came
+        name, nbytes = _name_of(key), engine.link.bytes
+        ends = engine.numbers[sender], self._rank
+        engine.journal.message(ends[0], sent, came, name, nbytes, ends)
+        engine.journal.message(ends[1], begin, came, name, nbytes, ends)
+
+    def _perform(self, action: Action, passage: Passage) -> None:
+        kind = Kind.FORWARD if action.work is Work.FORWARD else Kind.BACKWARD
+        name = str(action) if len(self._engine.numbers) > 1 else ""
+        start = self.now
+        if passage.is_plain and self._free <= start:
+            self.now += passage.seconds
+            self._engine.journal.passage(self._rank, kind, name, start, passage)
+        else:
+            self._run(passage.pieces)
+            self._engine.journal.work(self._rank, kind, name, start, self.now)
+
+    def _run(self, pieces: Sequence[Piece]) -> None:
+        """Does pieces one by one."""
+        journal = self._engine.journal
+        for piece in pieces:
+            if isinstance(piece, float):
+                self.now = self._computed(piece)
+            elif isinstance(piece, Exposed):
+                self.now = journal.exposed(self._rank, self.now, piece.collective)
+            elif isinstance(piece, Start):
+                start = max(self.now, self._free)
+                self._free = self._ends[piece.key] = start + piece.collective.seconds
+                journal.collective(self._rank, start, self._free, piece.collective)
+            else:
+                end = self._ends.get(piece.key, 0.0)
+                if end > self.now:
+                    journal.work(self._rank, Kind.WAIT, piece.name, self.now, end)
+                    self.now = end
+
+    def _computed(self, seconds: float) -> float:
+        """When compute ends that begins now: what was begun beside it travels on until `_free`."""
+        beside = self._free - self.now
+        if beside <= 0:
+            return self.now + seconds
+        lost = self._engine.contention * beside
+        if seconds >= beside - lost:
+            return self.now + seconds + lost
+        return self.now + seconds / (1 - self._engine.contention)
+
+
+def _name_of(key: _Key) -> str:
+    """As the runtime names it: what is sent, and the action that waits for it."""
+    payload, stage, microbatch = key
+    what = "activation" if payload is Payload.ACTIVATION else "gradient"
+    return f"{what}:{stage}{payload}{microbatch}"

@@ -1,0 +1,137 @@
+"""The passages of one stage: what each of its forwards and backwards is made of.
+
+Weights and gradients travel beside compute as `shoal.parallel` has them travel:
+
+    none    gradients are reduced bucket by bucket in the step's last backward (with pp > 1 after it)
+    zero1   the same; and when a step begins the weights that the optimizer changed are gathered: all are
+            begun at once, each is waited for where the first forward needs it
+    zero2   as zero1, but every backward reduces
+    zero3   each block is gathered while the one before it computes, in forward and in backward, and reduced
+            in every backward. Without a pipeline the forward's last block, the embedding and the end stay for
+            the backward that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from shoal.cost.layout import Layout
+from shoal.cost.step import Costs
+from shoal.plan import Plan
+from shoal.plan.schedules import Action, Work
+from shoal.simulate.exchange import Exchange
+from shoal.simulate.passage import Passage, Piece
+from shoal.simulate.within import Members, Within
+from shoal.workload import Block
+
+__all__ = ["StageProgram"]
+
+
+class StageProgram:
+    """Gives the passage of any action of a stage.
+
+    Args:
+        plan: That is played, its micro-batch settled.
+        costs: Of its workload and cluster.
+        stage: Number of the stage.
+        blocks: Of the stage, in order.
+        members: Of the rank that holds it.
+    """
+
+    def __init__(
+        self, plan: Plan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
+    ) -> None:
+        self._plan = plan
+        self._blocks = blocks
+        layout = Layout.of(plan)
+        self._costs = [costs.block(block, layout) for block in blocks]
+        self._within = Within(costs.workload, layout, members)
+        self.exchange = Exchange(plan, costs, stage, blocks, members)
+        self.keeps_sums = plan.shard in ("none", "zero1")
+        self._gathers_blocks = plan.shard == "zero3" and self.exchange.is_sharded
+        self._gathers_all = self.exchange.is_sharded and not self._gathers_blocks
+        self._passages: dict[tuple[Work, bool, bool], Passage] = {}
+
+    def passage(self, action: Action, *, is_first: bool, is_last: bool) -> Passage:
+        """What an action is made of.
+
+        Args:
+            action: Of this stage.
+            is_first: Whether it is the stage's first forward of a step.
+            is_last: Whether it is the last that gives the stage's weights gradients.
+        """
+        key = action.work, is_first, is_last
+        if key not in self._passages:
+            passage = Passage.of(self._pieces(*key))
+            self._passages[key] = passage.gathered() if passage.is_plain and self._plan.pp > 1 else passage
+        return self._passages[key]
+
+    def begin_step(self) -> list[Piece]:
+        """What is begun when a step begins."""
+        return self.exchange.gather_all() if self._gathers_all else []
+
+    def _pieces(self, work: Work, is_first: bool, is_last: bool) -> Iterator[Piece]:
+        if work is Work.FORWARD:
+            return self._forward(is_first)
+        return self._backward(work, is_last)
+
+    @cached_property
+    def _layers(self) -> list[int]:
+        return [each for each in range(len(self._blocks)) if each not in self.exchange.roots]
+
+    def _forward(self, is_first: bool) -> Iterator[Piece]:
+        exchange = self.exchange
+        waits = self._gathers_blocks or (is_first and self._gathers_all)
+        if self._gathers_blocks:
+            yield from self._gather_each((*exchange.roots, *self._layers[:1]))
+        if waits:
+            yield from self._wait_each(exchange.roots)
+        for position, (block, cost) in enumerate(zip(self._blocks, self._costs, strict=True)):
+            if position in self._layers:
+                if waits:
+                    yield from exchange.wait_gathered(position)
+                if self._gathers_blocks and position + 1 in self._layers:
+                    yield from exchange.gather(position + 1)
+            yield from self._within.forward(block, cost)
+
+    def _backward(self, work: Work, is_last: bool) -> Iterator[Piece]:
+        exchange = self.exchange
+        gives_sums = work is not Work.INPUT
+        naive = self._plan.exchange == "naive"
+        reduces = gives_sums and not naive and (not self.keeps_sums or (is_last and self._plan.pp == 1))
+        gathers = self._gathers_blocks and work is not Work.WEIGHT
+        there: set[int] = set()  # blocks whose weights have stayed, or were begun to be gathered
+        if gathers:
+            stayed = {*exchange.roots, *self._layers[-1:]} if self._plan.pp == 1 else set()
+            there = {*stayed, *exchange.roots, *self._layers[-1:]}
+            yield from self._gather_each(sorted(there - stayed))
+            yield from self._wait_each(sorted(set(exchange.roots) - stayed))
+        for position in reversed(range(len(self._blocks))):
+            if gathers and position in self._layers:
+                yield from exchange.wait_gathered(position)
+                if position - 1 in self._layers:
+                    yield from exchange.gather(position - 1)
+            yield from self._backward_of(position, work)
+            if reduces:
+                yield from exchange.reduce_at(position)
+        if reduces:
+            yield from exchange.wait_reduced()
+        if naive and is_last:
+            yield from exchange.naive()
+
+    def _backward_of(self, position: int, work: Work) -> Iterator[Piece]:
+        block, cost = self._blocks[position], self._costs[position]
+        if work is Work.WEIGHT:
+            yield cost.compute.weight
+            return
+        compute = cost.compute.backward if work is Work.BACKWARD else cost.compute.input
+        yield from self._within.backward(block, cost, compute)
+
+    def _gather_each(self, positions: Sequence[int]) -> Iterator[Piece]:
+        for position in positions:
+            yield from self.exchange.gather(position)
+
+    def _wait_each(self, positions: Sequence[int]) -> Iterator[Piece]:
+        for position in positions:
+            yield from self.exchange.wait_gathered(position)

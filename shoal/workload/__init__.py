@@ -1,0 +1,34 @@
+"""The work of a model, which a layout divides and a device takes time for. Imports no torch.
+
+`Workload` is made of `Block`s, and these of operations: `Product`, `Attention`, `Pass`. `workload_of` makes
+one of a `ModelShape`, such as `shape("llama3-8b")`; `shoal.models` traces one from any module. The cost
+model and the planner call it.
+"""
+
+from shoal.workload.model_shape import Latent, ModelShape
+from shoal.workload.operation import Attention, Keep, Operation, Part, Pass, Product, Saved
+from shoal.workload.presets import shape, shape_names, transformer_shape
+from shoal.workload.text import from_json, to_json
+from shoal.workload.transformer import workload_of
+from shoal.workload.workload import Block, Parameters, Workload
+
+__all__ = [
+    "Attention",
+    "Block",
+    "Keep",
+    "Latent",
+    "ModelShape",
+    "Operation",
+    "Parameters",
+    "Part",
+    "Pass",
+    "Product",
+    "Saved",
+    "Workload",
+    "from_json",
+    "shape",
+    "shape_names",
+    "to_json",
+    "transformer_shape",
+    "workload_of",
+]

@@ -1,0 +1,136 @@
+"""What a transformer's forward keeps for backward, one operator after another.
+
+As Korthikanti et al. count (arXiv:2205.05198, section 4), and for what torch's kernels keep. With n tokens of
+a sample, H hidden, A heads and K key-value heads of width D, F the feed-forward width, these are elements:
+
+    norm          LayerNorm: input n H, mean and deviation 2 n. RMSNorm: input n H and root n if fused, and if
+                  not, in fp32 input n H, quotient n H and root n. Both: output n H, for products after it
+    attention     query n A D, key and value n K D each, output n A D; log-sum-exp n A if fused, and if not
+                  probabilities n n A, and with dropout as many again and their mask
+    rotary        where a layer makes tables of its own, 4 D n in fp32, once for all samples: cosine and sine,
+                  for queries and for keys
+    feed-forward  gated: gate, silu(gate), up, and the product of the last two, n F each; else up and gelu(up)
+    dropout       a mask of a byte for each of n H
+
+Of k experts for each token, with E to choose from, the feed-forward layer keeps that of k n rows, and
+
+    of a choice   H read, H written, H in its token's order; its token, and its place in that order, 8 bytes
+                  each; its weight
+    of a token    in fp32 E logits and E probabilities, the logits' log-sum-exp
+    router        in fp32 what it multiplies: n H in the place of the norm's output, and in bf16 a copy of its
+                  weight, E H
+    of a sample   E, the share that each expert gets
+
+Under recompute=selective results of products and of attention stay; those of the last product of attention
+and of the feed-forward layer, which no backward reads, stay too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.workload.model_shape import ModelShape
+from shoal.workload.operation import Keep, Part, Saved
+
+__all__ = ["kept_by_layer", "kept_by_norm"]
+
+_FP32 = 4
+_INT64 = 8
+
+
+def kept_by_layer(shape: ModelShape) -> Iterator[Saved]:
+    """Of a layer."""
+    stream = float(shape.seq * shape.hidden)
+    yield Saved("input", stream, Part.STREAM, Keep.ALWAYS if is_fused(shape) else Keep.START)
+    yield from kept_by_norm(shape)
+    yield Saved("norm", stream, Part.STREAM)
+    yield from _attention(shape)
+    yield Saved("attention's sum", stream, Part.ROWS, Keep.SELECTIVE)
+    if is_fused(shape):
+        yield Saved("stream", stream, Part.STREAM)
+    yield from kept_by_norm(shape)
+    if not shape.experts or shape.shared_experts:
+        yield Saved("norm", stream, Part.STREAM)
+    if shape.experts:
+        yield from _experts(shape)
+    else:
+        yield from _feed_forward(shape, shape.seq, shape.ffn, Part.COLUMNS)
+        yield Saved("feed-forward's sum", stream, Part.ROWS, Keep.SELECTIVE)
+    if shape.dropout:
+        yield Saved("masks", 2 * stream, Part.STREAM, width=1)
+
+
+def is_fused(shape: ModelShape) -> bool:
+    """Whether a norm keeps its input as it is: LayerNorm is one kernel everywhere."""
+    return shape.fused_norm or shape.biases
+
+
+def kept_by_norm(shape: ModelShape, keep: Keep = Keep.REST) -> Iterator[Saved]:
+    """Of a norm, but for its output, and for its input where that stays as it is."""
+    tokens, stream = float(shape.seq), float(shape.seq * shape.hidden)
+    if shape.biases:
+        yield Saved("mean and deviation", 2 * tokens, Part.STREAM, keep, _FP32)
+    else:
+        if not shape.fused_norm:
+            yield Saved("input and quotient", 2 * stream, Part.STREAM, keep, _FP32)
+        yield Saved("root", tokens, Part.STREAM, keep, _FP32)
+
+
+def _attention(shape: ModelShape) -> Iterator[Saved]:
+    tokens, heads, width = float(shape.seq), shape.heads, shape.width
+    latent = shape.latent
+    if latent is None:
+        yield Saved(
+            "queries, keys, values", tokens * (heads + 2 * shape.keys) * width, Part.COLUMNS, Keep.RESULTS
+        )
+    else:
+        narrow = tokens * (latent.query + latent.keys)
+        yield Saved("narrow", narrow + tokens * latent.rotary, Part.WHOLE, Keep.RESULTS)
+        yield Saved("norms of narrow", narrow, Part.WHOLE)
+        wide = tokens * heads * (width + latent.rotary)
+        yield Saved("queries", wide, Part.COLUMNS, Keep.RESULTS)
+        yield Saved("keys", wide, Part.COLUMNS)
+        yield Saved("values", tokens * heads * width, Part.COLUMNS, Keep.RESULTS)
+    if shape.rotary and shape.layer_tables:
+        yield Saved("angles", 4 * tokens * width, Part.POSITIONS, width=_FP32)
+    if shape.fused_attention:
+        yield Saved("log-sum-exp", tokens * heads, Part.COLUMNS, Keep.RESULTS, _FP32)
+    else:
+        scores = tokens * tokens * heads
+        yield Saved("probabilities", scores, Part.COLUMNS)
+        if shape.dropout:
+            yield Saved("dropped probabilities", scores, Part.COLUMNS)
+            yield Saved("mask of probabilities", scores, Part.COLUMNS, width=1)
+    yield Saved("attention's result", tokens * heads * width, Part.COLUMNS, Keep.RESULTS)
+
+
+def _feed_forward(shape: ModelShape, rows: int, width: int, part: Part) -> Iterator[Saved]:
+    inner = float(rows * width)
+    gates = 2 if shape.gated else 1
+    yield Saved("gate, up" if shape.gated else "up", gates * inner, part, Keep.RESULTS)
+    yield Saved("activation", gates * inner, part)
+
+
+def _experts(shape: ModelShape) -> Iterator[Saved]:
+    tokens, choices, experts = float(shape.seq), float(shape.choices), shape.experts
+    stream = tokens * shape.hidden
+    both = bool(shape.shared_experts)  # which read the norm's output as it is
+    yield Saved("router's input", stream, Part.STREAM, Keep.REST, _FP32, copied=both)
+    weight = float(experts * shape.hidden)
+    yield Saved("router's weight", weight, Part.POSITIONS, Keep.REST, _FP32, copied=True)
+    yield Saved("logits", tokens * experts, Part.WHOLE, Keep.RESULTS, _FP32)
+    yield Saved("probabilities", tokens * experts + tokens + experts, Part.WHOLE, Keep.REST, _FP32)
+    chosen = tokens * shape.experts_per_token
+    if shape.renormalize:
+        yield Saved("weights before", chosen + tokens, Part.WHOLE, Keep.REST, _FP32)
+    yield Saved("weights", chosen, Part.WHOLE)
+    yield Saved("order", chosen + choices, Part.WHOLE, Keep.REST, _INT64)
+    rows = choices * shape.hidden
+    yield Saved("experts' input", rows, Part.WHOLE)
+    yield from _feed_forward(shape, shape.choices, shape.expert_width, Part.WHOLE)
+    yield Saved("experts' results", rows, Part.WHOLE, Keep.RESULTS)
+    yield Saved("results in order", chosen * shape.hidden, Part.WHOLE)
+    if shape.shared_experts:
+        width = shape.shared_experts * shape.expert_width
+        yield from _feed_forward(shape, shape.seq, width, Part.COLUMNS)
+        yield Saved("shared experts' sum", stream, Part.ROWS, Keep.SELECTIVE)

@@ -1,0 +1,85 @@
+"""Shapes by name: of published models (`presets.toml`), and Shoal's own (`shoal/models/presets.toml`)."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from shoal.errors import ModelError, nearest
+from shoal.workload.model_shape import Latent, ModelShape
+
+__all__ = ["shape", "shape_names", "transformer_shape"]
+
+
+def shape(name: str) -> ModelShape:
+    """The shape of that name.
+
+    Raises:
+        ModelError: There is none.
+    """
+    own, published = _own(), _published()
+    if name in own:
+        return transformer_shape(own[name], name)
+    if name not in published:
+        raise ModelError(
+            f"there is no model {name!r}{nearest(name, shape_names())}",
+            possible=", ".join(shape_names()),
+            change="name one of these",
+        )
+    return _published_shape(name, published)
+
+
+def shape_names() -> tuple[str, ...]:
+    """Every shape's name: Shoal's own, then those of published models."""
+    return (*_own(), *(name for name in _published() if name != "families"))
+
+
+def transformer_shape(fields: Mapping[str, Any], name: str = "transformer") -> ModelShape:
+    """The shape of Shoal's transformer.
+
+    Args:
+        fields: Those of a `TransformerConfig`; absent ones have its defaults.
+        name: Of the shape.
+    """
+    return ModelShape(
+        name=name,
+        layers=fields["layers"],
+        hidden=fields["hidden"],
+        ffn=fields["ffn"],
+        heads=fields["heads"],
+        kv_heads=fields["kv_heads"],
+        vocab=fields["vocab_size"],
+        seq=fields["seq"],
+        layer_tables=True,
+        dropout=fields.get("dropout", 0.0) > 0,
+        tied=fields.get("tie_embeddings", False),
+        experts=fields.get("experts", 0),
+        experts_per_token=fields.get("experts_per_token", 2),
+        expert_ffn=fields.get("expert_ffn"),
+        capacity=fields.get("capacity"),
+        renormalize=fields.get("renormalize", False),
+    )
+
+
+def _published_shape(name: str, table: Mapping[str, dict[str, Any]]) -> ModelShape:
+    fields = dict(table[name])
+    family = fields.pop("like", None)
+    if family is not None:
+        fields = table["families"][family] | fields
+    if "latent" in fields:
+        fields["latent"] = Latent(**fields["latent"])
+    return ModelShape(name=name, **fields)
+
+
+@cache
+def _own() -> dict[str, dict[str, Any]]:
+    # Read as a file: importing the package that it lies in would import torch.
+    return tomllib.loads(files("shoal").joinpath("models", "presets.toml").read_text("utf-8"))
+
+
+@cache
+def _published() -> dict[str, dict[str, Any]]:
+    return tomllib.loads(files("shoal.workload").joinpath("presets.toml").read_text("utf-8"))

@@ -1,0 +1,97 @@
+"""A Workload as JSON, so that a model that was traced in one place is planned in another.
+
+Every block stands once, in `blocks`; `pieces` says by number which is where. Numbers come back as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from shoal.errors import ModelError
+from shoal.workload.operation import Attention, Keep, Operation, Part, Pass, Product, Saved
+from shoal.workload.workload import Block, Parameters, Workload
+
+__all__ = ["from_json", "to_json"]
+
+_FORMAT = 1
+_KINDS: dict[str, type[Operation]] = {"product": Product, "attention": Attention, "pass": Pass}
+_PIECES = ("embedding", "layers", "end")
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def to_json(workload: Workload) -> str:
+    """The text of a Workload."""
+    blocks = list(dict.fromkeys(workload.pieces))
+    numbers = {block: number for number, block in enumerate(blocks)}
+    plain = {each.name: getattr(workload, each.name) for each in fields(Workload) if each.name not in _PIECES}
+    text = {
+        "format": _FORMAT,
+        **plain,
+        "pieces": [numbers[piece] for piece in workload.pieces],
+        "blocks": [_written(block) for block in blocks],
+    }
+    return json.dumps(text, indent=1)
+
+
+def from_json(text: str) -> Workload:
+    """The Workload of such a text.
+
+    Raises:
+        ModelError: It is not such a text.
+    """
+    try:
+        read = json.loads(text)
+        if read.pop("format") != _FORMAT:
+            raise ValueError("another format")
+        blocks = [_block(each) for each in read.pop("blocks")]
+        embedding, *layers, end = (blocks[number] for number in read.pop("pieces"))
+        return Workload(embedding=embedding, layers=tuple(layers), end=end, **read)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ModelError(
+            f"the text is no Workload: {type(error).__name__}: {error}",
+            possible=f"what to_json of this version writes, format {_FORMAT}",
+            change="trace the model again",
+        ) from None
+
+
+def _written(value: Any) -> Any:
+    """A dataclass as a mapping without its defaults; an operation says which it is."""
+    if isinstance(value, Part | Keep):
+        return value.name.lower()
+    if isinstance(value, tuple):
+        return [_written(each) for each in value]
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    kind = {"kind": _NAMES[type(value)]} if type(value) in _NAMES else {}
+    given = {each.name: getattr(value, each.name) for each in fields(value)}
+    defaults = {each.name: each.default for each in fields(value) if each.default is not MISSING}
+    return kind | {
+        name: _written(each) for name, each in given.items() if defaults.get(name, MISSING) != each
+    }
+
+
+def _block(read: Mapping[str, Any]) -> Block:
+    rest = {name: value for name, value in read.items() if name not in ("operations", "parameters", "saved")}
+    return Block(
+        operations=tuple(map(_operation, read["operations"])),
+        parameters=Parameters(**read["parameters"]),
+        saved=tuple(Saved(**_with_enums(each)) for each in read.get("saved", ())),
+        **rest,
+    )
+
+
+def _operation(read: Mapping[str, Any]) -> Operation:
+    values = _with_enums(read)
+    return _KINDS[values.pop("kind")](**values)
+
+
+def _with_enums(read: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(read)
+    if "part" in values:
+        values["part"] = Part[values["part"].upper()]
+    if "keep" in values:
+        values["keep"] = Keep[values["keep"].upper()]
+    return values

@@ -1,0 +1,156 @@
+"""The Workload that follows from a transformer's shape.
+
+With n tokens of a sample, H hidden, A heads of width D, K key-value heads, F the feed-forward width, these
+are a layer's operations:
+
+    products    query n H (A D), key and value n H (K D) each, output n (A D) H; up n H F, gate n H F where
+                gated, down n F H; with E experts, of which each token goes to k: the router n H E, and up,
+                gate, down with k n rows over E weights, and of the shared ones as of a dense layer
+    attention   n, A, K, D
+    passes      norms, rotary embedding, residual sums, the feed-forward's activation, and where the model has
+                it dropout
+
+Bytes of passes are for 16-bit elements, read and written once by each kernel that is not fused with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.workload.ends import embedding_of, end_of
+from shoal.workload.kept import kept_by_layer
+from shoal.workload.model_shape import Latent, ModelShape
+from shoal.workload.operation import Attention, Operation, Part, Pass, Product
+from shoal.workload.workload import Block, Parameters, Workload
+
+__all__ = ["workload_of"]
+
+
+def workload_of(shape: ModelShape) -> Workload:
+    """The work of a transformer of that shape."""
+    layer = _layer(shape)
+    dense = _layer(shape.replace(experts=0, shared_experts=0)) if shape.dense_layers else layer
+    return Workload(
+        name=shape.name,
+        length=shape.seq,
+        hidden=shape.hidden,
+        embedding=embedding_of(shape),
+        layers=(dense,) * shape.dense_layers + (layer,) * (shape.layers - shape.dense_layers),
+        end=end_of(shape),
+        tied=shape.tied,
+        heads=shape.heads,
+        kv_heads=shape.keys,
+        experts=shape.experts,
+    )
+
+
+def _layer(shape: ModelShape) -> Block:
+    operations = tuple(_operations(shape))
+    products = [each for each in operations if isinstance(each, Product)]
+    divided = [each for each in products if each.part is not Part.WHOLE]
+    whole = [each for each in products if each.part is Part.WHOLE and each.copies == 1]
+    norms = 2 * shape.hidden * (2 if shape.biases else 1)
+    if shape.latent:
+        norms += shape.latent.query + shape.latent.keys
+    biases = {
+        part: sum(each.outputs for each in divided if each.part is part) if shape.biases else 0
+        for part in (Part.COLUMNS, Part.ROWS)
+    }
+    return Block(
+        "layer",
+        operations,
+        Parameters(
+            whole=norms + sum(each.inputs * each.outputs for each in whole) + biases[Part.ROWS],
+            divided=sum(each.inputs * each.outputs for each in divided) + biases[Part.COLUMNS],
+            experts=sum(each.copies * each.inputs * each.outputs for each in products if each.copies > 1),
+        ),
+        tuple(kept_by_layer(shape)),
+        exchanged=shape.choices * shape.hidden if shape.experts else 0,
+        joins=sum(each.part is Part.ROWS for each in divided),
+    )
+
+
+def _operations(shape: ModelShape) -> Iterator[Operation]:
+    stream = float(shape.seq * shape.hidden)
+    norm = Pass("norm", stream, 4, 8, Part.STREAM)
+    yield norm
+    yield from _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
+    yield _residual(shape, stream)
+    yield norm
+    if shape.experts:
+        yield from _experts(shape)
+    else:
+        yield from _feed_forward(shape, shape.ffn)
+    yield _residual(shape, stream)
+
+
+def _attention(shape: ModelShape) -> Iterator[Operation]:
+    tokens, hidden = shape.seq, shape.hidden
+    queries, keys = shape.heads * shape.width, shape.keys * shape.width
+    yield Product("query, key, value", tokens, hidden, queries + 2 * keys, Part.COLUMNS)
+    if shape.rotary:
+        yield Pass("rotary", float(tokens * (queries + keys)), 4, 4, Part.COLUMNS, kernels=2)
+    yield Attention(
+        tokens,
+        shape.heads,
+        shape.keys,
+        shape.width,
+        shape.width,
+        causal=shape.causal,
+        fused=shape.fused_attention,
+    )
+    yield Product("attention output", tokens, queries, hidden, Part.ROWS)
+
+
+def _latent_attention(shape: ModelShape, latent: Latent) -> Iterator[Operation]:
+    """The narrow products are whole on each rank; each rank widens to its own heads."""
+    tokens, heads, width = shape.seq, shape.heads, shape.width
+    yield Product("query, narrow", tokens, shape.hidden, latent.query)
+    yield Product("key, value, narrow", tokens, shape.hidden, latent.keys + latent.rotary)
+    yield Pass("norms", float(tokens * (latent.query + latent.keys)), 4, 8, Part.WHOLE, kernels=2)
+    yield Product("query", tokens, latent.query, heads * (width + latent.rotary), Part.COLUMNS)
+    yield Product("key, value", tokens, latent.keys, heads * 2 * width, Part.COLUMNS)
+    turned = tokens * heads * (width + latent.rotary)
+    yield Pass("rotary", float(2 * turned), 4, 4, Part.COLUMNS, kernels=4)
+    yield Attention(
+        tokens,
+        heads,
+        heads,
+        width + latent.rotary,
+        width,
+        causal=shape.causal,
+        fused=shape.fused_attention,
+    )
+    yield Product("attention output", tokens, heads * width, shape.hidden, Part.ROWS)
+
+
+def _feed_forward(shape: ModelShape, width: int) -> Iterator[Operation]:
+    gates = 2 if shape.gated else 1
+    yield Product("gate, up" if shape.gated else "up", shape.seq, shape.hidden, width * gates, Part.COLUMNS)
+    yield _activation(shape, float(shape.seq * width), Part.COLUMNS)
+    yield Product("down", shape.seq, width, shape.hidden, Part.ROWS)
+
+
+def _experts(shape: ModelShape) -> Iterator[Operation]:
+    rows, width = shape.choices, shape.expert_width
+    yield Product("router", shape.seq, shape.hidden, shape.experts)
+    yield Pass("dispatch", float(rows * shape.hidden), 8, 8, Part.WHOLE, kernels=4)
+    gates = 2 if shape.gated else 1
+    name = "gate, up" if shape.gated else "up"
+    yield Product(name, rows, shape.hidden, width * gates, copies=shape.experts)
+    yield _activation(shape, float(rows * width), Part.WHOLE)
+    yield Product("down", rows, width, shape.hidden, copies=shape.experts)
+    if shape.shared_experts:
+        yield from _feed_forward(shape, shape.shared_experts * width)
+
+
+def _activation(shape: ModelShape, elements: float, part: Part) -> Pass:
+    if shape.gated:
+        return Pass("silu and product", elements, 6, 10, part)
+    return Pass("gelu", elements, 4, 6, part)
+
+
+def _residual(shape: ModelShape, stream: float) -> Pass:
+    if shape.dropout:
+        return Pass("dropout and sum", stream, 7, 5, Part.STREAM)
+    return Pass("sum", stream, 6, 2, Part.STREAM)

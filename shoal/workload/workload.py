@@ -1,0 +1,127 @@
+"""The Workload: what a model makes devices do, block by block, without saying where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal.workload.operation import Attention, Operation, Part, Product, Saved
+
+__all__ = ["Block", "Parameters", "Workload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Numbers of parameters, by how they are divided.
+
+    Attributes:
+        whole: Each rank of tp has all of them: norms, a router.
+        divided: Over tp.
+        experts: Over ep.
+    """
+
+    whole: int = 0
+    divided: int = 0
+    experts: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.whole + self.divided + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a model: its embedding, a layer, or its end.
+
+    Attributes:
+        name: Such as "block" or "end".
+        operations: In the order of forward.
+        parameters: Its own; a tied weight counts where it is first.
+        saved: What forward keeps for backward.
+        exchanged: Elements that one sample's tokens send to experts, and get back: choices x hidden.
+        joins: How often its forward adds up over the ranks of tp, the stream being whole or divided.
+        tables: Parameters that are looked up rather than multiplied.
+        remade: Share of the products that a selective recompute makes again; Shoal's makes none.
+    """
+
+    name: str
+    operations: tuple[Operation, ...]
+    parameters: Parameters
+    saved: tuple[Saved, ...] = ()
+    exchanged: int = 0
+    joins: int = 0
+    tables: int = 0
+    remade: float = 0.0
+
+    @property
+    def flop(self) -> int:
+        """Of one sample's forward: products, and attention over the whole square."""
+        return sum(each.flop for each in self.operations if isinstance(each, Product | Attention))
+
+    @property
+    def attentions(self) -> Iterator[Attention]:
+        """Its attention operations."""
+        return (each for each in self.operations if isinstance(each, Attention))
+
+    def kept(self, recompute: str, width: int) -> float:
+        """Bytes that forward of one sample keeps for backward on one device.
+
+        Args:
+            recompute: none, selective or full.
+            width: Bytes of an element that computes.
+        """
+        return sum(each.nbytes(width) for each in self.saved if each.keep.under(recompute))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether tensor parallelism divides anything of it."""
+        return any(isinstance(each, Product) and each.part is not Part.WHOLE for each in self.operations)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model at work on samples of one length.
+
+    Attributes:
+        name: Of the model.
+        length: Tokens of a sample.
+        hidden: Width of the hidden state, which goes from block to block.
+        embedding: Piece 0.
+        layers: The blocks between, in order. Equal ones are one object, which costs are computed of once.
+        end: The last piece: norm, head and loss.
+        tied: Whether the head's weight is the embedding's.
+        heads: Key and value heads that tp and Ulysses have to divide among ranks, and heads; 0 if not known.
+        experts: That ep divides; 0 for none.
+    """
+
+    name: str
+    length: int
+    hidden: int
+    embedding: Block
+    layers: tuple[Block, ...]
+    end: Block
+    tied: bool = False
+    heads: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+
+    @property
+    def pieces(self) -> tuple[Block, ...]:
+        """Embedding, layers, end: what stages are made of."""
+        return (self.embedding, *self.layers, self.end)
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model; a tied weight counts once."""
+        return sum(piece.parameters.total for piece in self.pieces)
+
+    @property
+    def flop(self) -> int:
+        """Of one sample's forward."""
+        return sum(piece.flop for piece in self.pieces)
+
+    @property
+    def training_flop(self) -> int:
+        """Of one sample's forward and backward, without anything computed twice: what MFU counts."""
+        return 3 * self.flop

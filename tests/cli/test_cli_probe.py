@@ -1,0 +1,100 @@
+"""`shoal probe` and `shoal calibrate`, and the report's comparison."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from shoal.cli.main import main
+from shoal.cluster import Cluster
+from shoal.plan import Plan
+from shoal.run import Run
+from shoal.simulate import simulate
+from shoal.workload import shape, workload_of
+
+BATCH = 4
+
+
+def test_one_rank_writes_a_description_that_loads(tmp_path):
+    file = tmp_path / "cluster.toml"
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli.main", "probe", "--quick", "--ranks=1", f"--out={file}", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(done.stdout)
+    cluster = Cluster.read(file)
+    assert cluster.name == content["cluster"]["name"] == "cluster"
+    assert cluster.devices == 1
+    assert {each["quantity"] for each in content["errors"]} >= {"products fp32", "passes over memory"}
+    assert f"description written to {file}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--backend=gluo"], "did you mean 'gloo'"),
+        (["--ranks=0"], "--ranks 0 are no ranks"),
+        (["--out=/nowhere/at/all.toml"], "cannot be written to"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(words, told, capsys):
+    assert main(["probe", "--backend=gloo", "--out=cluster.toml", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """A file of two devices, and a run of a slower machine, as it would have been recorded."""
+    found = Cluster.preset("laptop").with_devices(2)
+    found.write(tmp_path / "cluster.toml")
+    device = found.device
+    slower = found.replace(
+        device=replace(
+            device,
+            product_share=device.product_share / 2,
+            attention_share=device.attention_share / 2,
+            attention_backward_share=device.attention_backward_share / 2,
+            bandwidth_share=device.bandwidth_share / 2,
+        )
+    )
+    plan = Plan.parse("dp=2,microbatch=2")
+    config = {"model": "tiny", "model_options": {}, "batch": BATCH, "sequence": 128}
+    run = Run.create(tmp_path / "run", {"plan": str(plan), "world_size": 2, "config": config})
+    workload = workload_of(shape("tiny").replace(seq=128))
+    simulate(workload, slower, plan, BATCH).timeline.write(run.timeline)
+    return tmp_path
+
+
+def errors_of(machine, cluster, capsys):
+    assert main(["report", str(machine / "run"), "--json", "--cluster", str(cluster)]) == 0
+    return {each["kind"]: each["error"] for each in json.loads(capsys.readouterr().out)["kinds"]}
+
+
+def test_calibrate_writes_a_description_whose_next_prediction_is_nearer(machine, capsys):
+    before = errors_of(machine, machine / "cluster.toml", capsys)
+    out = machine / "corrected.toml"
+    words = ["calibrate", str(machine / "run"), "--cluster", str(machine / "cluster.toml"), "--out", str(out)]
+    assert main(words) == 0
+    assert "compute" in capsys.readouterr().out
+    after = errors_of(machine, out, capsys)
+    for kind in ("forward", "backward", "optimizer", "step"):
+        assert abs(after[kind]) < abs(before[kind])
+
+
+def test_the_report_shows_predicted_beside_measured(machine, capsys):
+    assert main(["report", str(machine / "run"), "--cluster", str(machine / "cluster.toml")]) == 0
+    assert "predicted beside measured" in capsys.readouterr().out
+
+
+def test_a_run_of_a_model_that_is_no_preset_cannot_be_predicted(machine, capsys):
+    config = {"model": "mine:build", "batch": 4, "sequence": 128}
+    Run.open(machine / "run").describe({"plan": "dp=2", "config": config})
+    assert main(["report", str(machine / "run"), "--cluster", str(machine / "cluster.toml")]) == 2
+    assert "trained mine:build" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Machines that are known by name."""
+
+import pytest
+
+from shoal.cluster import PRESETS, Cluster, Device, peak_flops
+from shoal.cluster.tables import table
+from shoal.errors import ClusterError
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_cluster_with_a_source_that_grows_by_nodes(name):
+    node = Cluster.preset(name)
+    assert node.name == name
+    assert node.source
+    assert node.device.source
+    assert all(level.source for level in node.levels)
+    if len(node.levels) > 1:
+        assert Cluster.preset(name, 4 * node.devices).devices == 4 * node.devices
+    assert Cluster.preset(name, 2).devices == 2
+
+
+@pytest.mark.parametrize("name", table("devices"))
+def test_every_device_has_all_its_figures_in_the_table_and_shares_below_its_data_sheet(name):
+    device = Device.preset(name)
+    written = set(table("devices")[name]) - {"match"}
+    assert written == set(Device.__dataclass_fields__)
+    assert device.peak["bf16"] >= device.peak["fp32"]
+
+
+def test_every_link_of_the_table_is_of_a_node():
+    used = {level["link"] for node in table("nodes").values() for level in node["levels"]}
+    assert used == set(table("links"))
+
+
+def test_nodes_are_joined_as_their_makers_say():
+    p4d = Cluster.preset("aws-p4d", 16)
+    assert (p4d.devices_per_node, p4d.levels[0].bandwidth) == (8, 300e9)
+    assert p4d.devices_per_node * p4d.levels[1].bandwidth == 400e9 / 8  # 400 Gbit/s of a node
+    assert Cluster.preset("dgx-h100", 16).levels[1].bandwidth == 400e9 / 8  # of a device
+    assert Cluster.preset("gb200-nvl72").devices_per_node == 72
+    spine = Cluster.preset("meta-24k").levels[-1]
+    assert (spine.devices, spine.oversubscription) == (24576, 7.0)
+
+
+def test_failures_are_those_of_llama_3():
+    assert Cluster.preset("meta-24k").failures == pytest.approx(419 / (54 * 24 * 16384), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("dgx-h100", "dgx-h100"),
+        ("dgx-h100:64", "dgx-h100"),
+        ("mi300x-node:4", "mi300x-node"),
+    ],
+)
+def test_a_preset_is_written_with_its_devices_after_a_colon(given, name):
+    devices = int(given.partition(":")[2] or 8)
+    assert Cluster.parse(given) == Cluster.preset(name, devices)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("dgx-h10", "did you mean 'dgx-h100'"),
+        ("dgx-h10:64", "did you mean 'dgx-h100'"),
+        ("dgx-h100:many", "'many' for a number"),
+        ("dgx-h100:", "'' for a number"),
+        ("dgx-h100:12", "not whole groups of the 8"),
+        ("dgx-h100:0", "devices=0"),
+        ("laptop:64", "no links to others"),
+    ],
+)
+def test_what_is_no_preset_is_refused_with_the_nearest(given, told):
+    with pytest.raises(ClusterError, match=told):
+        Cluster.parse(given)
+
+
+@pytest.mark.parametrize(
+    ("words", "device"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("A100-80GB", "a100-80"),
+        ("A100-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100-80GB", "h100"),
+        ("H100-96GB-500W", "h100-96"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("h200", "h200"),
+    ],
+)
+def test_devices_are_known_by_the_names_of_drivers_and_tables(words, device):
+    assert Device.preset(words) == Device.preset(device)
+    assert peak_flops(words, "bf16") == Device.preset(device).peak["bf16"]
+
+
+def test_a_device_that_is_not_known_is_refused_and_has_no_peak():
+    with pytest.raises(ClusterError, match="'H900' is not a known device"):
+        Device.preset("H900")
+    assert peak_flops("H900", "bf16") is None
+    assert peak_flops("AMD EPYC", "fp32") is None
+
+
+def test_published_machines_are_assembled_from_what_is_said_of_them():
+    found = Cluster.assemble("A100-40GB", 128, 8, 200e9)
+    assert (found.devices, found.devices_per_node, found.device.name) == (128, 8, "A100-SXM-40GB")
+    assert found.levels[1].bandwidth == 25e9
+    assert Cluster.assemble("p5.48xlarge (8xH100)", 16, 8, None) == Cluster.preset("aws-p5", 16)
+    assert Cluster.assemble("H100-80GB", 4, 4, None).devices_per_node == 4
+    with pytest.raises(ClusterError, match="not a known device"):
+        Cluster.assemble("abacus", 8, 8, None)
+    with pytest.raises(ClusterError, match="of no known node"):
+        Cluster.assemble("MI250X", 8, 8, None)

@@ -1,0 +1,105 @@
+"""Calibration brings predictions nearer to a run, and keeps to what a data sheet allows."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.cluster import Cluster, Device, Level
+from shoal.cost.calibrate import Measured, Transfer, calibrate, measured_of
+from shoal.cost.network import Group, collective_seconds
+from shoal.cost.step import Costs
+from shoal.plan import Plan
+from shoal.simulate import simulate
+from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.workload import ModelShape, workload_of
+
+DEVICE = Device(
+    name="core",
+    memory=1e10,
+    bandwidth=40e9,
+    peak={"fp32": 100e9},
+    units=1,
+    tile=(16, 16),
+    product_share=0.8,
+    product_depth=10.0,
+    bandwidth_share=0.6,
+    attention_share=0.4,
+    attention_backward_share=0.3,
+    launch=5e-6,
+    dispatch=0.0,
+)
+CLUSTER = Cluster(
+    name="two cores",
+    device=DEVICE,
+    levels=(Level(name="memory", devices=2, bandwidth=10e9, share=0.8, latency=2e-5),),
+)
+WORKLOAD = workload_of(ModelShape(layers=4, hidden=256, ffn=1024, heads=4, vocab=256, seq=128))
+PLAN = Plan.parse("dp=2,shard=zero1,microbatch=4")
+BATCH = 16
+
+
+def with_shares(**shares):
+    return CLUSTER.replace(device=replace(DEVICE, **shares))
+
+
+def test_a_run_of_a_slower_machine_gives_that_machine_back():
+    share = 0.7  # of what CLUSTER reaches
+    slower = with_shares(
+        product_share=0.8 * share,
+        attention_share=0.4 * share,
+        attention_backward_share=0.3 * share,
+        bandwidth_share=0.3,
+    ).replace(levels=(replace(CLUSTER.levels[0], share=0.4),))
+    timeline = simulate(WORKLOAD, slower, PLAN, BATCH).timeline
+    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, timeline)
+    wanted = Costs(WORKLOAD, slower).step(PLAN, BATCH).seconds
+    before = Costs(WORKLOAD, CLUSTER).step(PLAN, BATCH).seconds
+    after = Costs(WORKLOAD, found.cluster).step(PLAN, BATCH).seconds
+    assert abs(after - wanted) < abs(before - wanted) / 4
+    # Compute is slowed by what runs beside it in the simulated run, which no share describes.
+    assert found.cluster.device.product_share == pytest.approx(0.8 * share, rel=0.1)
+
+
+def test_the_seconds_of_compute_and_optimizer_are_met():
+    cost = Costs(WORKLOAD, CLUSTER).step(PLAN, BATCH)
+    measured = Measured(compute=1.3 * cost.compute, optimizer=1.5 * cost.parts["optimizer"])
+    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, measured)
+    optimizer, compute = found.corrections
+    assert optimizer.after == pytest.approx(optimizer.measured, rel=1e-6)
+    assert compute.after == pytest.approx(compute.measured, rel=1e-6)
+    assert compute.before == pytest.approx(cost.compute)
+    assert abs(compute.left) < 1e-6
+
+
+def test_no_share_leaves_its_bounds_and_what_is_left_is_told():
+    cost = Costs(WORKLOAD, CLUSTER).step(PLAN, BATCH)
+    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, Measured(cost.compute / 100, 0.0))
+    device = found.cluster.device
+    assert device.product_share == device.attention_share == device.attention_backward_share == 1.0
+    assert found.corrections[0].left > 1  # predicted is still more than twice as long
+
+
+def test_half_of_the_transfers_are_quicker_than_predicted_with_the_corrected_level():
+    group = Group(2)
+    true = CLUSTER.replace(levels=(replace(CLUSTER.levels[0], share=0.5),))
+    transfers = tuple(
+        Transfer(
+            "all_reduce", nbytes, group, disturbed * collective_seconds("all_reduce", nbytes, group, true)
+        )
+        for nbytes, disturbed in ((1 << 20, 1.0), (1 << 22, 1.0), (1 << 24, 30.0))
+    )
+    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, Measured(0.0, 0.0, transfers))
+    assert found.cluster.levels[0].share == pytest.approx(0.5, rel=1e-6)
+    assert [each.name for each in found.corrections] == ["memory"]
+
+
+def test_a_transfer_counts_from_when_all_of_its_group_are_there():
+    def span(rank, start, duration):
+        name = "all_reduce:bucket0"
+        return Span(rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, start, duration, 1 << 20, (0, 1))
+
+    steps = [Span(rank, Lane.COMPUTE, Kind.STEP, "1", 0.0, 1.0) for rank in (0, 1)]
+    timeline = Timeline([*steps, span(0, 0.1, 0.5), span(1, 0.4, 0.2)])
+    (transfer,) = measured_of(timeline).transfers
+    assert transfer.group == Group(2)
+    assert transfer.seconds == pytest.approx(0.2)

@@ -1,0 +1,105 @@
+"""What is said of the best Plan, against searches of one's own."""
+
+import dataclasses
+
+import pytest
+
+from shoal.cluster import Cluster
+from shoal.cost.step import Costs
+from shoal.errors import ClusterError, ConfigError, PlanError
+from shoal.plan import Plan
+from shoal.planner import Search, choose
+from shoal.planner.bucket import best_bucket
+from shoal.workload import shape, workload_of
+
+WORKLOAD = workload_of(shape("1b"))
+CLUSTER = Cluster.parse("dgx-a100:16")
+
+
+@pytest.fixture(scope="module")
+def choice():
+    return choose(WORKLOAD, CLUSTER, 64, limit=3)
+
+
+@pytest.fixture(scope="module")
+def explanation(choice):
+    return choice.explain()
+
+
+def test_the_parts_of_a_step_sum_to_it(choice):
+    for each in choice.candidates:
+        assert each.cost.compute + sum(each.cost.parts.values()) == pytest.approx(each.seconds)
+
+
+def test_a_degree_at_another_value_is_the_best_that_there_is(choice, explanation):
+    assert explanation.neighbours
+    for each in explanation.neighbours:
+        own = getattr(choice.best.degrees, each.degree)
+        assert each.value in (own // 2, 2 * own)
+
+        def accept(degrees, each=each):
+            return getattr(degrees, each.degree) == each.value
+
+        found = Search(WORKLOAD, CLUSTER, 64).best(1, accept).best
+        assert (each.best is None) == (found is None)
+        if found is not None:
+            assert each.best.seconds == found.seconds >= choice.best.seconds
+
+
+def test_without_a_limit_of_memory_no_plan_is_slower(choice, explanation):
+    assert explanation.unlimited.seconds <= choice.best.seconds
+
+
+def test_another_kind_uses_other_techniques_and_is_not_quicker(choice, explanation):
+    def techniques(candidate):
+        return {name for name in ("tp", "pp", "cp", "ep") if getattr(candidate.plan, name) > 1}
+
+    assert techniques(explanation.other) != techniques(choice.best)
+    assert explanation.other.seconds >= choice.best.seconds
+
+
+def test_twice_of_one_thing_is_planned_anew_and_the_most_gain_comes_first(explanation):
+    gains = [each.best.seconds for each in explanation.changes]
+    assert gains == sorted(gains)
+    faster = {each.name: each.best for each in explanation.changes}["the network's rate"]
+    assert faster.cluster.levels[-1].bandwidth == 2 * CLUSTER.levels[-1].bandwidth
+    assert faster.seconds == Search(WORKLOAD, faster.cluster, 64).best(1).best.seconds
+
+
+def test_the_sentences_name_every_degree_that_was_changed(explanation):
+    text = " ".join(explanation.sentences())
+    assert all(f"{each.degree}=" in text for each in explanation.neighbours)
+
+
+def test_more_free_memory_never_makes_the_best_slower():
+    seconds = [choose(WORKLOAD, CLUSTER, 64, margin=margin).best.seconds for margin in (0.0, 0.3, 0.6)]
+    assert seconds == sorted(seconds)
+
+
+def test_a_bucket_is_small_where_messages_are_free_and_large_where_each_costs():
+    plan = Plan(dp=16, microbatch=4, precision="bf16")
+    link = CLUSTER.levels[-1]
+    sizes = []
+    for latency in (0.0, 1e-3):
+        levels = (
+            *CLUSTER.levels[:-1],
+            dataclasses.replace(link, latency=latency, setup=latency, half_size=0.0),
+        )
+        sizes.append(best_bucket(Costs(WORKLOAD, CLUSTER.replace(levels=levels)), plan, 64))
+    assert sizes[0] < sizes[1]
+
+
+def test_money_needs_a_price():
+    with pytest.raises(ClusterError, match="no price"):
+        choose(WORKLOAD, CLUSTER.replace(price=0.0), 64, objective="money")
+
+
+def test_an_unknown_objective_is_refused():
+    with pytest.raises(ConfigError, match="objective=fame"):
+        choose(WORKLOAD, CLUSTER, 64, objective="fame")
+
+
+def test_what_fits_nowhere_says_what_would():
+    with pytest.raises(PlanError, match="does not fit 16 devices") as raised:
+        choose(workload_of(shape("gpt3-175b")), CLUSTER, 64)
+    assert "such devices or more" in raised.value.possible

@@ -1,0 +1,304 @@
+"""Tables of measurements become Plans and shapes, or named errors."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cluster import Cluster
+from shoal.errors import DataError
+from shoal.plan import Plan
+from shoal.planner.published import COLUMNS, read_table
+from shoal.planner.published_collectives import read_collectives
+from shoal.planner.published_layers import read_layers
+
+ROW = {
+    "family": "papers",
+    "model": "22B",
+    "layers": "48",
+    "hidden": "6144",
+    "ffn": "24576",
+    "heads": "64",
+    "kv_heads": "64",
+    "vocab": "51200",
+    "seq": "2048",
+    "gated_mlp": "0",
+    "device": "A100-80GB",
+    "devices_per_node": "8",
+    "network_gbps_per_node": "1600",
+    "num_devices": "16",
+    "tp": "8",
+    "pp": "2",
+    "dp": "1",
+    "cp": "1",
+    "virtual_stages": "1",
+    "microbatch": "4",
+    "global_batch": "16",
+    "sharding": "none",
+    "recompute": "full",
+    "sequence_parallel": "0",
+    "precision": "fp16",
+    "attention": "unfused",
+    "step_s": "1.42",
+    "memory_gib": "",
+}
+LAYERS = "experiment,forward_ms,backward_ms,config\n"
+COLLECTIVES = "op,platform,nodes,ranks,size_bytes,time_us,note\n"
+
+
+def write(path, *rows):
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    path.write_text(text.getvalue())
+    return path
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a table of the row above, with changes."""
+    return lambda **changes: read_table(write(tmp_path / "table.csv", {**ROW, **changes}))
+
+
+def test_a_row_says_one_plan_one_shape_and_what_was_measured(read):
+    (row,) = read()
+    assert row.plans == [
+        Plan(
+            tp=8,
+            pp=2,
+            tensor="plain",
+            virtual=1,
+            split="count",
+            microbatch=4,
+            recompute="full",
+            precision="bf16",
+        )
+    ]
+    assert (row.line, row.family, row.device, row.batch, row.seconds) == (2, "papers", "A100-80GB", 16, 1.42)
+    assert row.network == 200e9
+    assert row.memory is None
+    assert (row.shape.layers, row.shape.ffn, row.shape.keys) == (48, 24576, 64)
+    assert not row.shape.fused_attention
+    assert row.shape.dropout
+
+
+def test_memory_is_read_as_bytes(read):
+    assert read(memory_gib="40.5")[0].memory == 40.5 * 2**30
+
+
+def test_a_table_that_a_spreadsheet_wrote_reads_as_well(tmp_path):
+    path = write(tmp_path / "table.csv", {**ROW, "model": "GPT, the 22B\none"})
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_table(path)[0].batch == 16
+
+
+def test_blank_settings_take_every_legal_value(read):
+    plans = read(microbatch="", virtual_stages="")[0].plans
+    assert {plan.microbatch for plan in plans} == {1, 2, 4, 8, 16}
+    # micro-batches of 16 make one of a batch of 16, which is too few for two stages that interleave
+    assert {plan.virtual for plan in plans if plan.microbatch == 16} == {1}
+    assert {plan.virtual for plan in plans if plan.microbatch == 8} == {1, 2, 3, 4, 6, 8, 12, 24}
+    assert {plan.schedule for plan in plans} == {"1f1b", "interleaved"}
+
+
+def test_blank_degrees_take_every_layout_of_the_devices(read):
+    plans = read(tp="", pp="", dp="", cp="", virtual_stages="1", microbatch="1")[0].plans
+    assert {(plan.dp, plan.tp, plan.pp) for plan in plans} == {
+        (16 // tp // pp, tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8, 16) if tp * pp <= 16
+    }
+
+
+def test_one_blank_degree_is_what_the_others_leave(read):
+    assert {plan.dp for plan in read(dp="")[0].plans} == {1}
+    assert {plan.pp for plan in read(pp="")[0].plans} == {2}
+
+
+def test_blank_choices_that_may_win_are_all_tried(read):
+    plans = read(recompute="", sharding="", sequence_parallel="")[0].plans
+    assert {plan.recompute for plan in plans} == {"none", "selective", "full"}
+    assert {plan.shard for plan in plans} == {"none", "zero1", "zero3"}
+    assert {plan.tensor for plan in plans} == {"sequence", "async"}
+
+
+def test_blank_precision_and_attention_are_16_bit_and_fused(read):
+    (row,) = read(precision="", attention="")
+    assert {plan.precision for plan in row.plans} == {"bf16"}
+    assert row.shape.fused_attention
+    assert read(precision="fp32")[0].plans[0].precision == "fp32"
+
+
+def test_the_guide_describes_every_column():
+    guide = (Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "validate.md").read_text()
+    assert [name for name in COLUMNS if f"`{name}`" not in guide] == []
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from(["1", "2", ""]),
+)
+def test_every_plan_has_the_rows_devices_and_divides_its_batch(tmp_path_factory, tp, pp, dp, microbatch):
+    row = {
+        **ROW,
+        "num_devices": tp * pp * dp,
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "microbatch": microbatch,
+        "global_batch": 16 * dp,
+    }
+    (found,) = read_table(write(tmp_path_factory.mktemp("tables") / "table.csv", row))
+    for plan in found.plans:
+        assert plan.ranks == tp * pp * dp
+        assert plan == plan.with_microbatch_for(found.batch)
+
+
+def test_settings_do_not_tell_what_was_measured_or_what_the_row_is_called(read):
+    (row,) = read()
+    (other,) = read(step_s="9", memory_gib="3", family="others", model="x", network_gbps_per_node="1600.0")
+    assert row.settings == other.settings
+    assert read(microbatch="2")[0].settings != row.settings
+
+
+@pytest.mark.parametrize("column", ["layers", "step_s", "device", "family"])
+def test_a_missing_column_is_named(tmp_path, column):
+    row = {name: cell for name, cell in ROW.items() if name != column}
+    with pytest.raises(DataError, match=f"no column '{column}'") as caught:
+        read_table(write(tmp_path / "table.csv", row))
+    assert column in caught.value.change
+
+
+def test_a_column_with_a_slip_in_its_name_is_found(tmp_path):
+    row = {("hiden" if name == "hidden" else name): cell for name, cell in ROW.items()}
+    with pytest.raises(DataError, match="did you mean 'hiden'"):
+        read_table(write(tmp_path / "table.csv", row))
+
+
+@pytest.mark.parametrize(
+    ("column", "cell"),
+    [
+        ("layers", "many"),
+        ("layers", ""),
+        ("layers", "0"),
+        ("hidden", "-1"),
+        ("heads", "1.5"),
+        ("step_s", "0"),
+        ("step_s", "nan"),
+        ("step_s", "inf"),
+        ("step_s", "fast"),
+        ("memory_gib", "-3"),
+        ("sharding", "zero4"),
+        ("recompute", "some"),
+        ("precision", "int4"),
+        ("attention", "fast"),
+        ("sequence_parallel", "2"),
+        ("device", ""),
+    ],
+)
+def test_a_cell_that_cannot_be_is_named_with_its_line(read, column, cell):
+    with pytest.raises(DataError, match=f"line 2 of .* has {column}={cell!r}"):
+        read(**{column: cell})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_devices": "17"},
+        {"dp": "3", "num_devices": "48"},  # a batch of 16
+        {"microbatch": "5"},
+        {"kv_heads": "63"},
+        {"virtual_stages": "48"},
+    ],
+    ids=str,
+)
+def test_a_layout_that_no_plan_describes_is_refused_with_its_line(read, changes):
+    with pytest.raises(DataError, match="line 2 of "):
+        read(**changes)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"family,model\n", b"\xff\xfe\x00"])
+def test_files_that_are_no_tables_are_refused(tmp_path, content):
+    path = tmp_path / "table.csv"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"table\.csv"):
+        read_table(path)
+
+
+def test_a_layers_layout_is_read_from_its_words(tmp_path):
+    path = tmp_path / "layers.csv"
+    config = "one layer of 22B: h=6144 a=64 s=2048 mbs=4 TP=8 A100-80GB"
+    path.write_text(f"{LAYERS}selective+sequence,7.2,13.1,{config}\nbaseline,7.7,11.9,{config}\n")
+    split, plain = read_layers(path)
+    assert (split.layout.tensor, split.layout.recompute) == ("sequence", "selective")
+    assert (plain.layout.tensor, plain.layout.recompute) == ("plain", "none")
+    assert (split.layout.microbatch, split.layout.tp, split.device) == (4, 8, "A100-80GB")
+    assert (split.shape.hidden, split.shape.heads, split.shape.seq, split.shape.ffn) == (
+        6144,
+        64,
+        2048,
+        24576,
+    )
+    assert (split.forward, split.backward) == pytest.approx((0.0072, 0.0131))
+
+
+@pytest.mark.parametrize(
+    "config", ["h=6144 A100-80GB", "h=6144 a=60 s=2048 mbs=4 TP=8 A100", "h=0 a=1 s=1 mbs=1 TP=1 x"]
+)
+def test_a_layer_that_is_not_described_is_refused(tmp_path, config):
+    path = tmp_path / "layers.csv"
+    path.write_text(f"{LAYERS}baseline,7.7,11.9,{config}\n")
+    with pytest.raises(DataError, match=r"line 2 of .* has config="):
+        read_layers(path)
+
+
+def test_collectives_of_small_buffers_and_of_unknown_ranks_are_left_out(tmp_path):
+    path = tmp_path / "collectives.csv"
+    path.write_text(
+        f"{COLLECTIVES}all_reduce,DGX A100,1,8,65536,40,\nall_reduce,DGX A100,1,8,32768,40,\n"
+        "all_reduce,DGX A100,16?,128?,1048576,40,\nall_gather,DGX A100,2,16,1048576,80,Ring\n"
+    )
+    first, last = read_collectives(path)
+    assert (first.collective, first.nbytes, first.seconds) == ("all_reduce", 65536, pytest.approx(40e-6))
+    assert (first.cluster.devices, first.algorithm) == (8, None)
+    assert (last.line, last.cluster.devices, last.cluster.devices_per_node, last.algorithm) == (
+        5,
+        16,
+        8,
+        "ring",
+    )
+
+
+@pytest.mark.parametrize(
+    ("platform", "node"),
+    [
+        ("p5.48xlarge (8xH100, 3200G EFA)", "aws-p5"),
+        ("p5en.48xlarge 8xH200 EFA 3200G", "aws-p5en"),
+        ("P6-B200 (8xB200 NVLink5, 8x50GB/s EFAv4)", "aws-p6-b200"),
+        ("ND_H100_v5", "azure-nd-h100-v5"),
+        ("dgx-a100", "dgx-a100"),
+    ],
+)
+def test_a_platform_is_the_preset_that_its_name_tells(tmp_path, platform, node):
+    path = tmp_path / "collectives.csv"
+    path.write_text(f'{COLLECTIVES}all_reduce,"{platform}",2,16,1048576,40,\n')
+    assert read_collectives(path)[0].cluster == Cluster.preset(node, 16)
+
+
+def test_some_devices_of_a_node_keep_its_links(tmp_path):
+    path = tmp_path / "collectives.csv"
+    path.write_text(f"{COLLECTIVES}all_reduce,MI300X xGMI,1,2,1048576,40,\n")
+    (row,) = read_collectives(path)
+    assert row.cluster.levels == Cluster.preset("mi300x-node", 2).levels
+
+
+def test_ranks_that_nodes_do_not_share_evenly_are_refused(tmp_path):
+    path = tmp_path / "collectives.csv"
+    path.write_text(f"{COLLECTIVES}all_reduce,DGX A100,3,8,65536,40,\n")
+    with pytest.raises(DataError, match="8 ranks on 3 nodes"):
+        read_collectives(path)

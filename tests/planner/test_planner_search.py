@@ -1,0 +1,155 @@
+"""The search against one that looks at everything, and the bounds that let it not to."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.cluster import Cluster, Device, Level
+from shoal.cost.memory import Memories
+from shoal.cost.step import Costs
+from shoal.plan import Plan
+from shoal.plan.schedules import placement_of
+from shoal.plan.stages import Cost, split_by_cost
+from shoal.planner.balance import balanced_split
+from shoal.planner.bound import least_seconds
+from shoal.planner.room import LeastMemory
+from shoal.planner.search import Search
+from shoal.planner.space import Degrees, Space
+from shoal.workload import ModelShape, workload_of
+
+DEVICE = Device(
+    name="made-up",
+    memory=2e9,
+    bandwidth=1e12,
+    peak={"bf16": 1e14, "fp32": 2e13},
+    units=64,
+    source="for tests",
+)
+SHAPE = ModelShape(layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=4, vocab=32000, seq=1024)
+EXPERTS = SHAPE.replace(experts=4, experts_per_token=2, expert_ffn=2048)
+
+
+def cluster(devices=8, node=4, memory=2e9):
+    levels = (
+        Level(name="links", devices=min(node, devices), bandwidth=1e11, source="for tests"),
+        Level(name="network", devices=devices, bandwidth=1e10, source="for tests"),
+    )
+    device = dataclasses.replace(DEVICE, memory=memory)
+    return Cluster(name="made-up", device=device, levels=levels, price=2.0)
+
+
+def every_plan(space):
+    """The Plans of a space, each with what it is a variant of."""
+    search = Search(space.workload, space.cluster, space.batch)
+    for degrees in space.degrees():
+        for variant, sharding in itertools.product(space.variants(degrees), space.shardings(degrees)):
+            counts = search.split(variant)
+            yield variant, sharding, counts, search.plan(variant, sharding, counts)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("memory", [1.2e9, 2e9, 1e12])
+def test_the_search_finds_what_looking_at_everything_finds(shape, memory):
+    workload, machine = workload_of(shape), cluster(memory=memory)
+    ranking = Search(workload, machine, 16).best(5)
+    costs, memories = Costs(workload, machine), Memories(workload, machine)
+    best, legal = {}, 0
+    for variant, _, _, plan in every_plan(Space(workload, machine, 16)):
+        legal += 1
+        if memories.fullest(plan, 16).peak <= 0.9 * memory:
+            seconds = costs.step(plan, 16).seconds
+            best[variant.degrees] = min(seconds, best.get(variant.degrees, seconds))
+    expected = sorted(best.values())[:5]
+    assert [each.seconds for each in ranking.candidates] == pytest.approx(expected, rel=1e-12)
+    assert ranking.legal == legal
+    assert ranking.timed <= legal
+
+
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+def test_no_plan_is_quicker_or_smaller_than_its_bounds(shape):
+    workload, machine = workload_of(shape), cluster()
+    search, least = Search(workload, machine, 12), LeastMemory(workload, machine)
+    costs, memories = Costs(workload, machine), Memories(workload, machine)
+    for variant, sharding, counts, plan in every_plan(Space(workload, machine, 12)):
+        pieces = [costs.block(piece, variant.layout) for piece in workload.pieces]
+        work = sum(each.forward + each.backward for each in pieces)
+        # Sums are made in another order.
+        assert least_seconds(variant, work) <= costs.step(plan, 12).seconds * (1 + 1e-12)
+        assert least.of(variant, sharding, counts) <= memories.fullest(plan, 12).peak * (1 + 1e-12)
+    assert search.best(1).candidates
+
+
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+def test_every_plan_of_the_space_is_for_all_devices_and_the_batch(shape):
+    plans = [plan for *_, plan in every_plan(Space(workload_of(shape), cluster(), 16))]
+    assert len(set(plans)) == len(plans)
+    for plan in plans:
+        plan.require_ranks(8)
+        assert plan.with_microbatch_for(16) == plan
+
+
+def test_what_the_space_leaves_out_of_context_parallelism_is_not_quicker():
+    workload, machine = workload_of(SHAPE), cluster()
+    costs = Costs(workload, machine)
+    for context, recompute in itertools.product(("ring", "ulysses"), ("none", "full")):
+        same = {"context": context, "recompute": recompute, "shard": "zero1", "precision": "bf16"}
+        left_out = costs.step(Plan(dp=2, cp=4, microbatch=4, **same), 16).seconds
+        assert costs.step(Plan(dp=8, cp=1, microbatch=1, **same), 16).seconds <= left_out
+
+
+def test_degrees_divide_heads_layers_experts_and_batch():
+    for degrees in Space(workload_of(EXPERTS), cluster(), 4).degrees():
+        assert SHAPE.heads % degrees.tp == 0
+        assert degrees.pp <= SHAPE.layers
+        assert EXPERTS.experts % degrees.ep == 0
+        assert 4 % degrees.dp == 0
+
+
+def test_only_accepted_degrees_are_found():
+    ranking = Search(workload_of(SHAPE), cluster(), 16).best(3, lambda degrees: degrees.tp == 2)
+    assert ranking.candidates
+    assert {each.plan.tp for each in ranking.candidates} == {2}
+
+
+def test_a_machine_with_no_memory_has_no_plan():
+    assert not Search(workload_of(SHAPE), cluster(memory=1e8), 16).best(1).candidates
+
+
+def test_degrees_are_named_as_in_a_plan():
+    best = Search(workload_of(SHAPE), cluster(), 16).best(1).best
+    assert all(getattr(best.plan, name) == getattr(best.degrees, name) for name in Degrees._fields)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.floats(0, 5),
+    st.floats(0, 5),
+    st.integers(1, 40),
+    st.sampled_from([("1f1b", 1), ("interleaved", 2), ("zb-v", 2)]),
+    st.integers(2, 6),
+)
+def test_a_balanced_split_has_the_least_largest_rank(embedding, end, layers, schedule, ranks):
+    name, virtual = schedule
+    if layers < ranks * virtual:
+        layers = ranks * virtual
+    placement = placement_of(name, ranks, virtual)
+    split = balanced_split(embedding, 1.0, end, layers, placement)
+    assert sum(split) == layers
+    assert min(split[1:-1], default=1) >= 1
+
+    def largest(pieces):
+        loads = [0.0] * ranks
+        for stage, count in enumerate(pieces):
+            loads[placement[stage]] += count
+        loads[placement[0]] += embedding
+        loads[placement[-1]] += end
+        return max(loads)
+
+    costs = [Cost(embedding, 0), *[Cost(1.0, 0)] * layers, Cost(end, 0)]
+    searched = list(split_by_cost(costs, len(placement), placement, microbatches=10**6))
+    searched[0] -= 1
+    searched[-1] -= 1
+    assert largest(split) <= largest(searched) + 1e-6

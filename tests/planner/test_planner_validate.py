@@ -1,0 +1,129 @@
+"""Predictions beside measurements: what is predicted, and what the errors are over many rows."""
+
+import statistics
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.cluster import Cluster
+from shoal.cost.network import Group, collective_seconds
+from shoal.cost.step import Costs
+from shoal.errors import ClusterError, UserError
+from shoal.planner.accuracy import Comparison, accuracy_of
+from shoal.planner.published import read_table
+from shoal.planner.validate import is_fitted, validate
+from shoal.workload import workload_of
+
+HEAD = (
+    "family,model,layers,hidden,ffn,heads,kv_heads,vocab,seq,gated_mlp,device,devices_per_node,"
+    "network_gbps_per_node,num_devices,tp,pp,dp,cp,virtual_stages,microbatch,global_batch,sharding,recompute,"
+    "sequence_parallel,precision,attention,step_s,memory_gib\n"
+)
+SMALL = (
+    "one,small,12,1024,4096,16,16,51200,1024,0,A100-80GB,8,1600,8,2,2,2,1,1,{size},32,none,none,0,bf16,flash,"
+    "{s},\n"
+)
+
+
+def table(tmp_path, *lines, head=HEAD):
+    path = tmp_path / "table.csv"
+    path.write_text(head + "".join(lines))
+    return path
+
+
+def errors_of(values):
+    return accuracy_of(
+        Comparison(
+            line=2, family="f", name="n", quantity="step", measured=2.0, predicted=2 + 2 * e, fitted=True
+        )
+        for e in values
+    )
+
+
+def test_a_step_is_what_the_cost_model_says_of_the_rows_plan_on_the_rows_machine(tmp_path):
+    path = table(tmp_path, SMALL.format(size=4, s=0.1))
+    (row,) = read_table(path)
+    cluster = Cluster.assemble("A100-80GB", 8, 8, 200e9)
+    expected = Costs(workload_of(row.shape), cluster).step(row.plans[0], 32).seconds
+    (found,) = (each for each in validate(path) if each.quantity == "step")
+    assert found.predicted == pytest.approx(expected)
+    assert found.measured == 0.1
+    assert found.error == pytest.approx(expected / 0.1 - 1)
+    assert found.plan == str(row.plans[0])
+
+
+def test_a_blank_setting_takes_the_value_that_is_predicted_quickest(tmp_path):
+    sizes = (1, 2, 4, 8, 16)
+    path = table(tmp_path, *(SMALL.format(size=size, s=0.1) for size in (*sizes, "")))
+    *each, best = (found for found in validate(path) if found.quantity == "step")
+    assert best.predicted == pytest.approx(min(found.predicted for found in each))
+    assert best.plan == min(each, key=lambda found: found.predicted).plan
+
+
+def test_a_layers_forward_and_backward_are_those_of_its_block(tmp_path):
+    config = "one layer of 22B: h=6144 a=64 s=2048 mbs=4 TP=8 A100-80GB"
+    path = table(
+        tmp_path, f"selective,7.7,13.2,{config}\n", head="experiment,forward_ms,backward_ms,config\n"
+    )
+    forward, backward, both = validate(path)
+    assert (forward.quantity, backward.quantity, both.quantity) == ("forward", "backward", "layer")
+    assert both.measured == pytest.approx(0.0209)
+    assert both.predicted == pytest.approx(forward.predicted + backward.predicted)
+    plain = table(
+        tmp_path, f"baseline,7.7,11.9,{config}\n", head="experiment,forward_ms,backward_ms,config\n"
+    )
+    assert validate(plain)[1].predicted < backward.predicted
+
+
+def test_a_collective_is_what_the_network_model_says(tmp_path):
+    head = "op,platform,nodes,ranks,size_bytes,time_us,note\n"
+    path = table(tmp_path, "all_reduce,DGX A100,1,8,1073741824,8000,\n", head=head)
+    (found,) = validate(path)
+    cluster = Cluster.preset("dgx-a100", 8)
+    assert found.predicted == pytest.approx(collective_seconds("all_reduce", 2**30, Group(8), cluster))
+
+
+def test_a_device_that_is_not_known_is_named_with_its_line(tmp_path):
+    path = table(tmp_path, SMALL.format(size=4, s=0.1).replace("A100-80GB", "Z9000"))
+    with pytest.raises(ClusterError, match=r"line 2.*Z9000"):
+        validate(path)
+
+
+def test_devices_that_fill_no_nodes_are_named_with_their_line(tmp_path):
+    line = (
+        SMALL.format(size=4, s=0.1).replace(",8,2,2,2,1,1,", ",12,2,2,3,1,1,").replace(",32,none", ",36,none")
+    )
+    with pytest.raises(UserError, match="line 2"):
+        validate(table(tmp_path, line))
+
+
+def test_rows_that_ask_for_the_same_prediction_are_in_the_same_half(tmp_path):
+    once, again = read_table(table(tmp_path, SMALL.format(size=4, s=0.1), SMALL.format(size=4, s=0.2)))
+    assert is_fitted(once) == is_fitted(again)
+
+
+def test_the_halves_are_near_to_halves(tmp_path):
+    rows = read_table(
+        table(
+            tmp_path, *(SMALL.format(size=1, s=1).replace(",12,1024,", f",{n},1024,") for n in range(2, 402))
+        )
+    )
+    # of 400 fair draws the standard deviation is 10
+    assert 150 < sum(map(is_fitted, rows)) < 250
+
+
+@given(st.lists(st.floats(-0.9, 5), min_size=1, max_size=40))
+def test_errors_are_summed_up_as_numpy_does(values):
+    found = errors_of(values)
+    absolute = numpy.abs(values)
+    assert found.rows == len(values)
+    assert found.mean == pytest.approx(absolute.mean(), abs=1e-12)
+    assert found.median == pytest.approx(numpy.median(absolute), abs=1e-12)
+    assert found.ninth_decile == pytest.approx(numpy.percentile(absolute, 90), abs=1e-12)
+    assert found.bias == pytest.approx(statistics.fmean(values), abs=1e-12)
+
+
+def test_of_no_rows_there_are_no_errors():
+    assert errors_of([]) is None

@@ -1,0 +1,120 @@
+"""The fit gives back a machine from what the cost model says that it takes."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.cluster import Cluster, Device, Level
+from shoal.cost.network import Group
+from shoal.probe.fit import fit
+from shoal.probe.measurements import (
+    AttentionTime,
+    CollectiveTime,
+    Measurements,
+    PassTime,
+    ProductTime,
+    SendTime,
+)
+from shoal.probe.sheet import Sheet
+from shoal.workload import Attention
+
+TRUE = Cluster(
+    name="true",
+    device=Device(
+        name="core",
+        memory=1e9,
+        bandwidth=40e9,
+        peak={"fp32": 100e9, "bf16": 400e9},
+        units=1,
+        tile=(16, 16),
+        product_share=0.9,
+        product_depth=20.0,
+        bandwidth_share=0.5,
+        attention_share=0.3,
+        attention_backward_share=0.2,
+        launch=5e-6,
+        dispatch=0.0,
+    ),
+    levels=(
+        Level(name="memory", devices=4, bandwidth=12e9, share=0.8, setup=4e-5, latency=2e-5, half_size=1e5),
+        Level(name="network", devices=16, bandwidth=2e9, share=0.6, latency=9e-5, half_size=1e6),
+    ),
+)
+SHEET = Sheet(
+    device="core",
+    memory=1e9,
+    units=1,
+    on_cores=True,
+    devices=16,
+    devices_per_host=4,
+    cores=4,
+    inside="memory",
+    network=2e9,
+    rdma=(),
+    source="a test",
+)
+SIZES = [1 << power for power in range(10, 27, 4)]
+
+
+def true(measurement):
+    return replace(measurement, seconds=measurement.predicted(TRUE))
+
+
+def measured_of_the_true_machine():
+    shapes = [(size, size, size) for size in (16, 64, 256, 1024)] + [(1024, 16, 1024), (1024, 64, 16)]
+    links = []
+    for level, size, stride in ((0, 4, 1), (1, 16, 1), (1, 4, 4)):
+        for nbytes in SIZES:
+            links += [
+                CollectiveTime(level, name, Group(size, stride), nbytes, 1.0)
+                for name in ("all_reduce", "all_gather", "all_to_all", "broadcast")
+            ]
+            if (level, stride) != (1, 1):
+                links.append(SendTime(level, stride, nbytes, 1.0))
+    attention = Attention(512, 8, 8, 64, 64)
+    return Measurements(
+        products=tuple(
+            true(ProductTime(precision, *shape, 1.0)) for precision in ("fp32", "bf16") for shape in shapes
+        ),
+        passes=tuple(true(PassTime("copy", nbytes, 1, 1.0)) for nbytes in SIZES),
+        attention=tuple(
+            true(AttentionTime("fp32", attention, half, 1.0)) for half in ("forward", "backward")
+        ),
+        launch=5e-6,
+        dispatch=0.0,
+        contention=0.4,
+        links=tuple(map(true, links)),
+    )
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return fit(measured_of_the_true_machine(), SHEET, "fitted")
+
+
+def test_every_measurement_is_predicted_by_the_cluster_that_is_fitted_to_them(fitted):
+    for each in measured_of_the_true_machine().all:
+        # Measured without noise: what is left is the search's step, where numbers trade for one another.
+        assert each.predicted(fitted) == pytest.approx(each.seconds, rel=0.02), each
+
+
+def test_rates_of_the_device_are_those_of_the_true_machine(fitted):
+    device, wanted = fitted.device, TRUE.device
+    for precision in ("fp32", "bf16"):
+        rate = device.peak[precision] * device.product_share
+        assert rate == pytest.approx(wanted.peak[precision] * wanted.product_share, rel=0.05)
+    assert device.bandwidth * device.bandwidth_share == pytest.approx(20e9, rel=0.01)
+    assert device.contention == 0.4
+
+
+def test_the_levels_have_the_devices_of_the_hosts_and_the_rate_of_the_data_sheet(fitted):
+    inside, network = fitted.levels
+    assert (inside.name, inside.devices) == ("memory", 4)
+    assert (network.name, network.devices, network.bandwidth) == ("network", 16, 2e9)
+    assert network.share == pytest.approx(0.6, rel=0.1)
+
+
+def test_one_device_alone_has_a_level_without_links():
+    measured = replace(measured_of_the_true_machine(), links=())
+    cluster = fit(measured, replace(SHEET, devices=1, devices_per_host=1), "alone")
+    assert [level.devices for level in cluster.levels] == [1]

@@ -1,0 +1,85 @@
+"""The probe on ranks of this machine, some of them made to take themselves for hosts of their own."""
+
+import os
+
+import pytest
+
+from shoal.errors import WorkerError
+from shoal.testing import RankPool
+
+SIZES = (4 << 10, 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool("gloo") as ranks:
+        yield ranks
+
+
+def place_of(backend, host_of=None):
+    import torch.distributed as dist
+
+    from shoal.collectives.bench.world import Ranks
+    from shoal.probe import Place
+
+    rank = dist.get_rank()
+    os.environ.pop("SHOAL_HOST_ID", None)
+    if host_of is not None:
+        os.environ["SHOAL_HOST_ID"] = f"host {host_of[rank]}"
+    return Place.find(Ranks(rank, dist.get_world_size(), rank), backend)
+
+
+def probed():
+    from shoal.probe import Effort, probe
+
+    return probe(place_of("gloo"), "here", Effort(1, 1e-3, SIZES), lambda text: None)
+
+
+def measured_links(host_of):
+    from shoal.probe.links import measure_hosts, measure_links
+    from shoal.probe.turns import Effort
+
+    place = place_of("gloo", host_of)
+    return place.hosts, measure_links(place, Effort(1, 1e-3, SIZES)), measure_hosts(place)
+
+
+def test_two_ranks_give_one_cluster_of_two_devices_with_a_cost_for_everything(pool):
+    first, second = pool.run(probed, 2, timeout=120)
+    assert first == second
+    cluster = first.cluster
+    assert cluster.devices == cluster.devices_per_node == 2
+    assert set(cluster.device.peak) == {"fp32", "bf16"}
+    assert {each.quantity for each in first.errors} == {
+        "products fp32",
+        "products bf16",
+        "passes over memory",
+        "attention forward",
+        "attention backward",
+        *(
+            f"{name}, inside a host"
+            for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+        ),
+    }
+    assert len(first.measurements.paces) == 2
+
+
+def test_hosts_are_measured_inside_between_all_and_between_ranks_of_the_same_place(pool):
+    hosts, links, rates = pool.run(measured_links, 4, (0, 0, 1, 1))[0]
+    assert hosts == ((0, 1), (2, 3))
+    forms = {(each.level, each.group.size, each.group.stride) for each in links if hasattr(each, "group")}
+    assert forms == {(0, 2, 1), (1, 4, 1), (1, 2, 2)}
+    assert {(each.level, each.distance) for each in links if hasattr(each, "distance")} == {(0, 1), (1, 2)}
+    assert all(each.seconds > 0 for each in links)
+    assert rates == (), "two hosts cannot tell a slow link from a slow adapter"
+
+
+def test_four_hosts_are_paired_with_both_neighbours_and_with_far_ones(pool):
+    _, links, rates = pool.run(measured_links, 4, (0, 1, 2, 3))[0]
+    assert {each.level for each in links} == {1}
+    paired = {each.pairing: set(each.rates) for each in rates}
+    assert paired == {"even": {0, 1, 2, 3}, "odd": {0, 1, 2, 3}, "far": {0, 1, 2, 3}, "alone": {0, 2}}
+
+
+def test_hosts_with_unequal_numbers_of_ranks_are_refused(pool):
+    with pytest.raises(WorkerError, match="the hosts have 2, 1 ranks"):
+        pool.run(measured_links, 3, (0, 0, 1))
