@@ -147,8 +147,11 @@ def _tensor() -> tuple[list[str], list[list[str]]]:
             )
             for machine in ("dgx-h100", "gb200-nvl72")
         ]
-        rows.append([f"{tp}", *map(_step, found)])
-    return ["`tp`", "`dgx-h100:64`, 8 to a node", "`gb200-nvl72:64`, all in one"], rows
+        rows.append([f"{tp}", *(cell for each in found for cell in (_step(each), _within_layers(each)))])
+    head = ["`tp`"]
+    for machine in ("`dgx-h100:64`, 8 to a node", "`gb200-nvl72:64`, all in one"):
+        head += [machine, "within layers"]
+    return head, rows
 
 
 def data_and_pipeline(degrees: Degrees) -> bool:
@@ -193,6 +196,13 @@ def _experts() -> tuple[list[str], list[list[str]]]:
 
 def _step(found: Candidate | None) -> str:
     return "none" if found is None else f"{format_seconds(found.seconds)}, {found.mfu:.0%} MFU"
+
+
+def _within_layers(found: Candidate | None) -> str:
+    """Of the step, what tensor parallelism communicates and nothing hides."""
+    if found is None or found.plan.tp == 1:
+        return "-"
+    return format_seconds(found.cost.parts["tensor"])
 
 
 def _plan(found: Candidate | None) -> str:

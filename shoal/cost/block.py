@@ -6,8 +6,8 @@ recompute=full forward's are done again. Of the joins of tensor=async the device
 behind products. Context parallelism sends keys and values round the ring beside attention, or exchanges heads
 (Ulysses). Experts are exchanged twice in forward and twice in backward.
 
-A selective recompute does passes again, not products and attention; or, where attention is not fused and writes
-its scores to memory, attention alone (Korthikanti et al., arXiv:2205.05198).
+A selective recompute does passes again, not products and attention; or, where attention is not fused and
+writes its scores to memory, attention alone (Korthikanti et al., arXiv:2205.05198).
 
 Where the host takes longer to start the operations than the device to do them, the host's time counts.
 """

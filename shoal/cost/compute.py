@@ -131,9 +131,7 @@ def _attention(attention: Attention, device: Device, layout: Layout) -> Seconds:
     return Seconds(forward, backward, 0.0)
 
 
-def _unfused(
-    attention: Attention, device: Device, layout: Layout, share: float
-) -> tuple[float, float]:
+def _unfused(attention: Attention, device: Device, layout: Layout, share: float) -> tuple[float, float]:
     heads = max(1, round(attention.heads * share * layout.cp))
     queries = attention.length // layout.cp
     wide = layout.width / 2

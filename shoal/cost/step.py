@@ -155,12 +155,16 @@ class Costs:
         pieces = self.workload.pieces
         if plan.pp == 1:
             return [pieces]
-        return [pieces[each.start : each.stop] for each in ranges_of(self._split(plan, Layout.of(plan), count))]
+        return [
+            pieces[each.start : each.stop] for each in ranges_of(self._split(plan, Layout.of(plan), count))
+        ]
 
     def _held(self, plan: Plan, count: int) -> list[list[Sequence[Block]]]:
         """By rank, its stages' blocks."""
         held: list[list[Sequence[Block]]] = [[] for _ in range(plan.pp)]
-        for rank, blocks in zip(plan.placement if plan.pp > 1 else (0,), self.blocks_of(plan, count), strict=True):
+        for rank, blocks in zip(
+            plan.placement if plan.pp > 1 else (0,), self.blocks_of(plan, count), strict=True
+        ):
             held[rank].append(blocks)
         return held
 
@@ -199,7 +203,9 @@ class Costs:
     def send(self, plan: Plan) -> float:
         """Seconds of one micro-batch's hidden state from a stage to the next."""
         layout = Layout.of(plan)
-        nbytes = float(layout.width) * layout.microbatch * self.workload.length / plan.cp * self.workload.hidden
+        nbytes = (
+            float(layout.width) * layout.microbatch * self.workload.length / plan.cp * self.workload.hidden
+        )
         if plan.tensor != "plain":
             nbytes /= plan.tp
         return send_seconds(nbytes, plan.ranks // plan.pp, self.cluster)

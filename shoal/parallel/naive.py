@@ -56,6 +56,9 @@ class _Naive(Strategy):
             for name, parameter in self._named
         ]
 
+    def start_step(self) -> None:
+        """See `Strategy.start_step`."""
+
     def accumulate(self) -> AbstractContextManager[None]:
         """See `Strategy.accumulate`."""
         return self._pause()

@@ -201,6 +201,8 @@ class Pipeline:
         program = self._program_for(count)
         data = _Data(micro_batches, len(self._stages))
         forms = self._chain.forms(data.peek())
+        for here in self._stages.values():
+            here.strategy.start_step()  # else each stage would wait for the one before to begin
         total = torch.zeros((), device=self._device)
         due: list[Strategy] = []
         reducing: list[Strategy] = []

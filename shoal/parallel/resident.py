@@ -44,6 +44,10 @@ class ResidentWeights(Strategy):
         """See `Strategy.owned`."""
         return self._owned
 
+    def start_step(self) -> None:
+        """See `Strategy.start_step`."""
+        self._update.start()
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """See `Strategy.accumulate`."""

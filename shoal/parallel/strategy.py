@@ -139,6 +139,10 @@ class Strategy(ABC):
         """What this rank's optimizer changes."""
 
     @abstractmethod
+    def start_step(self) -> None:
+        """Begins what the first forward of a step will wait for; not needed, as that would begin it too."""
+
+    @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
         """Within it, backward adds to the gradients and communicates no more than the strategy must."""
 

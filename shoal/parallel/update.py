@@ -15,8 +15,8 @@ __all__ = ["WeightUpdate"]
 class WeightUpdate:
     """Gathers every bucket's weights at the first forward after a change, overlapped with that forward.
 
-    All gathers start when the model's forward begins. The root's are waited for there, a block's where the
-    block begins.
+    All gathers start when the model's forward begins, or before it by `start`. The root's are waited for
+    there, and so come first; a block's where the block begins.
 
     Args:
         model: The whole model.
@@ -27,8 +27,8 @@ class WeightUpdate:
     """
 
     def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Module], Bucket]]) -> None:
-        self._buckets = [bucket for _, bucket in buckets]
         self._root = [bucket for blocks, bucket in buckets if not blocks]
+        self._buckets = [*self._root, *(bucket for blocks, bucket in buckets if blocks)]
         self._stale = False
         model.register_forward_pre_hook(self._before_model)
         model.register_forward_hook(self._after_model)
@@ -42,11 +42,12 @@ class WeightUpdate:
 
     def finish(self) -> None:
         """Brings all weights up to date now."""
-        self._start()
+        self.start()
         for bucket in self._buckets:
             bucket.finish_gather()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Starts the gathers, if there is something to gather."""
         if self._stale:
             self._stale = any(
                 owned.parameter.grad is not None for bucket in self._buckets for owned in bucket.owned
@@ -55,7 +56,7 @@ class WeightUpdate:
                 bucket.start_gather()
 
     def _before_model(self, module: nn.Module, arguments: Any) -> None:
-        self._start()
+        self.start()
         for bucket in self._root:
             bucket.finish_gather()
 

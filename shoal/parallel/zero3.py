@@ -73,6 +73,9 @@ class _ShardedWeights(Strategy):
         """See `Strategy.owned`."""
         return self._owned
 
+    def start_step(self) -> None:
+        """See `Strategy.start_step`."""
+
     def accumulate(self) -> AbstractContextManager[None]:
         """See `Strategy.accumulate`. Whole sums would cost the memory that sharding saves."""
         return nullcontext()
