@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
 from shoal.cli.table import table_of
-from shoal.errors import ModelError, UserError
+from shoal.cli.workload import open_workload
+from shoal.errors import UserError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from shoal.cost.memory import RankMemory
     from shoal.simulate import Simulation
-    from shoal.workload import Workload
 
 __all__ = ["add_parser", "run"]
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = Cluster.parse(args.cluster)
     if ":" not in args.cluster:
         cluster = cluster.with_devices(plan.ranks)
-    workload = _workload(args.model, args.sequence)
+    workload = open_workload(args.model, args.sequence)
     simulation = simulate(workload, cluster, plan, args.batch)
     memory = memory_of(workload, simulation.plan, args.batch, cluster)
     if args.trace is not None:
@@ -95,28 +95,6 @@ def run(args: argparse.Namespace) -> int:
     summary = _summary(simulation, memory)
     print(json.dumps(summary, indent=2) if args.json else _text(summary))
     return 0
-
-
-def _workload(name: str, sequence: int | None) -> Workload:
-    from shoal.workload import from_json, shape, workload_of
-
-    if not name.endswith(".json"):
-        found = shape(name)
-        return workload_of(found if sequence is None else found.replace(seq=sequence))
-    if sequence is not None:
-        raise ModelError(
-            f"--sequence {sequence} was given for {name}, which was traced with its own",
-            possible="another length for presets",
-            change="leave out --sequence, or trace the model with such samples",
-        )
-    try:
-        return from_json(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(
-            f"{name} cannot be read: {error.strerror}",
-            possible="a file that a traced model was written to",
-            change="correct the path",
-        ) from error
 
 
 def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
