@@ -9,6 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+# Imported while a gloo group is there, by an optimizer, it may abort the process at its exit: see
+# shoal/parallel/communication.py.
+import torch._dynamo
 import torch.distributed as dist
 
 from shoal.collectives.bench.world import Ranks
