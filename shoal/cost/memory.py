@@ -208,8 +208,7 @@ class Memories:
     def _piece_costs(self, layout: Layout) -> list[Cost]:
         if self._costs is None:
             return flop_costs(self.workload)
-        costs = [self._costs.block(piece, layout) for piece in self.workload.pieces]
-        return [Cost(each.forward, each.backward) for each in costs]
+        return self._costs.piece_costs(layout)
 
 
 def memory_of(

@@ -28,8 +28,9 @@ from shoal.cost.block import BlockCost, block_cost
 from shoal.cost.compute import pass_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group, collective_seconds, send_seconds
+from shoal.cost.split import pieces_by_stage
 from shoal.plan import Plan
-from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count
+from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
 __all__ = ["Costs", "StageCost", "StepCost"]
@@ -150,39 +151,24 @@ class Costs:
             self._stages[key] = tuple(ranks)
         return self._stages[key]
 
+    def piece_costs(self, layout: Layout) -> list[Cost]:
+        """Of each piece, what stages are cut by."""
+        costs = [self.block(piece, layout) for piece in self.workload.pieces]
+        return [Cost(each.forward, each.backward) for each in costs]
+
     def blocks_of(self, plan: Plan, count: int) -> list[Sequence[Block]]:
         """By stage of the whole pipeline, its blocks; one stage without a pipeline."""
         pieces = self.workload.pieces
-        if plan.pp == 1:
-            return [pieces]
-        return [
-            pieces[each.start : each.stop] for each in ranges_of(self._split(plan, Layout.of(plan), count))
-        ]
+        ranges = pieces_by_stage(self.workload, plan, count, lambda: self.piece_costs(Layout.of(plan)))
+        return [pieces[each.start : each.stop] for each in ranges]
 
     def _held(self, plan: Plan, count: int) -> list[list[Sequence[Block]]]:
         """By rank, its stages' blocks."""
         held: list[list[Sequence[Block]]] = [[] for _ in range(plan.pp)]
-        for rank, blocks in zip(
-            plan.placement if plan.pp > 1 else (0,), self.blocks_of(plan, count), strict=True
-        ):
+        placement = plan.placement if plan.pp > 1 else (0,)
+        for rank, blocks in zip(placement, self.blocks_of(plan, count), strict=True):
             held[rank].append(blocks)
         return held
-
-    def _split(self, plan: Plan, layout: Layout, count: int) -> tuple[int, ...]:
-        if plan.split == "count":
-            return split_by_count(len(self.workload.layers), plan.stages)
-        if plan.split != "cost":
-            numbers = [int(number) for number in plan.split.split("-")]
-            numbers[0] += 1
-            numbers[-1] += 1
-            return tuple(numbers)
-        costs = [self.block(piece, layout) for piece in self.workload.pieces]
-        return split_by_cost(
-            [Cost(each.forward, each.backward) for each in costs],
-            plan.stages,
-            plan.placement,
-            microbatches=count,
-        )
 
     def _stage(self, blocks: Sequence[Block], layout: Layout) -> StageCost:
         costs = [self.block(block, layout) for block in blocks]

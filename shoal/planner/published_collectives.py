@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cluster import PRESETS, Cluster
+from shoal.cluster.tables import matching
 from shoal.errors import ClusterError
 from shoal.planner.cells import Row, Table, count, measured, word
 
@@ -19,20 +20,6 @@ LEAST_BYTES = 64 * 1024
 
 USUAL_NODE = 8
 """Devices of a node, where a table tells of some within one."""
-
-_PLATFORMS = {
-    r"p4d\b": "aws-p4d",
-    r"p4de": "aws-p4de",
-    r"p5\b": "aws-p5",
-    r"p5en": "aws-p5en",
-    r"p6-b200": "aws-p6-b200",
-    r"a3-high": "gcp-a3-high",
-    r"a3-mega": "gcp-a3-mega",
-    r"nd_a100_v4": "azure-nd-a100-v4",
-    r"nd_h100_v5": "azure-nd-h100-v5",
-    r"nd_h200_v5": "azure-nd-h200-v5",
-}
-"""What names of clouds' machines have in them, in small letters, and which preset that is."""
 
 _ALGORITHMS = {r"\bRing\b": "ring", r"^(algo=)?NVLS": "switch"}
 """What notes say of runs whose algorithm was forced."""
@@ -122,8 +109,7 @@ def _measured(row: Row) -> MeasuredCollective:
 def _cluster(row: Row) -> Cluster:
     """The preset that the platform names, or one with the device that it names."""
     platform, ranks = row["platform"], row["ranks"]
-    named = platform.lower().replace(" ", "-")
-    preset = next((name for said, name in _PLATFORMS.items() if re.search(said, platform.lower())), named)
+    preset = matching("nodes", platform) or platform.lower().replace(" ", "-")
     try:
         if preset in PRESETS:
             return Cluster.preset(preset, ranks)
