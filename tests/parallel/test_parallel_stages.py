@@ -5,6 +5,17 @@ import weakref
 
 import pytest
 import torch
+from stage_stand_ins import (
+    LOOPED,
+    ONE_EACH,
+    TOKENS,
+    TUPLES,
+    V_SHAPED,
+    Tuples,
+    check,
+    cut,
+    train_stages,
+)
 from torch import nn
 
 from shoal.errors import ModelError, PlanError
@@ -14,13 +25,8 @@ from shoal.parallel import parallelize
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.stage_layout import StageLayout, parameters_by_piece, stages_of, tied_names
 from shoal.parallel.stages import take_stages
-from shoal.plan.stages import ranges_of
 
 SHAPE = {"vocab_size": 61, "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}
-TOKENS = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(1))
-ONE_EACH = [[0], [1], [2], [3]]
-LOOPED = [[0, 2], [1, 3]]
-V_SHAPED = [[0, 3], [1, 2]]
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,59 +55,6 @@ def hugging_face(kind, **changes):
     config = transformers.AutoConfig.for_model(kind, **(shape | changes))
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).float().train()
-
-
-def train_whole(model, loss_of=next_token_loss):
-    loss = loss_of(model(TOKENS[:, :-1]), TOKENS[:, 1:])
-    loss.backward()
-    return loss.detach(), {name: each.grad for name, each in model.named_parameters()}
-
-
-def train_stages(stages, inputs=TOKENS[:, :-1], loss_of=next_token_loss):
-    """One forward and backward, stage by stage, as ranks would."""
-    entering, leaving, hidden = [], [], None
-    for before, stage in zip([stages[0], *stages], stages, strict=False):
-        stage.learn(before.results)
-        entering.append(hidden)
-        leaving.append(stage(inputs, hidden))
-        if not stage.is_last:
-            hidden = leaving[-1].detach().requires_grad_()
-    loss = loss_of(leaving.pop(), TOKENS[:, 1:])
-    loss.backward()
-    for received, output in zip(reversed(entering[1:]), reversed(leaving), strict=True):
-        output.backward(received.grad)
-    return loss.detach()
-
-
-def cut(build, ranks, split, layout=None, prepare=lambda model: None):
-    """The stages of all ranks in order, and the model of each rank."""
-    stages, models = [], []
-    for indices in ranks:
-        model = build()
-        pieces = ranges_of(split)
-        layout_here = stages_of(model) if layout is None else layout
-        stages += take_stages(model, layout_here, {index: pieces[index] for index in indices})
-        prepare(model)
-        models.append(model)
-    return sorted(stages, key=lambda stage: stage.index), models
-
-
-def check(build, ranks, split, layout=None, prepare=lambda model: None, **options):
-    whole = build()
-    expected_loss, expected = train_whole(whole, **options)
-    stages, models = cut(build, ranks, split, layout, prepare)
-    loss = train_stages(stages, **options)
-    torch.testing.assert_close(loss, expected_loss)
-    total = {}
-    for model in models:
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            total[name] = total.get(name, 0) + parameter.grad
-    assert total.keys() == expected.keys()
-    for name, gradient in expected.items():
-        # the same sums; only a tied parameter's two are added in another order
-        torch.testing.assert_close(total[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
-    return stages, models
 
 
 @pytest.mark.parametrize("ranks", [ONE_EACH, LOOPED, V_SHAPED])
@@ -181,120 +134,10 @@ def test_a_sequential_is_cut_between_any_elements():
     check(sequential, LOOPED, (2, 1, 2, 2))
 
 
-class Tuples(nn.Module):
-    """Blocks give tuples, take the hidden state by name, and are asked for their kind."""
-
-    class Block(nn.Module):
-        def __init__(self, kind):
-            super().__init__()
-            self.kind = kind
-            self.layer = nn.Linear(16, 16)
-
-        def forward(self, *, state, scale):
-            return torch.tanh(self.layer(state)) * scale[self.kind], "cache"
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = nn.Embedding(61, 16)
-        self.places = nn.Embedding(12, 16)
-        self.inner = nn.Module()
-        self.inner.layers = nn.ModuleList(self.Block("even" if i % 2 == 0 else "odd") for i in range(5))
-        self.out = nn.Linear(16, 61)
-
-    def forward(self, tokens):
-        state = self.words(tokens) * 2 + self.places(torch.arange(tokens.shape[1]))
-        for index, block in enumerate(self.inner.layers[:]):
-            scale = {"even": 1 + index, "odd": 2.0}
-            state = block(state=state, scale=scale)[0]
-        return self.out(state / 3)
-
-
-TUPLES = StageLayout(("words", "places"), "inner.layers", ("out",))
-
-
 def test_a_layout_says_how_a_model_of_ones_own_is_cut():
     # The division by 3 stands before the head, and is the last stage's affair.
     check(Tuples, V_SHAPED, (2, 1, 2, 2), TUPLES)
     check(Tuples, ONE_EACH, (1, 3, 1, 2), TUPLES)
-
-
-class Shaped(Tuples):
-    """The forward asks what blocks give for its shape, and unpacks it."""
-
-    def forward(self, tokens):
-        state = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
-        for index, block in enumerate(self.inner.layers):
-            assert state.shape == (*tokens.shape, 16)
-            state, kind = block(state=state, scale={"even": 1 + index, "odd": 2.0})
-            assert kind is not None
-        return self.out(state)
-
-
-@pytest.mark.parametrize("ranks", [ONE_EACH, LOOPED, V_SHAPED])
-def test_a_gap_gives_as_many_as_the_block_would(ranks):
-    check(Shaped, ranks, (2, 1, 2, 2), TUPLES)
-
-
-def test_what_is_computed_behind_a_stage_is_not_run_there():
-    calls = []
-
-    class Counting(Tuples):
-        def forward(self, tokens):
-            output = super().forward(tokens)
-            calls.append(output.shape)
-            return output
-
-    stages, _ = cut(Counting, ONE_EACH, (2, 1, 2, 2), TUPLES)
-    train_stages(stages)
-    assert calls == [(2, 12, 61)]
-
-
-def test_what_goes_before_a_block_goes_before_it_in_every_stage():
-    def halve(module, arguments, named):
-        return arguments, named | {"state": named["state"] / 2}
-
-    def build():
-        model = Tuples()
-        for block in model.inner.layers:
-            block.register_forward_pre_hook(halve, with_kwargs=True)
-        return model
-
-    check(build, ONE_EACH, (2, 1, 2, 2), TUPLES)
-    check(build, V_SHAPED, (1, 3, 1, 2), TUPLES)
-
-
-class Named(Tuples):
-    """Blocks give the hidden state by name."""
-
-    def __init__(self):
-        super().__init__()
-        for block in self.inner.layers:
-            block.register_forward_hook(lambda block, arguments, result: {"state": result[0]})
-
-
-class Fickle(Tuples):
-    """Blocks give more from the second forward on."""
-
-    def __init__(self):
-        super().__init__()
-        self.forwards = 0
-        for block in self.inner.layers:
-            block.register_forward_hook(lambda block, arguments, result: result * self.forwards)
-
-    def forward(self, tokens):
-        self.forwards += 1
-        return super().forward(tokens)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [(Named, "inner.layers.0 gives a dict"), (Fickle, "gave a tuple of 2 at first, and now a tuple of 4")],
-)
-def test_what_no_gap_could_give_is_refused(build, message):
-    (stage,) = take_stages(build(), TUPLES, {0: range(2)})
-    with pytest.raises(ModelError, match=message):
-        [stage(TOKENS[:, :-1]) for _ in range(2)]
 
 
 def test_names_stay_and_the_rest_is_freed():
@@ -393,28 +236,6 @@ def test_a_layout_that_the_forward_does_not_follow_is_noticed(layout, index, mes
     stages[index].learn([0] * len(stages[index].results))
     with pytest.raises(ModelError, match=message):
         stages[index](TOKENS[:, :-1], torch.zeros(2, 12, 16) if index else None)
-
-
-class Returning(Tuples):
-    """The forward comes to a part of the embedding again at the end."""
-
-    def __init__(self):
-        super().__init__()
-        del self.places
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, tokens):
-        state = self.norm(self.words(tokens))
-        for block in self.inner.layers:
-            state, _ = block(state=state, scale={"even": 1.0, "odd": 2.0})
-        return self.out(self.norm(state))
-
-
-def test_a_part_that_the_forward_comes_to_again_on_another_stage_is_refused():
-    layout = StageLayout(("words", "norm"), "inner.layers", ("out",))
-    stages, _ = cut(Returning, ONE_EACH, (2, 1, 2, 2), layout)
-    with pytest.raises(ModelError, match="piece 0 of a model is come to behind others"):
-        train_stages(stages)
 
 
 def test_a_model_that_is_not_known_is_refused_with_what_is_possible():
