@@ -91,7 +91,7 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
     return Measurements(
         products=products,
         passes=passes,
-        attention=attention,
+        attention=tuple(each for each in attention if each.seconds > 0),
         launch=median(launch),
         dispatch=median(dispatch),
         contention=median(contention),

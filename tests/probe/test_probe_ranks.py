@@ -35,6 +35,29 @@ def probed():
     return probe(place_of("gloo"), "here", Effort(1, 1e-3, SIZES), lambda text: None)
 
 
+def probed_with_a_slow_forward():
+    """Rank 1 takes longer for a forward than for forward and backward together."""
+    import torch.distributed as dist
+
+    import shoal.probe.device as device
+
+    usual = device.time_in_turns
+
+    def disturbed(operations, place, effort):
+        seconds = usual(operations, place, effort)
+        return {
+            key: 1.0 if dist.get_rank() == 1 and key == disturbed_key else each
+            for key, each in seconds.items()
+        }
+
+    disturbed_key = ((256, 4, 2, 32), False)
+    device.time_in_turns = disturbed
+    try:
+        return probed()
+    finally:
+        device.time_in_turns = usual
+
+
 def measured_links(host_of):
     from shoal.probe.links import measure_hosts, measure_links
     from shoal.probe.turns import Effort
@@ -61,6 +84,14 @@ def test_two_ranks_give_one_cluster_of_two_devices_with_a_cost_for_everything(po
         ),
     }
     assert len(first.measurements.paces) == 2
+
+
+def test_a_backward_that_noise_made_less_than_nothing_is_left_out_on_all_ranks(pool):
+    first, second = pool.run(probed_with_a_slow_forward, 2, timeout=120)
+    assert first == second
+    halves = [each.half for each in first.measurements.attention if each.attention.length == 256]
+    assert halves == ["forward", "forward", "backward"]
+    assert all(each.seconds > 0 for each in first.measurements.all)
 
 
 def test_hosts_are_measured_inside_between_all_and_between_ranks_of_the_same_place(pool):
