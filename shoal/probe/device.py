@@ -146,8 +146,8 @@ def _update(elements: int, device: torch.device) -> Operation:
 def measure_attention(place: Place, effort: Effort) -> tuple[AttentionTime, ...]:
     """Forward and backward of causal attention.
 
-    Backward is what both take, less forward: a difference of two times on this rank, which noise can make 0 or
-    less. Ranks take the median of all theirs, so each gives the same list.
+    Backward is what both take, less forward: a difference of two times on this rank, which noise can make
+    negative. Ranks take the median of all theirs, so each gives the same list.
     """
     accelerated = place.device.type != "cpu"
     precision = "bf16" if accelerated else "fp32"
