@@ -24,6 +24,7 @@ import numpy as np
 from shoal.cluster import Cluster, Device
 from shoal.cost.block import block_cost
 from shoal.cost.step import Costs
+from shoal.planner.bucket import usual_bucket
 from shoal.planner.published import Measured, read_table
 from shoal.planner.published_layers import MeasuredLayer, read_layers
 from shoal.planner.validate import is_fitted, published_workload
@@ -105,6 +106,10 @@ class Rows:
             )
             for row in steps
         }
+        self._plans = {
+            row.line: [plan.replace(bucket=usual_bucket(self._cluster(row), plan)) for plan in row.plans]
+            for row in steps
+        }
 
     def errors(self, devices: Mapping[str, Device]) -> list[float]:
         """Of each step, the logarithm of predicted over measured."""
@@ -127,9 +132,12 @@ class Rows:
         return errors
 
     def _step(self, row: Measured, devices: Mapping[str, Device]) -> float:
-        cluster = self._clusters[row.device, row.plans[0].ranks, row.devices_per_node, row.network]
+        cluster = self._cluster(row)
         costs = Costs(self._workloads[row.line], cluster.replace(device=devices[cluster.device.name]))
-        return min(costs.step(plan, row.batch).seconds for plan in row.plans)
+        return min(costs.step(plan, row.batch).seconds for plan in self._plans[row.line])
+
+    def _cluster(self, row: Measured) -> Cluster:
+        return self._clusters[row.device, row.plans[0].ranks, row.devices_per_node, row.network]
 
 
 def fit(rows: Rows) -> list[float]:

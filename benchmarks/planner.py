@@ -12,7 +12,8 @@ import time
 
 from shoal.cli.table import table_of
 from shoal.cluster import Cluster
-from shoal.planner import Search, Space
+from shoal.planner import Search
+from shoal.planner.tree import Tree
 from shoal.workload import ModelShape, Workload, shape, workload_of
 
 CASES = {
@@ -69,15 +70,16 @@ def _timed(workload: Workload, cluster: Cluster, batch: int, limit: int) -> tupl
 
 def _in_full(workload: Workload, cluster: Cluster, batch: int) -> float:
     """Plans a second, each timed, and its memory looked at."""
-    search, space = Search(workload, cluster, batch), Space(workload, cluster, batch)
+    tree = Tree(workload, cluster, batch)
+    space = tree.space
     before, count = time.process_time(), 0
     every = (variant for degrees in space.degrees() for variant in space.variants(degrees))
     for variant in every:
-        counts = search.split(variant)
+        counts = tree.split(variant)
         for sharding in space.shardings(variant.degrees):
-            plan = search.plan(variant, sharding, counts)
-            search.costs.step(plan, batch)
-            search.memories.fullest(plan, batch)
+            plan = tree.plan(variant, sharding, counts)
+            tree.costs.step(plan, batch)
+            tree.memories.fullest(plan, batch)
             count += 1
         if count >= SAMPLE:
             break

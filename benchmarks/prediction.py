@@ -3,10 +3,14 @@
     python benchmarks/prediction.py [--ranks 2,4] [--rounds 5] [--steps 3] [--out benchmarks/prediction.md]
 
 For each number of ranks the machine is probed with as many, which says what a rank reaches when all are busy;
-then every Plan's step is predicted, and measured in interleaved rounds (`rounds.py`). No measured step takes
-part in the predictions. The page has each Plan's predicted and measured seconds and the error, the median of
+then every Plan's step is predicted, and measured in interleaved rounds (`rounds.py`), a few Plans at a time,
+as the processes of all of them wake up often enough to take a tenth of the cores. No measured step takes part
+in the predictions. The page has each Plan's predicted and measured seconds and the error, the median of
 the errors, and Kendall's tau of the order within a number of ranks: of all pairs of Plans that train the same
 model, the share that the prediction orders as the measurement does, less the share that it does not.
+
+Beside it stands the error that is left when the Cluster is corrected by what each model's first Plan recorded
+(`shoal calibrate`), and its median over the other Plans.
 """
 
 from __future__ import annotations
@@ -30,15 +34,20 @@ from rounds import Burst, Ranks, Spread, Step, interleave
 import shoal
 from shoal.cluster import Cluster
 from shoal.collectives.bench import describe
-from shoal.cost.crowding import crowded_seconds
+from shoal.cost.calibrate import calibrate
+from shoal.cost.observation import Observation
+from shoal.cost.suited import workload_on
 from shoal.models import Transformer, TransformerConfig
 from shoal.plan import Plan
+from shoal.record import SpanRecorder
 from shoal.simulate import simulate
-from shoal.workload import Workload, transformer_shape, workload_of
+from shoal.timeline import Timeline
+from shoal.workload import Workload, transformer_shape
 
 __all__ = ["PLANS", "SHAPES", "Case", "Row", "kendall_tau", "main", "predicted_seconds", "workload_of_case"]
 
 _WARM_UP = 2  # steps
+_AT_ONCE = 3  # Plans whose ranks live at the same time
 
 SHAPES: Mapping[str, TransformerConfig] = {
     "dense": TransformerConfig(
@@ -120,11 +129,20 @@ PLANS: Mapping[int, tuple[Case, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the page has of a case; seconds of a step."""
+    """What the page has of a case; seconds of a step.
+
+    Attributes:
+        ranks: Number of ranks.
+        case: The model and its Plan.
+        predicted: From the probe alone.
+        calibrated: After the model's first Plan was measured.
+        measured: In all rounds.
+    """
 
     ranks: int
     case: Case
     predicted: float
+    calibrated: float
     measured: Spread
 
     @property
@@ -132,19 +150,20 @@ class Row:
         """Of the prediction, as a share of the measured seconds."""
         return self.predicted / self.measured.median - 1
 
+    @property
+    def error_left(self) -> float:
+        """The same of the prediction after calibration."""
+        return self.calibrated / self.measured.median - 1
 
-def workload_of_case(case: Case) -> Workload:
+
+def workload_of_case(case: Case, cluster: Cluster) -> Workload:
     """What the case's model does."""
-    return workload_of(transformer_shape(SHAPES[case.model].model_dump(), case.model))
+    return workload_on(cluster, transformer_shape(SHAPES[case.model].model_dump(), case.model))
 
 
-def predicted_seconds(case: Case, cluster: Cluster, cores: int) -> float:
-    """Of a step, on ranks that share so many cores."""
-    plan = Plan.parse(case.plan)
-    simulation = simulate(workload_of_case(case), cluster, plan, _BATCH)
-    parts = simulation.breakdown.parts
-    crowding = max(1.0, plan.ranks / cores)
-    return crowded_seconds(simulation.seconds, parts.bubble + parts.straggler_wait, crowding)
+def predicted_seconds(case: Case, cluster: Cluster) -> float:
+    """Of a step."""
+    return simulate(workload_of_case(case, cluster), cluster, Plan.parse(case.plan), _BATCH).seconds
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
@@ -168,9 +187,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cluster = _probed(ranks, Path(folder), quick=options.quick)
             cases = [case for case in PLANS[ranks] if options.only in str(case)]
             bursts = _measured(cases, ranks, Path(folder), options)
+            calibrated = {
+                model: _calibrated(next(case for case in cases if case.model == model), cluster, Path(folder))
+                for model in {case.model for case in cases}
+            }
             for case in cases:
                 seconds = Spread.of([median(burst.seconds) for burst in bursts[str(case)]])
-                rows.append(Row(ranks, case, predicted_seconds(case, cluster, machine.cores), seconds))
+                predicted = predicted_seconds(case, cluster)
+                after = predicted_seconds(case, calibrated[case.model])
+                rows.append(Row(ranks, case, predicted, after, seconds))
     page = f"{_page(rows)}\n{machine}\n"
     print(page)
     if options.out is not None:
@@ -188,55 +213,89 @@ def _probed(ranks: int, folder: Path, *, quick: bool) -> Cluster:
 def _measured(
     cases: Sequence[Case], ranks: int, folder: Path, options: argparse.Namespace
 ) -> dict[str, list[Burst]]:
-    with ExitStack() as stack:
-        running = {}
-        for case in cases:
-            _say(f"starting {case}")
-            running[str(case)] = stack.enter_context(Ranks(partial(_build, case, folder), ranks))
-            running[str(case)].run(_WARM_UP)
-        return interleave(running, options.rounds, options.steps, _say)
+    bursts: dict[str, list[Burst]] = {}
+    for first in range(0, len(cases), _AT_ONCE):
+        with ExitStack() as stack:
+            running = {}
+            for case in cases[first : first + _AT_ONCE]:
+                _say(f"starting {case}")
+                running[str(case)] = stack.enter_context(Ranks(partial(_build, case, folder), ranks))
+                running[str(case)].run(_WARM_UP)
+            bursts |= interleave(running, options.rounds, options.steps, _say)
+    return bursts
+
+
+def _calibrated(case: Case, cluster: Cluster, folder: Path) -> Cluster:
+    """The Cluster, corrected by what the ranks of a case recorded."""
+    timeline = Timeline.read(_recorded(case, cluster.devices, folder))
+    plan = Plan.parse(case.plan).with_microbatch_for(_BATCH)
+    return calibrate(
+        cluster, [Observation.of(workload_of_case(case, cluster), plan, _BATCH, timeline)]
+    ).cluster
+
+
+def _recorded(case: Case, ranks: int, folder: Path) -> Path:
+    """Where the ranks of a case record."""
+    return folder / f"{ranks}-{case.model}-{case.plan}"
 
 
 def _build(case: Case, folder: Path, rank: int) -> Step:
     """The step of a rank, as `shoal train` makes it."""
     dist.init_process_group("shoal")
+    own = _recorded(case, dist.get_world_size(), folder)
+    own.mkdir(exist_ok=True)
     config = SHAPES[case.model]
     task = Task("", config.seq, _BATCH, 1, folder)
     model = Transformer(config)
     model.initialize(0)
-    trainer = shoal.Trainer(model, task.samples(), case.plan, batch=_BATCH, steps=1_000_000)
+    trainer = shoal.Trainer(
+        model,
+        task.samples(),
+        case.plan,
+        batch=_BATCH,
+        steps=1_000_000,
+        recorder=SpanRecorder(own / f"rank-{rank}.jsonl", rank),
+    )
     return lambda: trainer.step().loss
 
 
 def _page(rows: Sequence[Row]) -> str:
     lines = [
-        "| ranks | model | Plan | predicted, ms | measured, ms | range | error |",
-        "| ---: | --- | --- | ---: | ---: | --- | ---: |",
+        "| ranks | model | Plan | predicted, ms | measured, ms | range | error | calibrated |",
+        "| ---: | --- | --- | ---: | ---: | --- | ---: | ---: |",
     ]
     for row in rows:
         measured = row.measured
         lines.append(
             f"| {row.ranks} | {row.case.model} | `{row.case.plan}` | {row.predicted * 1e3:.1f} "
             f"| {measured.median * 1e3:.1f} | {measured.low * 1e3:.1f} to {measured.high * 1e3:.1f} "
-            f"| {row.error:+.1%} |"
+            f"| {row.error:+.1%} | {row.error_left:+.1%} |"
         )
     lines.append("")
     for ranks in sorted({row.ranks for row in rows}):
         lines.append(f"- {ranks} ranks: {_summary([row for row in rows if row.ranks == ranks])}")
-    lines.append(f"- all: median error {median(abs(row.error) for row in rows):.1%}")
+    lines.append(f"- all: {_errors(rows)}")
     return "\n".join([*lines, ""])
 
 
 def _summary(rows: Sequence[Row]) -> str:
     dense = [(row.predicted, row.measured.median) for row in rows if row.case.model == "dense"]
-    order = f", Kendall's tau of the dense model's {kendall_tau(dense):.2f}" if len(dense) > 1 else ""
-    return f"median error {median(abs(row.error) for row in rows):.1%}{order}"
+    order = f"; Kendall's tau of the dense model's {kendall_tau(dense):.2f}" if len(dense) > 1 else ""
+    return f"{_errors(rows)}{order}"
+
+
+def _errors(rows: Sequence[Row]) -> str:
+    firsts = {(row.ranks, row.case.model): row for row in reversed(rows)}  # whose times the calibration knows
+    others = [abs(row.error_left) for row in rows if row not in firsts.values()]
+    left = f", calibrated {median(others):.1%}" if others else ""
+    return f"median error {median(abs(row.error) for row in rows):.1%}{left}"
 
 
 _HEAD = """\
 # Predicted and measured steps
 
-What `shoal probe` alone predicts, beside what was measured (`prediction.py`).
+What `shoal probe` alone predicts, beside what was measured (`prediction.py`); and the error that is left when
+the Cluster was corrected by the first Plan of each model and number of ranks (`shoal calibrate`).
 """
 
 

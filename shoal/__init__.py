@@ -1,7 +1,8 @@
 """Shoal: distributed training for PyTorch that accounts for every millisecond of communication.
 
-`parallelize` lays a model over the ranks as a `Plan` says; `Trainer` trains one. Names load when they are
-used, so that what needs no torch does not import it.
+`parallelize` lays a model over the ranks as a `Plan` says; `Trainer` trains one; `choose` finds the best Plan
+for the machines of a `Cluster`. Names load when they are used, so that what needs no torch does not import
+it.
 """
 
 from __future__ import annotations
@@ -11,16 +12,24 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.cluster import Cluster
     from shoal.parallel import parallelize
     from shoal.plan import Plan
+    from shoal.planner import choose
     from shoal.train import Trainer
 
-__all__ = ["Plan", "Trainer", "parallelize"]
+__all__ = ["Cluster", "Plan", "Trainer", "choose", "parallelize"]
 
 if "torch" in sys.modules:  # otherwise torch registers the backend "shoal" itself, when it is imported
     importlib.import_module("shoal.collectives")
 
-_HOMES = {"Plan": "shoal.plan", "Trainer": "shoal.train", "parallelize": "shoal.parallel"}
+_HOMES = {
+    "Cluster": "shoal.cluster",
+    "Plan": "shoal.plan",
+    "Trainer": "shoal.train",
+    "choose": "shoal.planner",
+    "parallelize": "shoal.parallel",
+}
 
 
 def __getattr__(name: str) -> Any:

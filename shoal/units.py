@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes"]
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_count"]
 
 _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DECIMAL = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _BYTES_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)?")
 
 
@@ -63,3 +64,18 @@ def format_count(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.3g}"
+
+
+def parse_count(text: str) -> float:
+    """Reads "15T", "300 B", "1.5M", "1e12" or a plain number, in decimal thousands.
+
+    Raises:
+        ValueError: The text is not a count.
+    """
+    number, scale = text.strip(), 1.0
+    if number[-1:] in _DECIMAL:
+        number, scale = number[:-1], _DECIMAL[number[-1]]
+    try:
+        return float(number) * scale
+    except ValueError:
+        raise ValueError(f"{text!r} is not a count; counts are written 15T, 300B, 1.5M or 1e12") from None

@@ -1,4 +1,4 @@
-"""`shoal calibrate RUN`: corrects a description of machines by what a run measured on them."""
+"""`shoal calibrate RUN ...`: corrects a description of machines by what runs measured on them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from shoal.cli.table import table_of
 from shoal.errors import RunError
 
 if TYPE_CHECKING:
+    from shoal.cluster import Cluster
     from shoal.cost.calibrate import Calibration
+    from shoal.cost.observation import Observation
+    from shoal.run import Run
 
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Compares what a run measured with what the description of its machines predicts, and writes a description
+Compares what runs measured with what the description of their machines predicts, and writes a description
 whose predictions are nearer: the optimizer corrects the memory's rate, forward and backward those of the
-device, collectives those of the links. What no rate within the data sheet's bounds explains is left.
+device, collectives those of the links, waits for later ranks the jitter. What no rate within the data sheet's
+bounds explains is left. Of several runs all count alike.
 
 Exit codes: 0; 2 something given cannot work.
 """
@@ -30,16 +34,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Adds the command to the program's."""
     parser = commands.add_parser(
         "calibrate",
-        help="correct a description of machines by what a run measured",
+        help="correct a description of machines by what runs measured",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="the directory of a run")
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        required=True,
-        help="that it ran on: a preset, or a file",
+        help="that they ran on, a preset or a file (default: what the first run was given)",
     )
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="of the corrected one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -50,28 +53,49 @@ def run(args: argparse.Namespace) -> int:
     """Corrects, writes and tells.
 
     Raises:
-        RunError: The path is not a run, or it has no timeline or no model that is known.
-        ClusterError: The Cluster is not known, or cannot be written.
+        RunError: A path is not a run, or it has no timeline, no model that is known, or no Cluster.
+        ClusterError: The Cluster is not known, has no such number of devices, or cannot be written.
     """
-    from shoal.cli.prediction import Prediction
     from shoal.cost.calibrate import calibrate
     from shoal.run import Run
-    from shoal.simulate import measured_timeline
 
-    opened = Run.open(args.path)
-    prediction = Prediction.of(opened, args.cluster)
-    timeline = measured_timeline(opened)
-    if not timeline.steps():
-        raise RunError(
-            f"{opened.path} has no timeline of steps under its Plan, so there is nothing to correct by",
-            possible="a run that recorded its timeline",
-            change="train with recording on",
-        )
-    found = calibrate(prediction.cluster, prediction.workload, prediction.plan, prediction.batch, timeline)
+    runs = [Run.open(path) for path in args.paths]
+    cluster = _cluster(runs[0], args.cluster)
+    found = calibrate(cluster, [_observation(each, cluster) for each in runs])
     found.cluster.write(args.out)
     print(json.dumps(_summary(found), indent=2) if args.json else _text(found))
     print(f"description written to {args.out}", file=sys.stderr)
     return 0
+
+
+def _cluster(run: Run, named: str | None) -> Cluster:
+    from shoal.cluster import Cluster
+    from shoal.simulate import recorded_cluster
+
+    found = Cluster.parse(named) if named is not None else recorded_cluster(run)
+    if found is None:
+        raise RunError(
+            f"{run.path} was not told what machines it is on, so there is no description to correct",
+            possible="--cluster with a preset or a file of `shoal probe`; runs of `shoal train --cluster`",
+            change="give --cluster",
+        )
+    return found
+
+
+def _observation(run: Run, cluster: Cluster) -> Observation:
+    from shoal.cli.prediction import Prediction
+    from shoal.cost.observation import Observation
+    from shoal.simulate import measured_timeline
+
+    prediction = Prediction.of(run, cluster)
+    timeline = measured_timeline(run)
+    if not timeline.steps():
+        raise RunError(
+            f"{run.path} has no timeline of steps under its Plan, so there is nothing to correct by",
+            possible="a run that recorded its timeline",
+            change="train with recording on",
+        )
+    return Observation.of(prediction.workload, prediction.plan, prediction.batch, timeline)
 
 
 def _summary(found: Calibration) -> dict[str, object]:

@@ -132,7 +132,7 @@ def _be_silent(verdict: Verdict) -> None:
 
 def _walk(args: argparse.Namespace, there: int | None) -> Walk:
     """What is asked for, once it is certain that it can be."""
-    from shoal.train import TrainConfig, load_config, resolve_plan
+    from shoal.train import TrainConfig, load_config, resolve
     from shoal.train.comparison import Trial, Walk, covering, with_axes
 
     _require_all(args)
@@ -164,7 +164,7 @@ def _walk(args: argparse.Namespace, there: int | None) -> Walk:
         plans = plans if args.sample is None else covering(plans, args.sample)
     else:
         if ranks is not None:
-            plan = resolve_plan(TrainConfig(plan=args.plan, batch=trial.batch), ranks)
+            plan = resolve(TrainConfig(plan=args.plan, batch=trial.batch), ranks).plan
         require(plan)
         plans = [plan.with_microbatch_for(trial.batch)]
     if there is not None:

@@ -1,6 +1,6 @@
 """`shoal checkpoint`: list the checkpoints of a run, and find out whether they are still what was written.
 
-Exit codes: 0, all are sound; 1, one is corrupt, or there is none.
+Exit codes: 0, all are sound; 1, one is corrupt, or there is none; 2, the path does not exist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shoal.errors import CorruptCheckpointError
+from shoal.errors import CorruptCheckpointError, RunError, nearest
 from shoal.units import format_bytes
 
 __all__ = ["add_parser", "run"]
@@ -60,8 +60,16 @@ def run(args: argparse.Namespace) -> int:
     """Prints one row for each checkpoint that the path means; 1 if one of them is corrupt.
 
     Raises:
+        RunError: The path does not exist.
         CheckpointError: The path holds no checkpoint.
     """
+    if not args.path.exists():
+        beside = [each.name for each in args.path.parent.glob("*")]
+        raise RunError(
+            f"{args.path} does not exist{nearest(args.path.name, beside)}",
+            possible="a run, a directory of checkpoints, or one checkpoint: a step-N directory",
+            change="correct the path",
+        )
     # Imported here because it brings torch, which `--help` should not wait for.
     from shoal.checkpoint import check_sizes, resolve, verify
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.table import table_of
+from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
+from shoal.cli.table import paragraph, table_of
+from shoal.cli.traffic import traffic_summary, traffic_text
 from shoal.cli.workload import add_arguments, open_workload
 from shoal.errors import ModelError, UserError
 from shoal.units import format_bytes, format_count, format_seconds
@@ -43,6 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
+    add_outlook(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     parser.add_argument("--objective", choices=("time", "money"), default="time", help="what decides")
     parser.add_argument("--top", metavar="N", type=int, default=5, help="rows of the table (default 5)")
@@ -63,17 +68,33 @@ def run(args: argparse.Namespace) -> int:
     from shoal.cluster import Cluster
     from shoal.planner import choose
 
-    workload = open_workload(args.model, args.sequence)
-    cluster = Cluster.parse(args.cluster)
-    choice = choose(
-        workload, cluster, args.batch, objective=args.objective, margin=args.margin, limit=args.top
-    )
+    cluster = as_asked(Cluster.parse(args.cluster), args)
+    workload = open_workload(args.model, args.sequence, cluster)
+    with _no_collection():
+        choice = choose(
+            workload, cluster, args.batch, objective=args.objective, margin=args.margin, limit=args.top
+        )
+        explanation = choice.explain()
     if args.write is not None:
         _write(args, choice.best)
-    explanation = choice.explain()
-    summary = _summary(choice, explanation)
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    best = choice.best
+    run = long_run_of(args, workload, best.cluster, best.seconds, best.batch)
+    summary = _summary(choice, explanation) | ({"long_run": long_run_summary(run)} if run is not None else {})
+    if args.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print(_text(summary) + (f"\n\n{long_run_text(run)}" if run is not None else ""))
     return 0
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Searches keep what they make until they end: to look for garbage in it takes as long as they do."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _write(args: argparse.Namespace, best: Candidate) -> None:
@@ -111,9 +132,20 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
         "legal_plans": choice.legal,
         "timed_plans": choice.timed,
         "plans": [_row(each) for each in choice.candidates],
+        "exchanges": traffic_summary(explanation.traffic, best.cost.parts),
         "explanation": {
             "sentences": list(explanation.sentences()),
             "without_memory_limit": _short(explanation.unlimited),
+            "sizes": [
+                {
+                    "setting": each.setting,
+                    "value": getattr(each.plan, each.setting),
+                    "slower": each.slower,
+                    "memory": each.memory,
+                    "fits": each.fits,
+                }
+                for each in explanation.sizes
+            ],
             "degrees": [
                 {"degree": each.degree, "value": each.value, "best": _short(each.best)}
                 for each in explanation.neighbours
@@ -128,8 +160,11 @@ def _row(candidate: Candidate) -> dict[str, Any]:
     return {
         "plan": str(candidate.plan),
         "layout": candidate.layout,
+        "degrees": candidate.degrees_text,
         "devices": candidate.devices,
         "step_seconds": candidate.seconds,
+        "step_seconds_source": candidate.source,
+        "closed_form_seconds": candidate.cost.seconds,
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
         "memory": candidate.memory.peak,
@@ -145,18 +180,20 @@ def _short(candidate: Candidate | None) -> dict[str, Any] | None:
 
 
 def _text(summary: dict[str, Any]) -> str:
-    size = format_count(summary["parameters"])
+    plans, size = summary["plans"], format_count(summary["parameters"])
     heading = (
         f"{summary['model']}, {size} parameters, on {summary['devices']} devices of {summary['cluster']}: "
         f"batch {summary['batch']} x {summary['sequence']} tokens\n"
-        f"{summary['legal_plans']:,} legal Plans, of which {summary['timed_plans']:,} had to be timed"
+        f"{summary['legal_plans']:,} legal Plans, of which {summary['timed_plans']:,} had to be timed; "
+        f"steps below are {plans[0]['step_seconds_source']}"
     )
     return "\n\n".join(
         [
             heading,
-            _table(summary["plans"]),
-            f"plan: {summary['plans'][0]['plan']}",
-            "\n".join(summary["explanation"]["sentences"]),
+            _table(plans),
+            "\n".join([f"plan: {plans[0]['plan']}", *(f"then: {each['layout']}" for each in plans[1:])]),
+            "\n".join(map(paragraph, summary["explanation"]["sentences"])),
+            *([traffic_text(summary["exchanges"])] if summary["exchanges"] else []),
         ]
     )
 
@@ -165,19 +202,19 @@ def _table(plans: Sequence[dict[str, Any]]) -> str:
     with_price = plans[0]["dollars_per_billion_tokens"] is not None
     rows = [
         [
-            each["layout"],
+            each["degrees"],
             *([str(each["devices"])] if len({one["devices"] for one in plans}) > 1 else []),
             format_seconds(each["step_seconds"]),
             f"{each['tokens_per_second']:,.0f}",
             f"{each['mfu']:.1%}",
             f"{each['communication']:.1%}",
-            f"{each['parts']['bubble'] / each['step_seconds']:.1%}",
+            f"{each['parts']['bubble'] / each['closed_form_seconds']:.1%}",
             format_bytes(round(each["memory"])),
             *([f"{each['dollars_per_billion_tokens']:,.0f}"] if with_price else []),
         ]
         for each in plans
     ]
-    head = ["plan", "step", "tokens/s", "MFU", "communication", "bubble", "memory"]
+    head = ["degrees", "step", "tokens/s", "MFU", "communication", "bubble", "memory"]
     if len(rows[0]) - with_price > len(head):
         head.insert(1, "devices")
     return table_of([*head, *(["$/B tokens"] if with_price else [])], rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import RunError
@@ -38,46 +39,58 @@ class Prediction:
     cluster: Cluster
 
     @classmethod
-    def of(cls, run: Run, cluster: str) -> Prediction:
-        """For a run, on a preset or a file of a Cluster.
+    def of(cls, run: Run, cluster: Cluster) -> Prediction:
+        """For a run, on machines, of which as many devices count as it has ranks.
 
         Raises:
             RunError: The run does not say what it trained, or trained no preset.
             ModelError: Its model is not known.
-            ClusterError: The Cluster is not known, or has no such number of devices.
+            ClusterError: The Cluster has no such number of devices.
         """
-        from shoal.cluster import Cluster
+        from shoal.cost.suited import workload_on
         from shoal.plan import Plan
-        from shoal.workload import shape, workload_of
+        from shoal.workload import shape
 
         config, text = run.description.get("config"), run.description.get("plan")
         if config is None or text is None or ":" in config["model"]:
-            given = "does not say what it trained" if config is None else f"trained {config['model']}"
+            what = config["model"] if config else "something that it does not tell"
             raise RunError(
-                f"{run.path} {given}, whose costs are not known",
+                f"{run.path} trained {what}, whose costs are not known",
                 possible="a run of one of Shoal's presets",
-                change="leave out --cluster, or name another run",
+                change="name another run",
             )
         plan = Plan.parse(text).with_microbatch_for(config["batch"])
-        found = Cluster.parse(cluster)
-        if found.devices != plan.ranks:
-            found = found.with_devices(plan.ranks)
+        if cluster.devices != plan.ranks:
+            cluster = cluster.with_devices(plan.ranks)
         options = _shape_fields(config.get("model_options") or {})
         model = shape(config["model"]).replace(**options | {"seq": config["sequence"]})
-        return cls(workload_of(model), plan, config["batch"], found)
+        return cls(workload_on(cluster, model), plan, config["batch"], cluster)
 
-    def timeline(self) -> Timeline:
-        """Of one step."""
+    def seconds_by_kind(self) -> dict[str, float]:
+        """Of a step, under the names of `shoal.timeline.kinds`.
+
+        One rank stands for all like it, so that what ranks wait for each other is not in the spans: the
+        simulation knows it.
+        """
         from shoal.simulate import simulate
+        from shoal.timeline.kinds import seconds_by_kind
+        from shoal.timeline.purpose import PURPOSES
 
-        return simulate(self.workload, self.cluster, self.plan, self.batch).timeline
+        simulation = simulate(self.workload, self.cluster, self.plan, self.batch)
+        breakdown = simulation.breakdown
+        exposed = [simulation.exposed(rank.rank) for rank in breakdown.ranks]
+        return {
+            **seconds_by_kind(simulation.timeline),
+            **breakdown.parts.disjoint(),
+            **{purpose: fmean(each.get(purpose, 0.0) for each in exposed) for purpose in PURPOSES},
+        }
 
 
-def kinds_compared(predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
+def kinds_compared(before: Mapping[str, float], measured: Timeline) -> list[dict[str, Any]]:
     """By kind of span, seconds of a step predicted and measured, and the prediction's error as a share."""
     from shoal.timeline.kinds import seconds_by_kind
 
-    before, after = seconds_by_kind(predicted), seconds_by_kind(measured)
+    after = seconds_by_kind(measured)
     return [
         {
             "kind": kind,
@@ -85,20 +98,22 @@ def kinds_compared(predicted: Timeline, measured: Timeline) -> list[dict[str, An
             "measured": after[kind],
             "error": before[kind] / after[kind] - 1 if after[kind] > 0 else None,
         }
-        for kind in before
+        for kind in after
         if before[kind] > 0 or after[kind] > 0
     ]
 
 
 def compare_text(rows: list[dict[str, Any]]) -> str:
     """A table of what `kinds_compared` gives."""
+    from shoal.cli.breakdown import words
     from shoal.cli.table import table_of
+    from shoal.timeline.purpose import PURPOSES
 
     return table_of(
         ["predicted beside measured", "predicted", "measured", "error"],
         [
             [
-                row["kind"].replace("_", " "),
+                f"  {row['kind']}" if row["kind"] in PURPOSES else words(row["kind"]),
                 f"{row['predicted']:.6f}",
                 f"{row['measured']:.6f}",
                 "-" if row["error"] is None else f"{row['error']:+.1%}",

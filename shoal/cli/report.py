@@ -14,9 +14,10 @@ from typing import Any
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text, words
 from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import table_of
+from shoal.cluster import Cluster
 from shoal.errors import RunError, UserError
 from shoal.run import Run, json_number
-from shoal.simulate import StageTimes, measured_timeline, stage_times
+from shoal.simulate import StageTimes, measured_timeline, recorded_cluster, stage_times
 from shoal.timeline import Breakdown, Timeline, explain, write_chrome_trace
 from shoal.units import format_count
 
@@ -43,7 +44,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help="also predict the step on these machines, such as a file of `shoal probe`, and compare",
+        help="predict the step on these machines, such as a file of `shoal probe`, and compare; by default "
+        "on those that the run was given, if any",
     )
     parser.set_defaults(run=run)
 
@@ -64,12 +66,30 @@ def run(args: argparse.Namespace) -> int:
     if args.rank is not None:
         _require_rank(opened, breakdown, args.rank)
     summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
-    if args.cluster is not None and breakdown is not None:
-        summary["kinds"] = kinds_compared(Prediction.of(opened, args.cluster).timeline(), timeline)
+    if breakdown is not None:
+        summary |= _predicted(opened, args.cluster, timeline)
     if args.trace is not None:
         _write_trace(opened, timeline, args.rank, args.trace)
     print(json.dumps(summary, indent=2) if args.json else _text(summary))
     return 0
+
+
+def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, Any]:
+    """The comparison on the machines that are named, or that the run was given; empty if there are none.
+
+    What cannot be predicted is an error only where the prediction was asked for.
+    """
+    found = Cluster.parse(cluster) if cluster is not None else recorded_cluster(run)
+    if found is None:
+        return {}
+    try:
+        predicted = Prediction.of(run, found).seconds_by_kind()
+    except UserError as error:
+        if cluster is not None:
+            raise
+        print(f"not predicted: {error.given}", file=sys.stderr)
+        return {}
+    return {"cluster": found.name, "kinds": kinds_compared(predicted, measured)}
 
 
 def summarise(
@@ -184,6 +204,8 @@ def _heading(summary: Mapping[str, Any]) -> str:
     rows = [("run", summary["run"])]
     if summary["plan"]:
         rows.append(("plan", summary["plan"]))
+    if summary.get("cluster"):
+        rows.append(("cluster", summary["cluster"]))
     if (summary["model"] or {}).get("parameters"):
         rows.append(("model", f"{format_count(summary['model']['parameters'])} parameters"))
     rows.append(("steps", str(summary["steps"])))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
 from shoal.cli.table import table_of
 from shoal.cli.workload import add_arguments, open_workload
 from shoal.errors import PlanError, UserError
 from shoal.units import format_seconds
 
 if TYPE_CHECKING:
+    from shoal.cost.long_run import LongRun
     from shoal.planner import Point, Scaling
 
 __all__ = ["add_parser", "run"]
@@ -37,6 +41,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
+    add_outlook(parser)
     batch = parser.add_mutually_exclusive_group(required=True)
     batch.add_argument("--batch", metavar="N", type=int, help="sequences in a step, on any number of devices")
     batch.add_argument(
@@ -66,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     from shoal.planner import scale
     from shoal.planner.picture import picture
 
-    workload = open_workload(args.model, args.sequence)
-    cluster = Cluster.parse(args.cluster)
+    cluster = as_asked(Cluster.parse(args.cluster), args)
+    workload = open_workload(args.model, args.sequence, cluster)
     scaling = scale(
         workload,
         cluster,
@@ -76,13 +81,17 @@ def run(args: argparse.Namespace) -> int:
         per_device=args.batch_per_device,
         margin=args.margin,
     )
+    runs = [
+        long_run_of(args, workload, each.best.cluster, each.best.seconds, each.batch)
+        for each in scaling.points
+    ]
     title = f"{workload.name} on {cluster.name}"
     if args.svg is not None:
         _write(args.svg, picture(scaling, title))
     if args.json:
-        print(json.dumps(_summary(scaling), indent=2))
+        print(json.dumps(_summary(scaling, runs), indent=2))
     else:
-        print(f"{title}\n\n{_text(scaling)}")
+        print(f"{title}\n\n{_text(scaling, runs)}")
     return 0
 
 
@@ -119,9 +128,12 @@ def _write(path: Path, picture: str) -> None:
     print(f"picture written to {path}", file=sys.stderr)
 
 
-def _summary(scaling: Scaling) -> dict[str, Any]:
+def _summary(scaling: Scaling, runs: Sequence[LongRun | None]) -> dict[str, Any]:
     return {
-        "points": [_row(point) for point in scaling.points],
+        "points": [
+            _row(point) | ({"long_run": long_run_summary(run)} if run is not None else {})
+            for point, run in zip(scaling.points, runs, strict=True)
+        ],
         "unfit": list(scaling.unfit),
         "pays_to": scaling.pays_to,
         "wall": scaling.wall,
@@ -145,7 +157,7 @@ def _row(point: Point) -> dict[str, Any]:
     }
 
 
-def _text(scaling: Scaling) -> str:
+def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
     rows = [
         [
             str(point.devices),
@@ -156,11 +168,12 @@ def _text(scaling: Scaling) -> str:
             f"{point.best.communication:.1%}",
             f"{point.best.cost.parts['bubble'] / point.best.seconds:.1%}",
             f"{point.best.mfu:.1%}",
-            point.best.layout,
+            *_days_and_dollars(run),
         ]
-        for point in scaling.points
+        for point, run in zip(scaling.points, runs, strict=True)
     ]
-    head = ["devices", "step", "Amdahl", "tokens/s", "efficiency", "communication", "bubble", "MFU", "plan"]
+    head = ["devices", "step", "Amdahl", "tokens/s", "efficiency", "communication", "bubble", "MFU"]
+    head += ["days", "dollars"] if len(rows[0]) > len(head) else []
     most = scaling.points[-1].devices
     told = [
         f"Doubling the devices pays up to {most}, the most that were looked at."
@@ -172,4 +185,14 @@ def _text(scaling: Scaling) -> str:
         told.append(f"The wall is at {scaling.wall}: more devices train no more tokens a second.")
     if scaling.unfit:
         told.append("No legal Plan fits " + ", ".join(map(str, scaling.unfit)) + " devices.")
-    return "\n\n".join([table_of(head, rows), "\n".join(told)])
+    plans = "\n".join(f"{each.devices}: {each.best.layout}" for each in scaling.points)
+    return "\n\n".join([table_of(head, rows), plans, "\n".join(told)])
+
+
+def _days_and_dollars(run: LongRun | None) -> list[str]:
+    """Of a long run, if one was asked for."""
+    if run is None:
+        return []
+    if not math.isfinite(run.days):
+        return ["never", "-"]
+    return [f"{run.days:,.1f}", f"{run.dollars:,.0f}" if run.goodput.price else "-"]

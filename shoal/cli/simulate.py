@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
-from shoal.cli.table import table_of
+from shoal.cli.offload import add_offload, offload_summary, offload_text
+from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
+from shoal.cli.table import paragraph, table_of
+from shoal.cli.traffic import traffic_summary, traffic_text
 from shoal.cli.workload import open_workload
 from shoal.errors import UserError
 from shoal.units import format_bytes, format_count, format_seconds
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _MOST_ROWS = 16  # ranks along the pipeline that are printed; --json has all
+
+_MEMORY = ("weights", "gradients", "optimizer", "activations", "working")  # that are printed; --json has all
 
 _MFU = (
     "MFU counts three times the FLOP of forward's products and attention over the whole square of positions, "
@@ -55,6 +60,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="such as dgx-h100:64")
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     parser.add_argument("--sequence", metavar="N", type=int, help="tokens of a sequence, if not the preset's")
+    add_outlook(parser)
+    add_offload(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
@@ -69,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         PlanError: The Plan cannot be read, or does not fit the devices, the batch or the model.
         ModelError: There is no such model.
-        ClusterError: There is no such cluster.
+        ClusterError: There is no such cluster, or it does not say what offloading goes by.
+        ConfigError: There is nothing of that name to offload, or no such place.
         UserError: A file cannot be read or written.
     """
     from shoal.cluster import Cluster
@@ -80,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
     from shoal.timeline import write_chrome_trace
 
     plan = Plan.parse(args.plan)
-    cluster = Cluster.parse(args.cluster)
+    cluster = as_asked(Cluster.parse(args.cluster), args)
     if ":" not in args.cluster:
         cluster = cluster.with_devices(plan.ranks)
-    workload = open_workload(args.model, args.sequence)
+    workload = open_workload(args.model, args.sequence, cluster)
     simulation = simulate(workload, cluster, plan, args.batch)
     memory = memory_of(workload, simulation.plan, args.batch, cluster)
     if args.trace is not None:
@@ -92,8 +100,16 @@ def run(args: argparse.Namespace) -> int:
         title = f"{workload.name}, {simulation.plan}"
         picture = draw([simulation.played], title)
         _write("picture", args.svg, lambda path: path.write_text(picture, encoding="utf-8"))
-    summary = _summary(simulation, memory)
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    run = long_run_of(args, workload, cluster, simulation.seconds, args.batch)
+    summary = _summary(simulation, memory) | ({"long_run": long_run_summary(run)} if run is not None else {})
+    if args.offload is not None:
+        summary["offload"] = offload_summary(args, simulation, memory)
+    if args.json:
+        print(json.dumps(summary, indent=2))
+    else:
+        print(_text(summary) + (f"\n\n{long_run_text(run)}" if run is not None else ""))
+        if args.offload is not None:
+            print(f"\n{offload_text(summary['offload'])}")
     return 0
 
 
@@ -110,7 +126,10 @@ def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, Any]:
+    from shoal.simulate import traffic_of
+
     workload, cluster, plan = simulation.workload, simulation.cluster, simulation.plan
+    traffic = traffic_of(workload, cluster, plan, simulation.batch)
     return {
         "model": workload.name,
         "parameters": workload.parameters,
@@ -136,6 +155,7 @@ def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, 
         ],
         "device_memory": cluster.device.memory,
         "breakdown": breakdown_summary(simulation.breakdown, None),
+        "exchanges": traffic_summary(traffic, simulation.exposed(traffic.rank)),
     }
 
 
@@ -146,8 +166,10 @@ def _text(summary: Mapping[str, Any]) -> str:
         paragraphs.append(ranks_text(dict(list(breakdown["ranks"].items())[:_MOST_ROWS])))
     if breakdown["collectives"]:
         paragraphs.append(collectives_text(breakdown["collectives"]))
+    if summary["exchanges"]:
+        paragraphs.append(traffic_text(summary["exchanges"]))
     paragraphs.append(_memory_text(summary["memory"]))
-    paragraphs.append(f"{_MFU}.")
+    paragraphs.append(paragraph(f"{_MFU}."))
     return "\n\n".join(paragraphs)
 
 
@@ -174,14 +196,15 @@ def _heading(summary: Mapping[str, Any]) -> str:
 
 
 def _memory_text(memory: Sequence[Mapping[str, Any]]) -> str:
-    names = [name for name in memory[0]["parts"] if any(each["parts"].get(name) for each in memory)]
+    names = [name for name in _MEMORY if any(each["parts"].get(name) for each in memory)]
     rows = [
         [
             str(each["place"]),
             format_bytes(round(each["peak_bytes"])),
             *(format_bytes(round(each["parts"].get(name, 0))) for name in names),
+            format_bytes(round(sum(size for name, size in each["parts"].items() if name not in names))),
             each["moment"],
         ]
         for each in memory[:_MOST_ROWS]
     ]
-    return table_of(["memory of place", "peak", *names, "at"], rows)
+    return table_of(["memory of place", "peak", *names, "rest", "at"], rows)

@@ -1,10 +1,13 @@
-"""Tables for the terminal."""
+"""Tables and paragraphs for the terminal."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
-__all__ = ["table_of"]
+__all__ = ["paragraph", "table_of"]
+
+_COLUMNS = 100  # of text to read
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -16,3 +19,10 @@ def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells))
     return "\n".join(lines)
+
+
+def paragraph(text: str) -> str:
+    """A sentence or several in lines that one can read; those after the first are indented."""
+    return textwrap.fill(
+        text, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )

@@ -7,14 +7,20 @@ import os
 import pickle
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.errors import WorkerError
+
 if TYPE_CHECKING:
+    from shoal.elastic import World
     from shoal.train import Job
 
 __all__ = ["add_parser", "run"]
+
+_FAILED = (1, 130)  # exit codes after which going on may help: a rank failed, or was stopped unsaved
 
 _DESCRIPTION = """\
 Trains a model. With no arguments: a small transformer, on the source of Python's standard library, on as many
@@ -46,6 +52,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero1, or auto; same as --set plan="
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="the machines, a preset or a file of `shoal probe`, that --plan auto is chosen for and that "
+        "`shoal report` predicts the run on; same as --set cluster=",
+    )
     parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine")
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="the new run's directory")
     parser.add_argument(
@@ -63,23 +75,58 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.elastic import World, find_world, launch, run_rank
-    from shoal.train import check, choose_device, execute
+    from shoal.elastic import World, find_world
+    from shoal.train import check, choose_device
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
     if world is not None:
-        return run_rank(world.rank, partial(execute, partial(_checked_job, args, world.ranks), world))
+        return _as_rank(world, lambda: _checked_job(args, world.ranks))
     job = _job(args, None)
     check(job)
     choose_device(job.config, job.plan.ranks - 1)
     if job.plan.ranks == 1:
-        alone = World(rank=0, ranks=1, local_rank=0, master=("", 0))
-        return run_rank(0, partial(execute, lambda: job, alone))
+        return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
+    return _on_local_ranks(job)
+
+
+def _as_rank(world: World, choose: Callable[[], Job]) -> int:
+    """Trains as one rank, whose error `run_rank` tells; rank 0 then tells how to go on."""
+    from shoal.elastic import run_rank
+    from shoal.train import execute
+
+    chosen: list[Job] = []
+
+    def noted() -> Job:
+        chosen.append(choose())
+        return chosen[0]
+
+    code = run_rank(world.rank, partial(execute, noted, world))
+    if code in _FAILED and world.rank == 0 and chosen and (text := _how_to_go_on(chosen[0].path)):
+        print(text, file=sys.stderr)
+    return code
+
+
+def _on_local_ranks(job: Job) -> int:
+    from shoal.elastic import launch
+
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
         file.write(pickle.dumps(job))
         file.flush()
-        return launch([sys.executable, "-m", "shoal.train", file.name], job.plan.ranks)
+        try:
+            return launch([sys.executable, "-m", "shoal.train", file.name], job.plan.ranks)
+        except WorkerError as error:
+            if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
+                error.detail = f"{error.detail}\n\n{text}".lstrip()
+            raise
+
+
+def _how_to_go_on(run: Path) -> str:
+    """A sentence for a run that failed; none if it has saved nothing."""
+    from shoal.checkpoint import checkpoints, step_of
+
+    saved = checkpoints(run / "checkpoints")
+    return f"Step {step_of(saved[0])} is saved; go on with: shoal train --resume {run}" if saved else ""
 
 
 def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
@@ -92,18 +139,22 @@ def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
 
 def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     """What the command line asks for, for the ranks that are there; None where they are to be started."""
-    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, resolve_plan
+    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, resolve
 
     resume = find_resume(args.resume, args.directory)
     before = resume.run.description if resume is not None else {}
-    settings = [*args.settings, *([f'plan="{args.plan}"'] if args.plan is not None else [])]
+    named = {"plan": args.plan, "cluster": args.cluster}
+    settings = [*args.settings, *(f'{key}="{value}"' for key, value in named.items() if value is not None)]
     config = load_config(args.config, settings, before.get("config"))
     if ranks is None:
         as_before = before.get("world_size") if config.plan == before.get("config", {}).get("plan") else None
         ranks = choose_ranks(config, args.nproc if args.nproc is not None else as_before)
+    resolved = resolve(config, ranks, None if resume is None else resume.run)
     return Job(
         config=config,
-        plan=resolve_plan(config, ranks),
+        plan=resolved.plan,
         path=choose_path(args.directory, resume, config),
         resume=resume,
+        cluster=resolved.cluster,
+        passed_over=resolved.passed_over,
     )

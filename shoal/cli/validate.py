@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from shoal.cli.table import table_of
+from shoal.errors import UserError
 from shoal.planner.accuracy import Accuracy, Comparison, accuracy_of
 from shoal.planner.validate import validate
 from shoal.units import format_bytes, format_seconds
@@ -25,7 +27,8 @@ each family of rows and all together the median, mean and 90th percentile of the
 bias, which is the mean with signs. The columns of the table tell what it has: training steps, layers or
 collectives. docs/guides/validate.md says which columns.
 
-Exit codes: 0, however large the errors; 2 the table cannot be read, or has what cannot be predicted.
+Exit codes: 0, however large the errors; 2 the table cannot be read, or has rows that cannot be predicted:
+these are told on stderr, after the others.
 """
 
 
@@ -52,17 +55,28 @@ def run(args: argparse.Namespace) -> int:
     """Prints the comparison.
 
     Raises:
-        DataError: The table cannot be read, or has a layout that no Plan describes.
-        ClusterError: It has a device or a machine that is not known.
+        DataError: The table cannot be read, or lacks a column.
+        UserError: Of the first row, if none can be predicted.
     """
-    comparisons = validate(args.table)
-    halves = ("fitted", "held out") if args.held_out else ("all",)
+    refused: list[UserError] = []
+    comparisons = validate(args.table, refused.append)
+    if refused and not comparisons:
+        raise refused[0]
     if args.json:
-        print(json.dumps(_summary(comparisons), indent=2))
+        print(json.dumps(_summary(comparisons, refused), indent=2))
+    else:
+        halves = ("fitted", "held out") if args.held_out else ("all",)
+        parts = [_rows(comparisons)] if args.rows or len(comparisons) <= _FEW else []
+        print("\n\n".join([*parts, _errors(comparisons, halves)]))
+    if not refused:
         return 0
-    parts = [_rows(comparisons)] if args.rows or len(comparisons) <= _FEW else []
-    print("\n\n".join([*parts, _errors(comparisons, halves)]))
-    return 0
+    rows = len(refused) + len({each.line for each in comparisons})
+    print(f"shoal: {len(refused)} of {rows} rows cannot be predicted", file=sys.stderr)
+    for error in refused[:_FEW]:
+        print(f"shoal: {error}", file=sys.stderr)
+    if len(refused) > _FEW:
+        print(f"shoal: and {len(refused) - _FEW} more, which --json tells", file=sys.stderr)
+    return UserError.exit_code
 
 
 def _rows(comparisons: Sequence[Comparison]) -> str:
@@ -126,8 +140,8 @@ def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, str | None, li
     return groups
 
 
-def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """All that is known: the rows, and the errors of each group by half."""
+def _summary(comparisons: Sequence[Comparison], refused: Sequence[UserError]) -> dict[str, Any]:
+    """All that is known: the rows, the errors of each group by half, and why rows are not predicted."""
     return {
         "rows": [{**asdict(each), "error": each.error} for each in comparisons],
         "errors": [
@@ -135,5 +149,8 @@ def _summary(comparisons: Sequence[Comparison]) -> dict[str, Any]:
             for quantity, family, members in _groups(comparisons)
             for half, fitted in _HALVES.items()
             if (found := accuracy_of(each for each in members if each.fitted in fitted)) is not None
+        ],
+        "refused": [
+            {"given": each.given, "possible": each.possible, "change": each.change} for each in refused
         ],
     }

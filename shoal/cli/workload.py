@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ModelError
 
 if TYPE_CHECKING:
+    from shoal.cluster import Cluster
     from shoal.workload import Workload
 
 __all__ = ["add_arguments", "open_workload"]
@@ -24,17 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_workload(name: str, sequence: int | None) -> Workload:
-    """The work of a preset on sequences of some length, or of a model that was traced.
+def open_workload(name: str, sequence: int | None, cluster: Cluster) -> Workload:
+    """The work of a preset on sequences of some length, as a Cluster does it, or of a model that was traced.
 
     Raises:
         ModelError: There is no such preset or file, or the file's sequences have another length.
     """
-    from shoal.workload import from_json, shape, workload_of
+    from shoal.cost.suited import workload_on
+    from shoal.workload import from_json, shape
 
     if not name.endswith(".json"):
         found = shape(name)
-        return workload_of(found if sequence is None else found.replace(seq=sequence))
+        return workload_on(cluster, found if sequence is None else found.replace(seq=sequence))
     if sequence is not None:
         raise ModelError(
             f"--sequence {sequence} was given for {name}, which was traced with its own",

@@ -1,11 +1,12 @@
 """The machines: devices, links, and what programs reach of them. Imports no torch.
 
-`Cluster` is made of a `Device` and of `Level`s of links; known ones are in devices.toml, links.toml and
-nodes.toml beside this. The cost model, the planner and the probe call it.
+`Cluster` is made of a `Device`, of `Level`s of links and of a `Host`; known ones are in devices.toml,
+links.toml, hosts.toml and nodes.toml beside this. The cost model, the planner and the probe call it.
 """
 
 from shoal.cluster.cluster import PRESETS, Cluster
 from shoal.cluster.device import Device, peak_flops
+from shoal.cluster.host import Host
 from shoal.cluster.level import Level
 
-__all__ = ["PRESETS", "Cluster", "Device", "Level", "peak_flops"]
+__all__ = ["PRESETS", "Cluster", "Device", "Host", "Level", "peak_flops"]

@@ -16,6 +16,7 @@ from typing import Any
 from shoal.cluster.checks import require
 from shoal.cluster.description import fields_of, toml_of
 from shoal.cluster.device import Device
+from shoal.cluster.host import Host
 from shoal.cluster.level import Level
 from shoal.cluster.tables import described, matching, table
 from shoal.errors import ClusterError
@@ -37,7 +38,11 @@ class Cluster:
             all devices.
         price: Of a device, in dollars an hour; 0 if not known.
         failures: Of a device, in an hour; 0 if not known.
+        jitter: By how much a rank's steps vary: standard deviation over mean; 0 if not at all.
         reserved: Bytes of each device's memory that programs do not get: contexts, libraries, fragments.
+        cores: Of a node, where devices are ranks that share cores and host memory; 0 where they are not. The
+            device's rates and memory are then what each rank has with all of a node's ranks at work.
+        host: What some devices share, each as many.
         source: Of these figures.
     """
 
@@ -46,7 +51,10 @@ class Cluster:
     levels: tuple[Level, ...]
     price: float = 0.0
     failures: float = 0.0
+    jitter: float = 0.0
     reserved: float = 0.0
+    cores: int = 0
+    host: Host = field(default_factory=Host)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -71,6 +79,12 @@ class Cluster:
                 value >= 0, self.name, name, value, "0 if it is not known, or more, of a device in an hour"
             )
         require(
+            0 <= self.jitter < 1, self.name, "jitter", self.jitter, "a share of a step, such as 0.02, below 1"
+        )
+        require(
+            self.cores >= 0, self.name, "cores", self.cores, "0 if devices are no cores, or those of a node"
+        )
+        require(
             0 <= self.reserved < self.device.memory,
             self.name,
             "reserved",
@@ -89,7 +103,7 @@ class Cluster:
         Raises:
             ClusterError: There is no such preset, or it has no such number of devices.
         """
-        found = cls._of(described(name), f"the preset {name}")
+        found = cls.of(described(name), f"the preset {name}")
         return found if devices is None else found.with_devices(devices)
 
     @classmethod
@@ -153,7 +167,7 @@ class Cluster:
                 possible="a .toml file that `shoal probe` or Cluster.write wrote",
                 change="correct the file",
             ) from None
-        return cls._of(described, str(path))
+        return cls.of(described, str(path))
 
     def write(self, path: str | Path) -> None:
         """Writes a file from which `read` makes an equal Cluster.
@@ -180,6 +194,11 @@ class Cluster:
         """Devices that the innermost links join."""
         return self.levels[0].devices
 
+    @property
+    def crowding(self) -> float:
+        """Ranks for each core that computes, at least 1; 1 where devices are no cores."""
+        return max(1.0, self.devices_per_node / self.cores) if self.cores else 1.0
+
     def replace(self, **changes: Any) -> Cluster:
         """The same Cluster with some fields changed."""
         return replace(self, **changes)
@@ -188,12 +207,14 @@ class Cluster:
         """The same machines, more or fewer of them: part of one node, or whole nodes (and whole pods).
 
         All levels stay, so that a node's worth may grow to many. Of a mesh that is cut, each device keeps the
-        links to those that are left. What was cut within a node grows by such nodes.
+        links to those that are left. What was cut within a node grows by such nodes. Where ranks share cores,
+        a single node of two ranks or more takes any number, each with its part of the cores and the memory.
 
         Raises:
             ClusterError: So many are not whole groups of some level, or nothing joins more than there are.
         """
-        if len(self.levels) == 1 and devices > self.devices:
+        is_shared = self.cores and self.devices > 1  # a single one was described without links
+        if len(self.levels) == 1 and devices > self.devices and not is_shared:
             raise ClusterError(
                 f"{devices} devices are too many: {self.name} has {self.devices}, with no links to others",
                 possible=f"1 to {self.devices}",
@@ -213,12 +234,40 @@ class Cluster:
                     change="ask for another number of devices",
                 )
             levels.append(_cut(level, devices if is_last else min(devices, level.devices)))
-        return replace(self, levels=tuple(levels))
+        memory = self.device.memory
+        if self.cores:
+            memory *= self.devices_per_node / levels[0].devices
+        found = replace(self, levels=tuple(levels), device=replace(self.device, memory=memory))
+        return found._slowed(found.crowding / self.crowding)
+
+    def with_cores(self, cores: int) -> Cluster:
+        """The same machines with so many cores in each node, and the rates that these leave to its ranks.
+
+        Raises:
+            ClusterError: There is no core.
+        """
+        require(cores >= 1, self.name, "cores", cores, "1 or more")
+        found = replace(self, cores=cores)
+        return found._slowed(found.crowding / self.crowding)
+
+    def _slowed(self, factor: float) -> Cluster:
+        return self if factor == 1 else replace(self, device=self.device.slowed(factor))
 
     @classmethod
-    def _of(cls, described: Mapping[str, Any], where: str) -> Cluster:
+    def of(cls, described: Mapping[str, Any], where: str) -> Cluster:
+        """The Cluster that a table describes, such as `dataclasses.asdict` of one.
+
+        Args:
+            described: Its fields, with tables for the device and the levels.
+            where: It is from, for messages.
+
+        Raises:
+            ClusterError: What it says cannot be.
+        """
         values = fields_of(cls, described, where)
         values["device"] = Device(**fields_of(Device, values["device"], f"the device of {where}"))
+        if "host" in values:
+            values["host"] = Host(**fields_of(Host, values["host"], f"the host of {where}"))
         values["levels"] = tuple(
             Level(**fields_of(Level, level, f"level {number} of {where}"))
             for number, level in enumerate(values["levels"], 1)

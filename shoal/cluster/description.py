@@ -39,6 +39,7 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
         "a table of numbers",
     ),
     "Device": (lambda value: isinstance(value, dict), "a table"),
+    "Host": (lambda value: isinstance(value, dict), "a table"),
     "tuple[Level, ...]": (_are(lambda value: isinstance(value, dict)), "a list of tables"),
 }
 """By the annotation of a dataclass's field: whether a value of TOML is one, and what it is in messages."""
@@ -48,7 +49,7 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
     """What a table gives for a dataclass, checked: every name known, none missing, every value of its type.
 
     Args:
-        kind: The dataclass: Cluster, Device or Level.
+        kind: The dataclass: Cluster, Device, Host or Level.
         described: The table.
         where: What it describes, for messages.
 

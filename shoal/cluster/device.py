@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.cluster.checks import require, require_bytes, require_share
 from shoal.cluster.description import fields_of
@@ -28,7 +28,7 @@ class Device:
         units: That compute independently: multiprocessors, or cores.
         tile: Rows and columns of the largest tile of a product that one unit computes.
         product_share: Of the peak that large products reach.
-        product_depth: Inputs of a product at which it reaches half of that.
+        product_depth: Inputs of a product at which it reaches half of that, in bf16.
         bandwidth_share: Of the bandwidth that passes over memory reach.
         attention_share: Of the peak that fused attention reaches in forward.
         attention_backward_share: The same of backward.
@@ -72,6 +72,16 @@ class Device:
         for name in _SECONDS:
             value = getattr(self, name)
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")
+
+    def slowed(self, factor: float) -> Device:
+        """The same device, taking so many times as long for whatever it does."""
+        return replace(
+            self,
+            bandwidth=self.bandwidth / factor,
+            peak={precision: rate / factor for precision, rate in self.peak.items()},
+            launch=self.launch * factor,
+            dispatch=self.dispatch * factor,
+        )
 
     @classmethod
     def preset(cls, name: str) -> Device:

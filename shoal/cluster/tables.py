@@ -1,4 +1,4 @@
-"""The data files of this package: devices, links and nodes that are known, and how they make a Cluster.
+"""The data files of this package: devices, links, hosts and nodes that are known; how they make a Cluster.
 
 `nodes.toml` names a device of `devices.toml` and, level by level, a link of `links.toml`; what a node says of
 a level besides goes before what its link says.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -19,7 +20,7 @@ __all__ = ["described", "matching", "table"]
 
 @cache
 def table(name: str) -> dict[str, dict[str, Any]]:
-    """The tables of a data file of this package: devices, links or nodes. Not to be changed."""
+    """The tables of a data file of this package: devices, links, hosts or nodes. Not to be changed."""
     return tomllib.loads(resources.files("shoal.cluster").joinpath(f"{name}.toml").read_text("utf-8"))
 
 
@@ -53,4 +54,12 @@ def described(preset: str) -> dict[str, Any]:
         inner = levels[-1]["devices"] if levels else 1
         levels.append({"devices": inner, **link, **own})
     said = {key: value for key, value in node.items() if key != "match"}
-    return {"name": preset, **said, "device": device, "levels": levels}
+    return {"name": preset, **said, "device": device, "levels": levels, "host": _host_of(node)}
+
+
+def _host_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The host that a node names, or that nodes with its device have; nothing where none is known."""
+    for name, host in table("hosts").items():
+        if name == node.get("host") or ("host" not in node and node["device"] in host["of"]):
+            return {key: value for key, value in host.items() if key != "of"}
+    return {}

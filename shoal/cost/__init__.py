@@ -1,7 +1,8 @@
 """What things cost, as pure functions: no state, no torch, no measurement.
 
 Nouns: Algorithm (one way to do a collective on one level, with its steps and bytes), AlphaBeta (what a step
-and a byte cost). Called by the choice of algorithm in shoal/collectives, by the simulator and by the docs.
+and a byte cost), Offload (what keeping state outside of the device does to a step). Called by the choice of
+algorithm in shoal/collectives, by the simulator, the planner and the docs.
 """
 
 from shoal.cost.algorithm import Algorithm, AlphaBeta
@@ -14,6 +15,7 @@ from shoal.cost.collectives import (
     require_name,
 )
 from shoal.cost.fit import fit_alpha_beta
+from shoal.cost.offload import Offload
 
 __all__ = [
     "ALGORITHMS",
@@ -21,6 +23,7 @@ __all__ = [
     "LEVELS",
     "Algorithm",
     "AlphaBeta",
+    "Offload",
     "algorithms_of",
     "find_algorithm",
     "fit_alpha_beta",

@@ -1,10 +1,9 @@
 """Seconds of a block on one rank for one micro-batch, and the communications within it.
 
-Tensor parallelism joins `joins` times in forward and as often in backward: by an all-reduce of the stream
-(plain), or by an all-gather and a reduce-scatter of it (sequence, async), which move the same bytes. With
-recompute=full forward's are done again. Of the joins of tensor=async the device's `overlap` hides its share
-behind products. Context parallelism sends keys and values round the ring beside attention, or exchanges heads
-(Ulysses). Experts are exchanged twice in forward and twice in backward.
+What tensor parallelism communicates is in `joins.py`. Context parallelism sends keys and values round the
+ring beside attention, or exchanges heads (Ulysses). Experts are exchanged twice in forward and twice in
+backward. With recompute=full a layer's forward is done again, communications and all; embedding and end are
+not recomputed.
 
 A selective recompute does passes again, not products and attention; or, where attention is not fused and
 writes its scores to memory, attention alone (Korthikanti et al., arXiv:2205.05198).
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 
 from shoal.cluster import Cluster
 from shoal.cost.compute import Seconds, attention_seconds, operation_seconds
+from shoal.cost.joins import Join, joins_of
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group, collective_seconds
 from shoal.workload import Block, Pass, Product
@@ -31,15 +31,17 @@ class BlockCost:
 
     Attributes:
         compute: Of its operations, what is recomputed counting with `input`.
-        tensor: Communication over tp that nothing hides: in forward, in backward.
+        joins: Communications over tp: in forward, in backward.
+        tensor: Of these, what nothing hides.
         context: The same over cp.
         expert: The same over ep.
     """
 
     compute: Seconds
-    tensor: tuple[float, float] = (0.0, 0.0)
-    context: tuple[float, float] = (0.0, 0.0)
-    expert: tuple[float, float] = (0.0, 0.0)
+    joins: tuple[tuple[Join, ...], tuple[Join, ...]]
+    tensor: tuple[float, float]
+    context: tuple[float, float]
+    expert: tuple[float, float]
 
     @property
     def forward(self) -> float:
@@ -52,7 +54,9 @@ class BlockCost:
         return self.compute.backward + self.tensor[1] + self.context[1] + self.expert[1]
 
 
-def block_cost(block: Block, hidden: int, length: int, cluster: Cluster, layout: Layout) -> BlockCost:
+def block_cost(
+    block: Block, hidden: int, length: int, cluster: Cluster, layout: Layout, *, is_layer: bool = True
+) -> BlockCost:
     """What a block takes.
 
     Args:
@@ -61,18 +65,23 @@ def block_cost(block: Block, hidden: int, length: int, cluster: Cluster, layout:
         length: Tokens of a sample.
         cluster: Where it runs; ranks of tp are neighbours, those of cp are tp apart.
         layout: How it is laid over ranks.
+        is_layer: Whether it is one, which may be recomputed, and not the embedding or the end.
     """
-    compute = _compute(block, cluster, layout)
+    recompute = layout.recompute if is_layer else "none"
     stream = float(layout.width) * layout.microbatch * length / layout.cp * hidden
+    forward, backward = joins_of(block, stream, cluster, layout)
+    if recompute == "full":
+        backward = (*forward, *backward)
     return BlockCost(
-        compute,
-        _tensor(block, stream, cluster, layout),
+        _compute(block, cluster, layout, recompute),
+        (forward, backward),
+        (sum(join.seconds for join in forward), sum(join.seconds for join in backward)),
         _context(block, length, cluster, layout),
         _expert(block, cluster, layout),
     )
 
 
-def _compute(block: Block, cluster: Cluster, layout: Layout) -> Seconds:
+def _compute(block: Block, cluster: Cluster, layout: Layout, recompute: str) -> Seconds:
     device = cluster.device
     total = Seconds(0.0, 0.0, 0.0)
     passes = products = scores = 0.0
@@ -91,27 +100,12 @@ def _compute(block: Block, cluster: Cluster, layout: Layout) -> Seconds:
     host = kernels * device.dispatch
     forward = max(total.forward, host)
     repeated = 0.0
-    if block.has_rows and layout.recompute == "full":
+    if recompute == "full":
         repeated = forward
-    elif block.has_rows and layout.recompute == "selective":
+    elif recompute == "selective":
         repeated = scores or passes + block.remade * products
     backward = max(total.backward, 2 * host)
     return Seconds(forward, backward - total.weight + repeated, total.weight)
-
-
-def _tensor(block: Block, stream: float, cluster: Cluster, layout: Layout) -> tuple[float, float]:
-    if layout.tp == 1 or not block.joins:
-        return 0.0, 0.0
-    group = Group(layout.tp)
-    if layout.tensor == "plain":
-        each = collective_seconds("all_reduce", stream, group, cluster)
-    else:
-        each = collective_seconds("all_gather", stream, group, cluster)
-        each += collective_seconds("reduce_scatter", stream, group, cluster)
-        if layout.tensor == "async":
-            each *= 1 - cluster.device.overlap
-    forward = block.joins * each
-    return forward, forward * (2 if layout.recompute == "full" and block.has_rows else 1)
 
 
 def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tuple[float, float]:

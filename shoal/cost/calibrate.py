@@ -1,75 +1,49 @@
-"""Corrects a Cluster by what a run measured, so that the next prediction is nearer.
+"""Corrects a Cluster by what runs measured, so that the next prediction is nearer.
 
 What is compared, and what each difference corrects:
 
-    the optimizer's seconds of a step              bandwidth_share: an update is passes over memory only
-    forward and backward of a step, without        product_share and both attention shares, by one factor, as
-    what they wait for                             no span tells products and attention apart
-    each collective's seconds, from when all of    share of the level that its group spans: the median over
-    its group were there                           the collectives that are large enough to show it
+    the optimizer's seconds of a step              the rate of the memory: an update is passes over it only
+    forward and backward of a step, without        the rates of products and attention, by one factor, as no
+    what they wait for                             span tells them apart
+    each communication's seconds, from when all    the rate of the level that its group spans: the median over
+    of its group were there                        the transfers that are large enough to show it
+    waits for later ranks, without a pipeline      jitter: how much the ranks' steps vary
 
-Shares are parts of what a data sheet says: one that would leave (0, 1] ends at its bound, and the rest of the
-difference is told as `left`. Each is looked for with the cost model itself, which is quicker with every
-larger share, so that formulas stand in one place.
+Where a data sheet says what a device could do, a rate is a share of it: one that would leave (0, 1] ends at
+its bound, and the rest of the difference is told as `left`. Of cores nothing is said but what was measured,
+so rates have no bound. There caches decide how fast a pass is, and an update, which streams through memory,
+says little of other passes: forward and backward first correct all of a device's rates by one factor, and the
+memory's rate is then taken from the optimizer within `_MEMORY_LIMIT` of that.
+
+Of several runs each counts alike: their predictions are over and under by the same proportion. Factors are
+looked for with the cost model itself, which is quicker with every larger rate, so that formulas stand in one
+place.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from functools import partial
+from statistics import fmean, median
+from typing import Any
 
 from shoal.cluster import Cluster
-from shoal.cost.network import Group, collective_seconds, send_seconds
+from shoal.cost.jitter import with_stragglers
+from shoal.cost.network import collective_seconds, send_seconds
+from shoal.cost.observation import SENDS, Observation, Transfer
 from shoal.cost.step import Costs
-from shoal.plan import Plan
-from shoal.timeline import Timeline
-from shoal.timeline.kinds import seconds_by_kind
-from shoal.timeline.matching import match_collectives
-from shoal.timeline.windows import StepWindows
-from shoal.workload import Workload
 
-__all__ = ["Calibration", "Correction", "Measured", "Transfer", "calibrate", "measured_of"]
+__all__ = ["Calibration", "Correction", "calibrate"]
 
+_PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")
 _LEAST_SHARE = 1e-3
-_HALVINGS = 40  # of the interval in which a share is looked for
-_LEAST_BYTES = 64 << 10  # of a transfer whose time the rate decides, and not the latency
-_COMPUTE_SHARES = ("product_share", "attention_share", "attention_backward_share")
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-_SENDS = ("activation", "gradient", "shift")
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """Collectives of one name, size and group form.
-
-    Attributes:
-        operation: Of a span's name, the part before the colon.
-        nbytes: As the span counts them.
-        group: Who took part.
-        seconds: Of one, from when all of its group were there: the median.
-    """
-
-    operation: str
-    nbytes: int
-    group: Group
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a run measured of a step: seconds of a rank, the mean over ranks.
-
-    Attributes:
-        compute: Forward and backward, without what they wait for.
-        optimizer: The update.
-        transfers: Collectives and messages.
-    """
-
-    compute: float
-    optimizer: float
-    transfers: tuple[Transfer, ...] = ()
+_MOST_JITTER = 0.99
+_HALVINGS = 40  # of the interval in which a factor is looked for
+_LIMIT = 1e3  # of a factor, up and down
+_MEMORY_LIMIT, _PRODUCT_LIMIT = 2.0, 4.0  # on cores, beside the factor of all rates
+_STEADY = 0.05  # jitter from which another is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +51,9 @@ class Correction:
     """What one difference changed.
 
     Attributes:
-        name: Of what was compared: "compute", "optimizer", or a level's name.
-        measured, before, after: Seconds: measured, predicted with the Cluster as it was, and as it is now.
+        name: Of what was compared: "optimizer", "compute", a level's name, or "stragglers".
+        measured, before, after: Seconds: measured, predicted with the Cluster as it was, and as it is now; of
+            several runs their sums.
     """
 
     name: str
@@ -100,77 +75,125 @@ class Calibration:
     corrections: tuple[Correction, ...]
 
 
-def calibrate(
-    cluster: Cluster, workload: Workload, plan: Plan, batch: int, measured: Measured | Timeline
-) -> Calibration:
-    """The Cluster with which predictions of this run would have come closest.
+def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibration:
+    """The Cluster with which predictions of these runs would have come closest.
 
     Args:
         cluster: What predictions were made with.
-        workload: What was trained.
-        plan: Its layout, with the micro-batch settled.
-        batch: Samples of a step.
-        measured: What the run took; a Timeline is read with `measured_of`.
+        observations: One run or more.
 
     Raises:
-        ShoalError: The Timeline holds no finished step.
+        ClusterError: The Cluster cannot have as many devices as a run had ranks.
     """
-    seen = measured_of(measured) if isinstance(measured, Timeline) else measured
-    corrections = []
-
-    def optimizer(changed: Cluster) -> float:
-        return Costs(workload, changed).step(plan, batch).parts["optimizer"]
-
-    def compute(changed: Cluster) -> float:
-        return _compute(Costs(workload, changed), plan, batch)
-
-    before = cluster
-    if seen.optimizer > 0:
-        cluster = _with_share(cluster, ("bandwidth_share",), optimizer, seen.optimizer)
-        corrections.append(Correction("optimizer", seen.optimizer, optimizer(before), optimizer(cluster)))
-    if seen.compute > 0:
-        cluster = _with_share(cluster, _COMPUTE_SHARES, compute, seen.compute)
-        corrections.append(Correction("compute", seen.compute, compute(before), compute(cluster)))
+    found = cluster
+    if cluster.cores:
+        found = _corrected(found, _with_all_rates, _COMPUTE, observations)
+        found = _corrected(found, _with_memory_rate, _OPTIMIZER, observations, _MEMORY_LIMIT)
+        found = _corrected(found, _with_product_rates, _COMPUTE, observations, _PRODUCT_LIMIT)
+    else:
+        found = _corrected(found, _with_memory_rate, _OPTIMIZER, observations)
+        found = _corrected(found, _with_product_rates, _COMPUTE, observations)
+    quantities = [_OPTIMIZER, _COMPUTE]
     for index, level in enumerate(cluster.levels):
-        transfers = [each for each in seen.transfers if _level_of(each, cluster) == index]
-        if transfers:
-            cluster = _with_level_share(cluster, index, transfers)
-            took = sum(each.seconds for each in transfers)
-            corrections.append(
-                Correction(level.name, took, _predicted(transfers, before), _predicted(transfers, cluster))
-            )
-    return Calibration(cluster, tuple(corrections))
+        quantity = _transfers_over(index, level.name)
+        found = _corrected(found, partial(_with_level_rate, index=index), quantity, observations)
+        quantities.append(quantity)
+    found = _corrected(found, _with_steadiness, _STRAGGLERS, observations)
+    quantities.append(_STRAGGLERS)
+    corrections = (_correction(each, observations, cluster, found) for each in quantities)
+    return Calibration(found, tuple(each for each in corrections if each is not None))
 
 
-def measured_of(timeline: Timeline) -> Measured:
-    """What a Timeline says of a step.
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """What is compared.
 
-    Raises:
-        ShoalError: No rank finished a step.
+    Attributes:
+        name: Of the correction.
+        measured: Its seconds in a run, one by one.
+        predicted: The same, on a Cluster with as many devices as the run had ranks.
     """
-    kinds = seconds_by_kind(timeline)
-    windows = {rank: steps for rank in timeline.ranks if (steps := StepWindows(timeline, rank))}
-    seconds: dict[tuple[str, int, Group], list[float]] = {}
-    for arrivals in match_collectives(timeline, windows).values():
-        for arrival in arrivals:
-            span = arrival.span
-            operation = span.name.partition(":")[0]
-            took = span.stop - arrival.complete
-            known = operation in (*_COLLECTIVES, *_SENDS) and len(span.group) > 1
-            if known and span.bytes >= _LEAST_BYTES and took > 0:
-                stride = span.group[1] - span.group[0]
-                key = operation, span.bytes, Group(len(span.group), max(1, stride))
-                seconds.setdefault(key, []).append(took)
-    transfers = tuple(Transfer(*key, median(took)) for key, took in seconds.items())
-    return Measured(kinds["forward"] + kinds["backward"], kinds["optimizer"], transfers)
+
+    name: str
+    measured: Callable[[Observation, Cluster], Sequence[float]]
+    predicted: Callable[[Observation, Cluster], Sequence[float]]
+
+    def is_measured(self, observation: Observation, cluster: Cluster) -> bool:
+        """Whether the run says anything of it."""
+        measured = self.measured(observation, cluster)
+        return bool(measured) and min(measured) > 0
+
+    def error(self, observation: Observation, cluster: Cluster) -> float:
+        """Logarithm of predicted over measured, the median of them."""
+        measured = self.measured(observation, cluster)
+        pairs = zip(self.predicted(observation, cluster), measured, strict=True)
+        return math.log(median(predicted / seconds for predicted, seconds in pairs))
 
 
-def _compute(costs: Costs, plan: Plan, batch: int) -> float:
-    """Seconds of forward and backward of a step without communication, the mean over the ranks of pp."""
+def _correction(
+    quantity: _Quantity, observations: Iterable[Observation], before: Cluster, after: Cluster
+) -> Correction | None:
+    sums = [0.0, 0.0, 0.0]
+    for each in observations:
+        old, new = _sized(before, each), _sized(after, each)
+        sums[0] += sum(quantity.measured(each, old))
+        sums[1] += sum(quantity.predicted(each, old))
+        sums[2] += sum(quantity.predicted(each, new))
+    return Correction(quantity.name, *sums) if sums[0] > 0 else None
+
+
+def _sized(cluster: Cluster, observation: Observation) -> Cluster:
+    ranks = observation.plan.ranks
+    return cluster if cluster.devices == ranks else cluster.with_devices(ranks)
+
+
+def _optimizer_seconds(observation: Observation, cluster: Cluster) -> float:
+    costs = Costs(observation.workload, cluster)
+    return costs.step(observation.plan, observation.batch).parts["optimizer"]
+
+
+def _straggler_seconds(observation: Observation, cluster: Cluster) -> float:
+    cost = Costs(observation.workload, cluster).step(observation.plan, observation.batch)
+    return with_stragglers(cost, cluster).parts["straggler"]
+
+
+def _compute_seconds(observation: Observation, cluster: Cluster) -> float:
+    """Forward and backward of a step without communication, the mean over the ranks of pp."""
+    plan = observation.plan
     assert plan.microbatch is not None
-    count = batch // plan.dp // plan.microbatch
-    stages = costs.stages(plan, count)
-    return count * sum(each.total - each.tensor - each.context - each.expert for each in stages) / len(stages)
+    count = observation.batch // plan.dp // plan.microbatch
+    stages = Costs(observation.workload, cluster).stages(plan, count)
+    return count * fmean(each.total - each.tensor - each.context - each.expert for each in stages)
+
+
+_OPTIMIZER = _Quantity(
+    "optimizer",
+    lambda run, cluster: [run.optimizer],
+    lambda run, cluster: [_optimizer_seconds(run, cluster)],
+)
+_COMPUTE = _Quantity(
+    "compute",
+    lambda run, cluster: [run.compute],
+    lambda run, cluster: [_compute_seconds(run, cluster)],
+)
+_STRAGGLERS = _Quantity(
+    "stragglers",
+    lambda run, cluster: [run.stragglers] if run.plan.pp == 1 and run.plan.ranks > 1 else [],
+    lambda run, cluster: [_straggler_seconds(run, cluster)],
+)
+
+
+def _transfers_over(index: int, name: str) -> _Quantity:
+    """The transfers whose group a level's links join, and those within it do not."""
+
+    def chosen(observation: Observation, cluster: Cluster) -> list[Transfer]:
+        return [each for each in observation.transfers if _level_of(each, cluster) == index]
+
+    return _Quantity(
+        name,
+        lambda run, cluster: [each.seconds for each in chosen(run, cluster)],
+        lambda run, cluster: [_transfer_seconds(each, cluster) for each in chosen(run, cluster)],
+    )
 
 
 def _level_of(transfer: Transfer, cluster: Cluster) -> int:
@@ -181,58 +204,69 @@ def _level_of(transfer: Transfer, cluster: Cluster) -> int:
     )
 
 
-def _predicted(transfers: Iterable[Transfer], cluster: Cluster) -> float:
-    return sum(_transfer_seconds(each, cluster) for each in transfers)
-
-
 def _transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
-    if transfer.operation in _SENDS:
+    if transfer.operation in SENDS:
         return send_seconds(transfer.nbytes, transfer.group.stride, cluster)
     return collective_seconds(transfer.operation, transfer.nbytes, transfer.group, cluster)
 
 
-def _with_level_share(cluster: Cluster, index: int, transfers: Iterable[Transfer]) -> Cluster:
-    """The Cluster with the level's share for which half of the transfers are quicker than predicted.
-
-    The median, as a transfer that runs beside compute, or that a late rank held up, may take many times as
-    long as it would alone.
-    """
-    chosen = list(transfers)
-    level = cluster.levels[index]
-
-    def scaled(factor: float) -> Cluster:
-        share = min(1.0, max(_LEAST_SHARE, level.share * factor))
-        levels = list(cluster.levels)
-        levels[index] = replace(level, share=share)
-        return cluster.replace(levels=tuple(levels))
-
-    def ratio(factor: float) -> float:
-        changed = scaled(factor)
-        return median(_transfer_seconds(each, changed) / each.seconds for each in chosen)
-
-    return scaled(_factor(ratio, 1.0))
+def _with_all_rates(cluster: Cluster, factor: float) -> Cluster:
+    return cluster.replace(device=cluster.device.slowed(1 / factor))
 
 
-def _with_share(
-    cluster: Cluster, names: tuple[str, ...], seconds: Callable[[Cluster], float], wanted: float
-) -> Cluster:
-    """The Cluster whose device has these shares times the factor with which it takes the seconds wanted."""
+def _with_memory_rate(cluster: Cluster, factor: float) -> Cluster:
     device = cluster.device
-
-    def scaled(factor: float) -> Cluster:
-        changes = {name: min(1.0, max(_LEAST_SHARE, getattr(device, name) * factor)) for name in names}
-        return cluster.replace(device=replace(device, **changes))
-
-    return scaled(_factor(lambda factor: seconds(scaled(factor)), wanted))
+    if cluster.cores:
+        return cluster.replace(device=replace(device, bandwidth=device.bandwidth * factor))
+    return cluster.replace(device=replace(device, bandwidth_share=_share(device.bandwidth_share * factor)))
 
 
-def _factor(seconds: Callable[[float], float], wanted: float) -> float:
-    """By bisection: the factor of a rate, between a thousandth and a thousand, that gives these seconds."""
-    low, high = math.log(1e-3), math.log(1e3)
+def _with_product_rates(cluster: Cluster, factor: float) -> Cluster:
+    device = cluster.device
+    if cluster.cores:
+        peak = {precision: rate * factor for precision, rate in device.peak.items()}
+        return cluster.replace(device=replace(device, peak=peak))
+    changes: dict[str, Any] = {name: _share(getattr(device, name) * factor) for name in _PRODUCT_SHARES}
+    return cluster.replace(device=replace(device, **changes))
+
+
+def _with_steadiness(cluster: Cluster, factor: float) -> Cluster:
+    return cluster.replace(jitter=min(_MOST_JITTER, (cluster.jitter or _STEADY) / factor))
+
+
+def _with_level_rate(cluster: Cluster, factor: float, *, index: int) -> Cluster:
+    level = cluster.levels[index]
+    if cluster.cores:
+        level = replace(level, bandwidth=level.bandwidth * factor)
+    else:
+        level = replace(level, share=_share(level.share * factor))
+    return cluster.replace(levels=(*cluster.levels[:index], level, *cluster.levels[index + 1 :]))
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(_LEAST_SHARE, value))
+
+
+def _corrected(
+    cluster: Cluster,
+    with_rate: Callable[[Cluster, float], Cluster],
+    quantity: _Quantity,
+    observations: Iterable[Observation],
+    limit: float = _LIMIT,
+) -> Cluster:
+    """The Cluster with a rate changed by the factor for which runs are over and under by the same proportion.
+
+    The factor is at most `limit`, and at least one over it, and found by bisection.
+    """
+    measured = [each for each in observations if quantity.is_measured(each, _sized(cluster, each))]
+    if not measured:
+        return cluster
+    low, high = -math.log(limit), math.log(limit)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        if seconds(math.exp(middle)) > wanted:
+        changed = with_rate(cluster, math.exp(middle))
+        if fmean(quantity.error(each, _sized(changed, each)) for each in measured) > 0:
             low = middle
         else:
             high = middle
-    return math.exp((low + high) / 2)
+    return with_rate(cluster, math.exp((low + high) / 2))

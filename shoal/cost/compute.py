@@ -5,7 +5,7 @@ A product of m rows, k inputs and n outputs takes the longer of
 - its 2 m n k FLOP at `peak * product_share * fill * depth`: products are computed in tiles, `units` at a
   time, so `fill` is the part of the last wave and of the tiles at the edges that is of use, the best over
   the sizes of tiles that libraries have; `depth = k / (k + product_depth)` is for what a tile takes to begin
-  and end;
+  and end, as many seconds in every precision, so that a slower one has less depth;
 - its bytes at the memory's rate.
 
 Attention that is fused takes its FLOP, half of them if it is causal, at its share of the peak; backward 2.5
@@ -79,7 +79,8 @@ def product_seconds(
 ) -> float:
     """Seconds of `copies` equal products `[rows, inputs] x [inputs, outputs]`, made together."""
     width = 2 if precision == "bf16" else 4
-    fill = _fill(device, rows, outputs, copies) * inputs / (inputs + device.product_depth)
+    depth = device.product_depth * device.peak[precision] / device.peak.get("bf16", device.peak[precision])
+    fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth)
     flop = 2.0 * copies * rows * inputs * outputs
     nbytes = float(width) * copies * (rows * inputs + inputs * outputs + rows * outputs)
     return device.launch + max(

@@ -7,22 +7,23 @@ halves, I leaves what W needs, and W takes that away. With rank r of p, v stages
     1f1b, interleaved   those of the first (v - 1) p + 2 (p - 1 - r) + 1 forwards (v = 1: p - r), which go
                         through the stages in rounds of p; after them each forward follows a backward
     zb-h1               p - r, and what W needs of r others
+    zb-v                2 p - 1 - r on the way down and r + 1 on the way up; and at another moment, if there
+                        are 2 p - r micro-batches, one more on the way down and one less on the way up
+    dualpipe-v          2 p - r on the way down and r + 1 on the way up
     search              as many as the search was allowed, spread evenly over the rank's stages
-    zb-v, dualpipe-v    what their tables say; beyond 3 p micro-batches these repeat themselves
 
-Tests hold the closed forms against the tables.
+and never more than m of a stage. Tests hold these against the tables.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.plan.schedules import FOUND, Schedule, Work, make
+from shoal.plan.schedules import FOUND
 
 __all__ = ["Held", "held_by_rank"]
-
-_STEADY = 3  # micro-batches a rank, from which on a zero-bubble table holds no more
 
 
 class Held(NamedTuple):
@@ -50,11 +51,10 @@ def held_by_rank(
         microbatches: In a step.
         limit: With schedule=search, the most that it may hold, in micro-batches of one stage.
     """
-    if schedule in ("zb-v", "dualpipe-v"):
-        if microbatches > _STEADY * ranks:
-            return held_by_rank(schedule, ranks, virtual, _STEADY * ranks)
-        table = make(schedule, ranks, virtual, microbatches)
-        return tuple(_read(table, rank) for rank in range(ranks))
+    if schedule == "zb-v":
+        return tuple(tuple(_zero_bubble_v(rank, ranks, microbatches)) for rank in range(ranks))
+    if schedule == "dualpipe-v":
+        return tuple((_v(2 * ranks - rank, rank + 1),) for rank in range(ranks))
     none = (0.0,) * virtual
     if schedule in ("gpipe", "looped-bfs"):
         return ((Held((float(microbatches),) * virtual, none),),) * ranks
@@ -79,30 +79,13 @@ def _zero_bubble_1(rank: int, ranks: int, microbatches: int) -> Held:
     return Held((float(whole),), (float(min(rank, max(0, microbatches - 1 - ahead))),))
 
 
-def _read(table: Schedule, rank: int) -> tuple[Held, ...]:
-    """The moments of a rank's row of which none holds at least as much of everything as another."""
-    stages = table.stages_of(rank)
-    whole, halves = dict.fromkeys(stages, 0.0), dict.fromkeys(stages, 0.0)
-    moments: set[Held] = set()
-    for action in table.table[rank]:
-        stage = action.stage
-        if action.work is Work.FORWARD:
-            whole[stage] += 1
-            moments.add(Held(tuple(whole.values()), tuple(halves.values())))
-        elif action.work is Work.BACKWARD:
-            whole[stage] -= 1
-        elif action.work is Work.INPUT:
-            whole[stage] -= 1
-            halves[stage] += 1
-        else:
-            halves[stage] -= 1
-    return tuple(moment for moment in moments if not any(_covers(other, moment) for other in moments))
+def _zero_bubble_v(rank: int, ranks: int, microbatches: int) -> Iterator[Held]:
+    """Before the first backward; and in the steady state, where a forward down comes before its backward."""
+    down, up = 2 * ranks - 1 - rank, rank + 1
+    yield _v(min(down, microbatches), min(up, microbatches))
+    if microbatches > down:
+        yield _v(down + 1, up - 1)
 
 
-def _covers(one: Held, other: Held) -> bool:
-    """Whether one holds at least as much of everything, and is another."""
-    return one != other and all(
-        more >= less
-        for many, few in zip(one, other, strict=True)
-        for more, less in zip(many, few, strict=True)
-    )
+def _v(down: int, up: int) -> Held:
+    return Held((float(down), float(up)), (0.0, 0.0))

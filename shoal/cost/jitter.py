@@ -10,14 +10,21 @@ ones, whose tail is longer. Both functions give the factor over the mean of one 
 normal variable x that the time is a function of:
 
     integral of time(x) n pdf(x) cdf(x)^(n - 1) dx
+
+In a step all ranks meet at the norm of all gradients, after which each has only the optimizer to do. So with
+a Cluster's `jitter`, in lognormal times, they wait for so much of all that comes before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
-__all__ = ["lognormal_maximum", "normal_maximum"]
+from shoal.cluster import Cluster
+from shoal.cost.step import StepCost
+
+__all__ = ["lognormal_maximum", "normal_maximum", "straggler_share", "with_stragglers"]
 
 _REACH = 12.0  # standard deviations; of 10^12 ranks the largest is near 7
 _STEPS_PER_DEVIATION = 32  # the trapezoidal rule of so smooth an integrand is exact to rounding
@@ -38,6 +45,17 @@ def lognormal_maximum(ranks: int, variation: float) -> float:
     squared = math.log1p(variation**2)
     sigma = math.sqrt(squared)
     return _expected_of_largest(ranks, lambda deviate: math.exp(sigma * deviate - squared / 2))
+
+
+def straggler_share(cluster: Cluster) -> float:
+    """How long all ranks of a Cluster wait for the slowest one, over what they do until they meet."""
+    return lognormal_maximum(cluster.devices, cluster.jitter) - 1 if cluster.jitter else 0.0
+
+
+def with_stragglers(cost: StepCost, cluster: Cluster) -> StepCost:
+    """A step with the wait for the slowest rank, as the part "straggler"."""
+    wait = straggler_share(cluster) * (cost.seconds - cost.parts["optimizer"])
+    return replace(cost, seconds=cost.seconds + wait, parts={**cost.parts, "straggler": wait})
 
 
 def _expected_of_largest(ranks: int, time: Callable[[float], float]) -> float:

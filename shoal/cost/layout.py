@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.plan import Plan
 from shoal.workload import Part
@@ -10,8 +10,7 @@ from shoal.workload import Part
 __all__ = ["Layout"]
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How one micro-batch of a block is laid over ranks.
 
     Attributes:

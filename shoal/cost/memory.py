@@ -113,6 +113,7 @@ class Memories:
         self._costs = Costs(workload, cluster) if costs is None and cluster is not None else costs
         self._copies = copies
         self._pieces: dict[Layout, Pieces] = {}
+        self._uncovered: dict[tuple[object, ...], list[Outline]] = {}
         self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
 
     def of(self, plan: Plan, batch: int) -> tuple[RankMemory, ...]:
@@ -137,14 +138,15 @@ class Memories:
             PlanError: The model does not divide into the Plan's stages.
         """
         layout = Layout.of(plan)
-        key: tuple[object, ...] = (layout,)
+        cut: tuple[object, ...] = (layout,)
         if plan.pp > 1:
-            key = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
-        if plan.shard in ("zero2", "zero3"):
-            key = (*key, plan.shard, plan.bucket)
+            cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
+        key = (*cut, plan.shard, plan.bucket) if plan.shard in ("zero2", "zero3") else cut
         ranks = self._largest.get(key)
         if ranks is None:
-            outlines = _uncovered(self._outlines(plan, layout, batch))
+            outlines = self._uncovered.get(cut)
+            if outlines is None:
+                outlines = self._uncovered[cut] = _uncovered(self._outlines(plan, layout, batch))
             ranks = tuple(self._rank(plan, layout, outline) for outline in outlines)
             self._largest[key] = ranks
         if len(ranks) == 1:

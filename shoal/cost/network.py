@@ -1,9 +1,10 @@
 """Seconds of collectives over a cluster's levels of links, by algorithm.
 
-A group is n ranks, `stride` apart in the order of the mesh. At each level it has so many members inside one
-group of that level's links; those k parts of g members talk over the next level. S are the bytes of the whole
-buffer, a the seconds of a step and B the rate of one device at the level that all are in; a_i and B_i are
-those inside a part, b a device's rate to other parts, R a device's rate into switches that add up.
+A group is n ranks, `stride` apart in the order of the mesh, or runs of neighbours that are. At each level it
+has so many members inside one group of that level's links; those k parts of g members talk over the next
+level. S are the bytes of the whole buffer, a the seconds of a step and B the rate of one device at the level
+that all are in; a_i and B_i are those inside a part, b a device's rate to other parts, R a device's rate into
+switches that add up.
 
 | collective                | algorithm | seconds besides `setup`                                         |
 |---------------------------|-----------|-----------------------------------------------------------------|
@@ -44,6 +45,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shoal.cluster import Cluster, Level
 
@@ -56,15 +58,24 @@ class Group:
 
     Attributes:
         size: How many.
-        stride: From each to the next, in the mesh's order.
+        stride: From each run of neighbours to the next, in the mesh's order.
+        run: Ranks that are neighbours; it divides `size`, and is at most `stride`.
     """
 
     size: int
     stride: int = 1
+    run: int = 1
 
     def within(self, level: Level) -> int:
         """How many of them one group of a level's links joins."""
-        return min(self.size, max(1, level.devices // self.stride))
+        if level.devices < self.stride:
+            return min(self.run, level.devices)
+        return min(self.size, level.devices // self.stride * self.run)
+
+    def ranks(self, first: int) -> tuple[int, ...]:
+        """Their global numbers, given the first one's."""
+        runs = range(first, first + self.size // self.run * self.stride, self.stride)
+        return tuple(rank for start in runs for rank in range(start, start + self.run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +102,7 @@ class _Span:
         return (self.parts - 1).bit_length()
 
 
+@lru_cache(maxsize=1 << 16)
 def collective_seconds(collective: str, nbytes: float, group: Group, cluster: Cluster) -> float:
     """Seconds of a collective by the quickest algorithm.
 

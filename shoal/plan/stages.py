@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from shoal.errors import PlanError
 from shoal.plan.schedules import Times
-from shoal.plan.stage_search import Amounts, Load, search_split
+from shoal.plan.stage_load import Amounts, Load
+from shoal.plan.stage_search import search_split
 from shoal.units import format_bytes
 
 __all__ = ["Cost", "parse_split", "ranges_of", "split_by_cost", "split_by_count", "times_of"]
@@ -54,7 +55,8 @@ def split_by_cost(
 
     With one stage on each rank that is the split with the least largest stage, and among such the most even
     one, by dynamic programming. With several it is the best where the search can look at all, else one that
-    moving a piece from any stage to any other does not make better.
+    moving a piece from any stage to any other does not make better; of more than 40 stages, from the rank
+    that has most, or the largest stage.
 
     Args:
         costs: Of each piece: the embedding, the blocks, the end.

@@ -12,6 +12,7 @@ out where they stand in front. A rank shares its layers among its stages evenly.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -35,26 +36,28 @@ def balanced_split(
     least = [0] * ranks
     for stage, rank in enumerate(placement):
         least[rank] += 0 < stage < len(placement) - 1
-    counts = _counts(tuple(extra / layer for extra in extras), tuple(least), layers)
+    counts = _counts([extra / layer for extra in extras], least, layers)
     return _shared(counts, tuple(placement))
 
 
-def _counts(extras: tuple[float, ...], least: tuple[int, ...], layers: int) -> tuple[int, ...]:
+def _counts(extras: Sequence[float], least: Sequence[int], layers: int) -> tuple[int, ...]:
     """Layers of each rank; `extras` are in layers."""
+    ranks = list(zip(extras, least, strict=True))
+    alike = Counter(ranks)  # most of a long pipeline are
     load = (layers + sum(extras)) / len(extras)
-    kinds = set(zip(extras, least, strict=True))
     while True:
-        counts = [max(low, math.floor(load - extra + 1e-9)) for extra, low in zip(extras, least, strict=True)]
-        if sum(counts) >= layers:
+        counts = {rank: max(rank[1], math.floor(load - rank[0] + 1e-9)) for rank in alike}
+        spare = sum(counts[rank] * number for rank, number in alike.items()) - layers
+        if spare >= 0:
             break
-        load = min(extra + max(low, math.floor(load - extra + 1e-9)) + 1 for extra, low in kinds)
-    spare = sum(counts) - layers
+        load = min(rank[0] + count + 1 for rank, count in counts.items())
+    found = [counts[rank] for rank in ranks]
     while spare:  # a load that one rank reaches may let many take one more
         for rank, low in enumerate(least):
-            if spare and counts[rank] > low:
-                counts[rank] -= 1
+            if spare and found[rank] > low:
+                found[rank] -= 1
                 spare -= 1
-    return tuple(counts)
+    return tuple(found)
 
 
 @lru_cache(maxsize=1 << 14)

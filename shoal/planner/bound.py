@@ -11,23 +11,23 @@ The other parts are at least 0.
 
 from __future__ import annotations
 
-from shoal.planner.space import Variant
-
 __all__ = ["least_seconds"]
 
 _FILL_THE_BUBBLE = ("zb-h1", "zb-v", "dualpipe-v", "search")
 
 
-def least_seconds(variant: Variant, work: float) -> float:
+def least_seconds(ranks: int, microbatches: int, schedule: str, virtual: int, work: float) -> float:
     """Seconds that a step takes at least, however the model is cut and the state sharded.
 
     Args:
-        variant: The Plan.
-        work: Seconds of all blocks, forward and backward, for one micro-batch on the ranks of one replica's
-            stage: W of the formula.
+        ranks: Of the pipeline.
+        microbatches: Of a step.
+        schedule: Its name.
+        virtual: Stages on a rank.
+        work: Seconds of all blocks, forward and backward, for one micro-batch on the ranks of one replica:
+            W of the formula.
     """
-    ranks, count = variant.degrees.pp, variant.microbatches
     if ranks == 1:
-        return count * work
-    left = 3 * ranks * variant.virtual if variant.schedule in _FILL_THE_BUBBLE else variant.virtual
-    return (count - 1 / left) * work / ranks + work / left
+        return microbatches * work
+    left = 3 * ranks * virtual if schedule in _FILL_THE_BUBBLE else virtual
+    return (microbatches - 1 / left) * work / ranks + work / left

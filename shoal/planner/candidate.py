@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
 from shoal.cost.memory import RankMemory
@@ -27,6 +27,7 @@ class Candidate:
         batch: Samples of a step.
         cost: Of a step, in seconds by part.
         memory: Of the rank that holds most.
+        simulated: Seconds of a step as the simulator plays it; None: the closed form is all there is.
     """
 
     plan: Plan
@@ -35,17 +36,34 @@ class Candidate:
     batch: int
     cost: StepCost
     memory: RankMemory
+    simulated: float | None = None
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        return self.cost.seconds
+        """Of a step: as the simulator plays it, where it did."""
+        return self.cost.seconds if self.simulated is None else self.simulated
+
+    @property
+    def source(self) -> str:
+        """Where the seconds come from."""
+        return "in closed form" if self.simulated is None else "simulated"
+
+    @property
+    def in_closed_form(self) -> Candidate:
+        """To compare with Plans that were not simulated."""
+        return replace(self, simulated=None)
 
     @property
     def degrees(self) -> Degrees:
         """How the devices are shared out."""
         plan = self.plan
         return Degrees(plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
+
+    @property
+    def degrees_text(self) -> str:
+        """Those above 1, as in a Plan's text."""
+        above = [f"{name}={value}" for name, value in self.degrees._asdict().items() if value > 1]
+        return ",".join(above) or "dp=1"
 
     @property
     def layout(self) -> str:
@@ -73,7 +91,7 @@ class Candidate:
         """Share of the step that is communication which nothing hides."""
         parts = self.cost.parts
         exposed = sum(parts[name] for name in ("tensor", "context", "expert", "pipeline", "data"))
-        return exposed / self.seconds
+        return exposed / self.cost.seconds
 
     @property
     def dollars_per_step(self) -> float:

@@ -1,4 +1,9 @@
-"""Tables of measurements as CSV files: columns found by name, cells read, and what is wrong named."""
+"""Tables of measurements as CSV files: columns found by name, cells read, and what is wrong named.
+
+Tables come from many hands: a cell that was not filled in may say so in words (`BLANKS`), a whole number may
+be written as 8.0 and a word in capitals. The error of a row that cannot be used is given to a `Refuse`, which
+raises it (`strictly`) or keeps it, and the rows after it are read all the same.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from shoal.errors import DataError, UserError, nearest
 
-__all__ = ["Row", "Table", "count", "measured", "word"]
+__all__ = ["BLANKS", "Refuse", "Row", "Table", "count", "measured", "strictly", "word"]
+
+BLANKS = frozenset(["", "-", "?", "n/a", "na", "nan", "null"])
+"""What a cell holds, whatever its case, if it holds nothing."""
+
+Refuse = Callable[[UserError], None]
+"""What is done with the error of a row that cannot be used."""
+
+_T = TypeVar("_T")
+
+
+def strictly(error: UserError) -> None:
+    """Refuses a row by raising its error, so that no row after it is read."""
+    raise error
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +85,17 @@ class Table:
         path = Path(path)
         try:
             text = path.read_text("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            reader = csv.DictReader(io.StringIO(text, newline=""), restval="")
+            columns = tuple(name.strip() for name in reader.fieldnames or ())
+            reader.fieldnames = columns
+            lines = tuple((reader.line_num, _stripped(cells)) for cells in reader)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not CSV in UTF-8"
             raise DataError(
                 f"the table {path} cannot be read: {reason}",
                 possible="a CSV file with the columns of docs/guides/validate.md",
                 change="correct the path",
             ) from None
-        reader = csv.DictReader(io.StringIO(text, newline=""), restval="")
-        columns = tuple(name.strip() for name in reader.fieldnames or ())
-        reader.fieldnames = columns
-        lines = tuple((reader.line_num, _stripped(cells)) for cells in reader)
         if not lines:
             raise DataError(
                 f"the table {path} has no rows",
@@ -86,16 +104,31 @@ class Table:
             )
         return cls(path, columns, lines)
 
-    def rows(self, readers: Mapping[str, Callable[[str], Any]], optional: frozenset[str]) -> Iterator[Row]:
-        """The rows, their cells read.
+    def read(
+        self,
+        readers: Mapping[str, Callable[[str], Any]],
+        optional: frozenset[str],
+        make: Callable[[Row], _T],
+        refuse: Refuse,
+    ) -> Iterator[_T]:
+        """What `make` makes of each row, its cells read; of rows that it refuses nothing.
 
         Args:
             readers: By column, what makes a value of a cell or raises a ValueError that says what it wants.
             optional: Columns that may be absent, and whose cells may be blank.
+            make: From a row, or raises a UserError.
+            refuse: Is given the error of each row that cannot be used.
 
         Raises:
-            DataError: A column is missing, or a cell cannot be read.
+            DataError: A column is missing or there twice.
         """
+        twice = [name for name in readers if self.columns.count(name) > 1]
+        if twice:
+            raise DataError(
+                f"the table {self.path} has the column {twice[0]!r} {self.columns.count(twice[0])} times",
+                possible="each column once",
+                change="rename or remove the others",
+            )
         missing = [name for name in readers if name not in self.columns and name not in optional]
         if missing:
             raise DataError(
@@ -104,9 +137,14 @@ class Table:
                 change="add " + ", ".join(missing),
             )
         for line, cells in self.lines:
-            yield Row(line, self.path, self._read(line, cells, readers, optional))
+            try:
+                made = make(Row(line, self.path, self._values(line, cells, readers, optional)))
+            except UserError as error:
+                refuse(error)
+            else:
+                yield made
 
-    def _read(
+    def _values(
         self,
         line: int,
         cells: Mapping[str, str],
@@ -117,7 +155,8 @@ class Table:
         for name, read in readers.items():
             cell = cells.get(name, "")
             try:
-                values[name] = None if not cell and name in optional else read(cell)
+                is_blank = cell.lower() in BLANKS
+                values[name] = None if is_blank and name in optional else read("" if is_blank else cell)
             except ValueError as error:
                 raise DataError(
                     f"line {line} of {self.path} has {name}={cell!r}",
@@ -128,10 +167,11 @@ class Table:
 
 
 def count(cell: str) -> int:
-    """Reads a whole number of at least 1."""
-    if not (cell.isdecimal() and int(cell) > 0):
+    """Reads a whole number of at least 1, which may be written as 8.0."""
+    whole, _, fraction = cell.partition(".")
+    if not (whole.isdecimal() and int(whole) > 0) or fraction.strip("0"):
         raise ValueError("a whole number of at least 1")
-    return int(cell)
+    return int(whole)
 
 
 def measured(cell: str) -> float:
@@ -147,12 +187,14 @@ def measured(cell: str) -> float:
 
 
 def word(*possible: str) -> Callable[[str], str]:
-    """What reads one of these words, or any text if there are none."""
+    """What reads one of these words, whatever their case, or any text if there are none."""
+    known = {each.lower(): each for each in possible}
 
     def read(cell: str) -> str:
-        if cell not in possible if possible else not cell:
+        found = known.get(cell.lower()) if possible else cell
+        if not found:
             raise ValueError(f"one of {', '.join(possible)}" if possible else "a text")
-        return cell
+        return found
 
     return read
 

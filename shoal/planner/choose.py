@@ -10,6 +10,7 @@ from shoal.errors import ConfigError, PlanError
 from shoal.planner.candidate import Candidate
 from shoal.planner.explain import Explanation, explain
 from shoal.planner.money import cheapest
+from shoal.planner.refine import refined, with_found_schedule
 from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
 from shoal.workload import Workload
@@ -42,8 +43,8 @@ class Choice:
         return self.candidates[0]
 
     def explain(self) -> Explanation:
-        """Why it is the best."""
-        return explain(self.search, self.best)
+        """Why it is the best, in closed form: of all the Plans that it is compared with none is played."""
+        return explain(self.search, self.best.in_closed_form)
 
 
 def choose(
@@ -79,13 +80,15 @@ def choose(
     if objective == "money":
         candidates = cheapest(workload, cluster, batch, margin=margin, limit=limit)
         if candidates:
-            search = Search(workload, candidates[0].cluster, batch, margin=margin)
+            played = refined(candidates, lambda each: each.dollars_per_step / each.batch)
+            search = Search(workload, played[0].cluster, batch, margin=margin)
             ranking = search.best(1)
-            return Choice(candidates, ranking.legal, ranking.timed, search)
+            return Choice(played, ranking.legal, ranking.timed, search)
     else:
         ranking = search.best(limit)
         if ranking.candidates:
-            return Choice(ranking.candidates, ranking.legal, ranking.timed, search)
+            played = refined(ranking.candidates, lambda each: each.seconds)
+            return Choice(with_found_schedule(search, played), ranking.legal, ranking.timed, search)
     raise refusal(search)
 
 

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
+from shoal.plan import Plan
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
+from shoal.planner.sizes import Size, sizes_of
 from shoal.planner.space import Degrees
+from shoal.simulate import Traffic, traffic_of
 from shoal.units import format_bytes, format_seconds
 
 __all__ = ["Change", "Explanation", "Neighbour", "explain"]
@@ -27,6 +30,7 @@ _PART_NAMES = {
     "pipeline": "sends between stages",
     "data": "the exchange of gradients and parameters",
     "optimizer": "the optimizer",
+    "straggler": "waiting for the slowest rank",
 }
 
 
@@ -69,6 +73,8 @@ class Explanation:
         neighbours: By degree, half and twice its value.
         other: The best Plan of another kind: with other degrees above 1; None if none fits.
         changes: Of the machine, the one that gains most first.
+        sizes: Half and twice the micro-batch and the buckets.
+        traffic: What a rank exchanges, and how.
     """
 
     winner: Candidate
@@ -77,12 +83,15 @@ class Explanation:
     neighbours: tuple[Neighbour, ...]
     other: Candidate | None
     changes: tuple[Change, ...]
+    sizes: tuple[Size, ...]
+    traffic: Traffic
 
     def sentences(self) -> Iterator[str]:
         """All of it, in words."""
         yield self._bounds()
         yield self._memory()
         yield from self._degrees()
+        yield from self._sizes()
         yield self._runner_up()
         yield from self._changes()
 
@@ -111,18 +120,33 @@ class Explanation:
                 if each.best is None:
                     told.append(f"with {each.value} nothing fits the memory")
                     continue
-                slower = each.best.seconds / self.winner.seconds - 1
-                told.append(f"with {each.value} the best is {slower:.1%} slower ({_degrees_text(each.best)})")
+                pace = _pace(each.best.seconds / self.winner.seconds - 1)
+                told.append(f"with {each.value} the best is {pace} ({each.best.degrees_text})")
             yield f"{name}={getattr(self.winner.degrees, name)}: {', '.join(told)}."
+
+    def _sizes(self) -> Iterator[str]:
+        for name in dict.fromkeys(each.setting for each in self.sizes):
+            told = [self._size(each) for each in self.sizes if each.setting == name]
+            yield f"{name}={_size_text(name, self.winner.plan)}: {', '.join(told)}."
+
+    def _size(self, size: Size) -> str:
+        value = _size_text(size.setting, size.plan)
+        if not size.fits:
+            over = format_bytes(round(size.memory - self.room))
+            return f"with {value} the same Plan takes {over} too much memory"
+        if abs(size.slower) < 0.0005:
+            return f"with {value} the same Plan is as quick"
+        pace = "slower" if size.slower > 0 else "quicker"
+        return f"with {value} the same Plan is {abs(size.slower):.1%} {pace}"
 
     def _runner_up(self) -> str:
         other, winner = self.other, self.winner
         if other is None:
             return "No Plan of another kind fits the memory."
         name, more = _most_added(winner, other)
-        slower = other.seconds / winner.seconds - 1
+        pace = _pace(other.seconds / winner.seconds - 1)
         why = f"{_PART_NAMES[name]} takes {format_seconds(more)} more of it" if more > 0 else "by a hair"
-        return f"Of another kind, {other.layout} is best, and {slower:.1%} slower: {why}."
+        return f"Of another kind, {other.layout} is best, and {pace}: {why}."
 
     def _changes(self) -> Iterator[str]:
         idle = [each.name for each in self.changes if each.best.seconds > 0.999 * self.winner.seconds]
@@ -132,7 +156,7 @@ class Explanation:
             gain = _faster(self.winner, change.best)
             again = "under the same Plan"
             if change.best.plan != self.winner.plan:
-                again = f"with {_degrees_text(change.best)},shard={change.best.plan.shard}"
+                again = f"with {change.best.degrees_text},shard={change.best.plan.shard}"
             yield f"Twice {change.name}: {gain} faster, {again}."
         if idle:
             yield f"Twice {_joined(idle)} would gain nothing."
@@ -145,13 +169,16 @@ def explain(search: Search, winner: Candidate) -> Explanation:
         search: That found it.
         winner: The best.
     """
-    unlimited = Search(search.workload, search.cluster, search.batch, margin=-math.inf).best(1).best
+    unlimited = search.best(1, room=math.inf).best
     assert unlimited is not None, "what fits a limit fits without it"
     changes = []
     for name, cluster in _doubled(search.cluster):
         best = Search(search.workload, cluster, search.batch, margin=search.margin).best(1).best
         if best is not None:
             changes.append(Change(name, best))
+    roomier = search.best(1, room=2 * search.room).best  # nothing else changes with more memory
+    assert roomier is not None, "what fits a limit fits without it"
+    changes.append(Change("the memory", roomier))
     changes.sort(key=lambda change: change.best.seconds)
     kind = _kind(winner.degrees)
     other = search.best(1, lambda degrees: _kind(degrees) != kind).best
@@ -162,6 +189,8 @@ def explain(search: Search, winner: Candidate) -> Explanation:
         tuple(_neighbours(search, winner)),
         other,
         tuple(changes),
+        tuple(sizes_of(search, winner)),
+        traffic_of(winner.workload, winner.cluster, winner.plan, winner.batch),
     )
 
 
@@ -179,7 +208,7 @@ def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
 
 
 def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """The machine with one thing twice as much."""
+    """The machine with one thing twice as much; of memory a search can ask without another machine."""
     device, (inner, *outer) = cluster.device, cluster.levels
     twice = [replace(level, bandwidth=2 * level.bandwidth) for level in outer]
     if outer:
@@ -190,7 +219,6 @@ def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     if outer and outer[0].devices % (2 * inner.devices) == 0:
         wider = replace(inner, devices=2 * inner.devices)
         yield "the devices in a node", cluster.replace(levels=(wider, *outer))
-    yield "the memory", cluster.replace(device=replace(device, memory=2 * device.memory))
     peak = {name: 2 * rate for name, rate in device.peak.items()}
     yield "the FLOP/s", cluster.replace(device=replace(device, peak=peak))
     bandwidth = replace(device, bandwidth=2 * device.bandwidth)
@@ -217,9 +245,13 @@ def _faster(winner: Candidate, other: Candidate) -> str:
     return f"{winner.seconds / other.seconds - 1:.1%}"
 
 
-def _degrees_text(candidate: Candidate) -> str:
-    degrees = candidate.degrees._asdict().items()
-    return ",".join(f"{name}={value}" for name, value in degrees if value > 1) or "dp=1"
+def _size_text(setting: str, plan: Plan) -> str:
+    """As a Plan writes it."""
+    return format_bytes(plan.bucket) if setting == "bucket" else str(plan.microbatch)
+
+
+def _pace(slower: float) -> str:
+    return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'quicker'}"
 
 
 def _joined(words: list[str]) -> str:

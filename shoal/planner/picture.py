@@ -16,7 +16,13 @@ _LEFT, _RIGHT = 80, 700
 _CURVE = (60, 300)  # top and bottom
 _SHARES = (360, 480)
 _INK = "#6e7781"
-_PARTS = {"compute": "#2f81f7", "communication": "#d4681a", "bubble": "#a45ee5", "optimizer": "#1a9c6b"}
+_PARTS = {
+    "compute": "#2f81f7",
+    "communication": "#d4681a",
+    "bubble": "#a45ee5",
+    "optimizer": "#1a9c6b",
+    "slowest rank": "#b59a1c",
+}
 """Colours of middle brightness, for white pages and dark ones."""
 
 
@@ -89,6 +95,7 @@ def _shares(points: Sequence[Point], places: dict[int, float]) -> Iterator[str]:
             "communication": point.best.communication,
             "bubble": cost.parts["bubble"] / cost.seconds,
             "optimizer": cost.parts["optimizer"] / cost.seconds,
+            "slowest rank": cost.parts["straggler"] / cost.seconds,
         }
         for name, share in shares.items():
             tall = share * (bottom - top)
@@ -103,7 +110,7 @@ def _shares(points: Sequence[Point], places: dict[int, float]) -> Iterator[str]:
 
 def _legend() -> Iterator[str]:
     for index, (name, color) in enumerate(_PARTS.items()):
-        x = _LEFT + 150 * index
+        x = _LEFT + 125 * index
         yield f'<rect x="{x}" y="{_HEIGHT - 28}" width="12" height="12" fill="{color}"/>'
         yield _text(x + 18, _HEIGHT - 18, name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,26 @@ from typing import Any
 from shoal.errors import PlanError
 from shoal.plan import CHOICES, Plan, divisors
 from shoal.plan.stages import split_by_count
-from shoal.planner.cells import Row, Table, count, measured, word
+from shoal.planner.cells import Refuse, Row, Table, count, measured, strictly, word
 from shoal.workload import ModelShape
 
 __all__ = ["COLUMNS", "Measured", "read_table"]
 
-_PRECISIONS = {"fp16": "bf16", "bf16": "bf16", "fp32": "fp32"}  # both 16-bit types compute at one rate
+_PRECISIONS = {
+    **dict.fromkeys(("fp16", "bf16", "float16", "bfloat16"), "bf16"),  # both compute at one rate
+    **dict.fromkeys(("fp32", "float32"), "fp32"),
+}
 _RECOMPUTES = {**{name: name for name in CHOICES["recompute"]}, "per-op SAC": "selective"}
 
 
+_FLAGS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1}
+
+
 def _flag(cell: str) -> int:
-    return int(word("0", "1")(cell))
+    found = _FLAGS.get(cell.lower())
+    if found is None:
+        raise ValueError("0 or 1")
+    return found
 
 
 COLUMNS: Mapping[str, Callable[[str], Any]] = {
@@ -85,7 +94,9 @@ class Measured:
         device: Its name.
         devices_per_node: In a node.
         network: Bytes/s of a node's network interfaces together, one direction; None if not said.
-        plans: Every Plan that the row's settings allow: one, unless some are blank. All have as many ranks.
+        plans: Every Plan that the row's settings allow, with the least recompute of these: one, unless some
+            are blank. All have as many ranks.
+        recomputes: What they allow for recompute, the least first: each takes longer than the one before.
         batch: Samples of a step.
         seconds: Of a step, measured.
         memory: Bytes of the device that has most, measured; None if not said.
@@ -99,23 +110,29 @@ class Measured:
     devices_per_node: int
     network: float | None
     plans: Sequence[Plan]
+    recomputes: Sequence[str]
     batch: int
     seconds: float
     memory: float | None
 
 
-def read_table(path: str | Path) -> list[Measured]:
+def read_table(path: str | Path, refuse: Refuse = strictly) -> list[Measured]:
     """Reads a table of measured steps.
+
+    Args:
+        path: Of the file.
+        refuse: Is given the errors of rows that cannot be used.
 
     Raises:
         DataError: The file is missing, lacks a column, has a cell that cannot be read, or a row that no Plan
             describes.
     """
-    return [_measured(row) for row in Table.open(path).rows(COLUMNS, _OPTIONAL)]
+    return list(Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse))
 
 
 def _measured(row: Row) -> Measured:
     network, memory = row["network_gbps_per_node"], row["memory_gib"]
+    recomputes = (_RECOMPUTES[row["recompute"]],) if row["recompute"] else CHOICES["recompute"]
     return Measured(
         row.line,
         ",".join(f"{name}={value}" for name, value in row.values.items() if name not in _NOT_SETTINGS),
@@ -124,7 +141,8 @@ def _measured(row: Row) -> Measured:
         row["device"],
         row["devices_per_node"],
         None if network is None else network * 1e9 / 8,
-        _plans(row),
+        _plans(row, recomputes[0]),
+        recomputes,
         row["global_batch"],
         row["step_s"],
         None if memory is None else memory * 2**30,
@@ -155,16 +173,18 @@ def _shape(row: Row) -> ModelShape:
     )
 
 
-def _plans(row: Row) -> list[Plan]:
+def _plans(row: Row, recompute: str) -> list[Plan]:
     """What the row says; each blank setting takes every value that is legal."""
     plans, refusals = [], []
     for settings in _settings(row):
         try:
-            plan = Plan(**settings).with_microbatch_for(row["global_batch"])
+            plan = Plan(**settings, recompute=recompute).with_microbatch_for(row["global_batch"])
             split_by_count(row["layers"], plan.stages)  # raises if there are more stages than layers
-            plans.append(plan)
         except PlanError as error:
             refusals.append(error)
+            continue
+        shards = [row["sharding"]] if row["sharding"] else _SHARDS if plan.dp * plan.cp > 1 else ("none",)
+        plans += [plan.replace(shard=shard) for shard in shards]
     if not plans:
         row.refuse(
             f"has a layout that no Plan describes: {refusals[0].given}",
@@ -174,47 +194,53 @@ def _plans(row: Row) -> list[Plan]:
 
 
 def _settings(row: Row) -> Iterator[dict[str, Any]]:
-    """The fields of every Plan that may be meant."""
-    recomputes = [_RECOMPUTES[row["recompute"]]] if row["recompute"] else CHOICES["recompute"]
-    shards = [row["sharding"]] if row["sharding"] else _SHARDS
-    sizes = _MICROBATCHES if row["microbatch"] is None else (row["microbatch"],)
+    """The fields of every Plan that may be meant, but for sharding and recompute, which any of them takes."""
     for degrees in _degrees(row):
-        choices = itertools.product(
-            sizes, _virtuals(row, degrees["pp"]), _tensors(row, degrees["tp"]), recomputes, shards
-        )
-        for microbatch, virtual, tensor, recompute, shard in choices:
+        sizes, virtuals = _sizes(row, degrees["dp"]), _virtuals(row, degrees["pp"])
+        for microbatch, virtual in itertools.product(sizes, virtuals):
             yield {
                 **degrees,
-                "shard": shard,
-                "tensor": tensor,
+                "tensor": _tensor(row, degrees["tp"]),
                 "schedule": "interleaved" if virtual > 1 else "1f1b",
                 "virtual": virtual,
                 "split": "count",
                 "microbatch": microbatch,
-                "recompute": recompute,
                 "precision": _PRECISIONS[row["precision"] or "bf16"],
             }
 
 
-def _degrees(row: Row) -> Iterator[dict[str, int]]:
-    """Every way to give the devices to degrees that the row leaves open: tp within a node, and cp 1."""
+def _degrees(row: Row) -> list[dict[str, int]]:
+    """Every way to give devices to the degrees that a row leaves open: tp within a node, and the least cp."""
     devices, batch = row["num_devices"], row["global_batch"]
     in_node = min(devices, row["devices_per_node"])
     tps = [size for size in divisors(row["heads"]) if size <= in_node] if row["tp"] is None else [row["tp"]]
     pps = divisors(row["layers"]) if row["pp"] is None else [row["pp"]]
-    cp = row["cp"] or 1
-    found = False
-    for tp, pp in itertools.product(tps, pps):
-        dp = devices // (tp * pp * cp) if row["dp"] is None else row["dp"]
-        if dp * tp * pp * cp == devices and batch % dp == 0:
-            found = True
-            yield {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+    cps = divisors(devices) if row["cp"] is None else [row["cp"]]
+    found = next(filter(None, (_of_context(row, cp, itertools.product(tps, pps)) for cp in cps)), [])
     if not found:
         said = ", ".join(f"{name}={row[name]}" for name in _DEGREES if row[name] is not None)
         row.refuse(
             f"has {devices} devices, a batch of {batch}, and {said or 'no degrees'}",
             possible=f"dp x tp x pp x cp = {devices}, and a batch that dp divides",
         )
+    return found
+
+
+def _of_context(row: Row, cp: int, others: Iterable[tuple[int, int]]) -> list[dict[str, int]]:
+    """The degrees with this cp and one of these pairs of tp and pp that fit the devices and the batch."""
+    found = []
+    for tp, pp in others:
+        dp = row["num_devices"] // (tp * pp * cp) if row["dp"] is None else row["dp"]
+        if dp * tp * pp * cp == row["num_devices"] and row["global_batch"] % dp == 0:
+            found.append({"dp": dp, "tp": tp, "pp": pp, "cp": cp})
+    return found
+
+
+def _sizes(row: Row, dp: int) -> Sequence[int]:
+    """Micro-batches."""
+    if row["microbatch"] is not None:
+        return (row["microbatch"],)
+    return [size for size in _MICROBATCHES if row["global_batch"] // dp % size == 0]
 
 
 def _virtuals(row: Row, pp: int) -> Sequence[int]:
@@ -227,8 +253,8 @@ def _virtuals(row: Row, pp: int) -> Sequence[int]:
     return legal if row["pp"] is not None else [virtual for virtual in _VIRTUALS if virtual in legal]
 
 
-def _tensors(row: Row, tp: int) -> Sequence[str]:
-    """How tensor parallelism may communicate: overlap is not stated by any table, and so always open."""
+def _tensor(row: Row, tp: int) -> str:
+    """How tensor parallelism communicates: no table states overlap, which takes no longer than none."""
     if tp == 1:
-        return ("sequence",)
-    return ("plain",) if row["sequence_parallel"] == 0 else ("sequence", "async")
+        return "sequence"
+    return "plain" if row["sequence_parallel"] == 0 else "async"

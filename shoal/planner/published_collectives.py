@@ -11,7 +11,7 @@ from typing import Any
 from shoal.cluster import PRESETS, Cluster
 from shoal.cluster.tables import matching
 from shoal.errors import ClusterError
-from shoal.planner.cells import Row, Table, count, measured, word
+from shoal.planner.cells import Refuse, Row, Table, count, measured, strictly, word
 
 __all__ = ["COLUMNS", "LEAST_BYTES", "USUAL_NODE", "MeasuredCollective", "read_collectives"]
 
@@ -76,22 +76,24 @@ class MeasuredCollective:
     seconds: float
 
 
-def read_collectives(path: str | Path) -> list[MeasuredCollective]:
+def read_collectives(path: str | Path, refuse: Refuse = strictly) -> list[MeasuredCollective]:
     """Reads a table of timed collectives; leaves out small buffers, and rows that do not say who took part.
+
+    Args:
+        path: Of the file.
+        refuse: Is given the errors of rows that cannot be used.
 
     Raises:
         DataError: The file is missing, lacks a column, or has a cell that cannot be read.
         ClusterError: A row names a machine that is not known.
     """
-    rows = Table.open(path).rows(COLUMNS, _OPTIONAL)
-    return [
-        _measured(row)
-        for row in rows
-        if row["nodes"] and row["ranks"] and row["time_us"] and row["size_bytes"] >= LEAST_BYTES
-    ]
+    found = Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse)
+    return [each for each in found if each is not None]
 
 
-def _measured(row: Row) -> MeasuredCollective:
+def _measured(row: Row) -> MeasuredCollective | None:
+    if not (row["nodes"] and row["ranks"] and row["time_us"] and row["size_bytes"] >= LEAST_BYTES):
+        return None
     if row["ranks"] % row["nodes"]:
         row.refuse(f"has {row['ranks']} ranks on {row['nodes']} nodes", possible="as many on every node")
     return MeasuredCollective(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cost.layout import Layout
-from shoal.planner.cells import Row, Table, measured, word
+from shoal.planner.cells import Refuse, Row, Table, measured, strictly, word
 from shoal.workload import ModelShape
 
 __all__ = ["COLUMNS", "MeasuredLayer", "read_layers"]
@@ -55,13 +55,13 @@ class MeasuredLayer:
     backward: float
 
 
-def read_layers(path: str | Path) -> list[MeasuredLayer]:
-    """Reads a table of layer times.
+def read_layers(path: str | Path, refuse: Refuse = strictly) -> list[MeasuredLayer]:
+    """Reads a table of layer times; `refuse` is given the errors of rows that cannot be used.
 
     Raises:
         DataError: The file is missing, lacks a column, or has a cell that cannot be read.
     """
-    return [_measured(row) for row in Table.open(path).rows(COLUMNS, frozenset())]
+    return list(Table.open(path).read(COLUMNS, frozenset(), _measured, refuse))
 
 
 def _measured(row: Row) -> MeasuredLayer:

@@ -1,8 +1,11 @@
-"""A bound that no first rank of a Plan holds less than: rejects most Plans that do not fit, in microseconds.
+"""Bounds that no fullest rank of a Plan holds less than: reject most Plans that do not fit, in microseconds.
 
 The first rank along `pp` holds the states of its layers, and their activations as often as its schedule does:
 
     (1 + FRAGMENTS) (states x parameters + sum over its stages of held x layers x kept) + reserved
+
+Before the model is cut that is not known; but some rank has ceil(layers / pp) of them, and each for one
+micro-batch at least.
 
 `shoal.cost.memory` counts the ends too, what a backward holds for a moment, and all ranks. Where layers are
 unlike, each counts as the least.
@@ -10,6 +13,7 @@ unlike, each counts as the least.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -22,7 +26,7 @@ from shoal.cost.memory import FRAGMENTS
 from shoal.cost.states import state_bytes
 from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
-from shoal.planner.space import Sharding, Variant
+from shoal.planner.space import Degrees, Sharding, Variant, leanest_sharding
 from shoal.workload import Block, Workload
 
 __all__ = ["LeastMemory"]
@@ -37,7 +41,7 @@ class _Layer(NamedTuple):
 
 
 class LeastMemory:
-    """The bound, for a Workload on a Cluster; remembers what Plans share.
+    """The bounds, for a Workload on a Cluster; remembers what Plans share.
 
     Args:
         workload: What is trained.
@@ -66,13 +70,21 @@ class LeastMemory:
             key = variant.schedule, degrees.pp, variant.virtual
             counts = [split[stage] for stage in _stages_of_first(*key)]
             held = _held_by_first(*key, variant.microbatches)
-        shards = degrees.dp // sharding.replicate * degrees.cp if sharding.shard != "none" else 1
-        kind = sharding.shard, variant.layout.precision
-        states = layer.dense * _state_bytes(*kind, shards)
-        if layer.experts:
-            states += layer.experts * _state_bytes(*kind, shards / degrees.ep)
         kept = layer.kept * sum(count * times for count, times in zip(counts, held, strict=True))
+        states = _states(layer, degrees, sharding, variant.layout.precision)
         return (1 + FRAGMENTS) * (sum(counts) * states + kept) + self._reserved
+
+    def of_degrees(self, degrees: Degrees, layout: Layout) -> float:
+        """Bytes that some rank has at least, under any schedule, split and sharding.
+
+        Args:
+            degrees: How the devices are shared out.
+            layout: What its layers keep follows from.
+        """
+        layer = self._layer(layout)
+        states = _states(layer, degrees, leanest_sharding(degrees), layout.precision)
+        layers = math.ceil(len(self._workload.layers) / degrees.pp)
+        return (1 + FRAGMENTS) * layers * (states + layer.kept) + self._reserved
 
     def _layer(self, layout: Layout) -> _Layer:
         found = self._layers.get(layout)
@@ -85,6 +97,15 @@ class LeastMemory:
             )
             self._layers[layout] = found
         return found
+
+
+def _states(layer: _Layer, degrees: Degrees, sharding: Sharding, precision: str) -> float:
+    """Bytes of a layer's."""
+    shards = degrees.dp // sharding.replicate * degrees.cp if sharding.shard != "none" else 1
+    states = layer.dense * _state_bytes(sharding.shard, precision, shards)
+    if layer.experts:
+        states += layer.experts * _state_bytes(sharding.shard, precision, shards / degrees.ep)
+    return states
 
 
 @lru_cache(maxsize=1 << 12)
@@ -102,6 +123,4 @@ def _stages_of_first(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]
 
 def _held_by_first(schedule: str, ranks: int, virtual: int, count: int) -> tuple[float, ...]:
     """By stage of the first rank, of how many micro-batches it holds activations at some moment."""
-    if schedule in ("zb-v", "dualpipe-v"):  # before the first backward, without making the table
-        return float(min(count, 2 * ranks - 1)), 1.0
     return held_by_rank(schedule, ranks, virtual, count)[0][0].whole

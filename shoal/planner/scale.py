@@ -5,9 +5,10 @@ times as many. The communication wall is the number of devices beyond which a st
 batch) or no more tokens are trained a second (of a batch that grows).
 
 Amdahl's bound: if the part s of a step on the fewest devices n0 that is not compute did not shrink at all,
-and compute divided evenly, n devices would take `s + (1 - s) n0 / n` of that step; with a batch that grows
-with the devices, all of it. It knows nothing of the network: what a Plan takes above it is what the
-communication of more devices costs, below it what other degrees save.
+and compute, with what is waited for the slowest rank's, divided evenly, n devices would take
+`s + (1 - s) n0 / n` of that step; with a batch that grows with the devices, all of it. It knows nothing of
+the network: what a Plan takes above it is what the communication of more devices costs, below it what other
+degrees save.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _samples(count: int, batch: int | None, per_device: int | None) -> int:
 
 def _point(best: Candidate, first: Candidate) -> Point:
     each, at_first = (one.tokens_per_second / one.devices for one in (best, first))
-    serial = 1 - first.cost.compute / first.seconds
+    serial = 1 - (first.cost.compute + first.cost.parts["straggler"]) / first.seconds
     work = best.batch / first.batch * first.devices / best.devices
     amdahl = first.seconds * (serial + (1 - serial) * work)
     return Point(best.devices, best.batch, best, each / at_first, amdahl)

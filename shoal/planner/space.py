@@ -7,7 +7,7 @@ What is left out cannot win, as far as the cost model goes:
   within blocks.
 - gpipe takes as long as 1f1b and holds more; looped-bfs as long as interleaved, so that it is there only
   where the micro-batches are not a multiple of pp, which interleaved needs.
-- schedule=search is made for times that are known: `shoal schedule` finds one for a Plan that was chosen.
+- schedule=search is made for times that are known: the best Plan is tried with it (`shoal.planner.refine`).
 
 Nothing else is left out by rule: tp may leave the node, and bounds decide.
 """
@@ -25,7 +25,10 @@ from shoal.plan import Plan, divisors
 from shoal.plan.schedules import least_virtual
 from shoal.workload import Workload
 
-__all__ = ["Degrees", "Sharding", "Space", "Variant"]
+__all__ = ["Degrees", "Sharding", "Space", "Variant", "leanest_sharding"]
+
+
+_BUCKET = Plan().bucket
 
 
 class Degrees(NamedTuple):
@@ -62,7 +65,7 @@ class Variant(NamedTuple):
     schedule: str
     virtual: int
 
-    def plan(self, sharding: Sharding, split: str = "cost") -> Plan:
+    def plan(self, sharding: Sharding, split: str = "cost", bucket: int = _BUCKET) -> Plan:
         """The Plan with one way to shard."""
         degrees, layout = self.degrees, self.layout
         return Plan(
@@ -79,6 +82,7 @@ class Variant(NamedTuple):
             virtual=None if self.virtual == least_virtual(self.schedule) else self.virtual,
             split=split,
             microbatch=layout.microbatch,
+            bucket=bucket,
             recompute=layout.recompute,
             precision=layout.precision,
         )
@@ -120,15 +124,26 @@ class Space:
 
     def variants(self, degrees: Degrees) -> Iterator[Variant]:
         """Every Plan of these degrees, but for its sharding."""
-        local = self.batch // degrees.dp
-        for microbatch in divisors(local):
-            if math.gcd(microbatch, degrees.cp) > 1:
-                continue
-            count = local // microbatch
+        for microbatch, count in self.microbatches(degrees):
             schedules = list(self.schedules(degrees.pp, count))
-            for layout in self._layouts(degrees, microbatch):
+            for layout in self.layouts(degrees, microbatch):
                 for schedule, virtual in schedules:
                     yield Variant(degrees, layout, count, schedule, virtual)
+
+    def count(self, degrees: Degrees) -> int:
+        """How many Plans there are of these degrees; makes none."""
+        layouts = sum(1 for _ in self.layouts(degrees, 1))  # as many for any micro-batch
+        schedules = sum(
+            len(list(self.schedules(degrees.pp, count))) for _, count in self.microbatches(degrees)
+        )
+        return layouts * schedules * len(self.shardings(degrees))
+
+    def microbatches(self, degrees: Degrees) -> Iterator[tuple[int, int]]:
+        """Samples of a micro-batch, and how many of these a step has."""
+        local = self.batch // degrees.dp
+        for microbatch in divisors(local):
+            if math.gcd(microbatch, degrees.cp) == 1:
+                yield microbatch, local // microbatch
 
     def schedules(self, pp: int, count: int) -> Iterator[tuple[str, int]]:
         """Names and stages on a rank of the schedules for so many micro-batches."""
@@ -166,7 +181,13 @@ class Space:
         peak = self.cluster.device.peak
         return max(("fp32", "bf16"), key=lambda name: peak.get(name, 0.0))
 
-    def _layouts(self, degrees: Degrees, microbatch: int) -> Iterator[Layout]:
+    def layout(self, degrees: Degrees, microbatch: int, recompute: str) -> Layout:
+        """Of those that recompute so, the one that keeps least and computes least."""
+        _, tp, _, cp, ep = degrees
+        return Layout(microbatch, tp, cp, ep, "sequence", "ring", recompute, self.precision)
+
+    def layouts(self, degrees: Degrees, microbatch: int) -> Iterator[Layout]:
+        """How a micro-batch of a block may be laid over ranks."""
         _, tp, _, cp, ep = degrees
         for tensor in self._tensors(tp, cp):
             for context in self._contexts(tp, cp):
@@ -200,3 +221,8 @@ class Space:
     def _expert_degrees(self, ranks: int) -> list[int]:
         experts = self.workload.experts
         return divisors(math.gcd(ranks, experts)) if experts else [1]
+
+
+def leanest_sharding(degrees: Degrees) -> Sharding:
+    """What leaves a rank the least state."""
+    return Sharding("zero3" if degrees.dp * degrees.cp > 1 else "none", 1)

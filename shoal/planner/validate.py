@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from shoal.cluster import Cluster
 from shoal.cost.block import block_cost
@@ -13,13 +14,13 @@ from shoal.cost.every_second import every_second_product
 from shoal.cost.memory import Memories
 from shoal.cost.network import Group, algorithm_seconds
 from shoal.cost.step import Costs
-from shoal.errors import ClusterError
-from shoal.plan import Plan
+from shoal.errors import ClusterError, UserError
 from shoal.planner.accuracy import Comparison
-from shoal.planner.cells import Table
+from shoal.planner.cells import Refuse, Table, strictly
 from shoal.planner.published import Measured, read_table
 from shoal.planner.published_collectives import USUAL_NODE, MeasuredCollective, read_collectives
 from shoal.planner.published_layers import MeasuredLayer, read_layers
+from shoal.planner.quickest import quickest
 from shoal.units import format_bytes
 from shoal.workload import Workload, workload_of
 
@@ -33,19 +34,27 @@ __all__ = [
 ]
 
 
-def validate(path: str | Path) -> list[Comparison]:
+_Row = TypeVar("_Row")
+
+
+def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
     """Predicts every row of a table, whose columns tell what it has: steps, layers or collectives.
 
+    Args:
+        path: Of the table.
+        refuse: Is given the error of each row that cannot be predicted: a cell that cannot be read, a layout
+            that no Plan describes, a device that is not known.
+
     Raises:
-        DataError: The table cannot be read, or has a layout that no Plan describes.
-        ClusterError: It has a device or a machine that is not known.
+        DataError: The table cannot be read, or lacks a column.
+        UserError: What `refuse` raises.
     """
     columns = Table.open(path).columns
     if "forward_ms" in columns:
-        return list(compare_layers(read_layers(path)))
+        return list(compare_layers(read_layers(path, refuse), refuse))
     if "size_bytes" in columns:
-        return list(compare_collectives(read_collectives(path)))
-    return list(compare_steps(read_table(path)))
+        return list(compare_collectives(read_collectives(path, refuse)))
+    return list(compare_steps(read_table(path, refuse), refuse))
 
 
 def is_fitted(row: Measured | MeasuredCollective) -> bool:
@@ -57,43 +66,29 @@ def is_fitted(row: Measured | MeasuredCollective) -> bool:
     return hashlib.sha256(row.settings.encode()).digest()[0] % 2 == 0
 
 
-def compare_steps(rows: Sequence[Measured]) -> Iterator[Comparison]:
+def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterator[Comparison]:
     """Of every row its step, and its memory where that was measured.
 
-    Raises:
-        ClusterError: A row has a device that is not known.
+    Args:
+        rows: Of a table.
+        refuse: Is given the errors of rows whose machine is not known.
     """
     known: dict[object, tuple[Costs, Memories]] = {}
-    for row in rows:
+
+    def compare(row: Measured) -> Iterator[Comparison]:
         machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network)
         key = (row.shape, machine, _is_per_operator(row))
         if key not in known:
             costs = Costs(published_workload(row), _assembled(row.line, *machine))
             known[key] = costs, Memories(costs.workload, costs.cluster, costs)
-        yield from _compare_step(row, *known[key])
+        return _compare_step(row, *known[key])
+
+    return _each(rows, compare, refuse)
 
 
-def compare_layers(rows: Sequence[MeasuredLayer]) -> Iterator[Comparison]:
-    """Of every row forward, backward and both."""
-    for row in rows:
-        layout = row.layout
-        workload = workload_of(row.shape)
-        cluster = _assembled(row.line, row.device, layout.tp, max(layout.tp, USUAL_NODE), None)
-        cost = block_cost(workload.layers[0], workload.hidden, workload.length, cluster, layout)
-        for quantity, measured, predicted in (
-            ("forward", row.forward, cost.forward),
-            ("backward", row.backward, cost.backward),
-            ("layer", row.forward + row.backward, cost.forward + cost.backward),
-        ):
-            yield Comparison(
-                line=row.line,
-                family="layers",
-                name=row.name,
-                quantity=quantity,
-                measured=measured,
-                predicted=predicted,
-                fitted=True,
-            )
+def compare_layers(rows: Sequence[MeasuredLayer], refuse: Refuse = strictly) -> Iterator[Comparison]:
+    """Of every row forward, backward and both; `refuse` is given the errors of devices that are not known."""
+    return _each(rows, _compare_layer, refuse)
 
 
 def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparison]:
@@ -112,6 +107,19 @@ def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparis
         )
 
 
+def _each(
+    rows: Iterable[_Row], compare: Callable[[_Row], Iterable[Comparison]], refuse: Refuse
+) -> Iterator[Comparison]:
+    """The comparisons of all rows but those that raise a UserError."""
+    for row in rows:
+        try:
+            compared = list(compare(row))
+        except UserError as error:
+            refuse(error)
+        else:
+            yield from compared
+
+
 def _assembled(line: int, device: str, devices: int, devices_per_node: int, network: float | None) -> Cluster:
     try:
         return Cluster.assemble(device, devices, devices_per_node, network)
@@ -122,7 +130,7 @@ def _assembled(line: int, device: str, devices: int, devices_per_node: int, netw
 
 
 def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[Comparison]:
-    plan = _best(row, costs, memories)
+    plan = quickest(row, costs, memories)
     compared = partial(
         Comparison,
         line=row.line,
@@ -137,20 +145,37 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
         yield compared(quantity="memory", measured=row.memory, predicted=allocated)
 
 
+def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
+    layout = row.layout
+    workload = workload_of(row.shape)
+    cluster = _assembled(row.line, row.device, layout.tp, max(layout.tp, USUAL_NODE), None)
+    cost = block_cost(workload.layers[0], workload.hidden, workload.length, cluster, layout)
+    for quantity, measured, predicted in (
+        ("forward", row.forward, cost.forward),
+        ("backward", row.backward, cost.backward),
+        ("layer", row.forward + row.backward, cost.forward + cost.backward),
+    ):
+        yield Comparison(
+            line=row.line,
+            family="layers",
+            name=row.name,
+            quantity=quantity,
+            measured=measured,
+            predicted=predicted,
+            fitted=True,
+        )
+
+
 def _is_per_operator(row: Measured) -> bool:
-    """Whether a selective recompute is torchtitan's; where attention is not fused it is Megatron's."""
-    return row.shape.fused_attention and all(plan.recompute == "selective" for plan in row.plans)
+    """Whether a selective recompute is torchtitan's, which shards as zero3 does, and fuses attention."""
+    return (
+        row.shape.fused_attention
+        and tuple(row.recomputes) == ("selective",)
+        and all(plan.shard == "zero3" for plan in row.plans)
+    )
 
 
 def published_workload(row: Measured) -> Workload:
     """What the row's model does, with the recompute that its authors mean."""
     workload = workload_of(row.shape)
     return every_second_product(workload) if _is_per_operator(row) else workload
-
-
-def _best(row: Measured, costs: Costs, memories: Memories) -> Plan:
-    """The quickest of the Plans that a row allows and that fit, as its authors will have chosen."""
-    if len(row.plans) == 1:
-        return row.plans[0]
-    ranked = sorted(row.plans, key=lambda plan: costs.step(plan, row.batch).seconds)
-    return next((plan for plan in ranked if memories.fullest(plan, row.batch).fits(costs.cluster)), ranked[0])

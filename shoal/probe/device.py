@@ -2,14 +2,16 @@
 
 Shapes are those that training has: large and small, square and skewed, and the products of weights'
 gradients, whose inner dim are the rows of forward. Passes are those of a transformer, with the bytes that
-`shoal.workload` counts for them, so that what is fitted is what is used; beside them a copy and a triad.
+`shoal.workload` counts for them, so that what is fitted is what is used; beside them a copy and a triad. Each
+time a pass begins with other tensors, as training does: what it reads has left the caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +41,9 @@ _LARGE_SKEWED = ((8192, 4096, 1024), (8192, 4096, 14336), (4096, 8192, 14336), (
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _WIDTH = 512
-_TOKENS = (256, 2048)
+_TOKENS = (512, 2048)
 _LARGE_TOKENS = (8192, 32768)
-_VOCABULARY = 1024
+_COLD = 128 << 20  # bytes that lie between two uses of a tensor: several times what caches hold for a core
 _UPDATE_BYTES = 28  # Adam in fp32: gradient read; weight and two moments read and written
 
 _ATTENTION = (  # length, heads, key-value heads, width
@@ -90,18 +92,24 @@ def measure_passes(place: Place, effort: Effort) -> tuple[PassTime, ...]:
 
 def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
     """Passes in fp32 over so many tokens, without their times."""
-    blocks = workload_of(_shape(tokens)).pieces
+    blocks = workload_of(_shape(tokens, fused=device.type != "cpu")).pieces
     operations = [each for block in blocks for each in block.operations]
     counted = {each.name: each for each in operations if isinstance(each, Pass)}
     wide = 2.0  # fp32 over the two bytes of an element that `Pass` counts
-    stream = torch.randn(tokens, _WIDTH, device=device)
+    sets = max(2, _COLD // (4 * tokens * _WIDTH))
+    streams = [torch.randn(tokens, _WIDTH, device=device) for _ in range(sets)]
     weight = torch.ones(_WIDTH, device=device)
-    logits = torch.randn(tokens, _VOCABULARY, device=device)
     targets = torch.zeros(tokens, dtype=torch.int64, device=device)
-    operators: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
-        "norm": (lambda hidden, scale: F.rms_norm(hidden, (_WIDTH,), scale, 1e-5), (stream, weight)),
-        "silu and product": (lambda gate, up: F.silu(gate) * up, (stream, stream.clone())),
-        "loss": (lambda scores: F.cross_entropy(scores.float(), targets), (logits,)),
+    operators: dict[str, tuple[Callable[..., Tensor], list[tuple[Tensor, ...]]]] = {
+        "norm": (
+            lambda hidden, scale: F.rms_norm(hidden, (_WIDTH,), scale, 1e-5),
+            [(each, weight) for each in streams],
+        ),
+        "silu and product": (
+            lambda gate, up: F.silu(gate) * up,
+            list(zip(streams[::2], streams[1::2], strict=False)),
+        ),
+        "loss": (lambda scores: F.cross_entropy(scores.float(), targets), [(each,) for each in streams]),
     }
     for name, (operator, given) in operators.items():
         each = counted[name]
@@ -110,29 +118,41 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
         nbytes = each.elements * (each.forward + each.backward) * wide
         yield PassTime(f"{name}, with backward", nbytes, 2 * each.kernels, 0.0), both
     elements = 4 * tokens * _WIDTH
-    source, target = torch.randn(2, elements, device=device)
-    yield PassTime("copy", 8.0 * elements, 1, 0.0), partial(target.copy_, source)
-    third = torch.randn(elements, device=device)
-    triad = partial(torch.add, source, third, alpha=2.0, out=target)
-    yield PassTime("triad", 12.0 * elements, 1, 0.0), triad
+    others = cycle(torch.randn(max(4, sets // 4), elements, device=device))
+    yield PassTime("copy", 8.0 * elements, 1, 0.0), lambda: next(others).copy_(next(others))
+    yield (
+        PassTime("triad", 12.0 * elements, 1, 0.0),
+        lambda: torch.add(next(others), next(others), alpha=2.0, out=next(others)),
+    )
     yield PassTime("update", float(_UPDATE_BYTES * elements), 1, 0.0), _update(elements, device)
 
 
-def _shape(tokens: int) -> ModelShape:
-    return ModelShape(layers=1, hidden=_WIDTH, ffn=_WIDTH, heads=8, vocab=_VOCABULARY, seq=tokens, gated=True)
+def _shape(tokens: int, *, fused: bool) -> ModelShape:
+    return ModelShape(
+        layers=1,
+        hidden=_WIDTH,
+        ffn=_WIDTH,
+        heads=8,
+        vocab=_WIDTH,
+        seq=tokens,
+        gated=True,
+        fused_norm=fused,
+    )
 
 
-def _with_backward(operator: Callable[..., Tensor], given: tuple[Tensor, ...]) -> tuple[Operation, Operation]:
-    """An operator's forward, as it is where a backward follows; and both."""
-    leaves = [tensor.detach().requires_grad_() for tensor in given]
+def _with_backward(
+    operator: Callable[..., Tensor], given: Sequence[tuple[Tensor, ...]]
+) -> tuple[Operation, Operation]:
+    """An operator's forward, as it is where a backward follows; and both. Each on the next of the given."""
+    leaves = cycle([[tensor.detach().requires_grad_() for tensor in each] for each in given])
+    gradient = torch.ones_like(operator(*next(leaves)))
 
     def forward() -> Tensor:
-        return operator(*leaves)
-
-    gradient = torch.ones_like(forward())
+        return operator(*next(leaves))
 
     def both() -> object:
-        return torch.autograd.grad(forward(), leaves, gradient)
+        chosen = next(leaves)
+        return torch.autograd.grad(operator(*chosen), chosen, gradient)
 
     return forward, both
 
@@ -180,7 +200,7 @@ def _attention(
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    return _with_backward(attend, (projected(heads), projected(kv_heads), projected(kv_heads)))
+    return _with_backward(attend, [(projected(heads), projected(kv_heads), projected(kv_heads))])
 
 
 def measure_launch(place: Place, effort: Effort) -> tuple[float, float]:

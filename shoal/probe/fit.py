@@ -54,7 +54,8 @@ def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
     """
     device = _start(measured, sheet)
     level = Level(name=sheet.inside, devices=1, bandwidth=device.bandwidth, source="one device: no links")
-    cluster = Cluster(name=name, device=device, levels=(level,), source=sheet.source)
+    cores = sheet.cores if sheet.on_cores else 0
+    cluster = Cluster(name=name, device=device, levels=(level,), cores=cores, source=sheet.source)
     cluster = _fit_passes(cluster, measured.passes)
     cluster = _fit_products(cluster, measured.products)
     for half, share in (("forward", "attention_share"), ("backward", "attention_backward_share")):

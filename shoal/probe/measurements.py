@@ -189,6 +189,7 @@ class Measurements:
         links: Collectives and messages, level by level.
         hosts: Rates between pairs of hosts, where there are enough of them.
         paces: By rank, FLOP/s of the quickest product in fp32.
+        presence: By rank, the part of the time of its products that its threads were on a core.
     """
 
     products: tuple[ProductTime, ...]
@@ -200,6 +201,7 @@ class Measurements:
     links: tuple[CollectiveTime | SendTime, ...] = ()
     hosts: tuple[HostRates, ...] = ()
     paces: tuple[float, ...] = field(default=())
+    presence: tuple[float, ...] = field(default=())
 
     @property
     def all(self) -> tuple[Measurement, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -79,7 +80,9 @@ def probe(place: Place, name: str, effort: Effort = THOROUGH, say: Callable[[str
 
 def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Measurements:
     say("products")
+    on_core, start = time.thread_time(), time.perf_counter()
     own = measure_products(place, effort)
+    presence = (time.thread_time() - on_core) / (time.perf_counter() - start)
     products = _median_of_ranks(place, own)
     paces = place.gathered(max(each.rate for each in own if each.precision == "fp32"))
     say("passes over memory, attention, launches")
@@ -98,6 +101,7 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
         links=measure_links(place, effort) if place.ranks.count > 1 else (),
         hosts=measure_hosts(place),
         paces=tuple(paces),
+        presence=tuple(place.gathered(presence)),
     )
 
 

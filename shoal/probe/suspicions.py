@@ -33,6 +33,8 @@ def suspicions(
             f"{sheet.devices_per_host} ranks of {sheet.units} compute on {sheet.cores} cores: the rates are "
             "those of ranks that share cores; start fewer ranks, unless training will have as many"
         )
+    elif sheet.on_cores:
+        yield from _absent_ranks(measured.presence)
     if hosts > 1 and sheet.rdma and (reason := _speaks_tcp(backend, environment)):
         yield (
             f"{reason}, and the hosts have RDMA adapters ({', '.join(sheet.rdma)}): TCP reaches a fraction "
@@ -68,6 +70,15 @@ def _slow_ranks(paces: tuple[float, ...]) -> Iterator[str]:
             yield (
                 f"rank {rank} computes {1 - pace / usual:.0%} slower than the median rank: look at its "
                 "clock, its temperature, and what else runs on it"
+            )
+
+
+def _absent_ranks(presence: tuple[float, ...]) -> Iterator[str]:
+    for rank, share in enumerate(presence):
+        if share < 1 - _OFF_THE_PACE:
+            yield (
+                f"rank {rank} was on a core for {share:.0%} of its products' time: other programs use the "
+                "cores; end them and probe again, or all rates are too low"
             )
 
 

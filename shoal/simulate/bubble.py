@@ -16,15 +16,15 @@ from shoal.errors import PlanError
 from shoal.plan.schedules import Action, Schedule, Times, Work, play, require_sound
 from shoal.timeline import Kind, Lane, Span, Timeline
 
-__all__ = ["bubble_spans", "mark_bubbles"]
+__all__ = ["Row", "bubble_spans", "mark_bubbles"]
 
-_Row = Sequence[tuple[Action, Span]]
-"""What a rank did in a step, in order."""
+Row = Sequence[tuple[Action, float, float]]
+"""What a rank did in a step, in order, from when to when."""
 
 
 def mark_bubbles(timeline: Timeline) -> Timeline:
     """The Timeline with bubble spans: the gaps between actions, as far as the schedule forced them."""
-    rows: dict[int, dict[int, _Row]] = {}
+    rows: dict[int, dict[int, Row]] = {}
     for rank in timeline.ranks:
         for step, row in _rows_of(timeline, rank):
             rows.setdefault(step, {})[rank] = row
@@ -41,18 +41,18 @@ def mark_bubbles(timeline: Timeline) -> Timeline:
     return Timeline([*timeline.spans, *bubbles], origin_unix_ns=timeline.origin_unix_ns)
 
 
-def _rows_of(timeline: Timeline, rank: int) -> Iterator[tuple[int, _Row]]:
+def _rows_of(timeline: Timeline, rank: int) -> Iterator[tuple[int, Row]]:
     """What a rank did in each of its steps that has actions of a pipeline."""
     named = []
     for span in timeline.of(rank):
         if span.kind in (Kind.FORWARD, Kind.BACKWARD):
             with contextlib.suppress(PlanError):
-                named.append((Action.parse(span.name), span))
+                named.append((Action.parse(span.name), span.start, span.stop))
     for index in timeline.steps():
         step = timeline.step(rank, index)
         if step is None:
             continue
-        row = [(action, span) for action, span in named if step.start <= span.start < step.stop]
+        row = [each for each in named if step.start <= each[1] < step.stop]
         if row:
             yield index, row
 
@@ -68,28 +68,28 @@ def _pipelines(timeline: Timeline) -> list[tuple[int, ...]]:
     return sorted({tuple(sorted(ranks)) for ranks in joined.values()})
 
 
-def _bubbles(rows: Mapping[int, _Row]) -> Iterator[Span]:
+def _bubbles(rows: Mapping[int, Row]) -> Iterator[Span]:
     """The bubble spans of one step of one pipeline, if all of its table was recorded."""
-    schedule = _schedule_of([[action for action, _ in row] for row in rows.values()])
+    schedule = _schedule_of([[action for action, _, _ in row] for row in rows.values()])
     if schedule is not None:
         yield from bubble_spans(schedule, rows)
 
 
-def bubble_spans(schedule: Schedule, rows: Mapping[int, _Row]) -> Iterator[Span]:
+def bubble_spans(schedule: Schedule, rows: Mapping[int, Row]) -> Iterator[Span]:
     """The bubble spans of one step.
 
     Args:
         schedule: The table that was run.
-        rows: By rank, in the order of the table's ranks, its actions with their spans.
+        rows: By rank, in the order of the table's ranks, what it did.
     """
     played = play(schedule, _mean_times(schedule, rows.values()))
-    begin = min(row[0][1].start for row in rows.values())
-    end = max(row[-1][1].stop for row in rows.values())
+    begin = min(row[0][1] for row in rows.values())
+    end = max(row[-1][2] for row in rows.values())
     for place, (rank, row) in enumerate(rows.items()):
         forced = _gaps(
             0.0, list(zip(played.starts[place], played.stops[place], strict=True)), played.makespan
         )
-        measured = _gaps(begin, [(span.start, span.stop) for _, span in row], end)
+        measured = _gaps(begin, [(start, stop) for _, start, stop in row], end)
         allowed = 0.0  # what was forced and was not yet seen: noise moves gaps between their neighbours
         for (start, stop), (first, last) in zip(measured, forced, strict=True):
             allowed += last - first
@@ -126,12 +126,12 @@ def _schedule_of(table: Sequence[Sequence[Action]]) -> Schedule | None:
     return schedule
 
 
-def _mean_times(schedule: Schedule, rows: Iterable[_Row]) -> Times:
+def _mean_times(schedule: Schedule, rows: Iterable[Row]) -> Times:
     """The same for every stage: the means of what was measured."""
     seconds: dict[Work, list[float]] = {work: [] for work in Work}
     for row in rows:
-        for action, span in row:
-            seconds[action.work].append(span.duration)
+        for action, start, stop in row:
+            seconds[action.work].append(stop - start)
     means = {work: fmean(found) for work, found in seconds.items() if found}
     whole = means.get(Work.BACKWARD, 0.0)
     return Times.equal(

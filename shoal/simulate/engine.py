@@ -10,7 +10,8 @@ action), and the message before it on that link is there. It slows nothing.
 
 Only ranks that differ along the pipeline are played: along all other axes ranks do the same at the same time.
 So a communication over these axes is over as soon as its seconds are, and what ranks wait for one another for
-are messages, and the end of the step, at which all gradients' norm is known.
+are messages, and the end of the step, at which all gradients' norm is known. There they also wait for the
+slowest of all, `lateness` of what the step took until then.
 """
 
 from __future__ import annotations
@@ -69,7 +70,13 @@ _Key = tuple[object, ...]
 
 
 def play_steps(
-    programs: Sequence[RankProgram], placement: Sequence[int], link: Link, contention: float, steps: int
+    programs: Sequence[RankProgram],
+    placement: Sequence[int],
+    link: Link,
+    *,
+    contention: float,
+    lateness: float,
+    steps: int,
 ) -> tuple[Journal, list[list[list[tuple[float, float]]]], float]:
     """Plays steps one after another.
 
@@ -78,12 +85,13 @@ def play_steps(
         placement: By stage, the place of the rank that holds it.
         link: Between stages.
         contention: See `shoal.cluster.Device`.
+        lateness: How long all ranks wait for the slowest, over what they do until they meet.
         steps: How many.
 
     Returns:
         What was done; by step and place, start and stop of each action; when the last step ends.
     """
-    engine = _Engine(programs, placement, link, contention, steps)
+    engine = _Engine(programs, placement, link, contention, lateness, steps)
     end = engine.play()
     return engine.journal, engine.actions, end
 
@@ -97,6 +105,7 @@ class _Engine:
         placement: Sequence[int],
         link: Link,
         contention: float,
+        lateness: float,
         steps: int,
     ) -> None:
         self.journal = Journal()
@@ -104,6 +113,7 @@ class _Engine:
         self.placement = placement
         self.link = link
         self.contention = contention
+        self.lateness = lateness
         self.steps = steps
         self.numbers = [program.rank for program in programs]
         self.sent: dict[_Key, float] = {}
@@ -139,18 +149,19 @@ class _Rank:
         self._rank = program.rank
         self._free = 0.0  # when all that was begun beside compute has ended
         self._ends: dict[object, float] = {}  # of what was begun, by key
+        self._begun: deque[tuple[float, str]] = deque()  # ends and names of it, in order
         self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: begun and not yet there
         self._link_free: dict[int, float] = {}  # by sender
-        self._there: dict[_Key, float] = {}  # when messages came
+        self._there: dict[_Key, tuple[float, float, str]] = {}  # when both had begun a message, when it came
 
     def play(self) -> Iterator[_Key]:
         """All steps."""
         for index in range(self._engine.steps):
             begin = self.now
-            yield from self._step(index)
+            yield from self._step(index, begin)
             self._engine.journal.work(self._rank, Kind.STEP, str(index), begin, self.now)
 
-    def _step(self, index: int) -> Iterator[_Key]:
+    def _step(self, index: int, begin: float) -> Iterator[_Key]:
         engine, program = self._engine, self._program
         entered: set[int] = set()  # stages that a forward has been through
         due: list[StageProgram] = []  # whose sums are whole, and not yet reduced
@@ -177,7 +188,7 @@ class _Rank:
                 if is_last and stage.keeps_sums and len(engine.numbers) > 1:
                     due.append(stage)
         self._begin(due)
-        yield from self._finish(index)
+        yield from self._finish(index, begin)
 
     def _begin(self, due: list[StageProgram]) -> None:
         """Begins to reduce stages whose sums are whole."""
@@ -185,8 +196,8 @@ class _Rank:
             self._run(stage.exchange.reduce_all())
         due.clear()
 
-    def _finish(self, index: int) -> Iterator[_Key]:
-        """What follows the last action: sums are waited for, and the optimizer steps."""
+    def _finish(self, index: int, begin: float) -> Iterator[_Key]:
+        """What follows the last action: sums are waited for, then all ranks, and the optimizer steps."""
         engine, program = self._engine, self._program
         if len(engine.numbers) > 1:
             for stage in program.stages.values():
@@ -194,19 +205,24 @@ class _Rank:
                     self._run(stage.exchange.wait_reduced())
         for collective in program.finish:
             self.now = engine.journal.exposed(self._rank, self.now, collective)
-        begin = self.now
-        if program.norm is not None:
-            arrived = engine.arrived[index]
-            arrived.append(begin)
-            if len(arrived) < len(engine.numbers):
-                yield "end", index
-            else:
-                engine.tell(("end", index))
-            self.now = max(arrived) + program.norm.seconds
-            engine.journal.collective(self._rank, begin, self.now, program.norm)
-            engine.journal.work(self._rank, Kind.WAIT, program.norm.name, begin, self.now)
+        done = self.now
+        arrived = engine.arrived[index]
+        arrived.append(done)
+        if len(arrived) < len(engine.numbers):
+            yield "end", index
+        else:
+            engine.tell(("end", index))
+        last = max(arrived)
+        together = last + engine.lateness * (last - begin)
+        norm = program.norm
+        self.now = together + (norm.seconds if norm is not None else 0.0)
+        if norm is not None:
+            engine.journal.collective(self._rank, done, together, self.now, norm)
+        if self.now > done:
+            name = norm.name if norm is not None else "slowest rank"
+            engine.journal.wait(self._rank, name, done, together, self.now)
         self.now += program.update
-        engine.journal.work(self._rank, Kind.OPTIMIZER, "", begin, self.now)
+        engine.journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now)
 
     def _take(self, action: Action) -> Iterator[_Key]:
         """Waits for what an action needs from another rank."""
@@ -223,21 +239,23 @@ class _Rank:
             if receiving[0][0] not in self._engine.sent:
                 yield receiving[0][0]
             self._receive(placement[before], *receiving.popleft())
-        came = self._there.pop(key)
+        together, came, name = self._there.pop(key)
         if came > self.now:
-            self._engine.journal.work(self._rank, Kind.WAIT, _name_of(key), self.now, came)
+            self._engine.journal.wait(self._rank, name, self.now, together, came)
             self.now = came
 
     def _receive(self, sender: int, key: _Key, begin: float) -> None:
         """Notes when a message comes that was sent."""
         engine = self._engine
         sent = engine.sent.pop(key)
-        came = max(sent, begin, self._link_free.get(sender, 0.0)) + engine.link.seconds
-        self._link_free[sender] = self._there[key] = came
+        together = max(sent, begin)
+        came = max(together, self._link_free.get(sender, 0.0)) + engine.link.seconds
         name, nbytes = _name_of(key), engine.link.bytes
+        self._link_free[sender] = came
+        self._there[key] = together, came, name
         ends = engine.numbers[sender], self._rank
-        engine.journal.message(ends[0], sent, came, name, nbytes, ends)
-        engine.journal.message(ends[1], begin, came, name, nbytes, ends)
+        engine.journal.message(ends[0], sent, together, came, name, nbytes, ends)
+        engine.journal.message(ends[1], begin, together, came, name, nbytes, ends)
 
     def _perform(self, action: Action, passage: Passage) -> None:
         kind = Kind.FORWARD if action.work is Work.FORWARD else Kind.BACKWARD
@@ -261,12 +279,18 @@ class _Rank:
             elif isinstance(piece, Start):
                 start = max(self.now, self._free)
                 self._free = self._ends[piece.key] = start + piece.collective.seconds
-                journal.collective(self._rank, start, self._free, piece.collective)
+                self._begun.append((self._free, piece.collective.name))
+                journal.collective(self._rank, start, start, self._free, piece.collective)
             else:
-                end = self._ends.get(piece.key, 0.0)
-                if end > self.now:
-                    journal.work(self._rank, Kind.WAIT, piece.name, self.now, end)
-                    self.now = end
+                self._await(self._ends.get(piece.key, 0.0))
+
+    def _await(self, end: float) -> None:
+        """Waits until what was begun has ended, and before it what was begun earlier."""
+        while self.now < end:
+            stop, name = self._begun.popleft()
+            if stop > self.now:
+                self._engine.journal.wait(self._rank, name, self.now, self.now, stop)
+                self.now = stop
 
     def _computed(self, seconds: float) -> float:
         """When compute ends that begins now: what was begun beside it travels on until `_free`."""
@@ -282,5 +306,6 @@ class _Rank:
 def _name_of(key: _Key) -> str:
     """As the runtime names it: what is sent, and the action that waits for it."""
     payload, stage, microbatch = key
+    assert isinstance(payload, Payload)
     what = "activation" if payload is Payload.ACTIVATION else "gradient"
-    return f"{what}:{stage}{payload}{microbatch}"
+    return f"{what}:{stage}{payload.value}{microbatch}"

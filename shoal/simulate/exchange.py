@@ -1,52 +1,34 @@
-"""What data-parallel ranks exchange of a stage, in buckets: gradients, and weights that are sharded.
+"""What data-parallel ranks exchange of a stage, bucket by bucket: gradients, and weights that are sharded.
 
-Buckets are filled in the order of backward, up to `Plan.bucket` bytes of weights; the embedding and the end
-have buckets of their own, and with zero3 every block has one. A bucket is reduced over the shards and then
-over the replicas, and gathered over the shards.
+A bucket is reduced over the shards and then over the replicas, and gathered over the shards;
+`shoal.cost.buckets` says which parameters are in one, and which ranks these are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
+from shoal.cost.buckets import Bucket, Family, buckets_of, families_of, held_by_rank
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group, collective_seconds
 from shoal.cost.step import Costs
 from shoal.plan import Plan
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
 from shoal.simulate.within import Members
-from shoal.workload import Block, Product
+from shoal.workload import Block, Parameters, Part, Product
 
-__all__ = ["Bucket", "Exchange", "parameters_of"]
+__all__ = ["Exchange"]
 
 _SUM_WIDTH = 4  # bytes of an element of a sum of gradients: fp32
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Parameters that are reduced and gathered together.
-
-    Attributes:
-        name: As recorded spans call it.
-        parameters: That the rank has of them.
-        first: Position of its first block in the stage: where forward first needs it, and backward completes
-            its gradients.
-        last: Position of its last block: where backward first needs it.
-    """
+class _Named:
+    """A bucket, and what recorded spans call it."""
 
     name: str
-    parameters: float
-    first: int
-    last: int
-
-
-def parameters_of(block: Block, plan: Plan) -> int:
-    """How many of a block's parameters a rank has under a Plan, before sharding."""
-    held = block.parameters
-    return held.whole + held.divided // plan.tp + held.experts // plan.ep
+    bucket: Bucket
 
 
 class Exchange:
@@ -58,6 +40,11 @@ class Exchange:
         stage: Number of the stage; handles of different stages differ by it.
         blocks: Of the stage, in order.
         members: Of the rank that is played.
+
+    Attributes:
+        parameters: That the rank has of the stage.
+        is_sharded: Whether any of its state is.
+        roots: Positions of the embedding and the end.
     """
 
     def __init__(
@@ -71,121 +58,101 @@ class Exchange:
         self._blocks = blocks
         ends = {id(costs.workload.embedding), id(costs.workload.end)}
         self.roots = tuple(position for position, block in enumerate(blocks) if id(block) in ends)
-        self.buckets = tuple(self._fill())
-        self.is_sharded = plan.shard != "none" and plan.shards * plan.cp > 1
+        filled = buckets_of(blocks, self.roots, plan, self._width)
+        each = (bucket for bucket in filled for _ in range(bucket.number))
+        self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(each))
+        self.parameters = held_by_rank(_together(blocks), plan.tp, plan.ep)
+        self.is_sharded = any(bucket.family.shards.size > 1 for bucket in filled)
 
     def reduce_at(self, position: int) -> list[Piece]:
         """Begins the buckets whose gradients are complete once backward has left that block."""
         return [
-            piece for bucket in self.buckets if bucket.first == position for piece in self._reduce(bucket)
+            piece
+            for bucket in self._buckets
+            if bucket.bucket.first == position
+            for piece in self._reduce(bucket)
         ]
 
     def reduce_all(self) -> list[Piece]:
         """Begins all buckets."""
-        return [piece for bucket in self.buckets for piece in self._reduce(bucket)]
+        return [piece for bucket in self._buckets for piece in self._reduce(bucket)]
 
     def wait_reduced(self) -> list[Piece]:
         """Waits for all sums."""
-        return [
-            Wait(starts[0].key, starts[-1].collective.name)
-            for bucket in self.buckets
-            if (starts := self._reduce(bucket))
-        ]
+        return [Wait(starts[0].key) for bucket in self._buckets if (starts := self._reduce(bucket))]
 
     def gather(self, position: int) -> list[Piece]:
         """Begins to gather the buckets that a block needs first, by its position from the front."""
-        return [self._gather(bucket) for bucket in self.buckets if bucket.last == position]
+        return [self._gather(bucket) for bucket in self._buckets if bucket.bucket.last == position]
 
     def gather_all(self) -> list[Piece]:
         """Begins to gather all buckets: first the roots', for which forward waits at once."""
-        roots = [bucket for bucket in self.buckets if bucket.first in self.roots]
-        others = [bucket for bucket in self.buckets if bucket.first not in self.roots]
+        roots = [bucket for bucket in self._buckets if bucket.bucket.first in self.roots]
+        others = [bucket for bucket in self._buckets if bucket.bucket.first not in self.roots]
         return [self._gather(bucket) for bucket in (*roots, *reversed(others))]
 
     def wait_gathered(self, position: int) -> list[Piece]:
         """Waits for the weights of a block."""
         return [
-            Wait(self._key("gather", bucket), f"all_gather:{bucket.name}")
-            for bucket in self.buckets
-            if bucket.first <= position <= bucket.last
+            Wait(self._key("gather", bucket))
+            for bucket in self._buckets
+            if self.is_sharded and bucket.bucket.first <= position <= bucket.bucket.last
         ]
 
     def naive(self) -> list[Piece]:
         """One all-reduce after another, of each weight of a product and of all else of a block together."""
-        group = self._all
         return [
-            Exposed(self._collective("all_reduce", each, count, _SUM_WIDTH, group))
+            Exposed(self._collective("all_reduce", name, count, _SUM_WIDTH, family.replicas))
             for block in reversed(self._blocks)
-            for each, count in self._weights_of(block)
-            if group.size > 1 and count
+            for family in families_of(self._plan)
+            for name, count in self._weights_of(block, family)
+            if family.replicas.size > 1 and count > 0
         ]
 
-    def _weights_of(self, block: Block) -> list[tuple[str, float]]:
+    def _weights_of(self, block: Block, family: Family) -> list[tuple[str, float]]:
+        whole = family.count(held_by_rank(block.parameters, self._plan.tp, self._plan.ep))
+        if "divided" not in family.kinds:
+            return [(f"{block.name}.{family.kinds[-1]}", whole)]
         weights = [
             (f"{block.name}.{each.name}", each.inputs * each.outputs / self._plan.tp)
             for each in block.operations
-            if isinstance(each, Product) and each.copies == 1
+            if isinstance(each, Product) and each.copies == 1 and each.part is not Part.WHOLE
         ]
-        rest = parameters_of(block, self._plan) - sum(count for _, count in weights)
-        return (
-            [*weights, (block.name, rest)] if rest > 0 else [(block.name, parameters_of(block, self._plan))]
-        )
+        rest = whole - sum(count for _, count in weights)
+        return [*weights, (block.name, rest)] if rest >= 0 else [(block.name, whole)]  # a tied head has none
 
-    @property
-    def _all(self) -> Group:
-        """The ranks that have the same weights and other data."""
-        return Group(self._plan.dp * self._plan.cp, self._plan.tp)
+    def _reduce(self, named: _Named) -> list[Start]:
+        bucket = named.bucket
+        shards, replicas = bucket.family.shards, bucket.family.replicas
+        sums = [("reduce_scatter", bucket.parameters, shards)]
+        sums.append(("all_reduce", bucket.parameters / shards.size, replicas))
+        return [
+            Start(
+                self._key("reduce", named), self._collective(operation, named.name, count, _SUM_WIDTH, group)
+            )
+            for operation, count, group in sums
+            if group.size > 1
+        ]
 
-    @property
-    def _shards(self) -> Group:
-        return Group(self._plan.shards * self._plan.cp, self._plan.tp)
-
-    @property
-    def _replicas(self) -> Group:
-        plan = self._plan
-        return Group(plan.replicas, plan.tp * plan.cp * plan.shards)
-
-    def _fill(self) -> list[Bucket]:
-        """The buckets, in the order of backward."""
-        filled: list[tuple[float, int, int]] = []  # parameters, first, last
-        is_open = False
-        by_block = self._plan.shard == "zero3"
-        capacity = math.inf if by_block else self._plan.bucket / self._width
-        for position in reversed(range(len(self._blocks))):
-            count = float(parameters_of(self._blocks[position], self._plan))
-            if not count:
-                continue
-            is_root = position in self.roots
-            if is_open and not by_block and not is_root and filled[-1][0] + count <= capacity:
-                filled[-1] = (filled[-1][0] + count, position, filled[-1][2])
-                continue
-            parts = 1 if by_block else math.ceil(count / capacity)
-            filled += [(count / parts, position, position)] * parts
-            is_open = not is_root
-        return [Bucket(f"bucket {number}", *each) for number, each in enumerate(filled)]
-
-    def _reduce(self, bucket: Bucket) -> list[Start]:
-        start = partial(Start, self._key("reduce", bucket))
-        count = bucket.parameters
-        if not self.is_sharded:
-            group = self._all
-            return [start(self._of("all_reduce", bucket, count, group))] if group.size > 1 else []
-        starts = [start(self._of("reduce_scatter", bucket, count, self._shards))]
-        if self._replicas.size > 1:
-            starts.append(start(self._of("all_reduce", bucket, count / self._shards.size, self._replicas)))
-        return starts
-
-    def _gather(self, bucket: Bucket) -> Start:
-        gathered = self._collective("all_gather", bucket.name, bucket.parameters, self._width, self._shards)
-        return Start(self._key("gather", bucket), gathered)
-
-    def _of(self, operation: str, bucket: Bucket, count: float, group: Group) -> Collective:
-        return self._collective(operation, bucket.name, count, _SUM_WIDTH, group)
+    def _gather(self, named: _Named) -> Start:
+        bucket = named.bucket
+        shards = bucket.family.shards
+        gathered = self._collective("all_gather", named.name, bucket.parameters, self._width, shards)
+        return Start(self._key("gather", named), gathered)
 
     def _collective(self, operation: str, name: str, count: float, width: int, group: Group) -> Collective:
         nbytes = count * width
         seconds = collective_seconds(operation, nbytes, group, self._cluster)
         return Collective(f"{operation}:{name}", seconds, round(nbytes), self._members(group))
 
-    def _key(self, what: str, bucket: Bucket) -> tuple[str, int, str]:
+    def _key(self, what: str, bucket: _Named) -> tuple[str, int, str]:
         return what, self._stage, bucket.name
+
+
+def _together(blocks: Sequence[Block]) -> Parameters:
+    held = [block.parameters for block in blocks]
+    return Parameters(
+        sum(each.whole for each in held),
+        sum(each.divided for each in held),
+        sum(each.experts for each in held),
+    )

@@ -3,53 +3,138 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from shoal.simulate.passage import Collective, Exposed, Passage
 from shoal.timeline import Kind, Lane, Span
 
-__all__ = ["Journal"]
+__all__ = ["Communicated", "Journal", "Passed", "Waited", "Worked"]
+
+
+class Passed(NamedTuple):
+    """A forward or backward beside which nothing travelled.
+
+    Attributes:
+        rank: Global.
+        kind: Of the span.
+        name: Of the span.
+        start: When it began; it takes the passage's seconds.
+        passage: What it is made of.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    passage: Passage
+
+
+class Worked(NamedTuple):
+    """A span of the compute lane, from `start` to `stop`."""
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    stop: float
+
+
+class Waited(NamedTuple):
+    """A time in which a rank's compute stood still.
+
+    Attributes:
+        rank: Global.
+        name: Of the communication that it waited for.
+        start: When it began to wait.
+        together: When the last that take part was there: before that, they are late.
+        stop: When it went on.
+    """
+
+    rank: int
+    name: str
+    start: float
+    together: float
+    stop: float
+
+
+class Communicated(NamedTuple):
+    """A span of the communication lane.
+
+    Attributes:
+        rank: Global.
+        start: When the rank began it.
+        together: When all that take part had begun it.
+        stop: When it ended.
+        name: Of the span.
+        bytes: Of the tensor.
+        group: Global ranks that take part.
+    """
+
+    rank: int
+    start: float
+    together: float
+    stop: float
+    name: str
+    bytes: int
+    group: tuple[int, ...]
 
 
 class Journal:
     """Collects what ranks do. Planning looks at the end of a step only, so spans are made by `spans`."""
 
     def __init__(self) -> None:
-        self._passages: list[tuple[int, str, str, float, Passage]] = []
-        self._compute: list[tuple[int, str, str, float, float]] = []
-        self._communication: list[tuple[int, float, float, str, int, tuple[int, ...]]] = []
+        self.passages: list[Passed] = []
+        self.works: list[Worked] = []
+        self.waits: list[Waited] = []
+        self.communications: list[Communicated] = []
 
     def passage(self, rank: int, kind: str, name: str, start: float, passage: Passage) -> None:
-        """A forward or backward beside which nothing travelled."""
-        self._passages.append((rank, kind, name, start, passage))
+        """Notes a forward or backward beside which nothing travelled."""
+        self.passages.append(Passed(rank, kind, name, start, passage))
 
     def work(self, rank: int, kind: str, name: str, start: float, stop: float) -> None:
-        """A span of the compute lane."""
-        self._compute.append((rank, kind, name, start, stop))
+        """Notes a span of the compute lane."""
+        self.works.append(Worked(rank, kind, name, start, stop))
 
-    def collective(self, rank: int, start: float, stop: float, collective: Collective) -> None:
-        """A span of the communication lane."""
-        self.message(rank, start, stop, collective.name, collective.bytes, collective.group)
+    def wait(self, rank: int, name: str, start: float, together: float, stop: float) -> None:
+        """Notes that compute stood still."""
+        self.waits.append(Waited(rank, name, start, together, stop))
+
+    def collective(
+        self, rank: int, start: float, together: float, stop: float, collective: Collective
+    ) -> None:
+        """Notes a span of the communication lane."""
+        self.message(rank, start, together, stop, collective.name, collective.bytes, collective.group)
 
     def message(
-        self, rank: int, start: float, stop: float, name: str, nbytes: int, group: tuple[int, ...]
+        self,
+        rank: int,
+        start: float,
+        together: float,
+        stop: float,
+        name: str,
+        nbytes: int,
+        group: tuple[int, ...],
     ) -> None:
-        """The same, of what is not a Collective."""
-        self._communication.append((rank, start, stop, name, nbytes, group))
+        """Notes the same, of what is not a Collective."""
+        self.communications.append(Communicated(rank, start, together, stop, name, nbytes, group))
 
     def exposed(self, rank: int, start: float, collective: Collective) -> float:
-        """A communication that compute waits for, in both lanes; gives its end."""
+        """Notes a communication that compute waits for, in both lanes; gives its end."""
         stop = start + collective.seconds
-        self.collective(rank, start, stop, collective)
-        self.work(rank, Kind.WAIT, collective.name, start, stop)
+        self.collective(rank, start, start, stop, collective)
+        self.wait(rank, collective.name, start, start, stop)
         return stop
 
     def spans(self) -> Iterator[Span]:
         """All spans, in no order."""
-        for rank, kind, name, start, stop in self._compute:
+        for rank, kind, name, start, stop in self.works:
             yield Span(rank, Lane.COMPUTE, kind, name, start, stop - start)
-        for rank, start, stop, name, nbytes, group in self._communication:
+        for rank, name, start, _, stop in self.waits:
+            yield Span(rank, Lane.COMPUTE, Kind.WAIT, name, start, stop - start)
+        for rank, start, _, stop, name, nbytes, group in self.communications:
             yield Span(rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, start, stop - start, nbytes, group)
-        for rank, kind, name, start, passage in self._passages:
+        for rank, kind, name, start, passage in self.passages:
             yield Span(rank, Lane.COMPUTE, kind, name, start, passage.seconds)
             now = start
             for piece in passage.pieces:

@@ -57,11 +57,9 @@ class Wait:
 
     Attributes:
         key: See `Start`; nothing is waited for if nothing was begun under it.
-        name: Of the span in which the rank waits.
     """
 
     key: object
-    name: str
 
 
 Piece = float | Exposed | Start | Wait
@@ -85,6 +83,19 @@ class Passage:
     def exposed(self) -> Iterator[Collective]:
         """What its compute waits for within blocks."""
         return (piece.collective for piece in self.pieces if isinstance(piece, Exposed))
+
+    def exposed_moments(self) -> Iterator[tuple[float, float]]:
+        """From when to when its compute waits for these, in seconds from its start."""
+        now = begin = 0.0
+        for piece in self.pieces:
+            if isinstance(piece, Exposed):
+                now += piece.collective.seconds
+            elif isinstance(piece, float):
+                if now > begin:
+                    yield begin, now
+                now = begin = now + piece
+        if now > begin:
+            yield begin, now
 
     def gathered(self) -> Passage:
         """The same if it is plain, with all compute in one piece, and then one for each operation.

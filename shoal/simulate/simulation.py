@@ -6,25 +6,24 @@ rank along the pipeline; the engine plays these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.network import Group, collective_seconds
+from shoal.cost.crowding import crowded_seconds
+from shoal.cost.jitter import straggler_share
 from shoal.cost.step import Costs
 from shoal.errors import ClusterError
 from shoal.plan import Plan
-from shoal.plan.schedules import Action, Played, Schedule, Step, Times, Work, make, transfers
+from shoal.plan.schedules import Played, make
+from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
-from shoal.simulate.engine import Link, RankProgram, play_steps
-from shoal.simulate.exchange import parameters_of
+from shoal.simulate.engine import Link, play_steps
 from shoal.simulate.journal import Journal
-from shoal.simulate.passage import Collective
-from shoal.simulate.stage_program import StageProgram
-from shoal.timeline import Breakdown, Kind, Lane, Span, Timeline, explain
-from shoal.workload import Parameters, Workload
+from shoal.simulate.programs import message_bytes, rank_programs, stage_programs, undisturbed_times
+from shoal.timeline import Breakdown, Span, Timeline
+from shoal.workload import Workload
 
 __all__ = ["Simulation", "simulate"]
 
@@ -53,6 +52,7 @@ class Simulation:
     played: Played
     _actions: Sequence[Sequence[Sequence[tuple[float, float]]]]
     _journal: Journal
+    _pace: float = 1.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,13 +80,27 @@ class Simulation:
 
         The ranks have the numbers that they have in the mesh.
         """
-        return Timeline([*self._journal.spans(), *self._bubbles()])
+        spans = [*self._journal.spans(), *self._bubbles]
+        return Timeline(spans if self._pace == 1 else [_at_pace(span, self._pace) for span in spans])
 
-    @cached_property
+    @property
     def breakdown(self) -> Breakdown:
         """Where the time goes."""
-        return explain(self.timeline)
+        return self._account.breakdown
 
+    def exposed(self, rank: int) -> Mapping[str, float]:
+        """By what communication is for, the seconds of a step that a rank's compute waits for it.
+
+        Args:
+            rank: One that was played.
+        """
+        return self._account.exposed[rank]
+
+    @cached_property
+    def _account(self) -> Account:
+        return account_of(self._journal, self._bubbles, self._pace)
+
+    @cached_property
     def _bubbles(self) -> list[Span]:
         if self.plan.pp == 1:
             return []
@@ -99,7 +113,7 @@ class Simulation:
                 schedule,
                 {
                     place * apart: [
-                        (action, Span(place * apart, Lane.COMPUTE, Kind.FORWARD, "", start, stop - start))
+                        (action, start, stop)
                         for action, (start, stop) in zip(schedule.table[place], row, strict=True)
                     ]
                     for place, row in enumerate(step)
@@ -133,19 +147,26 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         )
     costs = Costs(workload, cluster)
     count = batch // plan.dp // plan.microbatch
-    stages = _stages(plan, costs, count)
-    times = _times(stages, costs.send(plan))
+    stages = stage_programs(plan, costs, count)
+    times = undisturbed_times(stages, costs.send(plan))
     schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
-    programs = _programs(plan, costs, schedule, stages)
-    link = Link(costs.send(plan), _message_bytes(plan, workload))
-    journal, actions, end = play_steps(programs, schedule.placement, link, cluster.device.contention, steps)
+    programs = rank_programs(plan, costs, schedule, stages)
+    link = Link(costs.send(plan), message_bytes(plan, workload))
+    journal, actions, end = play_steps(
+        programs,
+        schedule.placement,
+        link,
+        contention=cluster.device.contention,
+        lateness=straggler_share(cluster),
+        steps=steps,
+    )
     played = Played(
         schedule,
         times,
         tuple(tuple(start for start, _ in row) for row in actions[0]),
         tuple(tuple(stop for _, stop in row) for row in actions[0]),
     )
-    return Simulation(
+    simulation = Simulation(
         workload=workload,
         cluster=cluster,
         plan=plan,
@@ -156,87 +177,16 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         _actions=actions,
         _journal=journal,
     )
+    return simulation if cluster.crowding == 1 else _with_lent_cores(simulation)
 
 
-def _stages(plan: Plan, costs: Costs, count: int) -> list[StageProgram]:
-    placement = plan.placement if plan.pp > 1 else (0,)
-    apart = plan.ranks // plan.pp
-    return [
-        StageProgram(plan, costs, stage, blocks, partial(_members, place * apart))
-        for stage, (place, blocks) in enumerate(zip(placement, costs.blocks_of(plan, count), strict=True))
-    ]
+def _with_lent_cores(simulation: Simulation) -> Simulation:
+    """The same where a rank that waits lends its core to others: all goes at a quicker pace."""
+    parts = simulation.breakdown.parts
+    idle = parts.bubble + parts.straggler_wait
+    seconds = crowded_seconds(simulation.seconds, idle, simulation.cluster.crowding)
+    return replace(simulation, seconds=seconds, _pace=seconds / simulation.seconds)
 
 
-def _members(first: int, group: Group) -> tuple[int, ...]:
-    """The global ranks of a group, given its first."""
-    return tuple(range(first, first + group.size * group.stride, group.stride))
-
-
-def _times(stages: Sequence[StageProgram], transfer: float) -> Times:
-    """Of forwards and backwards that nothing disturbs."""
-
-    def seconds(work: Work) -> tuple[float, ...]:
-        return tuple(
-            stage.passage(Action(work, number, 0), is_first=False, is_last=False).seconds
-            for number, stage in enumerate(stages)
-        )
-
-    return Times(
-        seconds(Work.FORWARD), seconds(Work.INPUT), seconds(Work.WEIGHT), (transfer,) * (len(stages) - 1)
-    )
-
-
-def _programs(
-    plan: Plan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
-) -> list[RankProgram]:
-    rows: Sequence[Sequence[Step]] = transfers(schedule, ahead=1) if plan.pp > 1 else schedule.table
-    apart = plan.ranks // plan.pp
-    return [
-        RankProgram(
-            rank=place * apart,
-            steps=row,
-            stages={number: stages[number] for number in schedule.stages_of(place)},
-            last={
-                action.stage: action
-                for action in schedule.table[place]
-                if action.work in (Work.BACKWARD, Work.WEIGHT)
-            },
-            finish=_finish(plan, costs, schedule, place),
-            norm=_norm(plan, costs),
-            update=_update(plan, costs, [stages[number] for number in schedule.stages_of(place)]),
-        )
-        for place, row in enumerate(rows)
-    ]
-
-
-def _finish(plan: Plan, costs: Costs, schedule: Schedule, place: int) -> list[Collective]:
-    """The sum of a tied embedding's gradients, where its two uses are on different ranks."""
-    first, last = schedule.placement[0], schedule.placement[-1]
-    if not costs.workload.tied or first == last or place not in (first, last):
-        return []
-    shards = plan.shards * plan.cp if plan.shard != "none" else 1
-    nbytes = 4 * parameters_of(costs.workload.embedding, plan) // shards
-    apart = plan.ranks // plan.pp
-    seconds = collective_seconds("all_reduce", nbytes, Group(2, apart * (last - first)), costs.cluster)
-    return [Collective("all_reduce:embedding", seconds, nbytes, (apart * first, apart * last))]
-
-
-def _norm(plan: Plan, costs: Costs) -> Collective | None:
-    """The sum of the squares of all gradients, where ranks hold different ones."""
-    size = plan.ranks // plan.replicas
-    if size == 1:
-        return None
-    seconds = collective_seconds("all_reduce", 8, Group(size), costs.cluster)
-    group = range(0, plan.ranks, plan.ranks // plan.pp) if plan.pp > 1 else range(size)
-    return Collective("all_reduce:gradient norm", seconds, 8, tuple(group))
-
-
-def _update(plan: Plan, costs: Costs, stages: Sequence[StageProgram]) -> float:
-    held = sum(bucket.parameters for stage in stages for bucket in stage.exchange.buckets)
-    return costs.update(plan, Parameters(whole=round(held)))
-
-
-def _message_bytes(plan: Plan, workload: Workload) -> int:
-    layout = Layout.of(plan)
-    tokens = layout.microbatch * workload.length // plan.cp // (1 if plan.tensor == "plain" else plan.tp)
-    return tokens * workload.hidden * layout.width
+def _at_pace(span: Span, pace: float) -> Span:
+    return replace(span, start=span.start * pace, duration=span.duration * pace)

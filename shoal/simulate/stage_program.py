@@ -63,7 +63,7 @@ class StageProgram:
         """
         key = action.work, is_first, is_last
         if key not in self._passages:
-            passage = Passage.of(self._pieces(*key))
+            passage = Passage.of(self.pieces(*key))
             self._passages[key] = passage.gathered() if passage.is_plain and self._plan.pp > 1 else passage
         return self._passages[key]
 
@@ -71,7 +71,8 @@ class StageProgram:
         """What is begun when a step begins."""
         return self.exchange.gather_all() if self._gathers_all else []
 
-    def _pieces(self, work: Work, is_first: bool, is_last: bool) -> Iterator[Piece]:
+    def pieces(self, work: Work, is_first: bool, is_last: bool) -> Iterator[Piece]:
+        """What a passage is made of, one by one; the arguments as of `passage`."""
         if work is Work.FORWARD:
             return self._forward(is_first)
         return self._backward(work, is_last)

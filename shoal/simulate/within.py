@@ -1,17 +1,18 @@
 """The pieces of a block's forward and backward: its compute, cut by the communications within it.
 
-Forward joins the ranks of tp `joins` times, each time with compute between a gather and a scatter (with
-tensor=plain: before one all-reduce); attention's exchange over cp stands behind the first part of compute,
-and experts get their tokens before the last part and give them back after it. Backward does as much, and once
-more what recompute=full does again. Costs say how long all of a kind take together: each has an equal share.
+What joins the ranks of tp stands before and behind equal parts of compute, as `shoal.cost.joins` lists it;
+attention's exchange over cp stands behind the first part of compute, and experts get their tokens before the
+last part and give them back after it. Costs say how long exchanges over cp and with experts take together:
+each has an equal share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.cost.block import BlockCost
+from shoal.cost.joins import Join, Joined
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group
 from shoal.simulate.passage import Collective, Exposed, Piece
@@ -39,51 +40,38 @@ class Within:
 
     def forward(self, block: Block, cost: BlockCost) -> Iterator[Piece]:
         """Of its forward."""
-        seconds = (cost.tensor[0], cost.context[0], cost.expert[0])
-        return self._pieces(block, cost.compute.forward, seconds, rounds=1)
+        return self._pieces(block, cost.compute.forward, cost.joins[0], cost.context[0], cost.expert[0], 1)
 
     def backward(self, block: Block, cost: BlockCost, compute: float) -> Iterator[Piece]:
         """Of its backward, of whose compute so many seconds are made at once with its communications."""
-        seconds = (cost.tensor[1], cost.context[1], cost.expert[1])
-        rounds = 2 if self.layout.recompute == "full" and block.has_rows else 1
-        return self._pieces(block, compute, seconds, rounds)
+        rounds = 2 if self.layout.recompute == "full" else 1
+        return self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
 
     def _pieces(
-        self, block: Block, compute: float, seconds: tuple[float, float, float], rounds: int
+        self,
+        block: Block,
+        compute: float,
+        joins: Sequence[Join],
+        context: float,
+        expert: float,
+        rounds: int,
     ) -> Iterator[Piece]:
-        tensor, context, expert = seconds
-        joins = max(block.joins, 1) * rounds
-        before, after = self._join(tensor / joins)
-        for join in range(joins):
-            yield from before
-            is_last = join == joins - 1
+        joins = joins or (Join((), ()),)
+        for number, join in enumerate(joins):
+            yield from map(self._joined, join.before)
+            is_last = number == len(joins) - 1
             if is_last and expert:
                 yield self._exchange(block, expert / 2, rounds)
-            yield compute / joins
+            yield compute / len(joins)
             if is_last and expert:
                 yield self._exchange(block, expert / 2, rounds)
-            if join == 0 and context:
+            if number == 0 and context:
                 yield self._attend(block, context, rounds)
-            yield from after
+            yield from map(self._joined, join.behind)
 
-    def _join(self, seconds: float) -> tuple[list[Piece], list[Piece]]:
-        """What stands before the compute of a join, and what behind it."""
-        if not seconds:
-            return [], []
-        layout, group = self.layout, self.members(Group(self.layout.tp))
-        length = self.workload.length * layout.microbatch // layout.cp
-        nbytes = length * self.workload.hidden * layout.width
-        if layout.tensor == "plain":
-            return [], [Exposed(Collective("all_reduce:row", seconds, nbytes, group))]
-        gather, scatter = (
-            ("shift:column", "shift:row")
-            if layout.tensor == "async"
-            else ("all_gather:column", "reduce_scatter:row")
-        )
-        return (
-            [Exposed(Collective(gather, seconds / 2, nbytes, group))],
-            [Exposed(Collective(scatter, seconds / 2, nbytes, group))],
-        )
+    def _joined(self, joined: Joined) -> Piece:
+        group = self.members(Group(self.layout.tp))
+        return Exposed(Collective(joined.name, joined.seconds, round(joined.nbytes), group))
 
     def _attend(self, block: Block, seconds: float, rounds: int) -> Piece:
         layout, length = self.layout, self.workload.length

@@ -2,49 +2,69 @@
 
 from __future__ import annotations
 
-from statistics import median
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
 
-from shoal.timeline.breakdown import explain
-from shoal.timeline.intervals import intersect, length, subtract, union
-from shoal.timeline.span import Kind, Lane
+from shoal.timeline.breakdown import RankBreakdown, explain
+from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
+from shoal.timeline.matching import Arrival, match_collectives
+from shoal.timeline.purpose import PURPOSES, purpose_of
+from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
+from shoal.timeline.windows import StepWindows
 
 __all__ = ["seconds_by_kind"]
 
 _WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
+_PARTS = ("exposed_communication", "bubble", "straggler_wait", "data_wait", "other")
 
 
 def seconds_by_kind(timeline: Timeline) -> dict[str, float]:
-    """Seconds of a step of a rank, by kind: each the median over its counted steps, then the mean over ranks.
+    """Seconds of a step of a rank, by kind, the mean over ranks.
 
-    "forward", "backward" and "optimizer" are without what they wait for. "exposed_communication", "bubble"
-    and "straggler_wait" are those of the Breakdown, whose `counted` says which steps count; "collective" is
-    all communication once all of a group were there, hidden or not; "step" is the whole.
+    "forward", "backward" and "optimizer" are without what they wait for, each the median over the steps that
+    the Breakdown counts. "exposed_communication", "bubble", "straggler_wait", "data_wait" and "other" are its
+    parts. PURPOSES are what compute waits for of each once all of its group are there: the most part of the
+    exposed communication. "collective" is all communication once all of a group were there, hidden or not;
+    "step" is the whole.
 
     Raises:
         ShoalError: No rank finished a step.
     """
     breakdown = explain(timeline)
-    totals: dict[str, float] = {}
-    for rank in breakdown.ranks:
-        spans = timeline.of(rank.rank)
-        blocked = union(
-            (span.start, span.stop)
-            for span in spans
-            if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE)
-        )
-        for kind in _WORK:
-            worked = subtract(union((span.start, span.stop) for span in spans if span.kind == kind), blocked)
-            by_step = []
-            for index in rank.counted:
-                step = timeline.step(rank.rank, index)
-                assert step is not None
-                by_step.append(length(intersect(worked, [(step.start, step.stop)])))
-            totals[kind] = totals.get(kind, 0.0) + median(by_step)
-    for name in ("exposed_communication", "bubble", "straggler_wait"):
-        totals[name] = sum(getattr(rank.parts, name) for rank in breakdown.ranks)
-    totals["collective"] = sum(
-        figures.transfer_seconds for rank in breakdown.ranks for figures in rank.collectives.values()
-    )
-    totals["step"] = sum(rank.parts.wall for rank in breakdown.ranks)
-    return {str(kind): seconds / len(breakdown.ranks) for kind, seconds in totals.items()}
+    windows = {rank.rank: StepWindows(timeline, rank.rank) for rank in breakdown.ranks}
+    arrivals = match_collectives(timeline, windows)
+    by_rank = [_of_rank(timeline, rank, arrivals[rank.rank]) for rank in breakdown.ranks]
+    return {kind: fmean(seconds[kind] for seconds in by_rank) for kind in by_rank[0]}
+
+
+def _of_rank(timeline: Timeline, rank: RankBreakdown, arrivals: Sequence[Arrival]) -> dict[str, float]:
+    spans = timeline.of(rank.rank)
+    waits = [
+        span for span in spans if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE)
+    ]
+    blocked = _moments(waits)
+    late = union((each.span.start, each.complete) for each in arrivals)
+    explained = union([*late, *_moments(span for span in spans if span.kind == Kind.BUBBLE)])
+    steps = [step for index in rank.counted if (step := timeline.step(rank.rank, index)) is not None]
+
+    def by_step(moments: Intervals) -> list[float]:
+        return [length(intersect(moments, [(step.start, step.stop)])) for step in steps]
+
+    seconds = {
+        str(kind): median(by_step(subtract(_moments(span for span in spans if span.kind == kind), blocked)))
+        for kind in _WORK
+    }
+    for name in _PARTS:
+        seconds[name] = getattr(rank.parts, name)
+        if name == "exposed_communication":
+            for purpose in PURPOSES:
+                waited = _moments(span for span in waits if purpose_of(span.name) == purpose)
+                seconds[purpose] = fmean(by_step(subtract(waited, explained)))
+    seconds["step"] = rank.parts.wall
+    seconds["collective"] = sum(figures.transfer_seconds for figures in rank.collectives.values())
+    return seconds
+
+
+def _moments(spans: Iterable[Span]) -> Intervals:
+    return union((span.start, span.stop) for span in spans)

@@ -14,7 +14,7 @@ from shoal.train.config import (
     load_config,
 )
 from shoal.train.execute import choose_device, execute
-from shoal.train.job import Job, Resume, check, choose_path, choose_ranks, find_resume, resolve_plan
+from shoal.train.job import Job, Resume, check, choose_path, choose_ranks, find_resume, resolve
 from shoal.train.restore import load_model
 from shoal.train.schedule import learning_rate
 from shoal.train.trainer import StepResult, Trainer
@@ -38,5 +38,5 @@ __all__ = [
     "learning_rate",
     "load_config",
     "load_model",
-    "resolve_plan",
+    "resolve",
 ]

@@ -100,7 +100,8 @@ class TrainConfig(_Section):
     """A Plan's text form, or auto for the one that is predicted to be quickest. Without `dp` in it, all ranks
     that the other degrees leave are data parallel."""
     cluster: str = ""
-    """What plan = "auto" is chosen for: a preset or a file of `shoal probe`; the nearest preset if empty."""
+    """The machines, a preset or a file of `shoal probe`: what plan = "auto" is chosen for (the nearest preset
+    if empty), and what `shoal report` predicts the run on."""
     batch: int = Field(default=16, gt=0)
     """Sequences in one optimizer step, over all ranks."""
     sequence: int = Field(default=256, gt=0)

@@ -6,7 +6,8 @@ import contextlib
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +33,7 @@ from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, D
 from shoal.models import Transformer, build
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
+from shoal.train.automatic import PassedOver
 from shoal.train.config import TrainConfig, describe_config
 from shoal.train.job import Job, Resume
 from shoal.train.live import LiveLine, summary
@@ -253,7 +255,7 @@ class _Execution:
             f"run {self._run.path}: {model['name']} with "
             f"{format_count(model['parameters'])} parameters on {self._world.ranks} "
             f"{device['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {plan}\n"
-            f"{describe_config(self._config)}"
+            f"{describe_config(self._config)}{_passed_over_text(self._job.passed_over)}"
         )
 
     def _prepare_data(self) -> Corpus:
@@ -295,6 +297,15 @@ def _since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
     return since if is_same else step
 
 
+def _passed_over_text(passed_over: Sequence[PassedOver]) -> str:
+    """What plan = "auto" would have taken before the Plan that it took, each reason once."""
+    first = {each.reason: each for each in reversed(passed_over)}
+    lines = [f"\npassed over, though predicted to be quicker: {each}" for each in reversed(first.values())]
+    if len(passed_over) > len(first):
+        lines.append(f"\n{len(passed_over) - len(first)} others for the same reasons; run.json has all")
+    return "".join(lines)
+
+
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -320,6 +331,8 @@ def _describe(
         "name": job.path.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "plan": str(job.plan),
+        "passed_over": [{"plan": str(each.plan), "reason": each.reason} for each in job.passed_over],
+        "cluster": None if job.cluster is None else asdict(job.cluster),
         "world_size": world.ranks,
         "seed": job.config.seed,
         "config": job.config.model_dump(mode="json"),

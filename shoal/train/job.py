@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import checkpoints
+from shoal.cluster import Cluster
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer, build
@@ -18,10 +19,11 @@ from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
-from shoal.train.automatic import AUTOMATIC, choose_plan
+from shoal.simulate import recorded_cluster
+from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.config import TrainConfig
 
-__all__ = ["Job", "Resume", "check", "choose_path", "choose_ranks", "find_resume", "resolve_plan"]
+__all__ = ["Job", "Resume", "check", "choose_path", "choose_ranks", "find_resume", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +48,16 @@ class Job:
         plan: The configuration's Plan, resolved for the ranks and the batch.
         path: The run's directory.
         resume: Where it takes up a state; None for a run that begins anew.
+        cluster: The machines that predictions of it are for; None if nothing names them.
+        passed_over: Plans that would have been quicker, and cannot be trained.
     """
 
     config: TrainConfig
     plan: Plan
     path: Path
     resume: Resume | None
+    cluster: Cluster | None = None
+    passed_over: tuple[PassedOver, ...] = ()
 
     @property
     def goes_on(self) -> bool:
@@ -88,15 +94,37 @@ def choose_ranks(config: TrainConfig, asked: int | None) -> int:
     return next(fitting, replicas) * others
 
 
-def resolve_plan(config: TrainConfig, ranks: int) -> Plan:
-    """The configuration's Plan with all its degrees and the micro-batch settled.
+def resolve(config: TrainConfig, ranks: int, before: Run | None = None) -> Resolved:
+    """What the configuration's Plan and cluster are on so many ranks.
+
+    Args:
+        config: The configuration.
+        ranks: How many there are.
+        before: The run that goes on. Where its configuration named the same cluster, the description that it
+            recorded counts, and no file needs to be there still.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch, or none does that could be chosen.
-        UserError: A Plan is to be chosen, and the model or the cluster is not known.
+        ClusterError: The cluster is unknown, or cannot have so many devices.
+        UserError: A Plan is to be chosen, and the model's work is not known.
     """
+    cluster = _cluster_of(config, before)
+    if cluster is not None and cluster.devices != ranks:
+        cluster = cluster.with_devices(ranks)
     if config.plan == AUTOMATIC:
-        return choose_plan(config, ranks)
+        return choose_plan(config, ranks, cluster)
+    return Resolved(_named_plan(config, ranks), cluster)
+
+
+def _cluster_of(config: TrainConfig, before: Run | None) -> Cluster | None:
+    if before is not None and before.description.get("config", {}).get("cluster") == config.cluster:
+        recorded = recorded_cluster(before)
+        if recorded is not None:
+            return recorded
+    return Cluster.parse(config.cluster) if config.cluster else None
+
+
+def _named_plan(config: TrainConfig, ranks: int) -> Plan:
     settings = parse_settings(config.plan)
     if "dp" not in settings:
         settings["dp"] = max(1, ranks // _ranks_beside_dp(settings))

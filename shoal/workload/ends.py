@@ -9,6 +9,7 @@ from __future__ import annotations
 from shoal.workload.kept import is_fused, kept_by_norm
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Keep, Operation, Part, Pass, Product, Saved
+from shoal.workload.passes import loss_pass, norm_pass
 from shoal.workload.workload import Block, Parameters
 
 __all__ = ["embedding_of", "end_of"]
@@ -51,7 +52,7 @@ def end_of(shape: ModelShape) -> Block:
     stream, logits = float(shape.seq * hidden), float(rows * shape.vocab)
     norm = hidden * (2 if shape.biases else 1)
     table = 0 if shape.tied else shape.vocab * hidden
-    before: tuple[Operation, ...] = (Pass("norm", stream, 4, 8, Part.STREAM),)
+    before: tuple[Operation, ...] = (norm_pass(shape, stream),)
     whole = norm
     if shape.objective == "masked":
         before = (
@@ -72,7 +73,7 @@ def end_of(shape: ModelShape) -> Block:
         (
             *before,
             Product("head", rows, hidden, shape.vocab, Part.COLUMNS),
-            Pass("loss", logits, 14, 10, Part.COLUMNS, kernels=4),
+            loss_pass(shape, logits),
         ),
         Parameters(whole=whole, divided=table + bias),
         tuple(saved),

@@ -47,8 +47,8 @@ class ModelShape:
         tied: Whether the head's weight is the embedding's.
         causal: Whether a token attends to those before it only.
         fused_attention: Whether no scores are written to memory.
-        fused_norm: Whether one kernel does a norm, as torch's on GPUs; on CPUs RMSNorm is several, which keep
-            what is between them in fp32.
+        fused_norm: Whether one kernel does a norm, as torch's on GPUs; on CPUs RMSNorm and other passes over
+            memory are several operators, and RMSNorm's keep what is between them in fp32.
         head_dim: Width of a head; None for hidden / heads.
         latent: How queries, keys and values come about; None for directly.
         experts: In each feed-forward layer; 0 for a dense model.

@@ -10,7 +10,7 @@ are a layer's operations:
     passes      norms, rotary embedding, residual sums, the feed-forward's activation, and where the model has
                 it dropout
 
-Bytes of passes are for 16-bit elements, read and written once by each kernel that is not fused with another.
+`shoal.workload.passes` has the bytes of passes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,14 @@ from shoal.workload.ends import embedding_of, end_of
 from shoal.workload.kept import kept_by_layer
 from shoal.workload.model_shape import Latent, ModelShape
 from shoal.workload.operation import Attention, Operation, Part, Pass, Product
+from shoal.workload.passes import (
+    activation_pass,
+    dispatch_passes,
+    joined_gradients,
+    norm_pass,
+    rotary_pass,
+    sum_pass,
+)
 from shoal.workload.workload import Block, Parameters, Workload
 
 __all__ = ["workload_of"]
@@ -72,24 +80,25 @@ def _layer(shape: ModelShape) -> Block:
 
 def _operations(shape: ModelShape) -> Iterator[Operation]:
     stream = float(shape.seq * shape.hidden)
-    norm = Pass("norm", stream, 4, 8, Part.STREAM)
+    norm = norm_pass(shape, stream)
     yield norm
     yield from _attention(shape) if shape.latent is None else _latent_attention(shape, shape.latent)
-    yield _residual(shape, stream)
+    yield sum_pass(shape, stream)
     yield norm
     if shape.experts:
         yield from _experts(shape)
     else:
         yield from _feed_forward(shape, shape.ffn)
-    yield _residual(shape, stream)
+    yield sum_pass(shape, stream)
 
 
 def _attention(shape: ModelShape) -> Iterator[Operation]:
     tokens, hidden = shape.seq, shape.hidden
     queries, keys = shape.heads * shape.width, shape.keys * shape.width
     yield Product("query, key, value", tokens, hidden, queries + 2 * keys, Part.COLUMNS)
+    yield from joined_gradients(shape, float(tokens * hidden), 3)
     if shape.rotary:
-        yield Pass("rotary", float(tokens * (queries + keys)), 4, 4, Part.COLUMNS, kernels=2)
+        yield rotary_pass(shape, float(tokens * (queries + keys)))
     yield Attention(
         tokens,
         shape.heads,
@@ -127,30 +136,19 @@ def _latent_attention(shape: ModelShape, latent: Latent) -> Iterator[Operation]:
 def _feed_forward(shape: ModelShape, width: int) -> Iterator[Operation]:
     gates = 2 if shape.gated else 1
     yield Product("gate, up" if shape.gated else "up", shape.seq, shape.hidden, width * gates, Part.COLUMNS)
-    yield _activation(shape, float(shape.seq * width), Part.COLUMNS)
+    yield from joined_gradients(shape, float(shape.seq * shape.hidden), gates)
+    yield activation_pass(shape, float(shape.seq * width), Part.COLUMNS)
     yield Product("down", shape.seq, width, shape.hidden, Part.ROWS)
 
 
 def _experts(shape: ModelShape) -> Iterator[Operation]:
     rows, width = shape.choices, shape.expert_width
     yield Product("router", shape.seq, shape.hidden, shape.experts)
-    yield Pass("dispatch", float(rows * shape.hidden), 8, 8, Part.WHOLE, kernels=4)
+    yield from dispatch_passes(shape, rows)
     gates = 2 if shape.gated else 1
     name = "gate, up" if shape.gated else "up"
     yield Product(name, rows, shape.hidden, width * gates, copies=shape.experts)
-    yield _activation(shape, float(rows * width), Part.WHOLE)
+    yield activation_pass(shape, float(rows * width), Part.WHOLE)
     yield Product("down", rows, width, shape.hidden, copies=shape.experts)
     if shape.shared_experts:
         yield from _feed_forward(shape, shape.shared_experts * width)
-
-
-def _activation(shape: ModelShape, elements: float, part: Part) -> Pass:
-    if shape.gated:
-        return Pass("silu and product", elements, 6, 10, part)
-    return Pass("gelu", elements, 4, 6, part)
-
-
-def _residual(shape: ModelShape, stream: float) -> Pass:
-    if shape.dropout:
-        return Pass("dropout and sum", stream, 7, 5, Part.STREAM)
-    return Pass("sum", stream, 6, 2, Part.STREAM)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shoal.workload.operation import Attention, Operation, Part, Product, Saved
+from shoal.workload.operation import Attention, Operation, Product, Saved
 
 __all__ = ["Block", "Parameters", "Workload"]
 
@@ -72,11 +72,6 @@ class Block:
             width: Bytes of an element that computes.
         """
         return sum(each.nbytes(width) for each in self.saved if each.keep.under(recompute))
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether tensor parallelism divides anything of it."""
-        return any(isinstance(each, Product) and each.part is not Part.WHOLE for each in self.operations)
 
 
 @dataclass(frozen=True, slots=True)

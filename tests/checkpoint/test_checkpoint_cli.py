@@ -13,6 +13,7 @@ from checkpoint_stand_ins import flip, tensors, wholes
 
 from shoal.checkpoint import SingleProcess, save
 from shoal.cli import checkpoint
+from shoal.cli.main import main
 from shoal.errors import CheckpointError
 
 SHARD = "rank-00000.safetensors"
@@ -86,6 +87,16 @@ def test_a_missing_file_is_named_with_exit_code_one(
 def test_a_path_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         shoal("ls", str(tmp_path))
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_a_path_that_does_not_exist_is_refused_with_the_nearest(
+    action: str, run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", action, f"{run_directory}s"]) == 2
+    error = capsys.readouterr().err
+    assert f"did you mean '{run_directory.name}'" in error
+    assert "possible: a run" in error
 
 
 def test_the_command_is_defined_without_torch() -> None:

@@ -154,7 +154,7 @@ def test_a_model_from_the_users_folder_is_trained_and_sampled(ranks, tiny_run, o
 
 
 def test_without_arguments_ranks_are_as_many_as_cores_and_share_the_batch(tiny_run, monkeypatch):
-    from shoal.train import choose_ranks, load_config, resolve_plan
+    from shoal.train import choose_ranks, load_config, resolve
 
     for cores, plan, batch, expected in [
         (1, "", 16, 1),
@@ -168,7 +168,7 @@ def test_without_arguments_ranks_are_as_many_as_cores_and_share_the_batch(tiny_r
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
         config = load_config(settings=[f"plan={plan}", f"batch={batch}", "device=cpu"])
         assert choose_ranks(config, None) == expected
-        assert resolve_plan(config, expected).ranks == expected
+        assert resolve(config, expected).plan.ranks == expected
 
 
 def test_a_run_goes_on_with_the_number_of_ranks_that_its_new_plan_names(trained, ranks, tmp_path):

@@ -70,11 +70,23 @@ def test_json_has_every_row_and_the_errors_that_follow_from_them(table, capsys):
     assert sum(halves) == 10
 
 
+def test_rows_that_cannot_be_predicted_are_told_after_the_others_and_end_with_2(table, capsys):
+    table.write_text(table.read_text().replace(",small,2,", ",small,two,"))
+    assert main(["validate", str(table)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].split()[:3] == ["step,", "all", "9"]
+    assert captured.err.startswith("shoal: 1 of 10 rows cannot be predicted\nshoal: line 2 of ")
+    assert "has layers='two'" in captured.err
+    assert main(["validate", str(table), "--json"]) == 2
+    (refused,) = json.loads(capsys.readouterr().out)["refused"]
+    assert "layers='two'" in refused["given"]
+    assert refused["possible"] == "a whole number of at least 1"
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (("step_s", "seconds"), "step_s"),
-        ((",small,2,", ",small,two,"), "layers='two'"),
         (("A100-80GB", "Z9000"), "Z9000"),
         ((",8,1,1,8,", ",8,1,1,7,"), "line 2"),
     ],

@@ -68,7 +68,7 @@ def test_a_preset_is_written_with_its_devices_after_a_colon(given, name):
         ("dgx-h100:", "'' for a number"),
         ("dgx-h100:12", "not whole groups of the 8"),
         ("dgx-h100:0", "devices=0"),
-        ("laptop:64", "no links to others"),
+        ("laptop:0", "devices=0"),
     ],
 )
 def test_what_is_no_preset_is_refused_with_the_nearest(given, told):
@@ -93,6 +93,9 @@ def test_what_is_no_preset_is_refused_with_the_nearest(given, told):
         ("NVIDIA GB200", "gb200"),
         ("Tesla V100-SXM2-32GB", "v100"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("A800-SXM4-80GB", "a800"),
+        ("NVIDIA H800", "h800"),
         ("h200", "h200"),
     ],
 )
@@ -116,5 +119,34 @@ def test_published_machines_are_assembled_from_what_is_said_of_them():
     assert Cluster.assemble("H100-80GB", 4, 4, None).devices_per_node == 4
     with pytest.raises(ClusterError, match="not a known device"):
         Cluster.assemble("abacus", 8, 8, None)
+
+
+def test_a_device_of_no_known_node_is_refused(monkeypatch):
+    monkeypatch.setattr("shoal.cluster.cluster.PRESETS", ("laptop",))
     with pytest.raises(ClusterError, match="of no known node"):
         Cluster.assemble("MI250X", 8, 8, None)
+
+
+@pytest.mark.parametrize("name", table("devices"))
+def test_every_device_is_of_a_node_that_stands_for_machines_of_which_no_more_is_known(name):
+    device = Device.preset(name)
+    cluster = Cluster.assemble(name, 16, 8, None) if name != "cpu" else Cluster.preset("laptop")
+    assert cluster.device == device
+
+
+@pytest.mark.parametrize(
+    ("name", "relative"),
+    [("v100", "a100-80"), ("h100-pcie", "h100"), ("b200", "h100"), ("b300", "h100"), ("gb200", "h100")],
+)
+def test_a_tile_begins_and_ends_in_the_seconds_that_it_takes_on_the_relative_that_was_fitted(name, relative):
+    def seconds(device):  # in which a unit computes as many inputs of a tile
+        return device.product_depth * device.units / device.peak["bf16"]
+
+    # the file writes depths as whole numbers, a hundred or so at the least
+    assert seconds(Device.preset(name)) == pytest.approx(seconds(Device.preset(relative)), rel=0.01)
+
+
+def test_links_are_as_many_as_the_parts_for_one_market_have():
+    assert Cluster.preset("h800-node").levels[0].bandwidth == 200e9  # 400 GB/s both ways
+    assert Cluster.preset("a800-node").levels[0].bandwidth == 200e9
+    assert Cluster.preset("mi250x-node").devices * 12.5e9 == 4 * 200e9 / 8  # four interfaces for eight dies

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.calibrate import Measured, Transfer, calibrate, measured_of
+from shoal.cost.calibrate import calibrate
+from shoal.cost.jitter import with_stragglers
 from shoal.cost.network import Group, collective_seconds
+from shoal.cost.observation import Observation, Transfer, transfers_of
 from shoal.cost.step import Costs
 from shoal.plan import Plan
 from shoal.simulate import simulate
@@ -38,6 +40,18 @@ PLAN = Plan.parse("dp=2,shard=zero1,microbatch=4")
 BATCH = 16
 
 
+def observed(compute, optimizer, transfers=(), *, plan=PLAN, stragglers=0.0):
+    return Observation(
+        workload=WORKLOAD,
+        plan=plan,
+        batch=BATCH,
+        compute=compute,
+        optimizer=optimizer,
+        stragglers=stragglers,
+        transfers=transfers,
+    )
+
+
 def with_shares(**shares):
     return CLUSTER.replace(device=replace(DEVICE, **shares))
 
@@ -51,7 +65,7 @@ def test_a_run_of_a_slower_machine_gives_that_machine_back():
         bandwidth_share=0.3,
     ).replace(levels=(replace(CLUSTER.levels[0], share=0.4),))
     timeline = simulate(WORKLOAD, slower, PLAN, BATCH).timeline
-    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, timeline)
+    found = calibrate(CLUSTER, [Observation.of(WORKLOAD, PLAN, BATCH, timeline)])
     wanted = Costs(WORKLOAD, slower).step(PLAN, BATCH).seconds
     before = Costs(WORKLOAD, CLUSTER).step(PLAN, BATCH).seconds
     after = Costs(WORKLOAD, found.cluster).step(PLAN, BATCH).seconds
@@ -62,8 +76,8 @@ def test_a_run_of_a_slower_machine_gives_that_machine_back():
 
 def test_the_seconds_of_compute_and_optimizer_are_met():
     cost = Costs(WORKLOAD, CLUSTER).step(PLAN, BATCH)
-    measured = Measured(compute=1.3 * cost.compute, optimizer=1.5 * cost.parts["optimizer"])
-    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, measured)
+    measured = observed(compute=1.3 * cost.compute, optimizer=1.5 * cost.parts["optimizer"])
+    found = calibrate(CLUSTER, [measured])
     optimizer, compute = found.corrections
     assert optimizer.after == pytest.approx(optimizer.measured, rel=1e-6)
     assert compute.after == pytest.approx(compute.measured, rel=1e-6)
@@ -73,7 +87,7 @@ def test_the_seconds_of_compute_and_optimizer_are_met():
 
 def test_no_share_leaves_its_bounds_and_what_is_left_is_told():
     cost = Costs(WORKLOAD, CLUSTER).step(PLAN, BATCH)
-    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, Measured(cost.compute / 100, 0.0))
+    found = calibrate(CLUSTER, [observed(cost.compute / 100, 0.0)])
     device = found.cluster.device
     assert device.product_share == device.attention_share == device.attention_backward_share == 1.0
     assert found.corrections[0].left > 1  # predicted is still more than twice as long
@@ -88,7 +102,7 @@ def test_half_of_the_transfers_are_quicker_than_predicted_with_the_corrected_lev
         )
         for nbytes, disturbed in ((1 << 20, 1.0), (1 << 22, 1.0), (1 << 24, 30.0))
     )
-    found = calibrate(CLUSTER, WORKLOAD, PLAN, BATCH, Measured(0.0, 0.0, transfers))
+    found = calibrate(CLUSTER, [observed(0.0, 0.0, transfers)])
     assert found.cluster.levels[0].share == pytest.approx(0.5, rel=1e-6)
     assert [each.name for each in found.corrections] == ["memory"]
 
@@ -100,6 +114,63 @@ def test_a_transfer_counts_from_when_all_of_its_group_are_there():
 
     steps = [Span(rank, Lane.COMPUTE, Kind.STEP, "1", 0.0, 1.0) for rank in (0, 1)]
     timeline = Timeline([*steps, span(0, 0.1, 0.5), span(1, 0.4, 0.2)])
-    (transfer,) = measured_of(timeline).transfers
+    (transfer,) = transfers_of(timeline)
     assert transfer.group == Group(2)
     assert transfer.seconds == pytest.approx(0.2)
+
+
+def test_of_cores_no_data_sheet_bounds_the_rates():
+    cores = CLUSTER.replace(cores=2)
+    cost = Costs(WORKLOAD, cores).step(PLAN, BATCH)
+    quick = observed(cost.compute / 100, cost.parts["optimizer"] / 100)
+    optimizer, compute = calibrate(cores, [quick]).corrections
+    assert compute.left == pytest.approx(0.0, abs=1e-3)
+    assert optimizer.left == pytest.approx(0.0, abs=1e-3)
+
+
+def test_an_update_on_cores_says_little_of_other_passes():
+    cores = CLUSTER.replace(cores=2)
+    cost = Costs(WORKLOAD, cores).step(PLAN, BATCH)
+    found = calibrate(cores, [observed(cost.compute, cost.parts["optimizer"] * 100)])
+    assert found.cluster.device.bandwidth == pytest.approx(DEVICE.bandwidth / 2, rel=1e-3)
+    assert found.corrections[1].left == pytest.approx(0.0, abs=1e-3)
+
+
+def test_several_runs_are_over_and_under_by_the_same_proportion():
+    cores = CLUSTER.replace(cores=2)
+    plans = [PLAN, Plan.parse("tp=2,microbatch=16")]
+    factors = (1.0, 4.0)
+    runs = [
+        observed(factor * Costs(WORKLOAD, cores).step(plan, BATCH).compute, 0.0, plan=plan)
+        for factor, plan in zip(factors, plans, strict=True)
+    ]
+    found = calibrate(cores, runs).cluster
+    left = [Costs(WORKLOAD, found).step(run.plan, BATCH).compute / run.compute for run in runs]
+    assert left[0] * left[1] == pytest.approx(1.0, rel=1e-3)
+    assert left[0] > 1 > left[1]
+
+
+def test_waits_for_later_ranks_become_the_jitter_that_explains_them():
+    cost = Costs(WORKLOAD, CLUSTER).step(PLAN, BATCH)
+    true = CLUSTER.replace(jitter=0.1)
+    waited = with_stragglers(cost, true).parts["straggler"]
+    found = calibrate(CLUSTER, [observed(0.0, 0.0, stragglers=waited)]).cluster
+    assert found.jitter == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_pipelines_waits_are_its_stages_and_say_nothing_of_jitter():
+    plan = Plan.parse("pp=2,microbatch=2")
+    assert calibrate(CLUSTER, [observed(0.0, 0.0, plan=plan, stragglers=1.0)]).cluster == CLUSTER
+
+
+def test_what_compute_waits_for_shows_a_rate_better_than_what_runs_beside_it():
+    def step(rank):
+        spans = [Span(rank, Lane.COMPUTE, Kind.STEP, "1", 0.0, 10.0)]
+        for name, start, seconds in (("hidden", 1.0, 3.0), ("waited for", 5.0, 0.5)):
+            span = (f"all_reduce:{name}", start, seconds)
+            spans.append(Span(rank, Lane.COMMUNICATION, Kind.COLLECTIVE, *span, 1 << 20, (0, 1)))
+        spans.append(Span(rank, Lane.COMPUTE, Kind.WAIT, "all_reduce:waited for", 5.0, 0.5))
+        return spans
+
+    (transfer,) = transfers_of(Timeline([*step(0), *step(1)]))
+    assert transfer.seconds == pytest.approx(0.5)

@@ -1,11 +1,12 @@
 """Memory of a rank: held against measured tables, published formulas, schedules' tables and plain sums."""
 
 import itertools
+import math
 import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
@@ -179,6 +180,44 @@ def test_ranks_hold_what_the_tables_of_the_schedules_say():
                 assert max(sums) == pytest.approx(weighed(table, rank, *by_stage)), (table.name, rank)
         checked.add(table.name)
     assert checked == set(NAMES)
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["zb-v", "dualpipe-v"]),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.tuples(st.integers(0, 5), st.integers(0, 5)),
+)
+def test_schedules_in_a_v_hold_what_their_tables_say_whatever_their_stages_keep(name, ranks, count, kept):
+    if name == "dualpipe-v":
+        count = max(count, 2 * ranks)
+    table = make(name, ranks, 2, count)
+    for rank, moments in enumerate(held_by_rank(name, ranks, 2, count)):
+        whole = dict(zip(table.stages_of(rank), kept, strict=True))
+        found = max(sum(map(math.prod, zip(held.whole, kept, strict=True))) for held in moments)
+        assert found == weighed(table, rank, whole, whole)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(1, 6))
+def test_interleaved_holds_what_its_table_says(ranks, virtual, rounds):
+    if virtual == 1:
+        table = make("1f1b", ranks, 1, rounds * ranks)
+    else:
+        table = make("interleaved", ranks, virtual, rounds * ranks)
+    for rank, (held,) in enumerate(held_by_rank(table.name, ranks, virtual, table.microbatches)):
+        assert held.whole == tuple(table.held_by_stage[stage] for stage in table.stages_of(rank))
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 5), st.integers(0, 5))
+def test_zb_h1_holds_what_its_table_says(ranks, count, whole, half):
+    half = min(whole, half)
+    table = make("zb-h1", ranks, 1, count)
+    for rank, (held,) in enumerate(held_by_rank("zb-h1", ranks, 1, count)):
+        found = whole * held.whole[0] + half * held.halves[0]
+        assert found == weighed(table, rank, {rank: whole}, {rank: half})
 
 
 def test_by_stage_too_ranks_hold_what_the_table_of_interleaved_says():

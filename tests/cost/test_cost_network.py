@@ -324,3 +324,12 @@ def test_published_rates_of_large_buffers_by_algorithm_and_ranks_are_met(
     nbytes = gib * 2**30
     found = algorithm_seconds("all_reduce", nbytes, Group(ranks), Cluster.preset(preset))[algorithm]
     assert 2 * (ranks - 1) / ranks * nbytes / found == pytest.approx(busbw * 1e9, rel=0.07)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(1, 6))
+def test_a_group_of_runs_has_as_many_within_a_level_as_counting_its_ranks_gives(runs, run, gap, strides):
+    group = Group(runs * run, run + gap, run)
+    ranks = group.ranks(0)
+    assert len(set(ranks)) == group.size
+    for devices in (*range(1, group.stride), strides * group.stride):
+        assert group.within(level(devices, B)) == sum(rank < devices for rank in ranks)

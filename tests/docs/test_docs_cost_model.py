@@ -4,6 +4,7 @@ import pytest
 
 from shoal.cluster import Cluster, Level
 from shoal.cost.compute import pass_seconds
+from shoal.cost.layout import Layout
 from shoal.cost.network import Group, collective_seconds
 from shoal.cost.step import Costs
 from shoal.plan import Plan
@@ -11,29 +12,52 @@ from shoal.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("llama2-7b"))
 BATCH = 512
+RANKS = 64
 
 
 @pytest.mark.parametrize("gbits", [400, 10], ids="{} Gbit/s".format)
 @pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3"])
 def test_what_data_parallelism_does_not_hide(shard, gbits):
-    cluster = Cluster.preset("dgx-h100", 64)
-    network = Level(name="network", devices=64, bandwidth=gbits * 1e9 / 8)
+    cluster = Cluster.preset("dgx-h100", RANKS)
+    network = Level(name="network", devices=RANKS, bandwidth=gbits * 1e9 / 8)
     cluster = cluster.replace(levels=(cluster.levels[0], network))
-    plan = Plan(dp=64, shard=shard, microbatch=2, precision="bf16")
+    # Buckets that hold a layer each, as with zero3.
+    layer, embedding, end = (
+        each.parameters.total for each in (WORKLOAD.layers[0], WORKLOAD.embedding, WORKLOAD.end)
+    )
+    plan = Plan(dp=RANKS, shard=shard, microbatch=2, precision="bf16", bucket=2 * layer)
     costs = Costs(WORKLOAD, cluster)
-    m = BATCH // plan.dp // plan.microbatch
+    m, layers = BATCH // plan.dp // plan.microbatch, len(WORKLOAD.layers)
     (stage,) = costs.stages(plan, m)
     f, b, c = stage.forward, stage.input + stage.weight, cluster.device.contention
+    first, one, last = (
+        costs.block(block, Layout.of(plan))
+        for block in (WORKLOAD.embedding, WORKLOAD.layers[0], WORKLOAD.end)
+    )
 
-    def seconds(collective, width):
-        return collective_seconds(collective, width * WORKLOAD.parameters, Group(64), cluster)
+    def seconds(collective, width, parameters):
+        """As one collective after another, of at most a bucket each."""
+        number = 1 if shard == "zero3" else -(-parameters // layer)
+        nbytes = width * parameters / number
+        return number * collective_seconds(collective, nbytes, Group(RANKS), cluster)
 
-    g, r, a = seconds("all_gather", 2), seconds("reduce_scatter", 4), seconds("all_reduce", 4)
+    kind = "all_reduce" if shard == "none" else "reduce_scatter"
+    reduced = [seconds(kind, 4, count) for count in (embedding, layer, end)]
+    gathered = [seconds("all_gather", 2, count) for count in (embedding, layer, end)]
+
+    def reduce(also=0.0):
+        r = reduced[0] + layers * reduced[1] + reduced[2] + also
+        tail = reduced[0] + max(0, reduced[1] - first.backward)
+        return max(c * (r - tail) + tail, last.backward + r - b)
+
+    g, of_ends = layers * gathered[1], gathered[0] + gathered[2]
+    after = one.forward + last.forward
+    gather = of_ends + max(c * (g - gathered[1]) + gathered[1], g - (f - after))
     expected = {
-        "none": max(c * a, a - b),
-        "zero1": max(c * r, r - b) + max(c * g, g - f),
-        "zero2": m * max(c * r, r - b) + max(c * g, g - f),
-        "zero3": m * (max(0, g - f) + max(0, g + r - b) + c * (2 * g + r)),
+        "none": reduce(),
+        "zero1": gather + reduce(),
+        "zero2": gather + m * reduce(),
+        "zero3": m * (gather + reduce(also=g - gathered[1])),
     }
     assert costs.step(plan, BATCH).parts["data"] == pytest.approx(expected[shard])
 

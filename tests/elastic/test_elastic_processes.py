@@ -44,7 +44,7 @@ def programs(tmp_path_factory, tiny_run):
     started = {
         "launcher": start(tmp_path_factory.mktemp("launcher"), tiny_run),
         "stopped": start(tmp_path_factory.mktemp("stopped"), tiny_run),
-        "killed": start(tmp_path_factory.mktemp("killed"), tiny_run),
+        "killed": start(tmp_path_factory.mktemp("killed"), tiny_run, "--set", "checkpoint.every=2"),
         "raises": start(tmp_path_factory.mktemp("raises"), tiny_run, "--set", "model=failing:Model"),
     }
     yield started
@@ -95,10 +95,13 @@ def test_sigterm_ends_the_step_and_saves_it_so_that_the_run_can_go_on(programs, 
 
 def test_a_rank_that_is_killed_is_named_and_not_the_one_that_lost_it(programs):
     program, run = programs["killed"]
-    program.wait_until(lambda: steps_made(run.path) > 2)
+    program.wait_until(lambda: len(checkpoints(run.checkpoints)) > 0)
     os.kill(program.ranks()[1], signal.SIGKILL)
     assert program.end() == 1
-    assert failures(program)[0].startswith("shoal: rank 1 failed: killed by SIGKILL")
+    first, *_, last = failures(program)
+    assert first.startswith("shoal: rank 1 failed: killed by SIGKILL")
+    assert last.startswith(f"Step {step_of(checkpoints(run.checkpoints)[0])} is saved; go on with")
+    assert last.endswith("shoal train --resume run")
     assert program.leaves_no_process()
 
 
@@ -108,6 +111,7 @@ def test_a_rank_that_raises_is_named_with_its_error_and_traceback(programs):
     first, *rest = failures(program)
     assert first == "shoal: rank 1 failed: ValueError: the fourth batch is too much"
     assert any("failing.py" in line for line in rest)
+    assert "--resume" not in program.stderr  # nothing was saved
     assert program.stdout == ""
     assert program.leaves_no_process()
     assert steps_made(run.path) == 3

@@ -75,6 +75,12 @@ def test_a_pipeline_trains_as_one_process(monkeypatch, capfd):
     assert alone < SORTS
 
 
+def test_the_best_plan_is_chosen_and_explained(monkeypatch, capsys):
+    printed = run_alone(monkeypatch, capsys, "08_plan.py")
+    assert "s a step" in printed
+    assert "bounds it, with" in printed
+
+
 def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):
     first, *_, last = losses(run_on_two_ranks(capfd, "02_torchrun.py", tmp_path / "model.safetensors"))
     assert last < first / 5

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
+from shoal.plan.stage_load import Amounts, Load
+from shoal.plan.stage_moves import moves
 from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
 
 WORK = st.lists(st.integers(0, 9), min_size=3, max_size=9)
@@ -150,6 +152,34 @@ def test_the_end_weighs_what_it_weighs():
     assert split == (5, 4, 4, 2)
     assert max(sums(work, split, range(4))[1]) == 4
     assert max(sums(work, split_by_count(13, 4), range(4))[1]) == 6
+
+
+@given(
+    pieces=st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=8, max_size=14),
+    placement=st.sampled_from([(0, 1, 2), looped(2, 2), looped(3, 2), v_shaped(3)]),
+    data=st.data(),
+)
+@settings(max_examples=60)
+def test_moves_are_scored_as_the_splits_that_they_make(pieces, placement, data):
+    work, states, kept = zip(*pieces, strict=True)
+    stages = len(placement)
+    held = data.draw(st.lists(st.integers(0, 4), min_size=stages, max_size=stages))
+    load = Load(Amounts(work), Amounts(states, kept, held), placement, 40, 0.5)
+    cuts = data.draw(st.permutations(range(1, len(work))))[: stages - 1]
+    split = [stop - start for start, stop in itertools.pairwise([0, *sorted(cuts), len(work)])]
+    for score, giver, taker in moves(load, split, range(stages)):
+        moved = list(split)
+        moved[giver] -= 1
+        moved[taker] += 1
+        assert score == load.score(moved)  # sums of whole numbers are exact
+
+
+@pytest.mark.parametrize("placement", [tuple(range(128)), v_shaped(64), looped(32, 4)])
+def test_a_very_large_model_is_split_within_a_piece_of_an_even_share(placement):
+    work = [0.1, *(1 + (7 * piece % 10) / 10 for piece in range(1000)), 4.5]
+    split = split_by_cost(costs_of(work), 128, placement, microbatches=512)
+    share = sum(work) / len(set(placement))
+    assert max(sums(work, split, placement)[0]) < share + max(work[1:-1])
 
 
 @given(layers=st.integers(1, 40), stages=st.integers(1, 40))

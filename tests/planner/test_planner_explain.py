@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from shoal.cluster import Cluster
+from shoal.cost.memory import memory_of
 from shoal.cost.step import Costs
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import Plan
@@ -28,7 +29,7 @@ def explanation(choice):
 
 def test_the_parts_of_a_step_sum_to_it(choice):
     for each in choice.candidates:
-        assert each.cost.compute + sum(each.cost.parts.values()) == pytest.approx(each.seconds)
+        assert each.cost.compute + sum(each.cost.parts.values()) == pytest.approx(each.cost.seconds)
 
 
 def test_a_degree_at_another_value_is_the_best_that_there_is(choice, explanation):
@@ -43,11 +44,11 @@ def test_a_degree_at_another_value_is_the_best_that_there_is(choice, explanation
         found = Search(WORKLOAD, CLUSTER, 64).best(1, accept).best
         assert (each.best is None) == (found is None)
         if found is not None:
-            assert each.best.seconds == found.seconds >= choice.best.seconds
+            assert each.best.seconds == found.seconds >= explanation.winner.seconds
 
 
-def test_without_a_limit_of_memory_no_plan_is_slower(choice, explanation):
-    assert explanation.unlimited.seconds <= choice.best.seconds
+def test_without_a_limit_of_memory_no_plan_is_slower(explanation):
+    assert explanation.unlimited.seconds <= explanation.winner.seconds
 
 
 def test_another_kind_uses_other_techniques_and_is_not_quicker(choice, explanation):
@@ -55,7 +56,7 @@ def test_another_kind_uses_other_techniques_and_is_not_quicker(choice, explanati
         return {name for name in ("tp", "pp", "cp", "ep") if getattr(candidate.plan, name) > 1}
 
     assert techniques(explanation.other) != techniques(choice.best)
-    assert explanation.other.seconds >= choice.best.seconds
+    assert explanation.other.seconds >= explanation.winner.seconds
 
 
 def test_twice_of_one_thing_is_planned_anew_and_the_most_gain_comes_first(explanation):
@@ -103,3 +104,25 @@ def test_what_fits_nowhere_says_what_would():
     with pytest.raises(PlanError, match="does not fit 16 devices") as raised:
         choose(workload_of(shape("gpt3-175b")), CLUSTER, 64)
     assert "such devices or more" in raised.value.possible
+
+
+def test_half_and_twice_of_each_size_cost_what_their_plans_cost(choice, explanation):
+    costs = Costs(WORKLOAD, CLUSTER)
+    assert {each.setting for each in explanation.sizes} == {"microbatch", "bucket"}
+    for each in explanation.sizes:
+        own = getattr(choice.best.plan, each.setting)
+        assert getattr(each.plan, each.setting) in (own // 2, 2 * own)
+        assert each.plan.replace(**{each.setting: own}) == choice.best.plan
+        ratio = costs.step(each.plan, 64).seconds / costs.step(choice.best.plan, 64).seconds
+        assert each.slower == pytest.approx(ratio - 1)
+        memory = max(rank.peak for rank in memory_of(WORKLOAD, each.plan, 64, CLUSTER))
+        assert each.memory == pytest.approx(memory, rel=1e-3)  # stages cut by costs, not by FLOP
+        assert each.fits == (each.memory <= explanation.room)
+
+
+def test_a_size_that_fits_is_told_by_its_pace_and_one_that_does_not_by_its_memory(explanation):
+    text = " ".join(explanation.sentences())
+    assert "microbatch=" in text
+    assert "bucket=" in text
+    if any(not each.fits for each in explanation.sizes):
+        assert "too much memory" in text

@@ -118,10 +118,21 @@ def test_one_blank_degree_is_what_the_others_leave(read):
 
 
 def test_blank_choices_that_may_win_are_all_tried(read):
-    plans = read(recompute="", sharding="", sequence_parallel="")[0].plans
-    assert {plan.recompute for plan in plans} == {"none", "selective", "full"}
-    assert {plan.shard for plan in plans} == {"none", "zero1", "zero3"}
-    assert {plan.tensor for plan in plans} == {"sequence", "async"}
+    (row,) = read(recompute="", sharding="", sequence_parallel="", dp="2", num_devices="32")
+    assert tuple(row.recomputes) == ("none", "selective", "full")
+    assert {plan.recompute for plan in row.plans} == {"none"}
+    assert {plan.shard for plan in row.plans} == {"none", "zero1", "zero3"}
+    assert {plan.tensor for plan in row.plans} == {"async"}  # never slower than without overlap
+
+
+def test_a_single_replica_has_nothing_to_shard(read):
+    assert {plan.shard for plan in read(sharding="")[0].plans} == {"none"}
+
+
+def test_samples_are_split_along_the_sequence_only_if_nothing_else_suits_the_devices(read):
+    blanks = {"tp": "", "pp": "1", "dp": "", "cp": "", "virtual_stages": "1", "microbatch": "1"}
+    assert {plan.cp for plan in read(**blanks)[0].plans} == {1}
+    assert {plan.cp for plan in read(**blanks, global_batch="1", devices_per_node="8")[0].plans} == {2}
 
 
 def test_blank_precision_and_attention_are_16_bit_and_fused(read):
@@ -165,6 +176,45 @@ def test_settings_do_not_tell_what_was_measured_or_what_the_row_is_called(read):
     assert read(microbatch="2")[0].settings != row.settings
 
 
+@pytest.mark.parametrize("blank", ["", " ", "-", "?", "n/a", "NA", "nan", "null"])
+def test_what_was_not_filled_in_may_say_so(read, blank):
+    (row,) = read(memory_gib=blank, network_gbps_per_node=blank, virtual_stages=blank)
+    assert (row.memory, row.network) == (None, None)
+    assert len(row.plans) > 1
+
+
+def test_numbers_and_words_may_be_written_as_spreadsheets_do(read):
+    as_written = {"layers": "48.0", "dp": "1.0", "gated_mlp": "0.0", "sequence_parallel": "False"}
+    (row,) = read(**as_written, sharding="None", recompute="Full", precision="BFloat16", attention="Unfused")
+    (plain,) = read(precision="bf16")
+    assert (row.plans, row.shape) == (plain.plans, plain.shape)
+
+
+def test_further_columns_cells_and_blank_lines_are_no_matter(tmp_path):
+    path = write(tmp_path / "table.csv", {**ROW, "colour": "red"})
+    path.write_text(path.read_text().rstrip("\n") + ",more,and more\n\n\n")
+    assert len(read_table(path)) == 1
+
+
+def test_the_rows_after_one_that_cannot_be_used_are_read(tmp_path):
+    rows = [ROW, {**ROW, "layers": "95%"}, {**ROW, "dp": "3"}, {**ROW, "global_batch": "32"}]
+    path = write(tmp_path / "table.csv", *rows)
+    refused = []
+    found = read_table(path, refused.append)
+    assert [row.line for row in found] == [2, 5]
+    assert [f"line {n} of" in error.given for n, error in zip((3, 4), refused, strict=True)] == [True, True]
+    assert "layers='95%'" in refused[0].given
+    with pytest.raises(DataError, match="line 3 of"):
+        read_table(path)
+
+
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text(",".join([*ROW, "tp"]) + "\n" + ",".join([*ROW.values(), "1"]) + "\n")
+    with pytest.raises(DataError, match="the column 'tp' 2 times"):
+        read_table(path)
+
+
 @pytest.mark.parametrize("column", ["layers", "step_s", "device", "family"])
 def test_a_missing_column_is_named(tmp_path, column):
     row = {name: cell for name, cell in ROW.items() if name != column}
@@ -187,6 +237,8 @@ def test_a_column_with_a_slip_in_its_name_is_found(tmp_path):
         ("layers", "0"),
         ("hidden", "-1"),
         ("heads", "1.5"),
+        ("hidden", "1,024"),
+        ("gated_mlp", "2.0"),
         ("step_s", "0"),
         ("step_s", "nan"),
         ("step_s", "inf"),

@@ -15,9 +15,11 @@ from shoal.plan.schedules import placement_of
 from shoal.plan.stages import Cost, split_by_cost
 from shoal.planner.balance import balanced_split
 from shoal.planner.bound import least_seconds
+from shoal.planner.bucket import usual_bucket
 from shoal.planner.room import LeastMemory
 from shoal.planner.search import Search
 from shoal.planner.space import Degrees, Space
+from shoal.planner.tree import Tree
 from shoal.workload import ModelShape, workload_of
 
 DEVICE = Device(
@@ -43,11 +45,11 @@ def cluster(devices=8, node=4, memory=2e9):
 
 def every_plan(space):
     """The Plans of a space, each with what it is a variant of."""
-    search = Search(space.workload, space.cluster, space.batch)
+    tree = Tree(space.workload, space.cluster, space.batch)
     for degrees in space.degrees():
         for variant, sharding in itertools.product(space.variants(degrees), space.shardings(degrees)):
-            counts = search.split(variant)
-            yield variant, sharding, counts, search.plan(variant, sharding, counts)
+            counts = tree.split(variant)
+            yield variant, sharding, counts, tree.plan(variant, sharding, counts)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
@@ -63,7 +65,10 @@ def test_the_search_finds_what_looking_at_everything_finds(shape, memory):
             seconds = costs.step(plan, 16).seconds
             best[variant.degrees] = min(seconds, best.get(variant.degrees, seconds))
     expected = sorted(best.values())[:5]
-    assert [each.seconds for each in ranking.candidates] == pytest.approx(expected, rel=1e-12)
+    for candidate, seconds in zip(ranking.candidates, expected, strict=True):
+        usual = candidate.plan.replace(bucket=usual_bucket(machine, candidate.plan))
+        assert costs.step(usual, 16).seconds == pytest.approx(seconds, rel=1e-12)
+        assert candidate.seconds <= seconds  # its buckets are chosen once it is found
     assert ranking.legal == legal
     assert ranking.timed <= legal
 
@@ -76,10 +81,33 @@ def test_no_plan_is_quicker_or_smaller_than_its_bounds(shape):
     for variant, sharding, counts, plan in every_plan(Space(workload, machine, 12)):
         pieces = [costs.block(piece, variant.layout) for piece in workload.pieces]
         work = sum(each.forward + each.backward for each in pieces)
+        degrees, _, count, schedule, virtual = variant
         # Sums are made in another order.
-        assert least_seconds(variant, work) <= costs.step(plan, 12).seconds * (1 + 1e-12)
-        assert least.of(variant, sharding, counts) <= memories.fullest(plan, 12).peak * (1 + 1e-12)
+        assert least_seconds(degrees.pp, count, schedule, virtual, work) <= costs.step(plan, 12).seconds * (
+            1 + 1e-12
+        )
+        peak = memories.fullest(plan, 12).peak * (1 + 1e-12)
+        assert least.of(variant, sharding, counts) <= peak
+        assert least.of_degrees(degrees, variant.layout) <= peak
     assert search.best(1).candidates
+
+
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+def test_no_branch_of_the_tree_exceeds_what_grows_from_it(shape):
+    tree = Tree(workload_of(shape), cluster(), 12)
+
+    def grow(branch):
+        for grown in branch.branches:
+            assert grown.degrees == branch.degrees
+            assert branch.seconds <= grown.seconds * (1 + 1e-12)
+            assert branch.memory <= grown.memory * (1 + 1e-12)
+            yield from grow(grown)
+        if not branch.branches:
+            yield branch.plan
+
+    plans = [plan for first in tree.first.values() for branch in first for plan in grow(branch)]
+    assert sorted(map(str, plans)) == sorted(str(plan) for *_, plan in every_plan(tree.space))
+    assert len(plans) == sum(map(tree.space.count, tree.first))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])

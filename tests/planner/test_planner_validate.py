@@ -1,6 +1,8 @@
 """Predictions beside measurements: what is predicted, and what the errors are over many rows."""
 
+import csv
 import statistics
+from pathlib import Path
 
 import numpy
 import pytest
@@ -8,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster
+from shoal.cost.memory import Memories
 from shoal.cost.network import Group, collective_seconds
 from shoal.cost.step import Costs
 from shoal.errors import ClusterError, UserError
 from shoal.planner.accuracy import Comparison, accuracy_of
+from shoal.planner.bucket import usual_bucket
 from shoal.planner.published import read_table
 from shoal.planner.validate import is_fitted, validate
 from shoal.workload import workload_of
@@ -46,12 +50,13 @@ def test_a_step_is_what_the_cost_model_says_of_the_rows_plan_on_the_rows_machine
     path = table(tmp_path, SMALL.format(size=4, s=0.1))
     (row,) = read_table(path)
     cluster = Cluster.assemble("A100-80GB", 8, 8, 200e9)
-    expected = Costs(workload_of(row.shape), cluster).step(row.plans[0], 32).seconds
+    plan = row.plans[0].replace(bucket=usual_bucket(cluster, row.plans[0]))  # no table says how large
+    expected = Costs(workload_of(row.shape), cluster).step(plan, 32).seconds
     (found,) = (each for each in validate(path) if each.quantity == "step")
     assert found.predicted == pytest.approx(expected)
     assert found.measured == 0.1
     assert found.error == pytest.approx(expected / 0.1 - 1)
-    assert found.plan == str(row.plans[0])
+    assert found.plan == str(plan)
 
 
 def test_a_blank_setting_takes_the_value_that_is_predicted_quickest(tmp_path):
@@ -91,6 +96,36 @@ def test_a_device_that_is_not_known_is_named_with_its_line(tmp_path):
         validate(path)
 
 
+def test_other_rows_are_predicted_where_a_refusal_is_kept(tmp_path):
+    small = SMALL.format(size=4, s=0.1)
+    path = table(tmp_path, small, small.replace("A100-80GB", "Z9000"), small.replace(",12,", ",x,", 1), small)
+    refused = []
+    found = validate(path, refused.append)
+    assert [each.line for each in found] == [2, 5]
+    assert sorted(error.given.partition(":")[0][:6] for error in refused) == ["line 3", "line 4"]
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+@pytest.mark.parametrize("layers", [4, 48])
+def test_blank_settings_take_what_is_quickest_of_all_that_fit_as_trying_each_says(tmp_path, batch, layers):
+    blanks = SMALL.replace(",8,2,2,2,1,1,{size},32,none,none,0,", f",8,,,,,,,{batch},,,,").replace(
+        ",12,1024,4096,", f",{layers},6144,24576,"
+    )
+    path = table(tmp_path, blanks.format(s=1))
+    (row,) = read_table(path)
+    costs = Costs(workload_of(row.shape), Cluster.assemble("A100-80GB", 8, 8, 200e9))
+    memories = Memories(costs.workload, costs.cluster, costs)
+    every = [
+        plan.replace(recompute=recompute, bucket=usual_bucket(costs.cluster, plan))
+        for plan in row.plans
+        for recompute in row.recomputes
+    ]
+    fitting = [plan for plan in every if memories.fullest(plan, batch).fits(costs.cluster)]
+    quickest = min(costs.step(plan, batch).seconds for plan in fitting or every)
+    (found,) = validate(path)
+    assert found.predicted == pytest.approx(quickest, rel=1e-12)
+
+
 def test_devices_that_fill_no_nodes_are_named_with_their_line(tmp_path):
     line = (
         SMALL.format(size=4, s=0.1).replace(",8,2,2,2,1,1,", ",12,2,2,3,1,1,").replace(",32,none", ",36,none")
@@ -127,3 +162,20 @@ def test_errors_are_summed_up_as_numpy_does(values):
 
 def test_of_no_rows_there_are_no_errors():
     assert errors_of([]) is None
+
+
+def test_every_published_step_of_the_repository_names_its_source_and_is_predicted():
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "data" / "published_steps.csv"
+    with path.open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert [row for row in rows if "://" not in row["source"]] == []
+    assert [each.line for each in validate(path)] == list(range(2, len(rows) + 2))
+
+
+def test_a_layer_on_a_device_that_is_not_known_does_not_end_the_others(tmp_path):
+    config = "one layer of 22B: h=6144 a=64 s=2048 mbs=4 TP=8"
+    lines = [f"baseline,7.7,11.9,{config} {device}\n" for device in ("Z9000", "A100-80GB")]
+    path = table(tmp_path, *lines, head="experiment,forward_ms,backward_ms,config\n")
+    refused = []
+    assert {each.line for each in validate(path, refused.append)} == {3}
+    assert "line 2" in refused[0].given

@@ -118,3 +118,9 @@ def test_one_device_alone_has_a_level_without_links():
     measured = replace(measured_of_the_true_machine(), links=())
     cluster = fit(measured, replace(SHEET, devices=1, devices_per_host=1), "alone")
     assert [level.devices for level in cluster.levels] == [1]
+
+
+def test_cores_are_described_as_shared_and_accelerators_are_not():
+    measured = measured_of_the_true_machine()
+    assert fit(measured, SHEET, "mine").cores == SHEET.cores
+    assert fit(measured, replace(SHEET, on_cores=False), "mine").cores == 0

@@ -97,6 +97,13 @@ def test_ranks_that_outnumber_their_cores_are_told():
     assert "4 ranks of 1 compute on 2 cores" in warning
 
 
+def test_ranks_whose_cores_others_use_are_told():
+    sheet = replace(SHEET, on_cores=True, devices=2, devices_per_host=2, units=1, cores=2, rdma=())
+    measured = replace(SOUND, hosts=(), paces=(1e11,) * 2, presence=(0.97, 0.6))
+    (warning,) = said(measured, sheet)
+    assert "rank 1 was on a core for 60%" in warning
+
+
 def write(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

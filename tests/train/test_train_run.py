@@ -196,6 +196,38 @@ def test_other_data_are_refused_and_leave_the_run_as_it_was(train, tmp_path, cha
     assert sorted(losses(Run.open(tmp_path / "run"))) == [1, 2, 3, 4]
 
 
+FAILING = """
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self, fails_at):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+        self.calls, self.fails_at = 0, fails_at
+
+    def forward(self, tokens):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ValueError("enough")
+        return self.head(self.embedding(tokens))
+"""
+
+
+def test_a_run_that_fails_says_how_to_go_on_from_what_it_saved(ranks, tiny_run, tmp_path):
+    (tmp_path / "failing_model.py").write_text(FAILING)
+    kept = [setting for setting in tiny_run[1::2] if not setting.startswith("model_options")]
+    arguments = [word for setting in kept for word in ("--set", setting)]
+    arguments += settings(model="failing_model:Model", steps=8, checkpoint__every=2)
+    for run, fails_at in (("late", 4), ("early", 1)):
+        words = ["train", *arguments, *settings(model_options__fails_at=fails_at), "--run", run]
+        code, _, err = ranks.run(shoal, 1, [*words, "--nproc", "1"], tmp_path)[0]
+        assert code == 1
+        assert "ValueError: enough" in err
+        hint = "Step 2 is saved; go on with: shoal train --resume late\n"
+        assert err.endswith(hint) == (run == "late"), err
+        assert ("--resume" in err) == (run == "late")
+
+
 def test_checkpoints_beyond_those_to_keep_are_deleted(train, tmp_path):
     train("--run", "run", *settings(steps=9, checkpoint__every=2, checkpoint__keep=3))
     found = [step_of(path) for path in checkpoints(tmp_path / "run" / "checkpoints")]

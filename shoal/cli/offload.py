@@ -1,0 +1,74 @@
+"""What `shoal simulate --offload` adds: what keeping state outside of the devices would take and free."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shoal.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shoal.cost.memory import RankMemory
+    from shoal.simulate import Simulation
+
+__all__ = ["add_offload", "offload_summary", "offload_text"]
+
+
+def add_offload(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    parser.add_argument(
+        "--offload",
+        metavar="WHAT",
+        help="also say what it would take and free to keep the state of the `optimizer`, or the `parameters` "
+        "as well, outside of the devices; no Plan does it",
+    )
+    parser.add_argument(
+        "--to",
+        metavar="PLACE",
+        default="host",
+        help="where: in memory of the `host` (default), or in a `file`",
+    )
+
+
+def offload_summary(
+    args: argparse.Namespace, simulation: Simulation, memory: Sequence[RankMemory]
+) -> dict[str, Any]:
+    """What was asked for, as JSON has it.
+
+    Raises:
+        ConfigError, PlanError, ClusterError: As of `shoal.cost.Offload.of`.
+    """
+    from shoal.cost import Offload
+    from shoal.cost.step import Costs
+
+    costs = Costs(simulation.workload, simulation.cluster)
+    found = Offload.of(costs, simulation.plan, simulation.batch, args.offload, args.to)
+    return {
+        "what": found.what,
+        "to": found.to,
+        "step_seconds": simulation.seconds + found.extra,
+        "exposed_seconds": dict(found.parts),
+        "replaced_seconds": found.replaced,
+        "link_bytes": found.link_bytes,
+        "file_bytes": found.file_bytes,
+        "host_bytes": found.host_bytes,
+        "peak_bytes": max(each.peak - found.freed(each) for each in memory),
+    }
+
+
+def offload_text(summary: Mapping[str, Any]) -> str:
+    """The same as lines."""
+    exposed = ", ".join(
+        f"{name} {format_seconds(value)}" for name, value in summary["exposed_seconds"].items()
+    )
+    size = {name: format_bytes(round(summary[f"{name}_bytes"])) for name in ("peak", "link", "file", "host")}
+    moved = f"{size['link']} over its link" + (f", {size['file']} of files" if summary["file_bytes"] else "")
+    return "\n".join(
+        (
+            f"with offload={summary['what']} to {summary['to']}: a step of "
+            f"{format_seconds(summary['step_seconds'])}, at most {size['peak']} on a device",
+            f"  exposed: {exposed}; the optimizer's {format_seconds(summary['replaced_seconds'])} are not",
+            f"  a device moves {moved} in a step; a host keeps {size['host']}",
+        )
+    )

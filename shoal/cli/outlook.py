@@ -1,0 +1,162 @@
+"""What commands that predict steps are asked of long runs: days, money, failures, checkpoints, stragglers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import ClusterError, ConfigError
+from shoal.units import format_bytes, format_count, format_seconds, parse_count
+
+if TYPE_CHECKING:
+    from shoal.cluster import Cluster
+    from shoal.cost.long_run import LongRun
+    from shoal.workload import Workload
+
+__all__ = ["add_outlook", "as_asked", "long_run_of", "long_run_summary", "long_run_text"]
+
+
+def add_outlook(parser: argparse.ArgumentParser) -> None:
+    """Adds what a long run is asked by, and how much ranks vary."""
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--tokens", metavar="N", help="such as 15T: also say the days, money and failures until then"
+    )
+    length.add_argument("--steps", metavar="N", type=int, help="the same for a number of steps")
+    parser.add_argument(
+        "--storage", metavar="RATE", help="bytes/s of a node to where checkpoints are kept (default 1G)"
+    )
+    parser.add_argument(
+        "--restart", metavar="SECONDS", type=float, help="from a failure until ranks load (default 300)"
+    )
+    parser.add_argument(
+        "--jitter",
+        metavar="SHARE",
+        type=float,
+        help="standard deviation of a rank's step over its mean, such as 0.02, if not the cluster's",
+    )
+
+
+def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
+    """The Cluster with the jitter that was asked for.
+
+    Raises:
+        ClusterError: It cannot be.
+    """
+    return cluster if args.jitter is None else cluster.replace(jitter=args.jitter)
+
+
+def long_run_of(
+    args: argparse.Namespace, workload: Workload, cluster: Cluster, step: float, batch: int
+) -> LongRun | None:
+    """What was asked for of steps of so many seconds and samples; None if nothing was.
+
+    Raises:
+        ConfigError: A number cannot be read, or cannot be.
+        ClusterError: Failures were asked about, and the Cluster does not say how many there are.
+    """
+    from shoal.cost.long_run import RESTART, STORAGE, long_run
+
+    about_failures = [name for name in ("storage", "restart") if getattr(args, name) is not None]
+    if args.tokens is None and args.steps is None:
+        if about_failures:
+            raise ConfigError(
+                f"--{about_failures[0]} was given, and no long run",
+                possible="--storage and --restart beside --tokens or --steps",
+                change="add how long the run is, such as --tokens 15T",
+            )
+        return None
+    if about_failures and not cluster.failures:
+        raise ClusterError(
+            f"--{about_failures[0]} was given, and {cluster.name} does not say how often devices fail",
+            possible="a Cluster with `failures` of a device in an hour, such as 2e-5",
+            change="write its failures into a file of the Cluster, or leave out --storage and --restart",
+        )
+    return long_run(
+        workload,
+        cluster,
+        step,
+        batch * workload.length,
+        steps=args.steps,
+        tokens=_count("tokens", args.tokens),
+        storage=_count("storage", args.storage) or STORAGE,
+        restart=RESTART if args.restart is None else args.restart,
+    )
+
+
+def _count(name: str, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        found = parse_count(text.replace("G", "B"))
+    except ValueError as error:
+        raise ConfigError(
+            f"--{name} {text} cannot be read", possible="such as 300B, 15T or 2e9", change=f"correct --{name}"
+        ) from error
+    if not 0 < found < math.inf:
+        raise ConfigError(
+            f"--{name} {text} cannot be", possible="a number above 0", change=f"correct --{name}"
+        )
+    return found
+
+
+def long_run_summary(run: LongRun) -> dict[str, Any]:
+    """As an object that JSON can hold; null is what is not known, or never ends."""
+    goodput = run.goodput
+    fails = math.isfinite(goodput.between_failures)
+    return {
+        "steps": run.steps,
+        "tokens": run.tokens,
+        "step_seconds": goodput.step,
+        "days": _finite(run.days),
+        "dollars": _finite(run.dollars) or None,
+        "goodput": goodput.share if fails else None,
+        "failures": _finite(run.failures) if fails else None,
+        "seconds_between_failures": _finite(goodput.between_failures),
+        "steps_between_checkpoints": goodput.interval if fails else None,
+        "checkpoint_bytes": run.checkpoint,
+        "save_seconds": run.save,
+        "restart_seconds": run.restart,
+        "shares": {
+            "training": goodput.share,
+            "saving": goodput.saving,
+            "restarting": goodput.restarting,
+            "lost": goodput.lost,
+        }
+        if fails
+        else None,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def long_run_text(run: LongRun) -> str:
+    """In words."""
+    return "\n".join([_length_text(run), *_failures_text(run)])
+
+
+def _length_text(run: LongRun) -> str:
+    goodput = run.goodput
+    length = f"{format_count(run.tokens)} tokens are {run.steps:,} steps of {format_seconds(goodput.step)}"
+    if not math.isfinite(run.days):
+        return f"{length}, and never end: more is lost than done."
+    money = f"${run.dollars:,.0f}" if goodput.price else "dollars unknown, since the cluster has no price"
+    return f"{length}: {run.days:,.1f} days, {money}."
+
+
+def _failures_text(run: LongRun) -> list[str]:
+    goodput = run.goodput
+    if not math.isfinite(goodput.between_failures):
+        return ["How often devices fail is not known of this cluster, so no failures are counted."]
+    total = f"{run.failures:,.0f} in all" if math.isfinite(run.failures) else "without end"
+    return [
+        f"A device fails every {format_seconds(goodput.between_failures)}, {total}; it takes "
+        f"{format_seconds(run.restart)} to go on.",
+        f"A checkpoint of {format_bytes(round(run.checkpoint))} takes {format_seconds(run.save)}; best is "
+        f"one every {goodput.interval:,} steps, {format_seconds(goodput.interval * goodput.step)}.",
+        f"Goodput {goodput.share:.1%}: of the time {goodput.saving:.1%} saves, {goodput.restarting:.1%} "
+        f"restarts, {goodput.lost:.1%} does again what was lost.",
+    ]

@@ -1,0 +1,40 @@
+"""The Host: the computer that some devices share, with its memory and files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.cluster.checks import require, require_share
+
+__all__ = ["Host"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The computer that devices are in: what they can keep outside of their own memory.
+
+    Attributes:
+        name: Such as "2 x EPYC 7742".
+        devices: That share it.
+        memory: Bytes; 0 if not known.
+        bandwidth: Of the memory, bytes/s, by its data sheet; 0 if not known.
+        share: Of the bandwidth that passes over memory reach.
+        file_bandwidth: Bytes/s to and from its files together; 0 if not known.
+        source: Of these figures.
+    """
+
+    name: str = ""
+    devices: int = 1
+    memory: float = 0.0
+    bandwidth: float = 0.0
+    share: float = 0.75
+    file_bandwidth: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        where = f"the host {self.name}"
+        require(self.devices >= 1, where, "devices", self.devices, "1 or more")
+        require_share(where, "share", self.share)
+        for name in ("memory", "bandwidth", "file_bandwidth"):
+            value = getattr(self, name)
+            require(value >= 0, where, name, value, "0 if it is not known, or more, in bytes or bytes/s")

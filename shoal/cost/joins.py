@@ -1,0 +1,181 @@
+"""The communications of tensor parallelism within a block, and what of them its products hide.
+
+Products that are divided by columns compute from the whole stream, and those divided by rows give partial
+sums. A layer joins the ranks of tp once for each product by rows, with the products by columns before it; the
+end has products by columns alone, and the embedding looks up rows. This is what `shoal.parallel` sends
+(Korthikanti et al., arXiv:2205.05198), and beside which products it travels:
+
+    tensor=            forward                              backward
+    plain      columns                                      all-reduce, beside the weights' gradients
+               rows    all-reduce
+    sequence   columns all-gather                           all-gather, beside the input's gradient;
+                                                            reduce-scatter, beside the weights' gradients
+               rows    reduce-scatter                       all-gather
+    async      the same; what sequence exposes goes round a ring of n ranks in n parts, beside the product's
+
+What is beside a product is hidden for no longer than that takes. Of a whole collective `contention` of the
+seconds that are hidden count all the same; of one in parts the device's `overlap` is the share that can be
+hidden, by the products of all parts but one. The loss gathers two fp32 numbers for each token from each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.compute import Seconds, operation_seconds
+from shoal.cost.layout import Layout
+from shoal.cost.network import Group, collective_seconds
+from shoal.workload import Block, Part, Product
+
+__all__ = ["Join", "Joined", "joins_of"]
+
+_OF_LOSS = 2 * 4  # bytes of a token: the logarithm of its sum of exponentials, and its target's logit
+
+
+class Joined(NamedTuple):
+    """One communication over the ranks of tp.
+
+    Attributes:
+        name: As the runtime records it, such as "all_gather:column".
+        seconds: That nothing hides.
+        nbytes: Of the whole buffer.
+    """
+
+    name: str
+    seconds: float
+    nbytes: float
+
+
+class Join(NamedTuple):
+    """What stands before, and what behind a part of a block's compute."""
+
+    before: tuple[Joined, ...]
+    behind: tuple[Joined, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all."""
+        return sum(each.seconds for each in (*self.before, *self.behind))
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Seconds of the products that one join is made for; None where there are none of a kind."""
+
+    columns: Seconds | None
+    rows: Seconds | None
+    tokens: float = 0.0  # that the loss sees, if there is one
+
+
+def joins_of(
+    block: Block, stream: float, cluster: Cluster, layout: Layout
+) -> tuple[tuple[Join, ...], tuple[Join, ...]]:
+    """The joins of a block's forward, and those of its backward without what is recomputed.
+
+    Args:
+        block: Of a Workload.
+        stream: Bytes of a micro-batch's hidden state on all ranks of tp.
+        cluster: Where it runs; ranks of tp are neighbours.
+        layout: How it is laid over ranks.
+    """
+    if layout.tp == 1 or not block.joins:
+        return (), ()
+    wire = _Wire(stream, cluster, layout)
+    found = list(_products(block, cluster, layout))
+    forward = tuple(Join(wire.gather_forward(each), wire.scatter_forward(each)) for each in found)
+    backward = tuple(Join(wire.gather_backward(each), wire.scatter_backward(each)) for each in found[::-1])
+    return forward, backward
+
+
+def _products(block: Block, cluster: Cluster, layout: Layout) -> Iterator[_Products]:
+    """By join: columns up to and with the product by rows that ends it."""
+    columns = None
+    tokens = 0.0
+    for operation in block.operations:
+        if not isinstance(operation, Product) or operation.part not in (Part.COLUMNS, Part.ROWS):
+            continue
+        seconds = operation_seconds(operation, cluster.device, layout)
+        if operation.part is Part.ROWS:
+            yield _Products(columns, seconds)
+            columns = None
+        else:
+            columns = seconds if columns is None else columns + seconds
+            tokens = operation.rows * layout.microbatch / layout.cp
+    if columns is not None:
+        yield _Products(columns, None, tokens)
+    elif not any(isinstance(each, Product) for each in block.operations):
+        yield _Products(None, Seconds(0.0, 0.0, 0.0))
+
+
+class _Wire:
+    """What each side of a join sends.
+
+    Args:
+        stream: Bytes of the hidden state.
+        cluster: Where.
+        layout: How.
+    """
+
+    def __init__(self, stream: float, cluster: Cluster, layout: Layout) -> None:
+        self._cluster = cluster
+        self._device = cluster.device
+        self._stream = stream
+        self._group = Group(layout.tp)
+        self._is_split = layout.tensor != "plain"
+        self._in_parts = layout.tensor == "async"
+
+    def gather_forward(self, products: _Products) -> tuple[Joined, ...]:
+        """Before products by columns."""
+        if products.columns is None or not self._is_split:
+            return ()
+        return (self._parts("all_gather", "column", products.columns.forward),)
+
+    def scatter_forward(self, products: _Products) -> tuple[Joined, ...]:
+        """Behind a product by rows, or a loss."""
+        if products.rows is None:
+            return (self._whole("all_gather", "loss", nbytes=self._group.size * _OF_LOSS * products.tokens),)
+        if not self._is_split:
+            return (self._whole("all_reduce", "row" if products.columns else "embed"),)
+        if products.columns is None:
+            return (self._whole("reduce_scatter", "embed"),)
+        return (self._parts("reduce_scatter", "row", products.rows.forward),)
+
+    def gather_backward(self, products: _Products) -> tuple[Joined, ...]:
+        """Before the backward of a product by rows."""
+        if products.rows is None or not self._is_split:
+            return ()
+        if products.columns is None:
+            return (self._whole("all_gather", "embed"),)
+        return (self._parts("all_gather", "row", products.rows.backward),)
+
+    def scatter_backward(self, products: _Products) -> tuple[Joined, ...]:
+        """In and behind the backward of products by columns."""
+        if products.columns is None:
+            return ()
+        if not self._is_split:
+            return (self._whole("all_reduce", "column", beside=products.columns.weight),)
+        return (
+            self._whole("all_gather", "column", beside=products.columns.input),
+            self._whole("reduce_scatter", "column", beside=products.columns.weight),
+        )
+
+    def _whole(
+        self, collective: str, name: str, *, beside: float = 0.0, nbytes: float | None = None
+    ) -> Joined:
+        """One collective, beside so many seconds of products."""
+        nbytes = self._stream if nbytes is None else nbytes
+        seconds = collective_seconds(collective, nbytes, self._group, self._cluster)
+        hidden = (1 - min(self._device.contention, 1.0)) * min(seconds, beside)
+        return Joined(f"{collective}:{name}", seconds - hidden, nbytes)
+
+    def _parts(self, collective: str, name: str, beside: float) -> Joined:
+        """The same, in parts if tensor=async."""
+        if not self._in_parts:
+            return self._whole(collective, name)
+        seconds = collective_seconds(collective, self._stream, self._group, self._cluster)
+        ranks = self._group.size
+        hidden = min(self._device.overlap * seconds, (ranks - 1) / ranks * beside)
+        return Joined(f"shift:{name}", seconds - hidden, self._stream)

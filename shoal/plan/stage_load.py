@@ -1,0 +1,88 @@
+"""What the stages and ranks of a split have to do and to hold, and how good that is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+__all__ = ["Amounts", "Load", "Score"]
+
+Score = tuple[float, ...]
+"""How good a split is, less being better: memory above the limit, time of a step, and so on."""
+
+
+class Amounts:
+    """What pieces in a row come to as a stage.
+
+    Args:
+        each: Of each piece.
+        kept: Of each piece, what comes to it as often as `held` says.
+        held: By stage, how often; 0 for all if None.
+    """
+
+    def __init__(
+        self, each: Sequence[float], kept: Sequence[float] = (), held: Sequence[float] | None = None
+    ) -> None:
+        self.pieces = len(each)
+        self._held = held
+        self._before = _sums_before(each)
+        self._kept_before = _sums_before(kept)
+
+    def of(self, stage: int, start: int, stop: int) -> float:
+        """Of the pieces from `start` to before `stop` as that stage."""
+        amount = self.least(start, stop)
+        if self._held is not None:
+            amount += self._held[stage] * (self._kept_before[stop] - self._kept_before[start])
+        return amount
+
+    def least(self, start: int, stop: int) -> float:
+        """The least that these pieces come to, whichever stages they are in."""
+        return self._before[stop] - self._before[start]
+
+
+class Load:
+    """What ranks have to do and to hold.
+
+    Args:
+        times: Of the pieces.
+        memory: Of the pieces, in bytes.
+        placement: The rank of each stage.
+        limit: Bytes that a rank may hold.
+        weight: What the largest stage counts beside the work of the rank that has the most.
+    """
+
+    def __init__(
+        self,
+        times: Amounts,
+        memory: Amounts,
+        placement: Sequence[int],
+        limit: float,
+        weight: float,
+    ) -> None:
+        self.times = times
+        self.memory = memory
+        self.placement = placement
+        self.limit = limit
+        self.weight = weight
+
+    def score(self, split: Sequence[int]) -> Score:
+        """Memory above the limit, most work of a rank plus weighted largest stage, and sums of squares.
+
+        The last two, over ranks and over stages, lead a search across splits that differ in no maximum.
+        """
+        stages, ranks = [], dict.fromkeys(self.placement, 0.0)
+        held = dict(ranks)
+        start = 0
+        for stage, (rank, count) in enumerate(zip(self.placement, split, strict=True)):
+            stop = start + count
+            stages.append(self.times.of(stage, start, stop))
+            ranks[rank] += stages[-1]
+            held[rank] += self.memory.of(stage, start, stop)
+            start = stop
+        squares = sum(time * time for time in ranks.values()), sum(time * time for time in stages)
+        above = max(0.0, max(held.values()) - self.limit)
+        return (above, max(ranks.values()) + self.weight * max(stages), *squares)
+
+
+def _sums_before(values: Sequence[float]) -> list[float]:
+    return list(itertools.accumulate(values, initial=0.0))

@@ -1,0 +1,65 @@
+"""What half and twice the micro-batch and the buckets of a Plan would cost, all else as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.cost.jitter import with_stragglers
+from shoal.errors import PlanError
+from shoal.plan import Plan
+from shoal.planner.candidate import Candidate
+from shoal.planner.search import Search
+
+__all__ = ["Size", "sizes_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A Plan with one size changed.
+
+    Attributes:
+        setting: "microbatch" or "bucket".
+        plan: The Plan.
+        slower: Its step over the chosen one's, less 1; both in closed form.
+        memory: Bytes of the rank that holds most.
+        fits: Whether it has room.
+    """
+
+    setting: str
+    plan: Plan
+    slower: float
+    memory: float
+    fits: bool
+
+
+def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
+    """Half and twice each size, where that is a legal Plan.
+
+    Args:
+        search: That found the winner.
+        winner: Whose sizes change.
+    """
+    exchanges = winner.plan.dp * winner.plan.cp > 1 and winner.plan.shard != "zero3"
+    chosen = _seconds(search, winner.plan)
+    for setting in ("microbatch", *(["bucket"] if exchanges else [])):
+        value = getattr(winner.plan, setting)
+        for other in ([value // 2] if value % 2 == 0 else []) + [2 * value]:
+            plan = _changed(winner, {setting: other})
+            if plan is not None:
+                memory = search.tree.memories.fullest(plan, winner.batch).peak
+                slower = _seconds(search, plan) / chosen - 1
+                yield Size(setting, plan, slower, memory, memory <= search.room)
+
+
+def _changed(winner: Candidate, change: dict[str, Any]) -> Plan | None:
+    """The Plan with one setting changed, if it is legal."""
+    try:
+        return winner.plan.replace(**change).with_microbatch_for(winner.batch)
+    except PlanError:
+        return None
+
+
+def _seconds(search: Search, plan: Plan) -> float:
+    return with_stragglers(search.tree.costs.step(plan, search.batch), search.cluster).seconds

@@ -1,0 +1,252 @@
+"""The Breakdown of played steps, summed up from the journal rather than from spans.
+
+A large table makes half a million spans. Nobody looks at most of them, and the engine knows what explaining
+them would have to find out again: what each wait was for, and since when all who take part were there. So, of
+each rank and step,
+
+    straggler wait          of each wait, the time before all were there
+    exposed communication   of each wait, the time after that
+    bubble                  the bubble's spans, taken out of the waits that they lie in
+    compute                 the rest: a rank that is played either computes or waits
+
+The shares are those of `shoal.timeline.explain`, but for one thing: a message that is under way while its
+receiver waits for something else is no reason of that wait here, whereas spans do not tell which it was.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from shoal.simulate.journal import Journal, Waited
+from shoal.timeline import Breakdown, CollectiveFigures, Kind, Parts, RankBreakdown, Span
+from shoal.timeline.parts import mean, mean_by_operation
+from shoal.timeline.purpose import PURPOSES, purpose_of
+
+__all__ = ["Account", "account_of"]
+
+
+@dataclass(slots=True)
+class _Figures:
+    """Of one operation in one step of one rank; see `CollectiveFigures`."""
+
+    count: int = 0
+    bytes: float = 0.0
+    seconds: float = 0.0
+    exposed: float = 0.0
+    transfer: float = 0.0
+
+    def add(self, count: int, nbytes: float, seconds: float, transfer: float) -> None:
+        self.count += count
+        self.bytes += nbytes
+        self.seconds += seconds
+        self.transfer += transfer
+
+
+@dataclass(slots=True)
+class _Step:
+    """Of one rank."""
+
+    begin: float
+    end: float
+    exposed: float = 0.0
+    straggler: float = 0.0
+    bubble: float = 0.0
+    moments: list[tuple[float, float]] = field(default_factory=list)
+    """In which anything communicates."""
+    operations: dict[str, _Figures] = field(default_factory=dict)
+    purposes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PURPOSES, 0.0))
+    """Seconds that are exposed, by what they are for."""
+
+    def figures(self, name: str) -> _Figures:
+        """Of the operation that a span's name begins with."""
+        return self.operations.setdefault(name.partition(":")[0], _Figures())
+
+    def expose(self, name: str, seconds: float) -> None:
+        """Notes that compute waits for what is called so."""
+        self.exposed += seconds
+        self.figures(name).exposed += seconds
+        self.purposes[purpose_of(name)] += seconds
+
+    def parts(self, pace: float) -> Parts:
+        wall = pace * (self.end - self.begin)
+        exposed, straggler, bubble = (pace * each for each in (self.exposed, self.straggler, self.bubble))
+        blocked = exposed + straggler + bubble
+        communication = pace * _covered(self.moments, self.begin, self.end)
+        return Parts(
+            compute=wall - blocked,
+            exposed_communication=exposed,
+            bubble=bubble,
+            data_wait=0.0,
+            straggler_wait=straggler,
+            other=0.0,
+            wall=wall,
+            communication=communication,
+            overlapped_communication=max(0.0, communication - blocked),
+            bytes=sum(each.bytes for each in self.operations.values()),
+        )
+
+    def collectives(self, pace: float) -> dict[str, CollectiveFigures]:
+        return {
+            operation: CollectiveFigures(
+                count=each.count,
+                bytes=each.bytes,
+                seconds=pace * each.seconds,
+                exposed_seconds=pace * each.exposed,
+                transfer_seconds=pace * each.transfer,
+            )
+            for operation, each in self.operations.items()
+        }
+
+
+class _Rank:
+    """The steps of one rank."""
+
+    def __init__(self, steps: Sequence[tuple[float, float]]) -> None:
+        self.steps = [_Step(*each) for each in steps]
+        self._begins = [begin for begin, _ in steps]
+        self.waits: list[Waited] = []
+        self.bubbles: list[tuple[float, float]] = []
+
+    def index_at(self, time: float) -> int:
+        """Of the step in which something starts."""
+        return max(0, bisect_right(self._begins, time) - 1)
+
+    def at(self, time: float) -> _Step:
+        """That step."""
+        return self.steps[self.index_at(time)]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What steps come to.
+
+    Attributes:
+        breakdown: Where the time went; every step counts.
+        exposed: By rank, and by what it is for, the seconds of a step that compute waits for communication.
+    """
+
+    breakdown: Breakdown
+    exposed: Mapping[int, Mapping[str, float]]
+
+
+def account_of(journal: Journal, bubbles: Iterable[Span], pace: float = 1.0) -> Account:
+    """Sums up the journal of some steps.
+
+    Args:
+        journal: Of the steps.
+        bubbles: Their bubble spans, by rank in the order of time.
+        pace: How many times longer all takes than is noted.
+    """
+    ranks = _ranks_of(journal)
+    _add_passages(journal, ranks)
+    for each in journal.communications:
+        step = ranks[each.rank].at(each.start)
+        step.moments.append((each.start, each.stop))
+        step.figures(each.name).add(1, each.bytes, each.stop - each.start, each.stop - each.together)
+    for waited in journal.waits:
+        ranks[waited.rank].waits.append(waited)
+    for bubble in bubbles:
+        ranks[bubble.rank].bubbles.append((bubble.start, bubble.stop))
+    for rank in ranks.values():
+        _add_waits(rank)
+    exposed = {number: _exposed(rank, pace) for number, rank in ranks.items()}
+    return Account(_breakdown(ranks, pace), exposed)
+
+
+def _ranks_of(journal: Journal) -> dict[int, _Rank]:
+    windows: dict[int, list[tuple[float, float]]] = {}
+    for rank, kind, _, start, stop in journal.works:
+        if kind == Kind.STEP:
+            windows.setdefault(rank, []).append((start, stop))
+    return {rank: _Rank(steps) for rank, steps in sorted(windows.items())}
+
+
+def _add_passages(journal: Journal, ranks: dict[int, _Rank]) -> None:
+    """What forwards and backwards wait for within; there are few kinds of them, and many of each."""
+    passages = {id(each.passage): each.passage for each in journal.passages}
+    moments = {key: tuple(passage.exposed_moments()) for key, passage in passages.items()}
+    times: Counter[tuple[int, int, int]] = Counter()
+    for each in journal.passages:
+        rank, key = ranks[each.rank], id(each.passage)
+        index = rank.index_at(each.start)
+        rank.steps[index].moments += [(each.start + begin, each.start + end) for begin, end in moments[key]]
+        times[each.rank, index, key] += 1
+    for (number, index, key), count in times.items():
+        step = ranks[number].steps[index]
+        for collective in passages[key].exposed:
+            seconds = count * collective.seconds
+            figures = step.figures(collective.name)
+            figures.add(count, count * collective.bytes, seconds, seconds)
+            step.expose(collective.name, seconds)
+
+
+def _add_waits(rank: _Rank) -> None:
+    """All waits between passages: bubble, before all were there, and after that."""
+    for waited, start, stop, is_bubble in _cut(rank.waits, rank.bubbles):
+        step = rank.at(waited.start)
+        if is_bubble:
+            step.bubble += stop - start
+            continue
+        late = min(max(waited.together - start, 0.0), stop - start)
+        step.straggler += late
+        step.expose(waited.name, stop - start - late)
+
+
+def _cut(
+    waits: Sequence[Waited], bubbles: Sequence[tuple[float, float]]
+) -> Iterator[tuple[Waited, float, float, bool]]:
+    """The pieces of each wait that are bubble and those that are not; both lists are in the order of time."""
+    first = 0
+    for waited in waits:
+        now, stop = waited.start, waited.stop
+        while first < len(bubbles) and bubbles[first][1] <= now:
+            first += 1
+        for at in range(first, len(bubbles)):
+            begin, end = bubbles[at]
+            if begin >= stop:
+                break
+            if begin > now:
+                yield waited, now, begin, False
+            yield waited, max(now, begin), min(end, stop), True
+            now = min(end, stop)
+        if now < stop:
+            yield waited, now, stop, False
+
+
+def _covered(moments: list[tuple[float, float]], begin: float, end: float) -> float:
+    """How long any of the moments is, within a step."""
+    total, reached = 0.0, begin
+    for start, stop in sorted(moments):
+        last = min(stop, end)
+        if last > reached:
+            total += last - max(start, reached)
+            reached = last
+    return total
+
+
+def _exposed(rank: _Rank, pace: float) -> dict[str, float]:
+    return {purpose: pace * fmean(step.purposes[purpose] for step in rank.steps) for purpose in PURPOSES}
+
+
+def _breakdown(ranks: dict[int, _Rank], pace: float) -> Breakdown:
+    told = []
+    for number, rank in ranks.items():
+        parts = {index: step.parts(pace) for index, step in enumerate(rank.steps)}
+        told.append(
+            RankBreakdown(
+                rank=number,
+                steps=parts,
+                counted=tuple(parts),
+                parts=mean(list(parts.values())),
+                collectives=mean_by_operation([step.collectives(pace) for step in rank.steps]),
+            )
+        )
+    return Breakdown(
+        ranks=tuple(told),
+        parts=mean([each.parts for each in told]),
+        collectives=mean_by_operation([each.collectives for each in told]),
+    )

@@ -1,0 +1,109 @@
+"""What the ranks that are played do in a step: of a Plan, its schedule's table and its costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from shoal.cost.buckets import held_by_rank
+from shoal.cost.layout import Layout
+from shoal.cost.network import Group, collective_seconds
+from shoal.cost.step import Costs
+from shoal.plan import Plan
+from shoal.plan.schedules import Action, Schedule, Step, Times, Work, transfers
+from shoal.simulate.engine import RankProgram
+from shoal.simulate.passage import Collective
+from shoal.simulate.stage_program import StageProgram
+from shoal.workload import Parameters, Workload
+
+__all__ = ["finish_of", "message_bytes", "norm_of", "rank_programs", "stage_programs", "undisturbed_times"]
+
+
+def stage_programs(plan: Plan, costs: Costs, count: int) -> list[StageProgram]:
+    """Of all stages, for so many micro-batches."""
+    placement = plan.placement if plan.pp > 1 else (0,)
+    apart = plan.ranks // plan.pp
+    return [
+        StageProgram(plan, costs, stage, blocks, partial(Group.ranks, first=place * apart))
+        for stage, (place, blocks) in enumerate(zip(placement, costs.blocks_of(plan, count), strict=True))
+    ]
+
+
+def undisturbed_times(stages: Sequence[StageProgram], transfer: float) -> Times:
+    """Of forwards and backwards that nothing disturbs."""
+
+    def seconds(work: Work) -> tuple[float, ...]:
+        return tuple(
+            stage.passage(Action(work, number, 0), is_first=False, is_last=False).seconds
+            for number, stage in enumerate(stages)
+        )
+
+    return Times(
+        seconds(Work.FORWARD), seconds(Work.INPUT), seconds(Work.WEIGHT), (transfer,) * (len(stages) - 1)
+    )
+
+
+def rank_programs(
+    plan: Plan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
+) -> list[RankProgram]:
+    """Of one rank at each place along the pipeline."""
+    rows: Sequence[Sequence[Step]] = transfers(schedule, ahead=1) if plan.pp > 1 else schedule.table
+    apart = plan.ranks // plan.pp
+    return [
+        RankProgram(
+            rank=place * apart,
+            steps=row,
+            stages={number: stages[number] for number in schedule.stages_of(place)},
+            last={
+                action.stage: action
+                for action in schedule.table[place]
+                if action.work in (Work.BACKWARD, Work.WEIGHT)
+            },
+            finish=finish_of(plan, costs, schedule, place),
+            norm=norm_of(plan, costs),
+            update=_update(plan, costs, [stages[number] for number in schedule.stages_of(place)]),
+        )
+        for place, row in enumerate(rows)
+    ]
+
+
+def finish_of(plan: Plan, costs: Costs, schedule: Schedule, place: int) -> list[Collective]:
+    """The sum of a tied embedding's gradients, where its two uses are on different ranks."""
+    first, last = schedule.placement[0], schedule.placement[-1]
+    if not costs.workload.tied or first == last or place not in (first, last):
+        return []
+    shards = plan.shards * plan.cp if plan.shard != "none" else 1
+    held = held_by_rank(costs.workload.embedding.parameters, plan.tp, plan.ep)
+    nbytes = 4 * held.total // shards
+    apart = plan.ranks // plan.pp
+    seconds = collective_seconds("all_reduce", nbytes, Group(2, apart * (last - first)), costs.cluster)
+    return [Collective("all_reduce:embedding", seconds, nbytes, (apart * first, apart * last))]
+
+
+def norm_of(plan: Plan, costs: Costs) -> Collective | None:
+    """The sum of the squares of all gradients, where ranks hold different ones."""
+    size = plan.ranks // plan.replicas
+    if size == 1:
+        return None
+    seconds = collective_seconds("all_reduce", 8, Group(size), costs.cluster)
+    group = range(0, plan.ranks, plan.ranks // plan.pp) if plan.pp > 1 else range(size)
+    return Collective("all_reduce:gradient norm", seconds, 8, tuple(group))
+
+
+def _update(plan: Plan, costs: Costs, stages: Sequence[StageProgram]) -> float:
+    held = [stage.exchange.parameters for stage in stages]
+    return costs.update(
+        plan,
+        Parameters(
+            sum(each.whole for each in held),
+            sum(each.divided for each in held),
+            sum(each.experts for each in held),
+        ),
+    )
+
+
+def message_bytes(plan: Plan, workload: Workload) -> int:
+    """Of the hidden state that one rank sends to the next stage."""
+    layout = Layout.of(plan)
+    tokens = layout.microbatch * workload.length // plan.cp // (1 if plan.tensor == "plain" else plan.tp)
+    return tokens * workload.hidden * layout.width

@@ -1,0 +1,188 @@
+"""What one rank exchanges with others in a step, and by which algorithm: nothing is played for it.
+
+It is the rank whose forwards and backwards take longest. Its passages say which communications are in each
+(`shoal.simulate.stage_program`), and each is made as often under any schedule: with m micro-batches a stage
+has one first forward and one last backward, and m - 1 others of both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from shoal.cluster import Cluster
+from shoal.cost.network import Group, algorithm_seconds
+from shoal.cost.step import Costs
+from shoal.plan import Plan
+from shoal.plan.schedules import Action, Work
+from shoal.simulate.passage import Collective, Exposed, Piece, Start
+from shoal.simulate.programs import message_bytes, norm_of, stage_programs
+from shoal.simulate.stage_program import StageProgram
+from shoal.timeline.purpose import purpose_of
+from shoal.workload import Workload
+
+__all__ = ["Exchanged", "Traffic", "traffic_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """One kind of exchange.
+
+    Attributes:
+        purpose: What it is for: one of `shoal.timeline.purpose.PURPOSES`.
+        name: As spans have it, without the number of a bucket or micro-batch: "all_reduce:bucket".
+        ranks: That take part.
+        level: The links over which the farthest of them are joined.
+        algorithm: The quickest one there; "send" from one rank to another.
+        bytes: Of the tensor, on average.
+        seconds: Of one, on average, whether or not something hides it.
+        times: How often in a step.
+    """
+
+    purpose: str
+    name: str
+    ranks: int
+    level: str
+    algorithm: str
+    bytes: float
+    seconds: float
+    times: int
+
+    @property
+    def total(self) -> float:
+        """Seconds in a step."""
+        return self.seconds * self.times
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one rank exchanges.
+
+    Attributes:
+        rank: Its global number.
+        exchanges: Of all kinds, those first that take longest in a step.
+    """
+
+    rank: int
+    exchanges: tuple[Exchanged, ...]
+
+    def seconds(self, purpose: str) -> float:
+        """In a step, of all exchanges for a purpose."""
+        return sum(each.total for each in self.exchanges if each.purpose == purpose)
+
+
+def traffic_of(workload: Workload, cluster: Cluster, plan: Plan, batch: int) -> Traffic:
+    """What a rank exchanges in a step.
+
+    Args:
+        workload: What is trained.
+        cluster: Where.
+        plan: How, its micro-batch settled.
+        batch: Samples of a step.
+    """
+    assert plan.microbatch is not None
+    costs = Costs(workload, cluster)
+    count = batch // plan.dp // plan.microbatch
+    by_place: dict[int, list[tuple[int, StageProgram]]] = {}
+    placement = plan.placement if plan.pp > 1 else (0,)
+    for number, stage in enumerate(stage_programs(plan, costs, count)):
+        by_place.setdefault(placement[number], []).append((number, stage))
+    place, held = max(by_place.items(), key=lambda each: _seconds(each[1]))
+    found: dict[tuple[str, int, str, str], Exchanged] = {}
+    for each in _all(plan, costs, count, held):
+        key = each.name, each.ranks, each.level, each.algorithm
+        found[key] = _together(found[key], each) if key in found else each
+    longest_first = sorted(found.values(), key=lambda each: -each.total)
+    return Traffic(place * (plan.ranks // plan.pp), tuple(longest_first))
+
+
+def _seconds(held: Iterable[tuple[int, StageProgram]]) -> float:
+    """Of a rank's forwards and backwards of one micro-batch."""
+    return sum(
+        stage.passage(Action(work, number, 0), is_first=False, is_last=False).seconds
+        for number, stage in held
+        for work in (Work.FORWARD, Work.BACKWARD)
+    )
+
+
+def _together(one: Exchanged, other: Exchanged) -> Exchanged:
+    times = one.times + other.times
+    return replace(
+        one,
+        bytes=(one.bytes * one.times + other.bytes * other.times) / times,
+        seconds=(one.total + other.total) / times,
+        times=times,
+    )
+
+
+def _all(
+    plan: Plan, costs: Costs, count: int, held: Iterable[tuple[int, StageProgram]]
+) -> Iterator[Exchanged]:
+    for number, stage in held:
+        for pieces, times in _pieces(plan, stage, count):
+            for piece in pieces:
+                if isinstance(piece, Exposed | Start) and len(piece.collective.group) > 1:
+                    yield _exchanged(piece.collective, costs.cluster, times)
+        yield from _messages(plan, costs, number, count)
+    norm = norm_of(plan, costs)
+    if norm is not None:
+        yield _exchanged(norm, costs.cluster, 1)
+
+
+def _pieces(plan: Plan, stage: StageProgram, count: int) -> Iterator[tuple[Iterable[Piece], int]]:
+    """Of one stage, what is done together and how often."""
+    yield stage.begin_step(), 1
+    yield stage.pieces(Work.FORWARD, is_first=True, is_last=False), 1
+    yield stage.pieces(Work.BACKWARD, is_first=False, is_last=True), 1
+    if count > 1:
+        yield stage.pieces(Work.FORWARD, is_first=False, is_last=False), count - 1
+        yield stage.pieces(Work.BACKWARD, is_first=False, is_last=False), count - 1
+    if plan.pp > 1 and stage.keeps_sums:
+        yield stage.exchange.reduce_all(), 1
+
+
+def _messages(plan: Plan, costs: Costs, number: int, count: int) -> Iterator[Exchanged]:
+    """The hidden states and gradients that one stage sends on."""
+    for name, other in (("activation", number + 1), ("gradient", number - 1)):
+        if not 0 <= other < plan.stages or plan.placement[other] == plan.placement[number]:
+            continue
+        apart = plan.ranks // plan.pp
+        ends = apart * plan.placement[number], apart * plan.placement[other]
+        level, nbytes = _level_of(ends, costs.cluster), float(message_bytes(plan, costs.workload))
+        yield Exchanged("pipeline", name, 2, level, "send", nbytes, costs.send(plan), count)
+
+
+def _exchanged(collective: Collective, cluster: Cluster, times: int) -> Exchanged:
+    operation = collective.name.partition(":")[0]
+    algorithm, seconds = "ring", collective.seconds
+    if operation != "shift":  # neighbours of a ring send at once
+        by_name = algorithm_seconds(operation, collective.bytes, _group_of(collective.group), cluster)
+        algorithm = min(by_name, key=by_name.__getitem__)
+        seconds = max(seconds, by_name[algorithm])
+    return Exchanged(
+        purpose_of(collective.name),
+        re.sub(r" \d+$", "", collective.name),
+        len(collective.group),
+        _level_of(collective.group, cluster),
+        algorithm,
+        float(collective.bytes),
+        seconds,
+        times,
+    )
+
+
+def _group_of(ranks: tuple[int, ...]) -> Group:
+    """Runs of neighbours at equal distances."""
+    run = 1
+    while run < len(ranks) and ranks[run] == ranks[0] + run:
+        run += 1
+    if run == len(ranks):
+        return Group(run)
+    return Group(len(ranks), ranks[run] - ranks[0], run)
+
+
+def _level_of(ranks: tuple[int, ...], cluster: Cluster) -> str:
+    """The innermost links that join all of them."""
+    joins = (each for each in cluster.levels if min(ranks) // each.devices == max(ranks) // each.devices)
+    return next(joins, cluster.levels[-1]).name

@@ -1,0 +1,83 @@
+"""The loop closed with real runs: what one measured makes the next prediction nearer."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+from run_stand_ins import shoal, shoal_as_rank
+
+from shoal.cluster import Cluster
+from shoal.run import Run
+from shoal.simulate import recorded_cluster
+
+PLANS = {"dp": "dp=2", "zero1": "dp=2,shard=zero1", "tp": "tp=2"}
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tiny_run, tmp_path_factory):
+    """A folder with a run of each Plan, on two ranks that were told to be a laptop's."""
+    folder = tmp_path_factory.mktemp("calibrated")
+    for name, plan in PLANS.items():
+        words = [
+            "train",
+            *tiny_run,
+            "--set",
+            "steps=12",
+            "--run",
+            name,
+            "--plan",
+            plan,
+            "--cluster",
+            "laptop",
+        ]
+        ended = ranks.run(shoal_as_rank, 2, words, folder, free_port())
+        assert [code for code, _, _ in ended] == [0, 0], ended[0][2]
+    return folder
+
+
+def error(folder, run, *words):
+    """Of the predicted step, as a share of the measured one."""
+    code, out, err = shoal(["report", run, "--json", *words], folder)
+    assert code == 0, err
+    kinds = {each["kind"]: each for each in json.loads(out)["kinds"]}
+    return abs(kinds["step"]["error"])
+
+
+def test_a_run_keeps_the_machines_that_it_was_told_it_is_on(runs):
+    assert recorded_cluster(Run.open(runs / "dp")) == Cluster.preset("laptop", 2)
+    code, out, _ = shoal(["report", "dp"], runs)
+    assert code == 0
+    assert "predicted beside measured" in out
+    assert "cluster          laptop" in out
+
+
+@pytest.mark.parametrize("predicted", PLANS)
+def test_the_next_prediction_is_nearer_for_the_same_plan_and_for_others(runs, predicted):
+    code, out, err = shoal(["calibrate", "dp", "--out", f"{predicted}.toml"], runs)
+    assert code == 0, err
+    assert "compute" in out
+    assert error(runs, predicted, "--cluster", f"{predicted}.toml") < error(runs, predicted)
+
+
+def test_several_runs_correct_together(runs):
+    code, _, err = shoal(["calibrate", *PLANS, "--out", "all.toml"], runs)
+    assert code == 0, err
+    before = sum(error(runs, name) for name in PLANS)
+    after = sum(error(runs, name, "--cluster", "all.toml") for name in PLANS)
+    assert after < before
+
+
+def test_a_run_that_was_told_no_machines_asks_for_them(runs, tmp_path):
+    described = Run.open(runs / "dp").description
+    untold = Run.create(tmp_path / "untold", {**described, "cluster": None})
+    code, _, err = shoal(["calibrate", str(untold.path), "--out", "never.toml"], tmp_path)
+    assert code == 2
+    assert "give --cluster" in err

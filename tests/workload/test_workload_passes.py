@@ -1,0 +1,76 @@
+"""The bytes of passes, beside those of every operator that a transformer runs on a CPU."""
+
+import pytest
+
+from shoal.models import Transformer, TransformerConfig
+from shoal.workload import Pass, transformer_shape, workload_of
+
+SIZES = {"vocab_size": 512, "layers": 3, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "seq": 64}
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 192}
+PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu")
+"""What is no pass, by the beginning of its name."""
+ALLOCATIONS = (
+    "_unsafe_view",
+    "_reshape_alias",
+    "new_empty",
+    "empty",
+    "zeros",
+    "new_zeros",
+    "ones_like",
+    "arange",
+    "unbind",
+    "sort",
+)
+"""What moves nothing of the stream, or no more than a fill that the next operator writes over."""
+
+
+def moved(config, samples):
+    """Bytes that operators of forward, and of backward, read and write."""
+    import torch
+    import torch.nn.functional as F
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Count(TorchDispatchMode):
+        nbytes = 0
+
+        def __torch_dispatch__(self, operator, types, given=(), named=None):
+            result = operator(*given, **(named or {}))
+            name = operator._schema.name.split("::")[1]
+            is_view = any(
+                each.alias_info and not each.alias_info.is_write for each in operator._schema.returns
+            )
+            if not (is_view or name.startswith(PRODUCTS) or name in ALLOCATIONS):
+                tensors = [each for each in tree_leaves((given, named, result)) if torch.is_tensor(each)]
+                self.nbytes += sum(each.numel() * each.element_size() for each in tensors)
+            return result
+
+    model = Transformer(config)
+    model.initialize(0)
+    tokens = torch.randint(config.vocab_size, (samples, config.seq))
+    with Count() as forward:
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    with Count() as backward:
+        loss.backward()
+    return forward.nbytes, backward.nbytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [({}, 0.03), ({"ffn": 1024}, 0.03), (EXPERTS, 0.12)],
+    ids=["dense", "wide", "experts"],
+)
+def test_passes_on_cores_move_what_the_operators_of_a_step_move(changes, tolerance):
+    """Within what operators on a number for each token move; of experts, also sorting and statistics."""
+    config = TransformerConfig(**{**SIZES, **changes})
+    shape = transformer_shape(config.model_dump()).replace(fused_norm=False)
+    operations = [each for piece in workload_of(shape).pieces for each in piece.operations]
+    passes = [each for each in operations if isinstance(each, Pass)]
+    samples, wide = 16, 2  # fp32 over 16 bits
+    forward, backward = moved(config, samples)
+    assert sum(each.elements * each.forward for each in passes) * samples * wide == pytest.approx(
+        forward, rel=tolerance
+    )
+    assert sum(each.elements * each.backward for each in passes) * samples * wide == pytest.approx(
+        backward, rel=tolerance
+    )
