@@ -81,7 +81,9 @@ class Setup:
     def buckets(
         self, grouped: Callable[[Sequence[Run]], Sequence[Group]], *, resident: bool
     ) -> list[tuple[Group, Bucket]]:
-        """All trained parameters in buckets, each of one family.
+        """All trained parameters in buckets, each of one family, in the order in which backward ends them.
+
+        A bucket ends with its parameter that the model registers first, and forward uses first.
 
         Args:
             grouped: Makes the groups of a family.
@@ -92,6 +94,8 @@ class Setup:
             for family, names in self.families
             for group in grouped(parameter_runs(self.model, self.blocks, names))
         ]
+        position = {name: index for index, (name, _) in enumerate(self.named)}
+        groups.sort(key=lambda each: min(position[name] for name, _ in each[1].parameters), reverse=True)
         return [
             (
                 group,
