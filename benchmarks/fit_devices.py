@@ -1,6 +1,6 @@
 """Fits what programs reach of devices to published training steps: the shares in shoal/cluster/devices.toml.
 
-    python benchmarks/fit_devices.py RUNS.csv [LAYERS.csv]
+    python benchmarks/fit_devices.py RUNS.csv ... [--layers LAYERS.csv] [--without FAMILY ...]
 
 Each constant has an expected value, from data sheets and micro-benchmarks, and says how sure that is (the
 standard deviation of its logarithm). What is minimised is the sum of squares of the rows' errors, in units of
@@ -81,8 +81,8 @@ CONSTANTS: Sequence[Constant] = (
     Constant(_H100, "dispatch", 15e-6, 0.5),
     Constant(_A100, "overlap", 0.2, 1.0, 0.95),
     Constant(_H100, "overlap", 0.6, 0.4, 0.95),
-    Constant(_A100, "contention", 0.25, 0.6),
-    Constant(_H100, "contention", 0.25, 0.6),
+    Constant(_A100, "contention", 0.25, 0.6, 1.0),
+    Constant(_H100, "contention", 0.25, 0.6, 1.0),
 )
 """What is fitted."""
 
@@ -98,7 +98,7 @@ class Rows:
     def __init__(self, steps: Sequence[Measured], layers: Sequence[MeasuredLayer]) -> None:
         self.steps = steps
         self.layers = layers
-        self._workloads = {row.line: published_workload(row) for row in steps}
+        self._workloads = {id(row): published_workload(row) for row in steps}
         self._layers = {row.shape: workload_of(row.shape) for row in layers}
         self._clusters = {
             (row.device, row.plans[0].ranks, row.devices_per_node, row.network): Cluster.assemble(
@@ -107,7 +107,7 @@ class Rows:
             for row in steps
         }
         self._plans = {
-            row.line: [plan.replace(bucket=usual_bucket(self._cluster(row), plan)) for plan in row.plans]
+            id(row): [plan.replace(bucket=usual_bucket(self._cluster(row), plan)) for plan in row.plans]
             for row in steps
         }
 
@@ -133,8 +133,8 @@ class Rows:
 
     def _step(self, row: Measured, devices: Mapping[str, Device]) -> float:
         cluster = self._cluster(row)
-        costs = Costs(self._workloads[row.line], cluster.replace(device=devices[cluster.device.name]))
-        return min(costs.step(plan, row.batch).seconds for plan in self._plans[row.line])
+        costs = Costs(self._workloads[id(row)], cluster.replace(device=devices[cluster.device.name]))
+        return min(costs.step(plan, row.batch).seconds for plan in self._plans[id(row)])
 
     def _cluster(self, row: Measured) -> Cluster:
         return self._clusters[row.device, row.plans[0].ranks, row.devices_per_node, row.network]
@@ -177,22 +177,24 @@ def devices_with(values: Sequence[float]) -> dict[str, Device]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fits, and prints how well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("runs", type=Path, help="measured steps")
-    parser.add_argument("layers", type=Path, nargs="?", help="measured layers")
+    parser.add_argument("runs", type=Path, nargs="+", help="measured steps")
+    parser.add_argument("--layers", type=Path, help="measured layers")
+    parser.add_argument("--without", nargs="+", default=(), metavar="FAMILY", help="not fitted, but shown")
     options = parser.parse_args(arguments)
     layers = read_layers(options.layers) if options.layers else []
     known = {Device.preset(name).name for constant in CONSTANTS for name in constant.devices}
-    steps = [row for row in read_table(options.runs) if Device.preset(row.device).name in known]
-    half = [row for row in steps if is_fitted(row)]
+    every = [row for table in options.runs for row in read_table(table)]
+    steps = [row for row in every if Device.preset(row.device).name in known]
+    half = [row for row in steps if is_fitted(row) and row.family not in options.without]
     values = fit(Rows(half, layers))
     devices = devices_with(values)
     print("| family | rows | fitted rows: error | the others: error |\n| --- | ---: | ---: | ---: |")
     rows = Rows(steps, layers)
-    errors = {row.line: math.exp(error) - 1 for row, error in zip(steps, rows.errors(devices), strict=True)}
+    errors = {id(row): math.exp(error) - 1 for row, error in zip(steps, rows.errors(devices), strict=True)}
     for family in [*dict.fromkeys(row.family for row in steps), "all"]:
         of_it = [row for row in steps if family in (row.family, "all")]
         cells = [
-            _mean([errors[row.line] for row in of_it if is_fitted(row) == side]) for side in (True, False)
+            _mean([errors[id(row)] for row in of_it if is_fitted(row) == side]) for side in (True, False)
         ]
         print(f"| {family} | {len(of_it)} | {cells[0]} | {cells[1]} |")
     if layers:

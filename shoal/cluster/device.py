@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from shoal.cluster.checks import require, require_bytes, require_share
 from shoal.cluster.description import fields_of
@@ -30,12 +30,15 @@ class Device:
         product_share: Of the peak that large products reach.
         product_depth: Inputs of a product at which it reaches half of that, in bf16.
         bandwidth_share: Of the bandwidth that passes over memory reach.
+        stall: Of the time that a product's bytes take, the share that no arithmetic hides: 1 on cores, which
+            wait for what their caches do not have.
         attention_share: Of the peak that fused attention reaches in forward.
         attention_backward_share: The same of backward.
         launch: Seconds from one kernel's end to the next one's start.
         dispatch: Seconds that the host takes to start one operation; the device waits if it is quicker.
         overlap: Share of tensor=async's communications that its products hide.
-        contention: Of a communication that runs beside compute, the share that compute is slowed by.
+        contention: Of a communication that runs beside compute at the innermost links' rate, the share that
+            compute is slowed by; of a slower one it is less in proportion.
         host_bandwidth: Bytes/s to and from the host's memory; 0 if it has none of its own.
         source: Of these figures.
     """
@@ -49,6 +52,7 @@ class Device:
     product_share: float = 0.8
     product_depth: float = 64.0
     bandwidth_share: float = 0.85
+    stall: float = 0.0
     attention_share: float = 0.45
     attention_backward_share: float = 0.4
     launch: float = 2e-6
@@ -59,16 +63,20 @@ class Device:
     source: str = ""
 
     def __hash__(self) -> int:
-        """Of the name: costs are looked up by device, and few devices share one."""
-        return hash(self.name)
+        """Of the rates: costs are looked up by device, so it is made once."""
+        found: int = self._hash  # type: ignore[attr-defined]
+        return found
 
     def __post_init__(self) -> None:
+        rates = (getattr(self, each.name) for each in fields(self) if each.type == "float")
+        object.__setattr__(self, "_hash", hash((*rates, *self.peak.values())))
         where = f"the device {self.name}"
         require_bytes(where, memory=self.memory, bandwidth=self.bandwidth)
         require_bytes(where, **{f"peak.{precision}": rate for precision, rate in self.peak.items()})
         require(self.units > 0, where, "units", self.units, "a positive number")
         for name in _SHARES:
             require_share(where, name, getattr(self, name))
+        require(0 <= self.stall <= 1, where, "stall", self.stall, "a share, 0 to 1")
         for name in _SECONDS:
             value = getattr(self, name)
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")

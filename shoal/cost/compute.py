@@ -1,6 +1,6 @@
 """Seconds that one device takes for operations, by their shapes.
 
-A product of m rows, k inputs and n outputs takes the longer of
+A product of m rows, k inputs and n outputs takes the longer of these two, and `stall` of the shorter:
 
 - its 2 m n k FLOP at `peak * product_share * fill * depth`: products are computed in tiles, `units` at a
   time, so `fill` is the part of the last wave and of the tiles at the edges that is of use, the best over
@@ -83,10 +83,9 @@ def product_seconds(
     fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth)
     flop = 2.0 * copies * rows * inputs * outputs
     nbytes = float(width) * copies * (rows * inputs + inputs * outputs + rows * outputs)
-    return device.launch + max(
-        flop / (device.peak[precision] * device.product_share * fill),
-        nbytes / (device.bandwidth * device.bandwidth_share),
-    )
+    arithmetic = flop / (device.peak[precision] * device.product_share * fill)
+    memory = nbytes / (device.bandwidth * device.bandwidth_share)
+    return device.launch + max(arithmetic, memory) + device.stall * min(arithmetic, memory)
 
 
 def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:

@@ -9,8 +9,10 @@ them, weights so that forward finds them. Of one stage and micro-batch, with F a
               is never hidden, and behind the last one come `after` seconds:
               ends + max(c (G - first) + first, G - (F - after))
 
-with c the device's `contention`, by which what travels slows compute, times the share that compute has of
-F + B. With m micro-batches:
+with c the share of its seconds by which what travels slows compute: the device's `contention`, times how much
+it loads the device (1 at the innermost links' rate, less on slower ones), times the share that compute has of
+F + B. What is reduced in every backward (zero2, zero3) is first copied in fp32 to its bucket, a pass that
+makes backward longer; elsewhere products may add to the sums. With m micro-batches:
 
     none, zero1   reduce once: without a pipeline beside the last backward. With one a stage begins when its
                   last backward is over: the first stage's is exposed, the rank's v - 1 others travel beside
@@ -35,15 +37,13 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.block import BlockCost
+from shoal.cost.bucket_times import NOTHING, BucketTimes, bucket_times, together
 from shoal.cost.buckets import Bucket, buckets_of
 from shoal.cost.layout import Layout
-from shoal.cost.network import collective_seconds
 from shoal.plan import Plan
 from shoal.workload import Block, Workload
 
-__all__ = ["Exchanges", "Runs", "StageWork", "gather_seconds", "reduce_seconds", "runs_of"]
-
-_SUM_WIDTH = 4.0  # bytes of an element of a sum of gradients: fp32
+__all__ = ["Exchanges", "Runs", "StageWork", "runs_of"]
 
 Runs = tuple[tuple[Block, int], ...]
 """Blocks, and how many of each."""
@@ -80,6 +80,9 @@ class _Exchanged:
         first: Of what the first layer needs.
         top: Of what the last layer needs.
         after: What forward computes once the last bucket is there.
+        reduce_load, gather_load: How much these load the device (`network.collective_load`), on average.
+        copy, copy_first, copy_last: What taking gradients into buckets adds to backward, to `lead` and to
+            `between`.
     """
 
     reduce: float
@@ -92,6 +95,11 @@ class _Exchanged:
     first: float
     top: float
     after: Runs
+    reduce_load: float
+    gather_load: float
+    copy: float
+    copy_first: float
+    copy_last: float
 
 
 class Exchanges:
@@ -110,7 +118,7 @@ class Exchanges:
         self._cost = cost
         self._ends = {id(workload.embedding), id(workload.end)}
         self._known: dict[tuple[object, ...], _Exchanged] = {}
-        self._seconds: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._times: dict[tuple[object, ...], BucketTimes] = {}
 
     def in_micro_batch(self, plan: Plan, stages: Sequence[StageWork]) -> float:
         """Exposed seconds of every micro-batch of a rank with these stages."""
@@ -136,14 +144,15 @@ class Exchanges:
         before = after = 0.0
         if plan.shard in ("zero1", "zero2"):
             before = self._before_forward(found[0], stages[0], layout)
-            before += c * sum(each.gather + each.ends for each in found[1:])
+            before += c * sum(each.gather_load * (each.gather + each.ends) for each in found[1:])
         if plan.shard in ("none", "zero1"):
             if plan.pp == 1:
                 after = self._behind_backward(found[0], 0.0, stages[0], layout)
             else:
                 others = sum(each.reduce for each in found[1:])
+                slowed = c * sum(each.reduce_load * each.reduce for each in found[1:])
                 left = min(count, plan.pp) * sum(stage.backward for stage in stages[:-1])
-                after = found[0].reduce + max(c * others, others - left)
+                after = found[0].reduce + max(slowed, others - left)
         return before, after
 
     def _in_passes(self, plan: Plan, stage: StageWork) -> float:
@@ -157,7 +166,7 @@ class Exchanges:
         return forward + before + self._behind_backward(found, again, stage, layout)
 
     def _before_forward(self, found: _Exchanged, stage: StageWork, layout: Layout) -> float:
-        c = self._cluster.device.contention * stage.computed
+        c = self._cluster.device.contention * stage.computed * found.gather_load
         hidden = found.gather - found.first
         left = stage.forward - sum(
             self._cost(block, layout).forward * number for block, number in found.after
@@ -168,9 +177,11 @@ class Exchanges:
         """Of gradients, with `gathered` seconds of weights on the way besides."""
         c = self._cluster.device.contention * stage.computed
         total = found.reduce + gathered
-        tail = found.last + max(0.0, found.before - self._backward(found.between, layout))
-        late = self._backward(found.lead, layout) + total - stage.backward
-        return max(c * (total - tail) + tail, late)
+        between = self._backward(found.between, layout) + found.copy_last
+        tail = found.last + max(0.0, found.before - between)
+        slowed = c * (found.reduce_load * (found.reduce - tail) + found.gather_load * gathered)
+        late = self._backward(found.lead, layout) + found.copy_first + total - stage.backward - found.copy
+        return found.copy + max(slowed + tail, late)
 
     def _backward(self, runs: Runs, layout: Layout) -> float:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
@@ -186,50 +197,39 @@ class Exchanges:
 
     def _of_buckets(self, plan: Plan, blocks: Sequence[Block], width: int) -> _Exchanged:
         roots = [position for position, block in enumerate(blocks) if id(block) in self._ends]
-        timed = [(each, *self._of_bucket(each, width)) for each in buckets_of(blocks, roots, plan, width)]
-        places: list[tuple[int, float]] = []  # where backward completes buckets, and their seconds
-        for first, there in groupby(timed, key=lambda each: each[0].first):
-            places.append((first, sum(seconds for _, seconds, _ in there)))
-        gathers = [(each, seconds) for each, _, seconds in timed]
-        layers = [(each, seconds) for each, seconds in gathers if each.first not in roots]
+        timed = [(each, self._of_bucket(each, width)) for each in buckets_of(blocks, roots, plan, width)]
+        # Where backward completes buckets.
+        places = [(first, together(there)) for first, there in groupby(timed, key=lambda each: each[0].first)]
+        layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
         lowest = min((each.first for each, _ in layers), default=0)
         highest = max((each.last for each, _ in layers), default=0)
-        (end, last), (before_end, before) = places[-1], places[-2] if len(places) > 1 else (0, 0.0)
+        (end, last), (before_end, before) = places[-1], places[-2] if len(places) > 1 else (0, NOTHING)
+        every, of_layers = together(timed), together(layers)
+        copied = (every, places[0][1], last) if plan.shard in ("zero2", "zero3") else (NOTHING,) * 3
         return _Exchanged(
-            reduce=sum(seconds for _, seconds in places),
-            last=last,
-            before=before,
+            reduce=every.reduce,
+            last=last.reduce,
+            before=before.reduce,
             between=runs_of(blocks[end:before_end]),
             lead=runs_of(blocks[places[0][0] :]),
-            gather=sum(seconds for _, seconds in layers),
-            ends=sum(seconds for each, seconds in gathers if each.first in roots),
-            first=sum(seconds for each, seconds in layers if each.first == lowest),
-            top=sum(seconds for each, seconds in layers if each.last == highest),
+            gather=of_layers.gather,
+            ends=every.gather - of_layers.gather,
+            first=together(each for each in layers if each[0].first == lowest).gather,
+            top=together(each for each in layers if each[0].last == highest).gather,
             after=runs_of(blocks[max((each.first for each, _ in layers), default=len(blocks)) :]),
+            reduce_load=every.reduce_loaded / every.reduce if every.reduce else 0.0,
+            gather_load=of_layers.gather_loaded / of_layers.gather if of_layers.gather else 0.0,
+            copy=copied[0].copy,
+            copy_first=copied[1].copy,
+            copy_last=copied[2].copy,
         )
 
-    def _of_bucket(self, bucket: Bucket, width: int) -> tuple[float, float]:
-        """Seconds of its gradients, and of its weights."""
+    def _of_bucket(self, bucket: Bucket, width: int) -> BucketTimes:
         key = bucket.family, bucket.parameters, bucket.number, width
-        found = self._seconds.get(key)
+        found = self._times.get(key)
         if found is None:
-            found = reduce_seconds(bucket, self._cluster), gather_seconds(bucket, width, self._cluster)
-            self._seconds[key] = found
+            found = self._times[key] = bucket_times(bucket, width, self._cluster)
         return found
-
-
-def reduce_seconds(bucket: Bucket, cluster: Cluster) -> float:
-    """Of its gradients, over the shards and then over the replicas; of all equal buckets together."""
-    family, nbytes = bucket.family, _SUM_WIDTH * bucket.parameters
-    scatter = collective_seconds("reduce_scatter", nbytes, family.shards, cluster)
-    owned = nbytes / family.shards.size
-    return bucket.number * (scatter + collective_seconds("all_reduce", owned, family.replicas, cluster))
-
-
-def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
-    """Of its weights of so many bytes each, over the shards; of all equal buckets together."""
-    nbytes = width * bucket.parameters
-    return bucket.number * collective_seconds("all_gather", nbytes, bucket.family.shards, cluster)
 
 
 def runs_of(blocks: Iterable[Block]) -> Runs:

@@ -14,8 +14,9 @@ end has products by columns alone, and the embedding looks up rows. This is what
     async      the same; what sequence exposes goes round a ring of n ranks in n parts, beside the product's
 
 What is beside a product is hidden for no longer than that takes. Of a whole collective `contention` of the
-seconds that are hidden count all the same; of one in parts the device's `overlap` is the share that can be
-hidden, by the products of all parts but one. The loss gathers two fp32 numbers for each token from each rank.
+seconds that are hidden count all the same, on links slower than the innermost less; of one in parts the
+device's `overlap` is the share that can be hidden, by the products of all parts but one. The loss gathers
+two fp32 numbers for each token from each rank.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.compute import Seconds, operation_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group, collective_seconds
+from shoal.cost.network import Group, collective_load, collective_seconds
 from shoal.workload import Block, Part, Product
 
 __all__ = ["Join", "Joined", "joins_of"]
@@ -124,6 +125,7 @@ class _Wire:
         self._device = cluster.device
         self._stream = stream
         self._group = Group(layout.tp)
+        self._contention = min(cluster.device.contention * collective_load(self._group, cluster), 1.0)
         self._is_split = layout.tensor != "plain"
         self._in_parts = layout.tensor == "async"
 
@@ -168,7 +170,7 @@ class _Wire:
         """One collective, beside so many seconds of products."""
         nbytes = self._stream if nbytes is None else nbytes
         seconds = collective_seconds(collective, nbytes, self._group, self._cluster)
-        hidden = (1 - min(self._device.contention, 1.0)) * min(seconds, beside)
+        hidden = (1 - self._contention) * min(seconds, beside)
         return Joined(f"{collective}:{name}", seconds - hidden, nbytes)
 
     def _parts(self, collective: str, name: str, beside: float) -> Joined:

@@ -49,7 +49,7 @@ from functools import lru_cache
 
 from shoal.cluster import Cluster, Level
 
-__all__ = ["Group", "algorithm_seconds", "collective_seconds", "send_seconds"]
+__all__ = ["Group", "algorithm_seconds", "collective_load", "collective_seconds", "send_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +127,19 @@ def algorithm_seconds(collective: str, nbytes: float, group: Group, cluster: Clu
         if (name != "switch" or any(span.level.reduces for span in spans))
         and (name != "one-shot" or (len(spans) == 1 and spans[0].level.mesh))
     }
+
+
+@lru_cache(maxsize=1 << 12)
+def collective_load(group: Group, cluster: Cluster) -> float:
+    """How much a group's collectives load a device: 1 at the innermost links' rate, less at slower ones'.
+
+    Compute beside them lacks the multiprocessors and the memory's rate that their bytes take: links that move
+    few bytes a second take few of these.
+    """
+    if group.size == 1:
+        return 0.0
+    inside = cluster.levels[0]
+    return min(1.0, min(span.rate for span in _spans(group, cluster)) / inside.rate(inside.devices))
 
 
 def send_seconds(nbytes: float, distance: int, cluster: Cluster) -> float:

@@ -14,7 +14,7 @@ forward and backward, with what they wait for within blocks:
     data    of gradients and weights what neither backward nor forward hides: see `exchange.py`
     update  the optimizer's passes over this rank's state
 
-What runs beside compute slows it: `contention` of its seconds count all the same. A table with other times
+What runs beside compute slows it, by what `contention` says of its seconds. A table with other times
 is played by `shoal.simulate`, which needs no closed form.
 """
 

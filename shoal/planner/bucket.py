@@ -8,8 +8,8 @@ Plan that it times; `best_bucket` asks `shoal.cost.step` for every size.
 from __future__ import annotations
 
 from shoal.cluster import Cluster
+from shoal.cost.bucket_times import gather_seconds, reduce_seconds
 from shoal.cost.buckets import Bucket, families_of
-from shoal.cost.exchange import gather_seconds, reduce_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.step import Costs
 from shoal.plan import Plan

@@ -1,7 +1,8 @@
 """Why the best Plan is the best: what bounds it, what each degree buys, what loses, what to change.
 
 Every figure is a search of its own: with one degree held at half or twice its value, among other kinds of
-layout, on a machine of which one thing is twice as much. None is a rule of thumb.
+layout, on a machine of which one thing is twice as much (there among degrees of half to twice the best's, as
+twice of anything moves them no further). None is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -173,7 +174,8 @@ def explain(search: Search, winner: Candidate) -> Explanation:
     assert unlimited is not None, "what fits a limit fits without it"
     changes = []
     for name, cluster in _doubled(search.cluster):
-        best = Search(search.workload, cluster, search.batch, margin=search.margin).best(1).best
+        changed = Search(search.workload, cluster, search.batch, margin=search.margin)
+        best = changed.best(1, lambda degrees: _is_near(degrees, winner.degrees)).best
         if best is not None:
             changes.append(Change(name, best))
     roomier = search.best(1, room=2 * search.room).best  # nothing else changes with more memory
@@ -223,6 +225,10 @@ def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     yield "the FLOP/s", cluster.replace(device=replace(device, peak=peak))
     bandwidth = replace(device, bandwidth=2 * device.bandwidth)
     yield "the memory's rate", cluster.replace(device=bandwidth)
+
+
+def _is_near(degrees: Degrees, others: Degrees) -> bool:
+    return all(each <= 2 * other and other <= 2 * each for each, other in zip(degrees, others, strict=True))
 
 
 def _kind(degrees: Degrees) -> frozenset[str]:

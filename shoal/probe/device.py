@@ -3,14 +3,13 @@
 Shapes are those that training has: large and small, square and skewed, and the products of weights'
 gradients, whose inner dim are the rows of forward. Passes are those of a transformer, with the bytes that
 `shoal.workload` counts for them, so that what is fitted is what is used; beside them a copy and a triad. Each
-time a pass begins with other tensors, as training does: what it reads has left the caches.
+time products and passes have other operands, as in training: what they read has left the caches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from shoal.probe.measurements import AttentionTime, PassTime, ProductTime
 from shoal.probe.place import Place
+from shoal.probe.small_layer import SmallLayer
 from shoal.probe.turns import Effort, Operation, time_in_turns
 from shoal.workload import Attention, ModelShape, Pass, workload_of
 
@@ -47,6 +47,7 @@ _COLD = 128 << 20  # bytes that lie between two uses of a tensor: several times 
 _UPDATE_BYTES = 28  # Adam in fp32: gradient read; weight and two moments read and written
 
 _ATTENTION = (  # length, heads, key-value heads, width
+    (128, 8, 8, 64),
     (256, 4, 2, 32),
     (256, 8, 8, 64),
     (512, 8, 2, 64),
@@ -63,23 +64,26 @@ def measure_products(place: Place, effort: Effort) -> tuple[ProductTime, ...]:
     accelerated = place.device.type != "cpu"
     squares = [(size, size, size) for size in (*_SQUARES, *(_LARGE_SQUARES if accelerated else ()))]
     shapes: list[tuple[int, int, int]] = [*squares, *_SKEWED, *(_LARGE_SKEWED if accelerated else ())]
-    operations = {
-        (precision, shape): _product(shape, dtype, place.device)
-        for precision, dtype in _DTYPES.items()
-        for shape in shapes
-    }
+    operations: dict[tuple[str, tuple[int, int, int]], Operation] = {}
+    for precision, dtype in _DTYPES.items():
+        largest = max(inputs * (rows + outputs) for rows, inputs, outputs in shapes)
+        pool = torch.randn(max(largest, _COLD // dtype.itemsize), device=place.device).to(dtype)
+        operations |= {(precision, shape): _product(shape, pool) for shape in shapes}
     return tuple(
         ProductTime(precision, rows, inputs, outputs, seconds)
         for (precision, (rows, inputs, outputs)), seconds in time_in_turns(operations, place, effort).items()
     )
 
 
-def _product(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Operation:
+def _product(shape: tuple[int, int, int], pool: Tensor) -> Operation:
+    """Each time of the next numbers in the pool."""
     rows, inputs, outputs = shape
-    given = torch.randn(rows, inputs, device=device).to(dtype)
-    weight = torch.randn(outputs, inputs, device=device).to(dtype)
-    result = torch.empty(rows, outputs, dtype=dtype, device=device)
-    return partial(torch.mm, given, weight.t(), out=result)
+    size = inputs * (rows + outputs)
+    given = cycle(
+        (part[: rows * inputs].view(rows, inputs), part[rows * inputs :].view(outputs, inputs).t())
+        for part in pool[: len(pool) // size * size].view(-1, size)
+    )
+    return lambda: torch.mm(*next(given))
 
 
 def measure_passes(place: Place, effort: Effort) -> tuple[PassTime, ...]:
@@ -206,24 +210,19 @@ def _attention(
 def measure_launch(place: Place, effort: Effort) -> tuple[float, float]:
     """Seconds between two kernels of the device, and those that the host takes to start one.
 
-    On cores the two are one: an operator is started by the thread that then does it, so all of it is the
-    first, and the second is 0. On a GPU the first is that of kernels that were recorded and are played again.
+    The second is that of a transformer's layer with next to nothing to compute, forward and backward, for
+    each kernel that its Workload counts. On cores the two are one: an operator is started by the thread that
+    then does it, so all of it is the first, and the second is 0. On a GPU the first is that of kernels that
+    were recorded and are played again.
     """
-    value = torch.ones(_SMALL, device=place.device, requires_grad=True)
-
-    def chain() -> None:
-        """Forward and backward of a chain: two operators each."""
-        result = value
-        for _ in range(_CHAIN):
-            result = result * 1.0
-        result.sum().backward()
-
-    operations: dict[str, Operation] = {"host": chain}
-    if place.device.type == "cuda":
-        operations["device"] = _recorded(value.detach())
+    on_cores = place.device.type == "cpu"
+    layer = SmallLayer().to(place.device)
+    operations: dict[str, Operation] = {"host": layer.forward_and_backward}
+    if not on_cores:
+        operations["device"] = _recorded(torch.ones(_SMALL, device=place.device))
     seconds = time_in_turns(operations, place, effort)
-    host = seconds["host"] / (2 * _CHAIN)
-    return (seconds["device"] / _CHAIN, host) if "device" in seconds else (host, 0.0)
+    host = seconds["host"] / layer.kernels(fused=not on_cores)
+    return (host, 0.0) if on_cores else (seconds["device"] / _CHAIN, host)
 
 
 def _recorded(value: Tensor) -> Operation:

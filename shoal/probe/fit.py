@@ -57,7 +57,7 @@ def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
     cores = sheet.cores if sheet.on_cores else 0
     cluster = Cluster(name=name, device=device, levels=(level,), cores=cores, source=sheet.source)
     cluster = _fit_passes(cluster, measured.passes)
-    cluster = _fit_products(cluster, measured.products)
+    cluster = _fit_products(cluster, measured.products, sheet)
     for half, share in (("forward", "attention_share"), ("backward", "attention_backward_share")):
         chosen = [each for each in measured.attention if each.half == half]
         cluster = _fit_attention(cluster, chosen, share)
@@ -78,6 +78,7 @@ def _start(measured: Measurements, sheet: Sheet) -> Device:
         peak=peak,
         units=sheet.units,
         tile=_CPU_TILE if sheet.on_cores else (256, 128),
+        stall=1.0 if sheet.on_cores else 0.0,
         launch=measured.launch,
         dispatch=measured.dispatch,
         contention=measured.contention,
@@ -92,11 +93,33 @@ def _fit_passes(cluster: Cluster, passes: Sequence[PassTime]) -> Cluster:
     return _closest(with_share, passes, [_SHARES])
 
 
-def _fit_products(cluster: Cluster, products: Sequence[ProductTime]) -> Cluster:
-    def with_rates(values: tuple[float, ...]) -> Cluster:
+def _fit_products(cluster: Cluster, products: Sequence[ProductTime], sheet: Sheet) -> Cluster:
+    """With a data sheet the share of its peaks, without one the peaks themselves; and the depth."""
+    by_precision = {
+        precision: [each for each in products if each.precision == precision]
+        for precision in ("bf16", "fp32")  # the depth is in bf16, and follows from its peak in fp32
+    }
+
+    def with_share(values: tuple[float, ...]) -> Cluster:
         return _of_device(cluster, product_share=values[0], product_depth=values[1])
 
-    return _closest(with_rates, products, [_SHARES, _DEPTHS])
+    def with_depth(values: tuple[float, ...]) -> Cluster:
+        found = _of_device(cluster, product_share=1.0, product_depth=values[0])
+        for precision, measured in by_precision.items():
+
+            def with_peak(
+                rate: tuple[float, ...], precision: str = precision, found: Cluster = found
+            ) -> Cluster:
+                device = found.device
+                return found.replace(device=replace(device, peak={**device.peak, precision: rate[0]}))
+
+            quickest = max(each.rate for each in measured)
+            found = _closest(with_peak, measured, [(quickest / 2, quickest * 4)])
+        return found
+
+    if sheet.on_cores:
+        return _closest(with_depth, products, [_DEPTHS])
+    return _closest(with_share, products, [_SHARES, _DEPTHS])
 
 
 def _fit_attention(cluster: Cluster, attention: Sequence[AttentionTime], share: str) -> Cluster:

@@ -147,10 +147,13 @@ def _exchange(group: dist.ProcessGroup, given: torch.Tensor, got: torch.Tensor, 
 
 
 def measure_contention(place: Place, effort: Effort) -> float:
-    """Of an all-reduce that runs beside a product, the share that the product is slowed by: 0 to 1."""
+    """Of an all-reduce that runs beside a product, the share that the product is slowed by: 0 to 1.
+
+    Over the innermost links: what slower ones are slowed by follows from their rate.
+    """
     if place.ranks.count == 1:
         return 0.0
-    group = form_groups(place, [range(place.ranks.count)])
+    group = form_groups(place, place.hosts if place.ranks_per_host > 1 else [range(place.ranks.count)])
     size = _BESIDE[place.device.type]
     matrix = torch.randn(size, size, device=place.device)
     result = torch.empty_like(matrix)

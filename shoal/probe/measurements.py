@@ -185,7 +185,7 @@ class Measurements:
         products, passes, attention: On this rank's device, medians over the ranks.
         launch: Seconds from one kernel's end to the next one's start.
         dispatch: Seconds that the host takes to start an operation, beside what the device does.
-        contention: Of a collective beside a product, the share that the product is slowed by.
+        contention: Of a collective within a host beside a product, the share that the product is slowed by.
         links: Collectives and messages, level by level.
         hosts: Rates between pairs of hosts, where there are enough of them.
         paces: By rank, FLOP/s of the quickest product in fp32.

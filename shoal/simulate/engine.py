@@ -1,9 +1,9 @@
 """The event engine: ranks that go through their lists, each as far as what it waits for is there.
 
-A rank has two streams. Compute does its list one by one. Communications that are begun beside it go one after
-another, in the order in which they were begun; while one travels, compute runs at 1 - `contention` of its
-rate, so that t seconds of communication that are hidden cost `contention` t seconds. What a passage waits for
-within blocks has a communicator of its own and stops compute instead.
+A rank has two streams. Compute does its list one by one. Communications that are begun beside it go one
+after another, in the order in which they were begun; while one travels, compute runs at 1 - c of its rate, so
+that t seconds of communication that are hidden cost c t seconds: c is `contention` times how much it loads
+the device. What a passage waits for within blocks has a communicator of its own and stops compute instead.
 
 A message between stages starts when it was sent, its receiver has begun to receive (`transfers` says at which
 action), and the message before it on that link is there. It slows nothing.
@@ -149,7 +149,7 @@ class _Rank:
         self._rank = program.rank
         self._free = 0.0  # when all that was begun beside compute has ended
         self._ends: dict[object, float] = {}  # of what was begun, by key
-        self._begun: deque[tuple[float, str]] = deque()  # ends and names of it, in order
+        self._begun: deque[tuple[float, Start]] = deque()  # ends of it, in order
         self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: begun and not yet there
         self._link_free: dict[int, float] = {}  # by sender
         self._there: dict[_Key, tuple[float, float, str]] = {}  # when both had begun a message, when it came
@@ -279,7 +279,7 @@ class _Rank:
             elif isinstance(piece, Start):
                 start = max(self.now, self._free)
                 self._free = self._ends[piece.key] = start + piece.collective.seconds
-                self._begun.append((self._free, piece.collective.name))
+                self._begun.append((self._free, piece))
                 journal.collective(self._rank, start, start, self._free, piece.collective)
             else:
                 self._await(self._ends.get(piece.key, 0.0))
@@ -287,20 +287,24 @@ class _Rank:
     def _await(self, end: float) -> None:
         """Waits until what was begun has ended, and before it what was begun earlier."""
         while self.now < end:
-            stop, name = self._begun.popleft()
+            stop, begun = self._begun.popleft()
             if stop > self.now:
-                self._engine.journal.wait(self._rank, name, self.now, self.now, stop)
+                self._engine.journal.wait(self._rank, begun.collective.name, self.now, self.now, stop)
                 self.now = stop
 
     def _computed(self, seconds: float) -> float:
-        """When compute ends that begins now: what was begun beside it travels on until `_free`."""
-        beside = self._free - self.now
-        if beside <= 0:
-            return self.now + seconds
-        lost = self._engine.contention * beside
-        if seconds >= beside - lost:
-            return self.now + seconds + lost
-        return self.now + seconds / (1 - self._engine.contention)
+        """When compute ends that begins now, beside what was begun and still travels."""
+        now = self.now
+        while self._begun and self._begun[0][0] <= now:
+            self._begun.popleft()
+        for stop, begun in self._begun:
+            rate = 1 - self._engine.contention * begun.load
+            done = rate * (stop - now)
+            if seconds < done:
+                return now + seconds / rate
+            seconds -= done
+            now = stop
+        return now + seconds
 
 
 def _name_of(key: _Key) -> str:

@@ -6,12 +6,14 @@ A bucket is reduced over the shards and then over the replicas, and gathered ove
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shoal.cost.bucket_times import SUM_WIDTH, copy_seconds
 from shoal.cost.buckets import Bucket, Family, buckets_of, families_of, held_by_rank
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group, collective_seconds
+from shoal.cost.network import Group, collective_load, collective_seconds
 from shoal.cost.step import Costs
 from shoal.plan import Plan
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
@@ -19,8 +21,6 @@ from shoal.simulate.within import Members
 from shoal.workload import Block, Parameters, Part, Product
 
 __all__ = ["Exchange"]
-
-_SUM_WIDTH = 4  # bytes of an element of a sum of gradients: fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,14 @@ class Exchange:
             for piece in self._reduce(bucket)
         ]
 
+    def copy_at(self, position: int) -> float:
+        """Seconds to take to those buckets the gradients that backward has completed."""
+        return math.fsum(
+            copy_seconds(bucket.bucket, self._width, self._cluster) / bucket.bucket.number
+            for bucket in self._buckets
+            if bucket.bucket.first == position
+        )
+
     def reduce_all(self) -> list[Piece]:
         """Begins all buckets."""
         return [piece for bucket in self._buckets for piece in self._reduce(bucket)]
@@ -102,7 +110,7 @@ class Exchange:
     def naive(self) -> list[Piece]:
         """One all-reduce after another, of each weight of a product and of all else of a block together."""
         return [
-            Exposed(self._collective("all_reduce", name, count, _SUM_WIDTH, family.replicas))
+            Exposed(self._collective("all_reduce", name, count, SUM_WIDTH, family.replicas))
             for block in reversed(self._blocks)
             for family in families_of(self._plan)
             for name, count in self._weights_of(block, family)
@@ -127,8 +135,8 @@ class Exchange:
         sums = [("reduce_scatter", bucket.parameters, shards)]
         sums.append(("all_reduce", bucket.parameters / shards.size, replicas))
         return [
-            Start(
-                self._key("reduce", named), self._collective(operation, named.name, count, _SUM_WIDTH, group)
+            self._start(
+                "reduce", named, self._collective(operation, named.name, count, SUM_WIDTH, group), group
             )
             for operation, count, group in sums
             if group.size > 1
@@ -138,7 +146,10 @@ class Exchange:
         bucket = named.bucket
         shards = bucket.family.shards
         gathered = self._collective("all_gather", named.name, bucket.parameters, self._width, shards)
-        return Start(self._key("gather", named), gathered)
+        return self._start("gather", named, gathered, shards)
+
+    def _start(self, what: str, named: _Named, collective: Collective, group: Group) -> Start:
+        return Start(self._key(what, named), collective, collective_load(group, self._cluster))
 
     def _collective(self, operation: str, name: str, count: float, width: int, group: Group) -> Collective:
         nbytes = count * width

@@ -45,10 +45,12 @@ class Start:
     Attributes:
         key: What a `Wait` names it by; all that were begun under it are waited for.
         collective: What is begun.
+        load: How much it loads the device while it travels: see `shoal.cost.network.collective_load`.
     """
 
     key: object
     collective: Collective
+    load: float
 
 
 @dataclass(frozen=True, slots=True)

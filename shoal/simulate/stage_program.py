@@ -5,7 +5,7 @@ Weights and gradients travel beside compute as `shoal.parallel` has them travel:
     none    gradients are reduced bucket by bucket in the step's last backward (with pp > 1 after it)
     zero1   the same; and when a step begins the weights that the optimizer changed are gathered: all are
             begun at once, each is waited for where the first forward needs it
-    zero2   as zero1, but every backward reduces
+    zero2   as zero1, but every backward reduces, what it has copied in fp32 to buckets
     zero3   each block is gathered while the one before it computes, in forward and in backward, and reduced
             in every backward. Without a pipeline the forward's last block, the embedding and the end stay for
             the backward that follows.
@@ -115,6 +115,8 @@ class StageProgram:
                     yield from exchange.gather(position - 1)
             yield from self._backward_of(position, work)
             if reduces:
+                if not self.keeps_sums:
+                    yield exchange.copy_at(position)
                 yield from exchange.reduce_at(position)
         if reduces:
             yield from exchange.wait_reduced()

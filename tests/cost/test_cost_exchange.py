@@ -114,6 +114,18 @@ def test_the_closed_form_is_the_played_step_with_buckets_of_any_size(plan, count
     assert closed == pytest.approx(simulate(DENSE, cluster, plan, batch).seconds, rel=0.03)
 
 
+@given(PLANS, st.integers(1, 3), st.sampled_from((1, 2)), st.sampled_from((2e9, 2e10)))
+@settings(deadline=None, max_examples=30)
+def test_the_closed_form_is_the_played_step_where_a_network_joins_nodes(plan, count, replicate, rate):
+    plan = plan if plan.shard == "none" else plan.replace(replicate=replicate)
+    cluster, batch = cluster_of(2, 1e11), plan.dp * plan.microbatch * count
+    network = Level(name="network", devices=plan.ranks, bandwidth=rate, share=1.0, latency=0.0)
+    cluster = cluster.replace(levels=(*cluster.levels, network))
+    closed = Costs(DENSE, cluster).step(plan, batch).seconds
+    # As above; and what travels at several rates loads the device by their mean.
+    assert closed == pytest.approx(simulate(DENSE, cluster, plan, batch).seconds, rel=0.04)
+
+
 @given(
     st.sampled_from(("none", "zero1", "zero2", "zero3")),
     st.sampled_from(((2, 1), (4, 1), (4, 2))),

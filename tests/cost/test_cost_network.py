@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.network import Group, algorithm_seconds, collective_seconds, send_seconds
+from shoal.cost.network import (
+    Group,
+    algorithm_seconds,
+    collective_load,
+    collective_seconds,
+    send_seconds,
+)
 
 DEVICE = Device(name="d", memory=80e9, bandwidth=3e12, peak={"bf16": 1e15}, units=132)
 EXACT = 1e-9  # relative: both sides compute the same, in another order of operations
@@ -333,3 +339,19 @@ def test_a_group_of_runs_has_as_many_within_a_level_as_counting_its_ranks_gives(
     assert len(set(ranks)) == group.size
     for devices in (*range(1, group.stride), strides * group.stride):
         assert group.within(level(devices, B)) == sum(rank < devices for rank in ranks)
+
+
+def test_a_collective_loads_a_device_as_much_as_its_links_let_it():
+    """By the rate at which its bytes go through a device, over that of the innermost links."""
+    machine = cluster(level(8, 400e9), level(64, 50e9))
+    assert collective_load(Group(1), machine) == 0
+    assert collective_load(Group(8), machine) == collective_load(Group(4), machine) == 1
+    assert collective_load(Group(8, stride=8), machine) == pytest.approx(50 / 400)  # a network link each
+    assert collective_load(Group(16, stride=4), machine) == pytest.approx(2 * 50 / 400)
+    assert collective_load(Group(64), machine) == 1  # rings use all eight at once
+
+
+@given(st.sampled_from((1, 2, 8)), st.sampled_from((2, 4, 8)), st.floats(1e9, 1e12))
+def test_no_collective_loads_a_device_more_than_the_innermost_links_do(stride, size, rate):
+    machine = cluster(level(8, 100e9), level(64, rate))
+    assert 0 < collective_load(Group(size, stride), machine) <= 1

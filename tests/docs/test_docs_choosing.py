@@ -22,7 +22,8 @@ def seconds(model, cluster, accept, length=None):
 
 def test_sharding_costs_little_while_everything_fits():
     steps = [quickest_sharded(work("gpt3-1.3b"), H100, shard)[0] for shard in choosing.SHARDS]
-    assert max(steps) < 1.05 * min(steps)
+    assert max(steps) < 1.1 * min(steps)
+    assert steps[choosing.SHARDS.index("zero1")] < 1.02 * steps[choosing.SHARDS.index("none")]
 
 
 def test_larger_models_need_more_sharded():
@@ -63,7 +64,7 @@ def test_tensor_parallelism_is_needed_where_devices_outnumber_samples():
 
     few, more, many = map(both, choosing.DEVICES)
     for alone, together in (few, more):
-        assert 0.9 * alone < together <= alone
+        assert 0.8 * alone < together <= alone
     assert many[0] is None
     assert many[1] is not None
 

@@ -5,7 +5,7 @@ import pytest
 from shoal.cluster import Cluster, Level
 from shoal.cost.compute import pass_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group, collective_seconds
+from shoal.cost.network import Group, collective_load, collective_seconds
 from shoal.cost.step import Costs
 from shoal.plan import Plan
 from shoal.workload import shape, workload_of
@@ -29,15 +29,25 @@ def test_what_data_parallelism_does_not_hide(shard, gbits):
     costs = Costs(WORKLOAD, cluster)
     m, layers = BATCH // plan.dp // plan.microbatch, len(WORKLOAD.layers)
     (stage,) = costs.stages(plan, m)
-    f, b, c = stage.forward, stage.input + stage.weight, cluster.device.contention
+    f, b = stage.forward, stage.input + stage.weight
+    c = cluster.device.contention * collective_load(Group(RANKS), cluster)
     first, one, last = (
         costs.block(block, Layout.of(plan))
         for block in (WORKLOAD.embedding, WORKLOAD.layers[0], WORKLOAD.end)
     )
 
+    def in_buckets(parameters):
+        return 1 if shard == "zero3" else -(-parameters // layer)
+
+    def copied(parameters):
+        """A pass for each bucket, from 2 bytes to 4."""
+        if shard in ("none", "zero1"):
+            return 0.0
+        return pass_seconds(cluster.device, (2 + 4) * parameters, in_buckets(parameters))
+
     def seconds(collective, width, parameters):
         """As one collective after another, of at most a bucket each."""
-        number = 1 if shard == "zero3" else -(-parameters // layer)
+        number = in_buckets(parameters)
         nbytes = width * parameters / number
         return number * collective_seconds(collective, nbytes, Group(RANKS), cluster)
 
@@ -47,8 +57,9 @@ def test_what_data_parallelism_does_not_hide(shard, gbits):
 
     def reduce(also=0.0):
         r = reduced[0] + layers * reduced[1] + reduced[2] + also
-        tail = reduced[0] + max(0, reduced[1] - first.backward)
-        return max(c * (r - tail) + tail, last.backward + r - b)
+        copies = copied(embedding) + layers * copied(layer) + copied(end)
+        tail = reduced[0] + max(0, reduced[1] - first.backward - copied(embedding))
+        return copies + max(c * (r - tail) + tail, last.backward + copied(end) + r - (b + copies))
 
     g, of_ends = layers * gathered[1], gathered[0] + gathered[2]
     after = one.forward + last.forward

@@ -139,6 +139,20 @@ def test_hidden_communication_costs_its_contention_and_no_more_than_if_it_were_e
     assert seconds <= moved * (1 + ROUNDING)
 
 
+@pytest.mark.parametrize("shard", ["none", "zero3"])
+@pytest.mark.parametrize("part", [0.05, 0.5, 1.0])
+def test_a_slower_network_slows_compute_by_as_much_less_in_proportion(part, shard):
+    """One device in each node: as on one level of such links, with so much less contention."""
+    model, rate = workload(), 1e11
+    plan = Plan(dp=4, shard=shard, microbatch=2, precision="bf16")
+    network = cluster_of(4, contention=0.6 * part, rate=part * rate)
+    inside = dataclasses.replace(network.levels[0], name="inside", devices=1, bandwidth=rate)
+    nodes = cluster_of(4, contention=0.6).replace(levels=(inside, *network.levels))
+    assert simulate(model, nodes, plan, 16).seconds == pytest.approx(
+        simulate(model, network, plan, 16).seconds
+    )
+
+
 def _buckets(model) -> list[int]:
     """Parameters of the end, of all layers and of the embedding: one bucket each where they are large."""
     layers = sum(layer.parameters.total for layer in model.layers)
