@@ -5,7 +5,9 @@
 For each number of ranks the machine is probed with as many, which says what a rank reaches when all are busy;
 then every Plan's step is predicted, and measured in interleaved rounds (`rounds.py`), a few Plans at a time,
 as the processes of all of them wake up often enough to take a tenth of the cores. No measured step takes part
-in the predictions. The page has each Plan's predicted and measured seconds and the error, the median of
+in the predictions. A machine that others use too is quicker at one minute than at another: before and after the
+probe, and before and after each turn of a Plan, all ranks do the same products and passes, and measured seconds
+are those at the probe's pace. The page has each Plan's predicted and measured seconds and the error, the median of
 the errors, and Kendall's tau of the order within a number of ranks: of all pairs of Plans that train the same
 model, the share that the prediction orders as the measurement does, less the share that it does not.
 
@@ -25,11 +27,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
+import torch
 import torch.distributed as dist
 from contestants import Task
-from rounds import Burst, Ranks, Spread, Step, interleave
+from rounds import Ranks, Spread, Step
 
 import shoal
 from shoal.cluster import Cluster
@@ -48,6 +51,8 @@ __all__ = ["PLANS", "SHAPES", "Case", "Row", "kendall_tau", "main", "predicted_s
 
 _WARM_UP = 2  # steps
 _AT_ONCE = 3  # Plans whose ranks live at the same time
+_PACES = 5  # times that the pace is taken
+_PASSED = 8 << 20  # numbers that the pace passes over
 
 SHAPES: Mapping[str, TransformerConfig] = {
     "dense": TransformerConfig(
@@ -80,13 +85,18 @@ _DENSE = {
         "dp=2,shard=zero2,microbatch=2",
         "dp=2,shard=zero3",
         "dp=2,shard=zero3,microbatch=2",
+        "dp=2,shard=zero3,recompute=full,microbatch=1",
         "tp=2",
         "tp=2,tensor=plain",
+        "tp=2,recompute=full,microbatch=4",
         "cp=2",
         "cp=2,context=ulysses",
+        "pp=2,microbatch=1",
         "pp=2,microbatch=2",
+        "pp=2,microbatch=4",
         "pp=2,schedule=zb-h1,microbatch=2",
         "pp=2,schedule=interleaved,microbatch=2",
+        "pp=2,schedule=gpipe,recompute=full,microbatch=4",
     ),
     4: (
         "dp=4",
@@ -184,18 +194,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for ranks in options.ranks:
-            cluster = _probed(ranks, Path(folder), quick=options.quick)
             cases = [case for case in PLANS[ranks] if options.only in str(case)]
-            bursts = _measured(cases, ranks, Path(folder), options)
+            with Ranks(_build_pace, ranks) as pace:
+                cluster, usual = _probed(ranks, Path(folder), pace, quick=options.quick)
+                measured = _measured(cases, pace, usual, ranks, Path(folder), options)
             calibrated = {
                 model: _calibrated(next(case for case in cases if case.model == model), cluster, Path(folder))
                 for model in {case.model for case in cases}
             }
             for case in cases:
-                seconds = Spread.of([median(burst.seconds) for burst in bursts[str(case)]])
                 predicted = predicted_seconds(case, cluster)
                 after = predicted_seconds(case, calibrated[case.model])
-                rows.append(Row(ranks, case, predicted, after, seconds))
+                rows.append(Row(ranks, case, predicted, after, Spread.of(measured[case])))
     page = f"{_page(rows)}\n{machine}\n"
     print(page)
     if options.out is not None:
@@ -203,26 +213,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _probed(ranks: int, folder: Path, *, quick: bool) -> Cluster:
+def _probed(ranks: int, folder: Path, pace: Ranks, *, quick: bool) -> tuple[Cluster, float]:
+    """What the probe wrote, and the pace's seconds around it."""
     file = folder / f"{ranks}.toml"
     command = [sys.executable, "-m", "shoal.cli.main", "probe", f"--ranks={ranks}", f"--out={file}"]
+    around = _seconds(pace)
     subprocess.run([*command, *(["--quick"] if quick else [])], check=True, stdout=sys.stderr)
-    return Cluster.read(file)
+    return Cluster.read(file), fmean([around, _seconds(pace)])
 
 
 def _measured(
-    cases: Sequence[Case], ranks: int, folder: Path, options: argparse.Namespace
-) -> dict[str, list[Burst]]:
-    bursts: dict[str, list[Burst]] = {}
+    cases: Sequence[Case], pace: Ranks, usual: float, ranks: int, folder: Path, options: argparse.Namespace
+) -> dict[Case, list[float]]:
+    """By case, the median step of each round, at the pace that is usual."""
+    seconds: dict[Case, list[float]] = {case: [] for case in cases}
     for first in range(0, len(cases), _AT_ONCE):
         with ExitStack() as stack:
             running = {}
             for case in cases[first : first + _AT_ONCE]:
                 _say(f"starting {case}")
-                running[str(case)] = stack.enter_context(Ranks(partial(_build, case, folder), ranks))
-                running[str(case)].run(_WARM_UP)
-            bursts |= interleave(running, options.rounds, options.steps, _say)
-    return bursts
+                running[case] = stack.enter_context(Ranks(partial(_build, case, folder), ranks))
+                running[case].run(_WARM_UP)
+            for index in range(options.rounds):
+                for case in reversed(list(running)) if index % 2 else running:
+                    before = _seconds(pace)
+                    step = median(running[case].run(options.steps).seconds)
+                    seconds[case].append(step * usual / fmean([before, _seconds(pace)]))
+    return seconds
+
+
+def _seconds(pace: Ranks) -> float:
+    return median(pace.run(_PACES).seconds)
+
+
+def _build_pace(rank: int) -> Step:
+    """Products and passes, in the proportion of a step."""
+    given, weight = torch.randn(1024, 256), torch.randn(256, 1024)
+    stream = torch.randn(_PASSED)
+
+    def step() -> float:
+        for _ in range(6):
+            torch.mm(given, weight)
+        stream.mul_(1.0)
+        return 0.0
+
+    return step
 
 
 def _calibrated(case: Case, cluster: Cluster, folder: Path) -> Cluster:
