@@ -5,11 +5,13 @@
 For each number of ranks the machine is probed with as many, which says what a rank reaches when all are busy;
 then every Plan's step is predicted, and measured in interleaved rounds (`rounds.py`), a few Plans at a time,
 as the processes of all of them wake up often enough to take a tenth of the cores. No measured step takes part
-in the predictions. A machine that others use too is quicker at one minute than at another: before and after the
-probe, and before and after each turn of a Plan, all ranks do the same products and passes, and measured seconds
-are those at the probe's pace. The page has each Plan's predicted and measured seconds and the error, the median of
-the errors, and Kendall's tau of the order within a number of ranks: of all pairs of Plans that train the same
-model, the share that the prediction orders as the measurement does, less the share that it does not.
+in the predictions. A machine that others use too is quicker at one minute than at another: before and after
+the probe, and before and after each turn of a Plan, all ranks do the same products and passes, and measured
+seconds are those at the probe's pace.
+
+The page has each Plan's predicted and measured seconds and the error, the median of the errors, and Kendall's
+tau of the order within a number of ranks: of all pairs of Plans that train the same model, the share that the
+prediction orders as the measurement does, less the share that it does not.
 
 Beside it stands the error that is left when the Cluster is corrected by what each model's first Plan recorded
 (`shoal calibrate`), and its median over the other Plans.

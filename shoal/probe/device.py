@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.probe.measurements import AttentionTime, PassTime, ProductTime
 from shoal.probe.place import Place
 from shoal.probe.small_layer import SmallLayer
-from shoal.probe.turns import Effort, Operation, time_in_turns
+from shoal.probe.turns import COLD, Effort, Operation, time_in_turns
 from shoal.workload import Attention, ModelShape, Pass, workload_of
 
 __all__ = ["measure_attention", "measure_launch", "measure_passes", "measure_products"]
@@ -43,7 +43,6 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _WIDTH = 512
 _TOKENS = (512, 2048)
 _LARGE_TOKENS = (8192, 32768)
-_COLD = 128 << 20  # bytes that lie between two uses of a tensor: several times what caches hold for a core
 _UPDATE_BYTES = 28  # Adam in fp32: gradient read; weight and two moments read and written
 
 _ATTENTION = (  # length, heads, key-value heads, width
@@ -67,7 +66,7 @@ def measure_products(place: Place, effort: Effort) -> tuple[ProductTime, ...]:
     operations: dict[tuple[str, tuple[int, int, int]], Operation] = {}
     for precision, dtype in _DTYPES.items():
         largest = max(inputs * (rows + outputs) for rows, inputs, outputs in shapes)
-        pool = torch.randn(max(largest, _COLD // dtype.itemsize), device=place.device).to(dtype)
+        pool = torch.randn(max(largest, COLD // dtype.itemsize), device=place.device).to(dtype)
         operations |= {(precision, shape): _product(shape, pool) for shape in shapes}
     return tuple(
         ProductTime(precision, rows, inputs, outputs, seconds)
@@ -100,7 +99,7 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
     operations = [each for block in blocks for each in block.operations]
     counted = {each.name: each for each in operations if isinstance(each, Pass)}
     wide = 2.0  # fp32 over the two bytes of an element that `Pass` counts
-    sets = max(2, _COLD // (4 * tokens * _WIDTH))
+    sets = max(2, COLD // (4 * tokens * _WIDTH))
     streams = [torch.randn(tokens, _WIDTH, device=device) for _ in range(sets)]
     weight = torch.ones(_WIDTH, device=device)
     targets = torch.zeros(tokens, dtype=torch.int64, device=device)

@@ -24,7 +24,7 @@ from shoal.cost.network import Group
 from shoal.errors import CommunicationError
 from shoal.probe.measurements import CollectiveTime, HostRates, SendTime
 from shoal.probe.place import Place
-from shoal.probe.turns import Effort, time_in_turns
+from shoal.probe.turns import COLD, Effort, time_in_turns
 
 __all__ = ["COLLECTIVES", "form_groups", "measure_contention", "measure_hosts", "measure_links"]
 
@@ -74,7 +74,11 @@ def _curves(
         device=place.device if on_cuda else None,
     )
     settings = Settings(
-        collectives=COLLECTIVES, backends=(place.backend,), sizes=effort.sizes, rounds=effort.rounds
+        collectives=COLLECTIVES,
+        backends=(place.backend,),
+        sizes=effort.sizes,
+        rounds=effort.rounds,
+        apart=0 if on_cuda else COLD,
     )
     times: list[CollectiveTime | SendTime] = []
     for (row,) in measure(settings, {place.backend: contestant}, within):

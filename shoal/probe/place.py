@@ -69,6 +69,11 @@ class Place:
         return len(os.sched_getaffinity(0))
 
     @property
+    def is_crowded(self) -> bool:
+        """Whether ranks share cores."""
+        return self.device.type == "cpu" and self.ranks_per_host * torch.get_num_threads() > self.cores
+
+    @property
     def device_name(self) -> str:
         """As the driver gives it."""
         if self.device.type == "cuda":

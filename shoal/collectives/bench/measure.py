@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import cycle, islice
 from typing import TypeVar
 
 import torch
@@ -28,6 +28,7 @@ __all__ = ["measure"]
 _TURN_SECONDS = 0.05
 _WARM_UP_SECONDS = 0.01
 _FEWEST, _MOST = 3, 100_000
+_MOST_BUFFERS = 64  # of one size: what is so small that more would be needed is a matter of latency
 _LARGER_THAN_ANY = 99  # than any right result but a product's; shows what was not written
 
 Result = TypeVar("Result")
@@ -58,8 +59,7 @@ class _Ready:
     """A contestant that has shown that it is right."""
 
     contestant: Contestant
-    operation: Operation
-    buffers: Buffers
+    operations: tuple[Operation, ...]  # one after another, each with buffers of its own
     wrong: int | None
 
 
@@ -146,7 +146,18 @@ class _Point:
             return problem or "another rank could not do it"
         assert operation is not None
         wrong = self._wrong(buffers) if contestant.communicates else None
-        return _Ready(contestant, operation, buffers, wrong)
+        others = []
+        for _ in range(1, self._sets):
+            more = self._buffers(contestant)
+            more.zero()
+            others.append(contestant.operation(self._collective, more, self._settings.op))
+        return _Ready(contestant, (operation, *others), wrong)
+
+    @property
+    def _sets(self) -> int:
+        """How many buffers take turns."""
+        size = max(self._count * self._dtype.itemsize, 1)
+        return min(1 + self._settings.apart // size, _MOST_BUFFERS)
 
     def _wrong(self, buffers: Buffers) -> int:
         """How many elements of all ranks are not what they must be."""
@@ -166,12 +177,12 @@ class _Point:
         return iterations
 
     def _turn(self, ready: _Ready, iterations: int) -> float:
-        operation = ready.operation
+        operations = cycle(ready.operations)
         self._ranks.start_together()
-        operation()
+        next(operations)()
         ready.contestant.finish()
         start = time.perf_counter()
-        for _ in repeat(None, iterations):
+        for operation in islice(operations, iterations):
             operation()
         ready.contestant.finish()
         return self._ranks.largest((time.perf_counter() - start) / iterations)

@@ -32,6 +32,7 @@ class Settings:
         op: Name of the operator of collectives that reduce.
         rounds: Turns of each backend at each size.
         algorithm: That the backend `shoal` must use for collectives that have it; its own choice if None.
+        apart: Bytes between two uses of a buffer, so that caches do not have it; 0 for always the same one.
 
     Raises:
         ConfigError: A name does not exist, a number is too small, or the algorithm has no one to use it.
@@ -44,6 +45,7 @@ class Settings:
     op: str = "sum"
     rounds: int = 5
     algorithm: str | None = None
+    apart: int = 0
 
     def __post_init__(self) -> None:
         for option, names, known in (
