@@ -102,14 +102,18 @@ _DENSE = {
     ),
     4: (
         "dp=4",
+        "dp=4,microbatch=1",
         "dp=4,shard=zero3",
         "dp=4,recompute=full",
+        "dp=4,shard=zero3,recompute=full,microbatch=1",
         "dp=2,tp=2",
         "dp=2,tp=2,shard=zero2",
         "dp=2,cp=2",
         "dp=2,pp=2,microbatch=2",
+        "dp=2,pp=2,recompute=full,microbatch=2",
         "tp=2,pp=2,microbatch=2",
         "pp=4,microbatch=2",
+        "pp=4,recompute=full,microbatch=1",
     ),
 }
 _EXPERTS = {

@@ -154,7 +154,7 @@ def _working(block: Block, workload: Workload, layout: Layout) -> Iterator[float
     for product in block.operations:
         if not isinstance(product, Product) or product.outputs != workload.hidden:
             continue
-        divided = Part.COLUMNS if product.part is Part.ROWS else Part.WHOLE
+        divided = {Part.ROWS: Part.COLUMNS, Part.STREAM: Part.STREAM}.get(product.part, Part.WHOLE)
         inputs = layout.width * product.rows * product.inputs * layout.share(divided)
         weight = float(layout.width * product.inputs * product.outputs * product.copies)
         weight /= layout.ep if product.copies > 1 else layout.tp if product.part is Part.ROWS else 1
@@ -173,8 +173,8 @@ def _operands(block: Block, layout: Layout) -> float:
             before = 0 if isinstance(operation, Attention) else before
             continue
         around, within = Part.STREAM, Part.COLUMNS
-        if operation.part is Part.WHOLE:
-            around = within = Part.WHOLE
+        if operation.part in (Part.WHOLE, Part.STREAM):
+            around = within = operation.part
         is_down = operation.part is Part.ROWS
         if is_down or operation.inputs != before:
             elements += operation.rows * operation.inputs * layout.share(within if is_down else around)

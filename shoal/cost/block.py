@@ -20,7 +20,7 @@ from shoal.cost.compute import Seconds, attention_seconds, operation_seconds
 from shoal.cost.joins import Join, joins_of
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group, collective_seconds
-from shoal.workload import Block, Pass, Product
+from shoal.workload import Block, Part, Pass, Product
 
 __all__ = ["BlockCost", "block_cost"]
 
@@ -133,6 +133,6 @@ def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tup
 def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, float]:
     if layout.ep == 1 or not block.exchanged:
         return 0.0, 0.0
-    nbytes = float(layout.width) * block.exchanged * layout.microbatch / layout.cp
+    nbytes = float(layout.width) * block.exchanged * layout.share(Part.STREAM)
     each = collective_seconds("all_to_all", nbytes, Group(layout.ep, layout.tp), cluster)
     return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)

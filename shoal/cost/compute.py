@@ -109,6 +109,8 @@ def attention_seconds(attention: Attention, device: Device, layout: Layout) -> t
 def _product(product: Product, device: Device, layout: Layout) -> Seconds:
     inputs, outputs, copies = product.inputs, product.outputs, 1
     rows = product.rows * layout.microbatch / layout.cp
+    if product.part is Part.STREAM:
+        rows *= layout.share(Part.STREAM) / layout.share(Part.WHOLE)
     if product.copies > 1:
         copies = max(1, product.copies // layout.ep)
         rows = rows * layout.ep / product.copies
@@ -116,8 +118,6 @@ def _product(product: Product, device: Device, layout: Layout) -> Seconds:
         outputs = math.ceil(outputs / layout.tp)
     elif product.part is Part.ROWS:
         inputs = math.ceil(inputs / layout.tp)
-    elif product.part is Part.STREAM:
-        rows *= layout.share(Part.STREAM) / layout.share(Part.WHOLE)
     each = max(1, round(rows))
     return Seconds(
         product_seconds(device, layout.precision, each, inputs, outputs, copies),

@@ -105,8 +105,8 @@ class Recorder(TorchDispatchMode):
     def experts(self, rows: Tensor, weight: Tensor, result: Tensor) -> None:
         """A product `[rows, in]` of each expert's share of rows with its own of `[experts, out, in]`."""
         sizes = Sizes(rows, weight, len(rows), weight.shape[-1], weight.shape[-2], len(weight))
-        self._hear_product("experts", sizes, Part.WHOLE)
-        self.made[address(result)].result_of = Part.WHOLE
+        self._hear_product("experts", sizes, Part.STREAM)
+        self.made[address(result)].result_of = Part.STREAM
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Forward keeps a tensor: what is an activation counts with the first piece that needs it."""
@@ -151,7 +151,7 @@ class Recorder(TorchDispatchMode):
             if node is None:
                 self._hear_product(name, sizes, product, bias_of(function, arguments))
         elif function in ATTENTIONS:
-            product = part = Part.WHOLE if self._in_experts else Part.COLUMNS
+            product = part = Part.STREAM if self._in_experts else Part.COLUMNS
             if node is None:
                 self._hear_attention(function, arguments, named)
         elif node is None or not _is_product_backward(name):
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
             return Part.WHOLE, part
         part = self._part(sizes.right if left in self._names else sizes.left)
         if self._in_experts or sizes.copies > 1:
-            return Part.WHOLE, Part.WHOLE
+            return Part.STREAM, Part.STREAM
         if part in (Part.WHOLE, Part.POSITIONS):
             return Part.WHOLE, part
         return (Part.ROWS, Part.STREAM) if part is Part.COLUMNS else (Part.COLUMNS, Part.COLUMNS)
@@ -296,7 +296,7 @@ class Recorder(TorchDispatchMode):
                 sizes[part] = max(sizes.get(part, 0), each.numel())
         sizes.pop(Part.POSITIONS, None)  # with anything of a sample it becomes that
         part = max(sizes, key=lambda part: (sizes[part], -_STRONGER.index(part)), default=Part.POSITIONS)
-        return Part.WHOLE if self._in_experts and part is not Part.POSITIONS else part
+        return Part.STREAM if self._in_experts and part is not Part.POSITIONS else part
 
     def _piece_of(self, node: Any) -> int:
         """The piece whose forward made a node; gradients' sums come with the last one that did."""

@@ -124,7 +124,7 @@ class Exchange:
         weights = [
             (f"{block.name}.{each.name}", each.inputs * each.outputs / self._plan.tp)
             for each in block.operations
-            if isinstance(each, Product) and each.copies == 1 and each.part is not Part.WHOLE
+            if isinstance(each, Product) and each.part in (Part.COLUMNS, Part.ROWS)
         ]
         rest = whole - sum(count for _, count in weights)
         return [*weights, (block.name, rest)] if rest >= 0 else [(block.name, whole)]  # a tied head has none

@@ -16,7 +16,7 @@ from shoal.cost.joins import Join, Joined
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group
 from shoal.simulate.passage import Collective, Exposed, Piece
-from shoal.workload import Block, Workload
+from shoal.workload import Block, Part, Workload
 
 __all__ = ["Members", "Within"]
 
@@ -86,6 +86,6 @@ class Within:
 
     def _exchange(self, block: Block, seconds: float, rounds: int) -> Piece:
         layout = self.layout
-        nbytes = block.exchanged * layout.microbatch // layout.cp * layout.width * rounds
+        nbytes = round(block.exchanged * layout.share(Part.STREAM)) * layout.width * rounds
         group = self.members(Group(layout.ep, layout.tp))
         return Exposed(Collective("all_to_all:tokens", seconds, nbytes, group))

@@ -118,18 +118,18 @@ def _experts(shape: ModelShape) -> Iterator[Saved]:
     yield Saved("router's input", stream, Part.STREAM, Keep.REST, _FP32, copied=both)
     weight = float(experts * shape.hidden)
     yield Saved("router's weight", weight, Part.POSITIONS, Keep.REST, _FP32, copied=True)
-    yield Saved("logits", tokens * experts, Part.WHOLE, Keep.RESULTS, _FP32)
-    yield Saved("probabilities", tokens * experts + tokens + experts, Part.WHOLE, Keep.REST, _FP32)
+    yield Saved("logits", tokens * experts, Part.STREAM, Keep.RESULTS, _FP32)
+    yield Saved("probabilities", tokens * experts + tokens + experts, Part.STREAM, Keep.REST, _FP32)
     chosen = tokens * shape.experts_per_token
     if shape.renormalize:
-        yield Saved("weights before", chosen + tokens, Part.WHOLE, Keep.REST, _FP32)
-    yield Saved("weights", chosen, Part.WHOLE)
-    yield Saved("order", chosen + choices, Part.WHOLE, Keep.REST, _INT64)
+        yield Saved("weights before", chosen + tokens, Part.STREAM, Keep.REST, _FP32)
+    yield Saved("weights", chosen, Part.STREAM)
+    yield Saved("order", chosen + choices, Part.STREAM, Keep.REST, _INT64)
     rows = choices * shape.hidden
-    yield Saved("experts' input", rows, Part.WHOLE)
-    yield from _feed_forward(shape, shape.choices, shape.expert_width, Part.WHOLE)
-    yield Saved("experts' results", rows, Part.WHOLE, Keep.RESULTS)
-    yield Saved("results in order", chosen * shape.hidden, Part.WHOLE)
+    yield Saved("experts' input", rows, Part.STREAM)
+    yield from _feed_forward(shape, shape.choices, shape.expert_width, Part.STREAM)
+    yield Saved("experts' results", rows, Part.STREAM, Keep.RESULTS)
+    yield Saved("results in order", chosen * shape.hidden, Part.STREAM)
     if shape.shared_experts:
         width = shape.shared_experts * shape.expert_width
         yield from _feed_forward(shape, shape.seq, width, Part.COLUMNS)

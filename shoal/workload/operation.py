@@ -55,7 +55,8 @@ class Product:
         rows: Of one sample; with `copies`, all rows that the copies share.
         inputs: Width of what is multiplied.
         outputs: Width of the result.
-        part: COLUMNS, ROWS or WHOLE. Copies are whole, and divided by ep.
+        part: COLUMNS or ROWS where tensor parallelism divides the weight; STREAM where each rank has the
+            whole weight for its part of the stream, as of experts, of which ep divides the copies; or WHOLE.
         copies: Experts: each has a weight of its own and an equal share of the rows; 1 for a plain product.
     """
 

@@ -64,10 +64,10 @@ def dispatch_passes(shape: ModelShape, rows: int) -> Iterator[Pass]:
     """Sorts rows by expert, and adds up what comes back; by operators, also joins what experts made."""
     routed, inside = float(rows * shape.hidden), float(rows * shape.expert_width)
     if shape.fused_norm:
-        yield Pass("dispatch", routed, 8, 8, Part.WHOLE, kernels=4)
+        yield Pass("dispatch", routed, 8, 8, Part.STREAM, kernels=4)
         return
-    yield Pass("dispatch", routed, 26, 34, Part.WHOLE, kernels=30)
-    yield Pass("experts' runs", inside, 8 if shape.gated else 4, 6, Part.WHOLE, kernels=4)
+    yield Pass("dispatch", routed, 26, 34, Part.STREAM, kernels=30)
+    yield Pass("experts' runs", inside, 8 if shape.gated else 4, 6, Part.STREAM, kernels=4)
 
 
 def loss_pass(shape: ModelShape, logits: float) -> Pass:

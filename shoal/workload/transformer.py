@@ -55,8 +55,8 @@ def workload_of(shape: ModelShape) -> Workload:
 def _layer(shape: ModelShape) -> Block:
     operations = tuple(_operations(shape))
     products = [each for each in operations if isinstance(each, Product)]
-    divided = [each for each in products if each.part is not Part.WHOLE]
-    whole = [each for each in products if each.part is Part.WHOLE and each.copies == 1]
+    divided = [each for each in products if each.part in (Part.COLUMNS, Part.ROWS)]
+    whole = [each for each in products if each not in divided and each.copies == 1]
     norms = 2 * shape.hidden * (2 if shape.biases else 1)
     if shape.latent:
         norms += shape.latent.query + shape.latent.keys
@@ -143,12 +143,12 @@ def _feed_forward(shape: ModelShape, width: int) -> Iterator[Operation]:
 
 def _experts(shape: ModelShape) -> Iterator[Operation]:
     rows, width = shape.choices, shape.expert_width
-    yield Product("router", shape.seq, shape.hidden, shape.experts)
+    yield Product("router", shape.seq, shape.hidden, shape.experts, Part.STREAM)
     yield from dispatch_passes(shape, rows)
     gates = 2 if shape.gated else 1
     name = "gate, up" if shape.gated else "up"
-    yield Product(name, rows, shape.hidden, width * gates, copies=shape.experts)
-    yield activation_pass(shape, float(rows * width), Part.WHOLE)
-    yield Product("down", rows, width, shape.hidden, copies=shape.experts)
+    yield Product(name, rows, shape.hidden, width * gates, Part.STREAM, copies=shape.experts)
+    yield activation_pass(shape, float(rows * width), Part.STREAM)
+    yield Product("down", rows, width, shape.hidden, Part.STREAM, copies=shape.experts)
     if shape.shared_experts:
         yield from _feed_forward(shape, shape.shared_experts * width)
