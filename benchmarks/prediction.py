@@ -53,7 +53,7 @@ __all__ = ["PLANS", "SHAPES", "Case", "Row", "kendall_tau", "main", "predicted_s
 
 _WARM_UP = 2  # steps
 _AT_ONCE = 3  # Plans whose ranks live at the same time
-_PACES = 5  # times that the pace is taken
+_PACES = 10  # times that the pace is taken: half a second
 _PASSED = 8 << 20  # numbers that the pace passes over
 
 SHAPES: Mapping[str, TransformerConfig] = {
@@ -202,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for ranks in options.ranks:
             cases = [case for case in PLANS[ranks] if options.only in str(case)]
             with Ranks(_build_pace, ranks) as pace:
+                pace.run(_PACES)
                 cluster, usual = _probed(ranks, Path(folder), pace, quick=options.quick)
                 measured = _measured(cases, pace, usual, ranks, Path(folder), options)
             calibrated = {
@@ -223,9 +224,9 @@ def _probed(ranks: int, folder: Path, pace: Ranks, *, quick: bool) -> tuple[Clus
     """What the probe wrote, and the pace's seconds around it."""
     file = folder / f"{ranks}.toml"
     command = [sys.executable, "-m", "shoal.cli.main", "probe", f"--ranks={ranks}", f"--out={file}"]
-    around = _seconds(pace)
+    before = _seconds(pace)
     subprocess.run([*command, *(["--quick"] if quick else [])], check=True, stdout=sys.stderr)
-    return Cluster.read(file), fmean([around, _seconds(pace)])
+    return Cluster.read(file), fmean([before, _seconds(pace)])
 
 
 def _measured(
