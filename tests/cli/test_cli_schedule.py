@@ -140,7 +140,7 @@ def test_a_model_is_cut_by_cost_and_its_stages_are_played(capsys, name):
     assert (plan.pp, plan.schedule, plan.split) == (4, name, told["split"])
     split = parse_split(plan.split, 12)
     unit = sum(cost.forward for cost in costs) / 4
-    shares = [Cost(cost.forward / unit, cost.backward / unit) for cost in costs]  # of equals, rounding decides
+    shares = [Cost(cost.forward / unit, cost.backward / unit) for cost in costs]  # rounding decides ties
     assert split == split_by_cost(shares, plan.stages, plan.placement, microbatches=16)
     forward = [sum(costs[piece].forward for piece in pieces) / unit for pieces in ranges_of(split)]
     assert told["forward"] == pytest.approx(forward)
