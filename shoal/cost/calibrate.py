@@ -160,8 +160,7 @@ def _straggler_seconds(observation: Observation, cluster: Cluster) -> float:
 def _compute_seconds(observation: Observation, cluster: Cluster) -> float:
     """Forward and backward of a step without communication, the mean over the ranks of pp."""
     plan = observation.plan
-    assert plan.microbatch is not None
-    count = observation.batch // plan.dp // plan.microbatch
+    count = plan.microbatches_of(observation.batch)
     stages = Costs(observation.workload, cluster).stages(plan, count)
     return count * fmean(each.total - each.tensor - each.context - each.expert for each in stages)
 

@@ -104,8 +104,7 @@ class Offload:
                 possible="offload=parameters with shard=zero3, or offload=optimizer",
                 change="add shard=zero3 to the Plan, or offload the optimizer alone",
             )
-        assert plan.microbatch is not None
-        count = batch // plan.dp // plan.microbatch
+        count = plan.microbatches_of(batch)
         rates = _Rates.of(costs, to)
         ranks = {id(stage): stage for stage in costs.stages(plan, count)}.values()
         found = [_of_rank(costs, plan, stage, count, what, rates) for stage in ranks]

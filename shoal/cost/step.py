@@ -150,8 +150,7 @@ class Costs:
 
     def step(self, plan: Plan, batch: int) -> StepCost:
         """Seconds of a step of `batch` samples under a Plan whose micro-batch is settled."""
-        assert plan.microbatch is not None
-        count = batch // plan.dp // plan.microbatch
+        count = plan.microbatches_of(batch)
         pipeline = self.pipeline(plan, count)
         slowest = pipeline.slowest
         data = self._data(plan, pipeline, count)

@@ -290,6 +290,11 @@ class Plan:
             self._require_schedule_takes(batch, microbatch)
         return self.replace(microbatch=microbatch)
 
+    def microbatches_of(self, batch: int) -> int:
+        """How many micro-batches each replica makes of a batch; this Plan's micro-batch is settled."""
+        assert self.microbatch is not None, "with_microbatch_for settles it"
+        return batch // self.dp // self.microbatch
+
     def _require_schedule_takes(self, batch: int, microbatch: int) -> None:
         """Refuses a number of micro-batches in terms of what makes it: batch and `microbatch`."""
         local = batch // self.dp

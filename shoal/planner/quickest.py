@@ -64,5 +64,4 @@ def _bucketed(plan: Plan, costs: Costs) -> Plan:
 
 def _least(plan: Plan, row: Measured, costs: Costs) -> float:
     """Seconds that a step takes at least, whatever its sharding."""
-    assert plan.microbatch is not None
-    return costs.pipeline(plan, row.batch // plan.dp // plan.microbatch).total
+    return costs.pipeline(plan, plan.microbatches_of(row.batch)).total

@@ -64,8 +64,7 @@ def with_found_schedule(search: Search, candidates: Sequence[Candidate]) -> list
 def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
     """The Plan with schedule=search, played, by stages on a rank."""
     plan, layers = best.plan, len(search.workload.layers)
-    assert plan.microbatch is not None
-    count = best.batch // plan.dp // plan.microbatch
+    count = plan.microbatches_of(best.batch)
     for virtual in (1, 2):
         if plan.pp * virtual > layers or plan.pp * virtual * count > MOST_SEARCHED:
             continue
@@ -99,9 +98,8 @@ def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate
 
 def _actions(plan: Plan, batch: int) -> int:
     """Of the table of a step."""
-    assert plan.microbatch is not None
     halves = 3 if plan.pp > 1 and has_halves(plan.schedule) else 2
-    return (plan.stages if plan.pp > 1 else 1) * batch // plan.dp // plan.microbatch * halves
+    return (plan.stages if plan.pp > 1 else 1) * plan.microbatches_of(batch) * halves
 
 
 def _played(candidate: Candidate) -> Candidate:

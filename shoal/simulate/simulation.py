@@ -138,7 +138,6 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     """
     plan.require_ranks(cluster.devices)
     plan = plan.with_microbatch_for(batch)
-    assert plan.microbatch is not None
     if plan.precision not in cluster.device.peak:
         raise ClusterError(
             f"the peak of {cluster.device.name} in {plan.precision} is not known",
@@ -146,7 +145,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
             change="choose another precision, or describe the device's peak",
         )
     costs = Costs(workload, cluster)
-    count = batch // plan.dp // plan.microbatch
+    count = plan.microbatches_of(batch)
     stages = stage_programs(plan, costs, count)
     times = undisturbed_times(stages, costs.send(plan))
     schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)

@@ -81,9 +81,8 @@ def traffic_of(workload: Workload, cluster: Cluster, plan: Plan, batch: int) -> 
         plan: How, its micro-batch settled.
         batch: Samples of a step.
     """
-    assert plan.microbatch is not None
     costs = Costs(workload, cluster)
-    count = batch // plan.dp // plan.microbatch
+    count = plan.microbatches_of(batch)
     by_place: dict[int, list[tuple[int, StageProgram]]] = {}
     placement = plan.placement if plan.pp > 1 else (0,)
     for number, stage in enumerate(stage_programs(plan, costs, count)):

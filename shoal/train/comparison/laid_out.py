@@ -169,8 +169,7 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
         clipped[:] = [_gradient_of(owned).detach().clone() for owned in parallel.owned]
 
     trainer.optimizer.register_step_pre_hook(note)
-    assert trainer.plan.microbatch is not None
-    accumulation = batch // (trainer.plan.dp * trainer.plan.microbatch)
+    accumulation = trainer.plan.microbatches_of(batch)
     steps = []
     for number in range(trainer.steps):
         result = trainer.step()
