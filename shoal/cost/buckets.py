@@ -23,7 +23,7 @@ from shoal.cost.network import Group
 from shoal.plan import Plan
 from shoal.workload import Block, Parameters
 
-__all__ = ["Bucket", "Family", "buckets_of", "families_of", "held_by_rank", "shards_of"]
+__all__ = ["Bucket", "Family", "buckets_of", "families_of", "held_by_rank", "owned_by_rank", "shards_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,12 @@ def families_of(plan: Plan) -> tuple[Family, ...]:
 def held_by_rank(parameters: Parameters, tp: int, ep: int) -> Parameters:
     """What a rank has of a block's parameters, before sharding."""
     return Parameters(parameters.whole, parameters.divided // tp, parameters.experts // ep)
+
+
+def owned_by_rank(held: Parameters, plan: Plan) -> float:
+    """How many of the parameters that a rank has its optimizer changes: its shard of them."""
+    shards, expert_shards = shards_of(plan)
+    return (held.whole + held.divided) / shards + held.experts / expert_shards
 
 
 def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width: int) -> list[Bucket]:

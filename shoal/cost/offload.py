@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.cost.buckets import shards_of
+from shoal.cost.buckets import owned_by_rank
 from shoal.cost.layout import Layout
 from shoal.cost.memory import FRAGMENTS, RankMemory
 from shoal.cost.step import UPDATE_BYTES, Costs, StageCost
@@ -158,9 +158,7 @@ class _Rates:
 
 
 def _of_rank(costs: Costs, plan: Plan, stage: StageCost, count: int, what: str, rates: _Rates) -> Offload:
-    shards, expert_shards = shards_of(plan)
-    held = stage.parameters
-    owned = (held.whole + held.divided) / shards + held.experts / expert_shards
+    owned = owned_by_rank(stage.parameters, plan)
     width = Layout.of(plan).width
     forward, backward = stage.forward, stage.input + stage.weight
     keeps_weights = what == "parameters"
@@ -183,7 +181,7 @@ def _of_rank(costs: Costs, plan: Plan, stage: StageCost, count: int, what: str, 
         what=what,
         to=rates.to,
         parts=parts,
-        replaced=costs.update(plan, held),
+        replaced=costs.update(plan, stage.parameters),
         link_bytes=link,
         file_bytes=files,
         host_bytes=kept * rates.sharing,

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.block import BlockCost, block_cost
-from shoal.cost.buckets import held_by_rank, shards_of
+from shoal.cost.buckets import held_by_rank, owned_by_rank
 from shoal.cost.compute import pass_seconds
 from shoal.cost.exchange import Exchanges, Runs, StageWork, runs_of
 from shoal.cost.layout import Layout
@@ -310,9 +310,7 @@ class Costs:
 
     def update(self, plan: Plan, parameters: Parameters) -> float:
         """Seconds of the optimizer's passes over what a rank with so many parameters owns of them."""
-        shards, expert_shards = shards_of(plan)
-        owned = (parameters.whole + parameters.divided) / shards + parameters.experts / expert_shards
-        return pass_seconds(self.cluster.device, UPDATE_BYTES * owned, 4)
+        return pass_seconds(self.cluster.device, UPDATE_BYTES * owned_by_rank(parameters, plan), 4)
 
 
 def exposed_sends(ranks: int, count: int, virtual: int) -> float:

@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from shoal.cluster import Cluster
+from shoal.cost.exchange import runs_of
 from shoal.cost.layout import Layout
 from shoal.cost.memory import Memories, RankMemory
 from shoal.cost.step import Costs, StepCost, exposed_sends
@@ -29,7 +30,7 @@ from shoal.planner.bound import least_seconds
 from shoal.planner.bucket import best_bucket, usual_bucket
 from shoal.planner.room import LeastMemory
 from shoal.planner.space import Degrees, Sharding, Space, Variant, leanest_sharding
-from shoal.workload import Block, Workload
+from shoal.workload import Workload
 
 __all__ = ["Branch", "Timed", "Tree"]
 
@@ -71,10 +72,7 @@ class Tree:
         self.costs = Costs(workload, cluster)
         self.memories = Memories(workload, cluster, self.costs)
         self.least_memory = LeastMemory(workload, cluster)
-        kinds: dict[int, tuple[Block, int]] = {}
-        for piece in workload.pieces:
-            kinds[id(piece)] = piece, kinds.get(id(piece), (piece, 0))[1] + 1
-        self._kinds = list(kinds.values())
+        self._kinds = runs_of(workload.pieces)
         self._works: dict[Layout, Work] = {}
         self._buckets: dict[tuple[Degrees, Sharding], int] = {}
         self._computes: dict[Layout, float] = {}

@@ -61,7 +61,9 @@ class Exchange:
         filled = buckets_of(blocks, self.roots, plan, self._width)
         each = (bucket for bucket in filled for _ in range(bucket.number))
         self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(each))
-        self.parameters = held_by_rank(_together(blocks), plan.tp, plan.ep)
+        self.parameters = held_by_rank(
+            sum((block.parameters for block in blocks), Parameters()), plan.tp, plan.ep
+        )
         self.is_sharded = any(bucket.family.shards.size > 1 for bucket in filled)
 
     def reduce_at(self, position: int) -> list[Piece]:
@@ -158,12 +160,3 @@ class Exchange:
 
     def _key(self, what: str, bucket: _Named) -> tuple[str, int, str]:
         return what, self._stage, bucket.name
-
-
-def _together(blocks: Sequence[Block]) -> Parameters:
-    held = [block.parameters for block in blocks]
-    return Parameters(
-        sum(each.whole for each in held),
-        sum(each.divided for each in held),
-        sum(each.experts for each in held),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from shoal.cost.buckets import held_by_rank
+from shoal.cost.buckets import held_by_rank, shards_of
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group, collective_seconds
 from shoal.cost.step import Costs
@@ -72,7 +72,7 @@ def finish_of(plan: Plan, costs: Costs, schedule: Schedule, place: int) -> list[
     first, last = schedule.placement[0], schedule.placement[-1]
     if not costs.workload.tied or first == last or place not in (first, last):
         return []
-    shards = plan.shards * plan.cp if plan.shard != "none" else 1
+    shards, _ = shards_of(plan)
     held = held_by_rank(costs.workload.embedding.parameters, plan.tp, plan.ep)
     nbytes = 4 * held.total // shards
     apart = plan.ranks // plan.pp
@@ -91,15 +91,7 @@ def norm_of(plan: Plan, costs: Costs) -> Collective | None:
 
 
 def _update(plan: Plan, costs: Costs, stages: Sequence[StageProgram]) -> float:
-    held = [stage.exchange.parameters for stage in stages]
-    return costs.update(
-        plan,
-        Parameters(
-            sum(each.whole for each in held),
-            sum(each.divided for each in held),
-            sum(each.experts for each in held),
-        ),
-    )
+    return costs.update(plan, sum((stage.exchange.parameters for stage in stages), Parameters()))
 
 
 def message_bytes(plan: Plan, workload: Workload) -> int:

@@ -29,6 +29,12 @@ class Parameters:
         """All of them."""
         return self.whole + self.divided + self.experts
 
+    def __add__(self, other: Parameters) -> Parameters:
+        """Kind by kind."""
+        return Parameters(
+            self.whole + other.whole, self.divided + other.divided, self.experts + other.experts
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
