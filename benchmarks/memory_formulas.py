@@ -42,4 +42,4 @@ class Case:
 
 def workload_on_cpu(shape: TransformerConfig) -> Workload:
     """The Workload of a transformer whose norms are several kernels."""
-    return workload_of(transformer_shape(shape.model_dump()).replace(fused_norm=False))
+    return workload_of(transformer_shape(shape.model_dump()).replace(fused_passes=False))

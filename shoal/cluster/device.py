@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from shoal.cluster.checks import require, require_bytes, require_share
 from shoal.cluster.description import fields_of
@@ -64,12 +65,14 @@ class Device:
 
     def __hash__(self) -> int:
         """Of the rates: costs are looked up by device, so it is made once."""
-        found: int = self._hash  # type: ignore[attr-defined]
-        return found
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        rates = (getattr(self, each.name) for each in fields(self) if each.type == "float")
+        return hash((*rates, *self.peak.values()))
 
     def __post_init__(self) -> None:
-        rates = (getattr(self, each.name) for each in fields(self) if each.type == "float")
-        object.__setattr__(self, "_hash", hash((*rates, *self.peak.values())))
         where = f"the device {self.name}"
         require_bytes(where, memory=self.memory, bandwidth=self.bandwidth)
         require_bytes(where, **{f"peak.{precision}": rate for precision, rate in self.peak.items()})

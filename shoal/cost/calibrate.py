@@ -197,10 +197,8 @@ def _transfers_over(index: int, name: str) -> _Quantity:
 
 def _level_of(transfer: Transfer, cluster: Cluster) -> int:
     """Index of the innermost level whose links join all of the group."""
-    span = transfer.group.size * transfer.group.stride
-    return next(
-        (i for i, level in enumerate(cluster.levels) if span <= level.devices), len(cluster.levels) - 1
-    )
+    group, last = transfer.group, len(cluster.levels) - 1
+    return next((i for i, level in enumerate(cluster.levels) if group.within(level) == group.size), last)
 
 
 def _transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:

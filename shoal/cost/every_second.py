@@ -24,7 +24,7 @@ def every_second_product(workload: Workload) -> Workload:
 
 def _changed(layer: Block) -> Block:
     products = [each for each in layer.operations if isinstance(each, Product)]
-    if any(product.part not in (Part.COLUMNS, Part.ROWS) for product in products):
+    if not all(product.is_divided for product in products):
         return layer  # experts, whose products are of another kind
     rest = [each for each in layer.saved if each.keep not in (Keep.RESULTS, Keep.SELECTIVE)]
     return replace(layer, saved=(*rest, *_attention(layer), *_results(layer)), remade=0.5)

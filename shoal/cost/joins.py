@@ -96,7 +96,7 @@ def _products(block: Block, cluster: Cluster, layout: Layout) -> Iterator[_Produ
     columns = None
     tokens = 0.0
     for operation in block.operations:
-        if not isinstance(operation, Product) or operation.part not in (Part.COLUMNS, Part.ROWS):
+        if not isinstance(operation, Product) or not operation.is_divided:
             continue
         seconds = operation_seconds(operation, cluster.device, layout)
         if operation.part is Part.ROWS:

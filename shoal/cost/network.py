@@ -66,6 +66,15 @@ class Group:
     stride: int = 1
     run: int = 1
 
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> Group:
+        """That of these global ranks, in any order: of runs of neighbours at equal distances."""
+        first, *others = sorted(ranks)
+        run = 1 + sum(1 for index, rank in enumerate(others, 1) if rank == first + index)
+        if run == len(ranks):
+            return cls(run)
+        return cls(len(ranks), others[run - 1] - first, run)
+
     def within(self, level: Level) -> int:
         """How many of them one group of a level's links joins."""
         if level.devices < self.stride:

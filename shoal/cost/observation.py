@@ -7,7 +7,7 @@ from statistics import median
 
 from shoal.cost.network import Group
 from shoal.plan import Plan
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.timeline import Kind, Lane, Timeline
 from shoal.timeline.intervals import Intervals, intersect, length, union
 from shoal.timeline.kinds import seconds_by_kind
 from shoal.timeline.matching import match_collectives
@@ -97,7 +97,7 @@ def transfers_of(timeline: Timeline) -> tuple[Transfer, ...]:
             is_known = operation in (*_COLLECTIVES, *SENDS) and len(span.group) > 1
             if not is_known or span.bytes < _LEAST_BYTES or took <= 0:
                 continue
-            key = operation, span.bytes, _group_of(span)
+            key = operation, span.bytes, Group.of(span.group)
             exposed = length(intersect(waits, [(arrival.complete, span.stop)]))
             (waited if exposed > took / 2 else hidden).setdefault(key, []).append(took)
     return tuple(Transfer(*key, median(took)) for key, took in (waited or hidden).items())
@@ -109,7 +109,3 @@ def _waits(timeline: Timeline, rank: int) -> Intervals:
         for span in timeline.of(rank)
         if span.lane == Lane.COMPUTE and span.kind == Kind.WAIT
     )
-
-
-def _group_of(span: Span) -> Group:
-    return Group(len(span.group), abs(span.group[1] - span.group[0]))

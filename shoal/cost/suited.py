@@ -15,4 +15,4 @@ def workload_on(cluster: Cluster, shape: ModelShape) -> Workload:
         cluster: Where it is trained.
         shape: Of the model.
     """
-    return workload_of(shape.replace(fused_norm=shape.fused_norm and not cluster.cores))
+    return workload_of(shape.replace(fused_passes=shape.fused_passes and not cluster.cores))

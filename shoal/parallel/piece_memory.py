@@ -116,7 +116,7 @@ def _activations(model: nn.Module, plan: Plan, batch: Batch | None, pieces: int)
     if batch is None or not isinstance(model, Transformer):
         return [0.0] * pieces
     # Norms as on a CPU, where they keep most.
-    shape = transformer_shape(model.config.model_dump()).replace(seq=batch.sequence, fused_norm=False)
+    shape = transformer_shape(model.config.model_dump()).replace(seq=batch.sequence, fused_passes=False)
     workload = workload_of(shape)
     layout = Layout.of(plan.replace(microbatch=batch.microbatch(plan)))
     layer = block_memory(workload.layers[0], workload, layout, is_layer=True)

@@ -15,7 +15,7 @@ from shoal.cluster import Cluster
 from shoal.plan import Plan
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
-from shoal.planner.sizes import Size, sizes_of
+from shoal.planner.sizes import Size, half_and_twice, sizes_of
 from shoal.planner.space import Degrees
 from shoal.simulate import Traffic, traffic_of
 from shoal.units import format_bytes, format_seconds
@@ -199,7 +199,7 @@ def explain(search: Search, winner: Candidate) -> Explanation:
 def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
     for name in Degrees._fields:
         value = getattr(winner.degrees, name)
-        for other in ([value // 2] if value % 2 == 0 else []) + [2 * value]:
+        for other in half_and_twice(value):
 
             def accept(degrees: Degrees, name: str = name, other: int = other) -> bool:
                 return bool(getattr(degrees, name) == other)

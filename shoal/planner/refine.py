@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from shoal.cost.jitter import with_stragglers
 from shoal.cost.layout import Layout
 from shoal.plan import Plan
 from shoal.plan.schedules import FOUND, has_halves
@@ -92,8 +91,7 @@ def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate
     if low < virtual:
         return None
     plan = plan.replace(activations=low)
-    cost = with_stragglers(search.tree.costs.step(plan, batch), search.cluster)
-    return Candidate(plan, search.workload, search.cluster, batch, cost, memories.fullest(plan, batch))
+    return search.candidate(plan, memories.fullest(plan, batch))
 
 
 def _actions(plan: Plan, batch: int) -> int:

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 
 from shoal.cluster import Cluster
 from shoal.cost.jitter import with_stragglers
+from shoal.cost.memory import RankMemory
 from shoal.cost.room import too_large
+from shoal.cost.step import StepCost
 from shoal.plan import Plan
 from shoal.planner.candidate import Candidate
 from shoal.planner.space import Degrees, leanest_sharding
@@ -108,6 +110,14 @@ class Search:
         legal = sum(map(self.tree.space.count, accepted))
         return Ranking(tuple(found.values()), legal, timed)
 
+    def cost(self, plan: Plan) -> StepCost:
+        """Of a step under a Plan, with the wait for the slowest rank."""
+        return with_stragglers(self.tree.costs.step(plan, self.batch), self.cluster)
+
+    def candidate(self, plan: Plan, memory: RankMemory) -> Candidate:
+        """A Plan whose fullest rank holds so much."""
+        return Candidate(plan, self.workload, self.cluster, self.batch, self.cost(plan), memory)
+
     def leanest(self) -> tuple[Plan, str] | None:
         """A frugal Plan, and by how much it does not fit; None if no Plan is legal."""
         space, least = self.tree.space, self.tree.least_memory
@@ -128,6 +138,5 @@ class Search:
     def _candidate(self, timed: Timed, room: float) -> Candidate | None:
         for plan, memory in timed.bucketed:
             if memory.peak <= room:
-                cost = with_stragglers(self.tree.costs.step(plan, self.batch), self.cluster)
-                return Candidate(plan, self.workload, self.cluster, self.batch, cost, memory)
+                return self.candidate(plan, memory)
         return None

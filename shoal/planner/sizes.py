@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.cost.jitter import with_stragglers
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
 
-__all__ = ["Size", "sizes_of"]
+__all__ = ["Size", "half_and_twice", "sizes_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +41,20 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
         winner: Whose sizes change.
     """
     exchanges = winner.plan.dp * winner.plan.cp > 1 and winner.plan.shard != "zero3"
-    chosen = _seconds(search, winner.plan)
+    chosen = search.cost(winner.plan).seconds
     for setting in ("microbatch", *(["bucket"] if exchanges else [])):
         value = getattr(winner.plan, setting)
-        for other in ([value // 2] if value % 2 == 0 else []) + [2 * value]:
+        for other in half_and_twice(value):
             plan = _changed(winner, {setting: other})
             if plan is not None:
                 memory = search.tree.memories.fullest(plan, winner.batch).peak
-                slower = _seconds(search, plan) / chosen - 1
+                slower = search.cost(plan).seconds / chosen - 1
                 yield Size(setting, plan, slower, memory, memory <= search.room)
+
+
+def half_and_twice(value: int) -> list[int]:
+    """A degree or size, halved where that is whole, and doubled."""
+    return [*([value // 2] if value % 2 == 0 else []), 2 * value]
 
 
 def _changed(winner: Candidate, change: dict[str, Any]) -> Plan | None:
@@ -59,7 +63,3 @@ def _changed(winner: Candidate, change: dict[str, Any]) -> Plan | None:
         return winner.plan.replace(**change).with_microbatch_for(winner.batch)
     except PlanError:
         return None
-
-
-def _seconds(search: Search, plan: Plan) -> float:
-    return with_stragglers(search.tree.costs.step(plan, search.batch), search.cluster).seconds

@@ -139,7 +139,7 @@ def _shape(tokens: int, *, fused: bool) -> ModelShape:
         vocab=_WIDTH,
         seq=tokens,
         gated=True,
-        fused_norm=fused,
+        fused_passes=fused,
     )
 
 

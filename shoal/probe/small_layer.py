@@ -49,7 +49,7 @@ class SmallLayer(nn.Module):
             seq=_TOKENS,
             gated=True,
             rotary=False,
-            fused_norm=fused,
+            fused_passes=fused,
         )
         operations = workload_of(shape).layers[0].operations
         passes = sum(2 * each.kernels for each in operations if isinstance(each, Pass))

@@ -18,7 +18,7 @@ from shoal.cost.step import Costs
 from shoal.plan import Plan
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
 from shoal.simulate.within import Members
-from shoal.workload import Block, Parameters, Part, Product
+from shoal.workload import Block, Parameters, Product
 
 __all__ = ["Exchange"]
 
@@ -126,7 +126,7 @@ class Exchange:
         weights = [
             (f"{block.name}.{each.name}", each.inputs * each.outputs / self._plan.tp)
             for each in block.operations
-            if isinstance(each, Product) and each.part in (Part.COLUMNS, Part.ROWS)
+            if isinstance(each, Product) and each.is_divided
         ]
         rest = whole - sum(count for _, count in weights)
         return [*weights, (block.name, rest)] if rest >= 0 else [(block.name, whole)]  # a tied head has none

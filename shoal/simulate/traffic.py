@@ -156,7 +156,7 @@ def _exchanged(collective: Collective, cluster: Cluster, times: int) -> Exchange
     operation = collective.name.partition(":")[0]
     algorithm, seconds = "ring", collective.seconds
     if operation != "shift":  # neighbours of a ring send at once
-        by_name = algorithm_seconds(operation, collective.bytes, _group_of(collective.group), cluster)
+        by_name = algorithm_seconds(operation, collective.bytes, Group.of(collective.group), cluster)
         algorithm = min(by_name, key=by_name.__getitem__)
         seconds = max(seconds, by_name[algorithm])
     return Exchanged(
@@ -169,16 +169,6 @@ def _exchanged(collective: Collective, cluster: Cluster, times: int) -> Exchange
         seconds,
         times,
     )
-
-
-def _group_of(ranks: tuple[int, ...]) -> Group:
-    """Runs of neighbours at equal distances."""
-    run = 1
-    while run < len(ranks) and ranks[run] == ranks[0] + run:
-        run += 1
-    if run == len(ranks):
-        return Group(run)
-    return Group(len(ranks), ranks[run] - ranks[0], run)
 
 
 def _level_of(ranks: tuple[int, ...], cluster: Cluster) -> str:

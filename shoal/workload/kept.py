@@ -62,7 +62,7 @@ def kept_by_layer(shape: ModelShape) -> Iterator[Saved]:
 
 def is_fused(shape: ModelShape) -> bool:
     """Whether a norm keeps its input as it is: LayerNorm is one kernel everywhere."""
-    return shape.fused_norm or shape.biases
+    return shape.fused_passes or shape.biases
 
 
 def kept_by_norm(shape: ModelShape, keep: Keep = Keep.REST) -> Iterator[Saved]:
@@ -71,7 +71,7 @@ def kept_by_norm(shape: ModelShape, keep: Keep = Keep.REST) -> Iterator[Saved]:
     if shape.biases:
         yield Saved("mean and deviation", 2 * tokens, Part.STREAM, keep, _FP32)
     else:
-        if not shape.fused_norm:
+        if not shape.fused_passes:
             yield Saved("input and quotient", 2 * stream, Part.STREAM, keep, _FP32)
         yield Saved("root", tokens, Part.STREAM, keep, _FP32)
 

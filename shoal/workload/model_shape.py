@@ -47,8 +47,8 @@ class ModelShape:
         tied: Whether the head's weight is the embedding's.
         causal: Whether a token attends to those before it only.
         fused_attention: Whether no scores are written to memory.
-        fused_norm: Whether one kernel does a norm, as torch's on GPUs; on CPUs RMSNorm and other passes over
-            memory are several operators, and RMSNorm's keep what is between them in fp32.
+        fused_passes: Whether one kernel does a pass over memory, as on GPUs. On CPUs torch's RMSNorm, SwiGLU
+            and rotary embedding are several operators each, and RMSNorm's keep what is between in fp32.
         head_dim: Width of a head; None for hidden / heads.
         latent: How queries, keys and values come about; None for directly.
         experts: In each feed-forward layer; 0 for a dense model.
@@ -79,7 +79,7 @@ class ModelShape:
     tied: bool = False
     causal: bool = True
     fused_attention: bool = True
-    fused_norm: bool = True
+    fused_passes: bool = True
     head_dim: int | None = None
     latent: Latent | None = None
     experts: int = 0

@@ -72,6 +72,11 @@ class Product:
         """Of forward."""
         return 2 * self.rows * self.inputs * self.outputs
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether tensor parallelism divides its weight."""
+        return self.part in (Part.COLUMNS, Part.ROWS)
+
 
 @dataclass(frozen=True, slots=True)
 class Attention:

@@ -55,7 +55,7 @@ def workload_of(shape: ModelShape) -> Workload:
 def _layer(shape: ModelShape) -> Block:
     operations = tuple(_operations(shape))
     products = [each for each in operations if isinstance(each, Product)]
-    divided = [each for each in products if each.part in (Part.COLUMNS, Part.ROWS)]
+    divided = [each for each in products if each.is_divided]
     whole = [each for each in products if each not in divided and each.copies == 1]
     norms = 2 * shape.hidden * (2 if shape.biases else 1)
     if shape.latent:

@@ -127,6 +127,12 @@ def joining(machine, first, second):
 THREE = cluster(level(8, 400e9, 1e-6), level(32, 50e9, 100e-6), level(256, 50e9, 10e-3, oversubscription=4.0))
 
 
+@pytest.mark.parametrize("group", [Group(1), Group(8), Group(4, 2), Group(4, 4, 2), Group(12, 16, 4)])
+def test_a_group_is_told_by_its_ranks_in_any_order(group):
+    ranks = group.ranks(32)
+    assert Group.of(ranks) == Group.of(ranks[::-1]) == group
+
+
 @pytest.mark.parametrize(
     "group", [Group(8), Group(4, 2), Group(64), Group(16, 4), Group(16, 16), Group(4, 64)]
 )

@@ -62,7 +62,7 @@ def configurations(draw):
 def test_the_built_in_transformer_and_its_shape_give_the_same_work_block_by_block(config, batch, precision):
     found = traced(built(config), config.seq, batch, precision)
     # torch's RMSNorm is several kernels on the CPU, whose kernels are traced here.
-    expected = workload_of(transformer_shape(config.model_dump()).replace(fused_norm=False))
+    expected = workload_of(transformer_shape(config.model_dump()).replace(fused_passes=False))
     for name in ("length", "hidden", "tied", "heads", "kv_heads", "experts"):
         assert getattr(found, name) == getattr(expected, name), name
     for one, other in zip(found.pieces, expected.pieces, strict=True):

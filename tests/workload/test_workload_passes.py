@@ -63,7 +63,7 @@ def moved(config, samples):
 def test_passes_on_cores_move_what_the_operators_of_a_step_move(changes, tolerance):
     """Within what operators on a number for each token move; of experts, also sorting and statistics."""
     config = TransformerConfig(**{**SIZES, **changes})
-    shape = transformer_shape(config.model_dump()).replace(fused_norm=False)
+    shape = transformer_shape(config.model_dump()).replace(fused_passes=False)
     operations = [each for piece in workload_of(shape).pieces for each in piece.operations]
     passes = [each for each in operations if isinstance(each, Pass)]
     samples, wide = 16, 2  # fp32 over 16 bits
