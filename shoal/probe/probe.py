@@ -10,6 +10,7 @@ from statistics import median
 from typing import TypeVar
 
 from shoal.cluster import Cluster
+from shoal.collectives import keep_freed_memory
 from shoal.probe.device import measure_attention, measure_launch, measure_passes, measure_products
 from shoal.probe.fit import fit
 from shoal.probe.links import measure_contention, measure_hosts, measure_links
@@ -67,6 +68,8 @@ def probe(place: Place, name: str, effort: Effort = THOROUGH, say: Callable[[str
         effort: How much is measured: THOROUGH, or QUICK.
         say: Tells what is measured now.
     """
+    if place.device.type == "cpu":
+        keep_freed_memory()  # as training does
     measured = _measure(place, effort, say)
     found = None
     if place.ranks.rank == 0:

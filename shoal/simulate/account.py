@@ -9,8 +9,7 @@ each rank and step,
     bubble                  the bubble's spans, taken out of the waits that they lie in
     compute                 the rest: a rank that is played either computes or waits
 
-The shares are those of `shoal.timeline.explain`, but for one thing: a message that is under way while its
-receiver waits for something else is no reason of that wait here, whereas spans do not tell which it was.
+The shares are those of `shoal.timeline.explain`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from shoal.timeline.breakdown import RankBreakdown, explain
 from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
-from shoal.timeline.matching import Arrival, match_collectives
+from shoal.timeline.matching import Arrival, match_collectives, moments_of_lateness
 from shoal.timeline.purpose import PURPOSES, purpose_of
 from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
@@ -44,8 +44,7 @@ def _of_rank(timeline: Timeline, rank: RankBreakdown, arrivals: Sequence[Arrival
         span for span in spans if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE)
     ]
     blocked = _moments(waits)
-    late = union((each.span.start, each.complete) for each in arrivals)
-    explained = union([*late, *_moments(span for span in spans if span.kind == Kind.BUBBLE)])
+    explained = union([*moments_of_lateness(spans, arrivals), *_moments(span for span in spans if span.kind == Kind.BUBBLE)])
     steps = [step for index in rank.counted if (step := timeline.step(rank.rank, index)) is not None]
 
     def by_step(moments: Intervals) -> list[float]:

@@ -3,6 +3,9 @@
 A collective appears once on each rank of its group. Ranks run the same program, so its spans are found
 by (group, name) and by order: the k-th span of that group and name that starts within a step, on every
 rank. A rank that arrives early waits for the last one; no network could make that time shorter.
+
+Several may be under way at once: a message that was asked for long ago, and the collective that a rank waits
+for now. A wait is for the collectives of its own name.
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shoal.timeline.intervals import Interval
-from shoal.timeline.span import Kind, Span
+from shoal.timeline.intervals import Interval, Intervals, intersect, subtract, union
+from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["Arrival", "match_collectives"]
+__all__ = ["Arrival", "match_collectives", "moments_of_lateness"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,30 @@ def match_collectives(timeline: Timeline, windows: Mapping[int, StepWindows]) ->
         ]
         for rank, collectives in keyed.items()
     }
+
+
+def moments_of_lateness(spans: Iterable[Span], arrivals: Iterable[Arrival]) -> Intervals:
+    """The moments in which not all members had started what a rank waits for.
+
+    That is, within a wait, the collectives of the wait's name; where there is no wait, or none of its name,
+    whatever is under way.
+
+    Args:
+        spans: Of one rank.
+        arrivals: Its collectives.
+    """
+    incomplete: dict[str, list[Interval]] = {}
+    for arrival in arrivals:
+        incomplete.setdefault(arrival.span.name, []).append((arrival.span.start, arrival.complete))
+    waits: dict[str, list[Interval]] = {name: [] for name in incomplete}
+    for span in spans:
+        if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE) and span.name in waits:
+            waits[span.name].append((span.start, span.stop))
+    waited = union(each for moments in waits.values() for each in moments)
+    late = subtract(union(each for moments in incomplete.values() for each in moments), waited)
+    for name, moments in waits.items():
+        late += intersect(union(moments), union(incomplete[name]))
+    return union(late)
 
 
 def _keyed(spans: Iterable[Span], windows: StepWindows) -> list[tuple[_Key, Span]]:

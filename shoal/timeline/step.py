@@ -9,8 +9,8 @@ With sets of moments:
     exposed communication = communication, without compute and data wait: nothing overlaps it
     bubble    = bubble spans, without compute and data wait; taken out of exposed communication, since the
                 wait for a message is where a pipeline's idle time shows
-    straggler wait = the moments of exposed communication before the last member of a collective's group
-                     started it; taken out of exposed communication
+    straggler wait = the moments of exposed communication before the last member of the group had started
+                     what is waited for; taken out of exposed communication
     other     = the rest of the step
 
 Each is computed from the spans, none as a remainder of numbers.
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
-from shoal.timeline.matching import Arrival
+from shoal.timeline.matching import Arrival, moments_of_lateness
 from shoal.timeline.parts import CollectiveFigures, Parts
 from shoal.timeline.span import Kind, Lane, Span
 
@@ -53,8 +53,8 @@ def explain_step(
     communication = union(blocked + moments(tuple(Kind), Lane.COMMUNICATION))
     bubble = subtract(moments((Kind.BUBBLE,), Lane.COMPUTE), occupied)
     unhidden = subtract(communication, union(occupied + bubble))
-    incomplete = union((arrival.span.start, arrival.complete) for arrival in arrivals)
-    exposed = subtract(unhidden, incomplete)
+    late = moments_of_lateness(spans, arrivals)
+    exposed = subtract(unhidden, late)
     explained = union(occupied + communication)
 
     started = [arrival for arrival in arrivals if window[0] <= arrival.span.start < window[1]]
@@ -63,7 +63,7 @@ def explain_step(
         exposed_communication=length(exposed),
         bubble=length(bubble),
         data_wait=length(data_wait),
-        straggler_wait=length(intersect(unhidden, incomplete)),
+        straggler_wait=length(intersect(unhidden, late)),
         other=length(subtract(whole, union(explained + bubble))),
         wall=length(whole),
         communication=length(communication),

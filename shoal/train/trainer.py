@@ -23,6 +23,7 @@ from shoal.checkpoint import (
     read_manifest,
     save,
 )
+from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, Prefetcher, Samples
 from shoal.errors import TrainingError
 from shoal.models import next_token_loss
@@ -67,6 +68,9 @@ class StepResult:
 @final
 class Trainer:
     """Trains a model on data under a Plan. All ranks make one and call its methods together.
+
+    On a CPU the process keeps the memory that tensors free, and so stays as large as its largest step was: see
+    `shoal.collectives.keep_freed_memory`.
 
     Args:
         model: As `shoal.parallelize` takes it.
@@ -113,6 +117,8 @@ class Trainer:
         self.step_count = 0
         self.position = 0
         self._device = torch.device(device)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._recorder = recorder if recorder is not None else NullRecorder()
         self._loss = loss
         self._seed = seed

@@ -38,11 +38,12 @@ def naive_parts(timeline: Timeline, rank: int, index: int) -> dict[str, int]:
     window = timeline.step(rank, index)
     assert window is not None
     counts = dict.fromkeys([*PARTS, "communication", "overlapped_communication"], 0)
-    incomplete = {
-        cell
+    completions = [
+        (span, complete)
         for span, complete in naive_completions(timeline, rank)
-        for cell in range(int(span.start), int(complete))
-    }
+        if span.start < window.stop and (span.stop > window.start or span.start >= window.start)
+    ]
+    names = {span.name for span, _ in completions}
     for cell in range(int(window.start), int(window.stop)):
         here = [s for s in timeline.of(rank) if s.start <= cell < s.stop]
         on_compute = {s.kind for s in here if s.lane == Lane.COMPUTE}
@@ -57,7 +58,10 @@ def naive_parts(timeline: Timeline, rank: int, index: int) -> dict[str, int]:
         elif Kind.BUBBLE in on_compute:
             part = "bubble"
         elif communicates:
-            part = "straggler_wait" if cell in incomplete else "exposed_communication"
+            waits = [s for s in here if s.lane == Lane.COMPUTE and s.kind in (Kind.WAIT, Kind.COLLECTIVE)]
+            meant = {s.name for s in waits} & names or names
+            late = any(s.start <= cell < complete and s.name in meant for s, complete in completions)
+            part = "straggler_wait" if late else "exposed_communication"
         else:
             part = "other"
         counts[part] += 1
@@ -253,6 +257,24 @@ def test_a_send_that_ends_before_its_receive_waits_no_longer_than_it_lasts() -> 
     sender = explain(timeline).of(0)
     assert (sender.parts.straggler_wait, sender.parts.exposed_communication) == (2, 2)
     assert sender.collectives["send"].transfer_seconds == 0
+
+
+def test_a_wait_is_not_laid_to_a_message_that_is_merely_under_way() -> None:
+    timeline = Timeline(
+        [
+            step(0, 0, 0, 10),
+            compute(0, Kind.FORWARD, 0, 8),
+            collective(0, 0, 10, "activation:F1"),  # asked for at once, sent at 9
+            collective(0, 2, 6, "all_reduce:row", group=(0, 2)),
+            compute(0, Kind.WAIT, 2, 6, "all_reduce:row"),
+            step(1, 0, 0, 10),
+            collective(1, 9, 10, "activation:F1"),
+            step(2, 0, 0, 10),
+            collective(2, 3, 6, "all_reduce:row", group=(0, 2)),
+        ]
+    )
+    parts = explain(timeline).of(0).parts
+    assert (parts.compute, parts.straggler_wait, parts.exposed_communication) == (4, 1 + 1, 3 + 1)
 
 
 def test_no_straggler_is_named_while_a_member_is_missing() -> None:
