@@ -113,7 +113,8 @@ class Rows:
 
     def errors(self, devices: Mapping[str, Device]) -> list[float]:
         """Of each step, the logarithm of predicted over measured."""
-        return [math.log(self._step(row, devices) / row.seconds) for row in self.steps]
+        measured = [(row, row.seconds) for row in self.steps if row.seconds is not None]
+        return [math.log(self._step(row, devices) / seconds) for row, seconds in measured]
 
     def layer_errors(self, devices: Mapping[str, Device]) -> list[float]:
         """Of each layer's forward, backward and both."""
@@ -184,7 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     layers = read_layers(options.layers) if options.layers else []
     known = {Device.preset(name).name for constant in CONSTANTS for name in constant.devices}
     every = [row for table in options.runs for row in read_table(table)]
-    steps = [row for row in every if Device.preset(row.device).name in known]
+    timed = [row for row in every if row.products == "bf16" and row.seconds is not None]
+    steps = [row for row in timed if Device.preset(row.device).name in known]
     half = [row for row in steps if is_fitted(row) and row.family not in options.without]
     values = fit(Rows(half, layers))
     devices = devices_with(values)

@@ -1,7 +1,8 @@
 """The machines: devices, links, and what programs reach of them. Imports no torch.
 
-`Cluster` is made of a `Device`, of `Level`s of links and of a `Host`; known ones are in devices.toml,
-links.toml, hosts.toml and nodes.toml beside this. The cost model, the planner and the probe call it.
+`Cluster` is made of a `Device`, of `Level`s of links and of a `Host`; known ones are in devices.toml and
+cards.toml, links.toml, hosts.toml, nodes.toml and card_nodes.toml beside this. The cost model, the planner
+and the probe call it.
 """
 
 from shoal.cluster.cluster import PRESETS, Cluster

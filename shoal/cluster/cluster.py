@@ -127,13 +127,15 @@ class Cluster:
         return found.with_devices(int(number)) if colon else found
 
     @classmethod
-    def assemble(cls, words: str, devices: int, devices_per_node: int, network: float | None) -> Cluster:
+    def assemble(
+        cls, words: str, devices: int, devices_per_node: int | None, network: float | None
+    ) -> Cluster:
         """Machines of which little is said, as in tables of measurements: the rest is of the nearest preset.
 
         Args:
             words: What is said of the node or of its device, such as "p5.48xlarge (8xH100)" or "A100-80GB".
             devices: In all.
-            devices_per_node: In a node.
+            devices_per_node: In a node; None for the preset's.
             network: Bytes/s of a node's interfaces together, one direction; None for the preset's.
 
         Raises:
@@ -141,9 +143,13 @@ class Cluster:
         """
         base = cls.preset(matching("nodes", words) or _node_of(words))
         inside, outside = base.levels[0], base.levels[-1]
+        in_node = devices_per_node or inside.devices
         if network is not None:
-            outside = replace(outside, bandwidth=network / devices_per_node)
-        levels = (_cut(inside, devices_per_node), replace(outside, devices=devices_per_node))
+            outside = replace(outside, bandwidth=network / in_node)
+        joined = in_node
+        if in_node == table("nodes")[base.name].get("board"):
+            joined = _whole_groups(devices, in_node, inside.devices)
+        levels = (_cut(inside, joined), replace(outside, devices=joined))
         return replace(base, levels=levels).with_devices(devices)
 
     @classmethod
@@ -275,11 +281,17 @@ class Cluster:
         return cls(**values)
 
 
+def _whole_groups(devices: int, board: int, most: int) -> int:
+    """How many devices the innermost links join where each group of them has as many, all on whole boards."""
+    sizes = [size for size in range(board, most + 1, board) if devices % size == 0]
+    return min(max(sizes, default=board), max(devices, board))
+
+
 def _node_of(words: str) -> str:
     """The first preset that has a device."""
     device = Device.preset(words)
     for name in PRESETS:
-        if Cluster.preset(name).device == device:
+        if Device.preset(table("nodes")[name]["device"]) == device:
             return name
     raise ClusterError(
         f"{words!r} is of no known node: none has the device {device.name}",

@@ -25,7 +25,7 @@ class Device:
         name: Such as "H100-SXM".
         memory: Bytes.
         bandwidth: Of its memory, bytes/s, by its data sheet.
-        peak: FLOP/s by precision ("fp32", "bf16"), dense, by its data sheet.
+        peak: FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"), dense, by its data sheet.
         units: That compute independently: multiprocessors, or cores.
         tile: Rows and columns of the largest tile of a product that one unit computes.
         product_share: Of the peak that large products reach.

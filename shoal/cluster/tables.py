@@ -1,7 +1,8 @@
 """The data files of this package: devices, links, hosts and nodes that are known; how they make a Cluster.
 
 `nodes.toml` names a device of `devices.toml` and, level by level, a link of `links.toml`; what a node says of
-a level besides goes before what its link says.
+a level besides goes before what its link says. `cards.toml` has further devices, and `card_nodes.toml` the
+nodes that these are put in. A table that is `like` another has what it does not say from that.
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from shoal.errors import ClusterError, nearest
 __all__ = ["described", "matching", "table"]
 
 
+_FILES = {"devices": ("cards", "devices"), "nodes": ("nodes", "card_nodes")}
+"""The data files of what has several, in the order in which names are looked up."""
+
+
 @cache
 def table(name: str) -> dict[str, dict[str, Any]]:
-    """The tables of a data file of this package: devices, links, hosts or nodes. Not to be changed."""
-    return tomllib.loads(resources.files("shoal.cluster").joinpath(f"{name}.toml").read_text("utf-8"))
+    """The tables of the data files of devices, links, hosts or nodes, each complete. Not to be changed."""
+    written: dict[str, dict[str, Any]] = {}
+    for file in _FILES.get(name, (name,)):
+        written |= tomllib.loads(resources.files("shoal.cluster").joinpath(f"{file}.toml").read_text("utf-8"))
+    return {key: _completed(entry, written) for key, entry in written.items()}
 
 
 def matching(name: str, words: str) -> str | None:
@@ -53,8 +61,17 @@ def described(preset: str) -> dict[str, Any]:
         own = {key: value for key, value in level.items() if key != "link"}
         inner = levels[-1]["devices"] if levels else 1
         levels.append({"devices": inner, **link, **own})
-    said = {key: value for key, value in node.items() if key != "match"}
+    said = {key: value for key, value in node.items() if key not in ("match", "board")}
     return {"name": preset, **said, "device": device, "levels": levels, "host": _host_of(node)}
+
+
+def _completed(entry: Mapping[str, Any], written: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """A table, with what it does not say from the one that it is like; but names match only their own."""
+    if "like" not in entry:
+        return dict(entry)
+    relative = _completed(written[entry["like"]], written)
+    relative.pop("match", None)
+    return {**relative, **{key: value for key, value in entry.items() if key != "like"}}
 
 
 def _host_of(node: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shoal.cost.layout import Layout
 from shoal.cost.moments import Moment, gathered_bytes, moments_of
 from shoal.cost.rank import Outline, Pieces
 from shoal.cost.split import flop_costs, pieces_by_stage
-from shoal.cost.states import states_of
+from shoal.cost.states import States, states_of
 from shoal.cost.step import Costs
 from shoal.plan import Plan
 from shoal.plan.stages import Cost
@@ -149,38 +149,57 @@ class Memories:
                 outlines = self._uncovered[cut] = _uncovered(self._outlines(plan, layout, batch))
             ranks = tuple(self._rank(plan, layout, outline) for outline in outlines)
             self._largest[key] = ranks
-        if len(ranks) == 1:
-            return self._memory(plan, batch, ranks[0])
-        return max((self._memory(plan, batch, rank) for rank in ranks), key=lambda memory: memory.peak)
+        fullest = ranks[0]
+        if len(ranks) > 1:
+            fullest = max(ranks, key=lambda rank: self._tensors(plan, batch, rank))
+        return self._memory(plan, batch, fullest)
+
+    def _tensors(self, plan: Plan, batch: int, rank: _Rank) -> float:
+        """Bytes of a rank's tensors at its highest moment."""
+        states, moment = self._at_peak(plan, batch, rank, self._states(plan, rank.outline))
+        return sum(states) + moment.whole + rank.messages
 
     def _memory(self, plan: Plan, batch: int, rank: _Rank) -> RankMemory:
         """A rank's, at its highest moment."""
-        shards, outline = plan.shards * plan.cp, rank.outline
-        dense, of_expert = states_of(plan, shards), states_of(plan, shards / plan.ep)
-        weights, gradients, optimizer = (
-            outline.dense * each + outline.experts * other
-            for each, other in zip(dense, of_expert, strict=True)
-        )
-        states = weights + gradients + optimizer
-        highest = rank.highest
-        assert plan.microbatch is not None
-        if self.cluster is None and plan.shard in ("zero2", "zero3") and batch == plan.dp * plan.microbatch:
-            highest = max(rank.moments, key=lambda moment: moment.whole + moment.freed / shards)
-            gradients = highest.freed / shards
+        between = self._states(plan, rank.outline)
+        states, moment = self._at_peak(plan, batch, rank, between)
         parts = {
-            "weights": weights,
-            "gradients": gradients,
-            "optimizer": optimizer,
-            "activations": highest.activations,
-            "working": highest.working,
-            "gathered": highest.gathered,
-            "buckets": highest.buckets,
+            "weights": states.weights,
+            "gradients": states.gradients,
+            "optimizer": states.optimizer,
+            "activations": moment.activations,
+            "working": moment.working,
+            "gathered": moment.gathered,
+            "buckets": moment.buckets,
             "messages": rank.messages,
         }
         if self.cluster is not None:
             parts["fragments"] = FRAGMENTS * sum(parts.values())
             parts["reserved"] = self.cluster.reserved
-        return RankMemory(outline.index, highest.name, parts, states, rank.kept)
+        return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept)
+
+    def _at_peak(self, plan: Plan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
+        """What a rank that has so much between two steps has at its highest moment, and that moment."""
+        assert plan.microbatch is not None
+        if self.cluster is None and plan.shard in ("zero2", "zero3") and batch == plan.dp * plan.microbatch:
+            shards = plan.shards * plan.cp
+            highest = max(rank.moments, key=lambda moment: moment.whole + moment.freed / shards)
+            return states._replace(gradients=highest.freed / shards), highest
+        return states, rank.highest
+
+    def _states(self, plan: Plan, outline: Outline) -> States:
+        """Of all parameters of a rank, between two steps."""
+        shards = plan.shards * plan.cp
+        weights, gradients, optimizer = states_of(plan, shards)
+        dense, experts = outline.dense, outline.experts
+        if not experts:
+            return States(dense * weights, dense * gradients, dense * optimizer)
+        of_expert = states_of(plan, shards / plan.ep)
+        return States(
+            dense * weights + experts * of_expert.weights,
+            dense * gradients + experts * of_expert.gradients,
+            dense * optimizer + experts * of_expert.optimizer,
+        )
 
     def _outlines(self, plan: Plan, layout: Layout, batch: int) -> Iterator[Outline]:
         """What each rank along `pp` has."""
@@ -196,13 +215,13 @@ class Memories:
         return pieces.outlines(stages, plan.placement, held)
 
     def _rank(self, plan: Plan, layout: Layout, outline: Outline) -> _Rank:
-        layers, ends, activations = outline.layers, outline.ends, outline.activations
+        stack, ends, activations = outline.stack, outline.ends, outline.activations
         update = Moment("optimizer", freed=_FP32 * (outline.dense + layout.ep * outline.experts))
-        moments = (*moments_of(plan, layout, activations, layers, ends, copies=self._copies), update)
+        moments = (*moments_of(plan, layout, activations, stack, ends, copies=self._copies), update)
         return _Rank(
             outline,
             _MESSAGES * stream_bytes(self.workload, layout) if plan.pp > 1 else 0.0,
-            activations + gathered_bytes(plan, layout, layers, ends),
+            activations + gathered_bytes(plan, layout, stack, ends),
             moments,
             max(moments, key=lambda moment: moment.whole),
         )

@@ -16,12 +16,13 @@ last layer's; at block k those of two layers and of the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.cost.activations import BlockMemory, EndMemory
+from shoal.cost.activations import EndMemory
 from shoal.cost.layout import Layout
+from shoal.cost.stack import Stack
 from shoal.plan import Plan
 
 __all__ = ["Moment", "StageEnds", "gathered_bytes", "moments_of"]
@@ -80,7 +81,7 @@ def moments_of(
     plan: Plan,
     layout: Layout,
     held: float,
-    layers: Sequence[BlockMemory],
+    stack: Stack,
     ends: StageEnds,
     *,
     copies: bool,
@@ -91,67 +92,57 @@ def moments_of(
         plan: Says sharding and buckets.
         layout: Of the same Plan.
         held: Bytes of all activations at the rank's fullest moment.
-        layers: Of the stage whose backward comes next, from its end.
+        stack: The layers of the stage whose backward comes next.
         ends: What the rank has of the model's ends.
         copies: Whether the backend copies what it reduces.
     """
+    layers = stack.layers
     gathers = layout.width if plan.shard == "zero3" else 0
     if ends.last is not None:
-        gathered = gathered_bytes(plan, layout, layers, ends)
+        gathered = gathered_bytes(plan, layout, stack, ends)
         yield Moment("loss", held, ends.last.loss, gathered)
         yield Moment("head", held, ends.last.head, gathered)
-    buckets = _Buckets(plan, layout, layers, ends, copies)
-    for index in _telling(layers):
-        layer = layers[index]
-        left = held - ends.kept - sum(each.kept for each in layers[: index + 1])
-        gathered = ends.embedding + sum(each.parameters for each in layers[index : index + 2])
-        filled, freed = buckets.at(index)
-        yield Moment(f"block {index}", left + layer.whole, layer.working, gathers * gathered, filled, freed)
+    buckets = _Buckets(plan, stack, ends, copies) if plan.shard in ("zero2", "zero3") else None
+    for place in stack.telling:
+        layer = layers[place]
+        left = held - ends.kept - stack.kept[place + 1]
+        gathered = ends.embedding + sum([each.parameters for each in layers[place : place + 2]])
+        filled, freed = (0.0, 0.0) if buckets is None else buckets.at(place)
+        yield Moment(f"block {place}", left + layer.whole, layer.working, gathers * gathered, filled, freed)
 
 
-def gathered_bytes(plan: Plan, layout: Layout, layers: Sequence[BlockMemory], ends: StageEnds) -> float:
+def gathered_bytes(plan: Plan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
     """Weights that zero3 has gathered when forward ends; arguments as of `moments_of`."""
     if plan.shard != "zero3":
         return 0.0
-    return layout.width * (ends.embedding + ends.head + sum(layer.parameters for layer in layers[:1]))
-
-
-def _telling(layers: Sequence[BlockMemory]) -> list[int]:
-    """The layers at which memory can be most: between them it changes evenly."""
-    firsts = {layer: index for index, layer in reversed(list(enumerate(layers)))}
-    return sorted({0, 1, 2, len(layers) - 1, *firsts.values()} & set(range(len(layers))))
+    return layout.width * (ends.embedding + ends.head + sum([each.parameters for each in stack.layers[:1]]))
 
 
 class _Buckets:
-    """Gradients with zero2 and zero3: a bucket for the head, then one for each group of layers."""
+    """Gradients with zero2 and zero3: bucket 0 for the head, then one for each group of layers."""
 
-    def __init__(
-        self, plan: Plan, layout: Layout, layers: Sequence[BlockMemory], ends: StageEnds, copies: bool
-    ) -> None:
-        self._together = 1
+    def __init__(self, plan: Plan, stack: Stack, ends: StageEnds, copies: bool) -> None:
+        self._stack = stack
+        self._head = _FP32 * ends.head
         self._copies = copies
-        self._sizes: list[float] = []
-        self._freed: list[float] = []
-        if plan.shard not in ("zero2", "zero3"):
-            return
-        sizes = [_FP32 * layer.parameters for layer in layers]
-        # Experts are on ep times fewer ranks that share their gradients' shards.
-        freed = [_FP32 * (layer.dense + layout.ep * layer.experts) for layer in layers]
-        if plan.shard == "zero2" and sizes:
-            self._together = max(1, min(len(sizes), round(plan.bucket / max(sizes[0], 1.0))))
-        head = _FP32 * ends.head
-        self._sizes = [head, *self._grouped(sizes)]
-        self._freed = [head, *self._grouped(freed)]
+        self._together = 1
+        if plan.shard == "zero2" and stack.layers:
+            layers, first = len(stack.layers), stack.gradients[1]
+            self._together = max(1, min(layers, round(plan.bucket / max(first, 1.0))))
 
-    def at(self, layer: int) -> tuple[float, float]:
+    def at(self, place: int) -> tuple[float, float]:
         """Bytes of the buckets in memory in a layer's backward, and of those freed before."""
-        if not self._sizes:
-            return 0.0, 0.0
-        current = 1 + layer // self._together
+        current = 1 + place // self._together
         first = max(0, current - 2)
-        copied = self._sizes[current - 1] if self._copies else 0.0
-        return sum(self._sizes[first : current + 1]) + copied, sum(self._freed[:first])
+        filled = self._before(current + 1, self._stack.gradients) - self._before(first, self._stack.gradients)
+        copied = 0.0
+        if self._copies:
+            copied = self._before(current, self._stack.gradients)
+            copied -= self._before(current - 1, self._stack.gradients)
+        return filled + copied, self._before(first, self._stack.freed)
 
-    def _grouped(self, layers: Sequence[float]) -> list[float]:
-        starts = range(0, len(layers), self._together)
-        return [sum(layers[start : start + self._together]) for start in starts]
+    def _before(self, bucket: int, sums: tuple[float, ...]) -> float:
+        """Bytes of the buckets before one."""
+        if bucket == 0:
+            return 0.0
+        return self._head + sums[min((bucket - 1) * self._together, len(sums) - 1)]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
+from operator import mul
 
 from shoal.cost.activations import BlockMemory, block_memory, end_memory
 from shoal.cost.held import Held
 from shoal.cost.layout import Layout
 from shoal.cost.moments import StageEnds
+from shoal.cost.stack import Stack
 from shoal.workload import Workload
 
 __all__ = ["Outline", "Pieces"]
@@ -27,7 +29,7 @@ class Outline:
         dense: Parameters after tensor parallelism, without experts.
         experts: Parameters of its experts.
         activations: Bytes of all micro-batches at its fullest moment.
-        layers: Of the stage whose backward comes next then, from its end.
+        stack: The layers of the stage whose backward comes next then.
         ends: What it has of the model's ends.
     """
 
@@ -35,7 +37,7 @@ class Outline:
     dense: float
     experts: float
     activations: float
-    layers: tuple[BlockMemory, ...]
+    stack: Stack
     ends: StageEnds
 
     def covers(self, other: Outline) -> bool:
@@ -49,7 +51,7 @@ class Outline:
             and mine.embedding >= its.embedding
             and mine.head >= its.head
             and (mine.last is not None or its.last is None)
-            and self.layers[: len(other.layers)] == other.layers
+            and self.stack.layers[: len(other.stack.layers)] == other.stack.layers
         )
 
 
@@ -71,12 +73,14 @@ class Pieces:
                 known[key] = block_memory(block, workload, layout, is_layer=0 < piece < last)
             blocks.append(known[key])
         self._blocks = tuple(blocks)
+        self._ep = layout.ep
+        self._stacks: dict[tuple[int, ...], Stack] = {}
         self._kept = _sums(self._blocks, lambda block: block.kept)
         self._halves = _sums(self._blocks, lambda block: block.halves)
         self._dense = _sums(self._blocks, lambda block: block.dense)
         self._experts = _sums(self._blocks, lambda block: block.experts)
-        self._end = end_memory(workload, layout)
-        self._tied = workload.embedding.parameters.divided / layout.tp if workload.tied else 0.0
+        has = product((False, True), repeat=2)  # the embedding, the end
+        self._ends = {each: self._ends_of(workload, layout, *each) for each in has}
 
     def outlines(
         self, stages: Sequence[range], placement: Sequence[int], held: Sequence[Sequence[Held]]
@@ -94,38 +98,52 @@ class Pieces:
         for index, (ranges, moments) in enumerate(zip(mine, held, strict=True)):
             yield self._outline(index, ranges, moments)
 
+    def _ends_of(
+        self, workload: Workload, layout: Layout, has_embedding: bool, has_end: bool
+    ) -> tuple[StageEnds, float]:
+        """What a rank has of the ends, and of a tied weight that another rank's embedding has too."""
+        embedding, end = self._blocks[0], self._blocks[-1]
+        tied = 0.0
+        if workload.tied and has_end and not has_embedding:
+            tied = workload.embedding.parameters.divided / layout.tp
+        ends = StageEnds(
+            embedding.parameters if has_embedding else 0.0,
+            end.parameters + tied if has_end else 0.0,
+            end.kept if has_end else 0.0,
+            end_memory(workload, layout) if has_end else None,
+        )
+        return ends, tied
+
     def _outline(self, index: int, stages: Sequence[range], held: Sequence[Held]) -> Outline:
         last = len(self._blocks) - 1
-        has_embedding, has_end = stages[0].start == 0, stages[-1].stop == last + 1
-        tied = self._tied if has_end and not has_embedding else 0.0
-        ends = StageEnds(
-            self._blocks[0].parameters if has_embedding else 0.0,
-            self._blocks[last].parameters + tied if has_end else 0.0,
-            self._blocks[last].kept if has_end else 0.0,
-            self._end if has_end else None,
-        )
-        layers: tuple[BlockMemory, ...] = ()
+        ends, tied = self._ends[stages[0].start == 0, stages[-1].stop == last + 1]
+        layers = range(0)
         for stage in stages:
-            layers = self._blocks[max(stage.start, 1) : min(stage.stop, last)] or layers
+            layers = range(max(stage.start, 1), min(stage.stop, last)) or layers
+        kept, halves = _over(self._kept, stages), _over(self._halves, stages)
         return Outline(
             index,
-            tied + sum(_over(self._dense, stage) for stage in stages),
-            sum(_over(self._experts, stage) for stage in stages),
-            max(self._held(stages, moment) for moment in held),
-            layers[::-1],
+            tied + sum(_over(self._dense, stages)),
+            sum(_over(self._experts, stages)),
+            max([sum(map(mul, whole, kept)) + sum(map(mul, half, halves)) for whole, half in held]),
+            self._stack(layers),
             ends,
         )
 
-    def _held(self, stages: Sequence[range], held: Held) -> float:
-        return sum(
-            whole * _over(self._kept, stage) + half * _over(self._halves, stage)
-            for stage, whole, half in zip(stages, *held, strict=True)
-        )
+    def _stack(self, layers: range) -> Stack:
+        """Of these layers; of alike ones the same."""
+        blocks = self._blocks[layers.start : layers.stop]
+        key = tuple(map(id, blocks))
+        found = self._stacks.get(key)
+        if found is None:
+            found = self._stacks[key] = Stack.of(blocks, self._ep)
+        return found
 
 
 def _sums(blocks: Sequence[BlockMemory], of: Callable[[BlockMemory], float]) -> list[float]:
     return list(accumulate(map(of, blocks), initial=0.0))
 
 
-def _over(sums: Sequence[float], stage: range) -> float:
-    return sums[stage.stop] - sums[stage.start]
+def _over(sums: Sequence[float], stages: Sequence[range]) -> list[float]:
+    """Of each stage."""
+    return [sums[stage.stop] - sums[stage.start] for stage in stages]

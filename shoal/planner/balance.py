@@ -29,15 +29,20 @@ def balanced_split(
         layers: How many there are; at least as many as stages.
         placement: The rank of each stage.
     """
-    ranks = max(placement) + 1
-    extras = [0.0] * ranks
-    extras[placement[0]] += embedding
-    extras[placement[-1]] += end
-    least = [0] * ranks
-    for stage, rank in enumerate(placement):
-        least[rank] += 0 < stage < len(placement) - 1
-    counts = _counts([extra / layer for extra in extras], least, layers)
-    return _shared(counts, tuple(placement))
+    least, first, last = _inner_stages(tuple(placement))
+    extras = [0.0] * len(least)
+    extras[first] += embedding / layer
+    extras[last] += end / layer
+    return _shared(_counts(extras, least, layers), tuple(placement))
+
+
+@lru_cache(maxsize=1 << 10)
+def _inner_stages(placement: tuple[int, ...]) -> tuple[list[int], int, int]:
+    """By rank, its stages but the first and the last of all; and the ranks that have these."""
+    least = [0] * (max(placement) + 1)
+    for rank in placement[1:-1]:
+        least[rank] += 1
+    return least, placement[0], placement[-1]
 
 
 def _counts(extras: Sequence[float], least: Sequence[int], layers: int) -> tuple[int, ...]:
@@ -47,10 +52,10 @@ def _counts(extras: Sequence[float], least: Sequence[int], layers: int) -> tuple
     load = (layers + sum(extras)) / len(extras)
     while True:
         counts = {rank: max(rank[1], math.floor(load - rank[0] + 1e-9)) for rank in alike}
-        spare = sum(counts[rank] * number for rank, number in alike.items()) - layers
+        spare = sum([counts[rank] * number for rank, number in alike.items()]) - layers
         if spare >= 0:
             break
-        load = min(rank[0] + count + 1 for rank, count in counts.items())
+        load = min([rank[0] + count + 1 for rank, count in counts.items()])
     found = [counts[rank] for rank in ranks]
     while spare:  # a load that one rank reaches may let many take one more
         for rank, low in enumerate(least):

@@ -1,12 +1,12 @@
 """A bound that no step under a Plan is quicker than, in a microsecond: what lets a search skip most Plans.
 
 `shoal.cost.step` takes pace + fill + sends + data + update. With W the seconds of all blocks for a
-micro-batch, the slowest of p ranks has at least W / p. So with m micro-batches and v stages on a rank
+micro-batch, the slowest of p ranks has S >= W / p. So with m micro-batches and v stages on a rank
 
-    pace + fill = m max + (W - max) / v >= (m - 1 / v) W / p + W / v
+    pace + fill = m S + (W - S) / v = (m - 1 / v) S + W / v
 
-as m >= 1 / v. Schedules that fill the bubble with weight gradients leave at least (W - max) / (3 p v) of it.
-The other parts are at least 0.
+which is least where S is, as m >= 1 / v. Schedules that fill the bubble with weight gradients leave at least
+(W - S) / (3 p v) of it. The other parts are at least 0.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ __all__ = ["least_seconds"]
 _FILL_THE_BUBBLE = ("zb-h1", "zb-v", "dualpipe-v", "search")
 
 
-def least_seconds(ranks: int, microbatches: int, schedule: str, virtual: int, work: float) -> float:
-    """Seconds that a step takes at least, however the model is cut and the state sharded.
+def least_seconds(
+    ranks: int, microbatches: int, schedule: str, virtual: int, work: float, slowest: float = 0.0
+) -> float:
+    """Seconds that a step takes at least, however the state is sharded.
 
     Args:
         ranks: Of the pipeline.
@@ -26,8 +28,9 @@ def least_seconds(ranks: int, microbatches: int, schedule: str, virtual: int, wo
         virtual: Stages on a rank.
         work: Seconds of all blocks, forward and backward, for one micro-batch on the ranks of one replica:
             W of the formula.
+        slowest: Of these, what the slowest rank has at least, where that is known to be more than its part.
     """
     if ranks == 1:
         return microbatches * work
     left = 3 * ranks * virtual if schedule in _FILL_THE_BUBBLE else virtual
-    return (microbatches - 1 / left) * work / ranks + work / left
+    return (microbatches - 1 / left) * max(slowest, work / ranks) + work / left

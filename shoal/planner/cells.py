@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from shoal.errors import DataError, UserError, nearest
@@ -110,6 +111,7 @@ class Table:
         optional: frozenset[str],
         make: Callable[[Row], _T],
         refuse: Refuse,
+        instead: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[_T]:
         """What `make` makes of each row, its cells read; of rows that it refuses nothing.
 
@@ -118,6 +120,7 @@ class Table:
             optional: Columns that may be absent, and whose cells may be blank.
             make: From a row, or raises a UserError.
             refuse: Is given the error of each row that cannot be used.
+            instead: By column, another one: cells of the first may be blank where those of the other are not.
 
         Raises:
             DataError: A column is missing or there twice.
@@ -138,7 +141,8 @@ class Table:
             )
         for line, cells in self.lines:
             try:
-                made = make(Row(line, self.path, self._values(line, cells, readers, optional)))
+                told = {name for name, other in instead.items() if not _is_blank(cells.get(other, ""))}
+                made = make(Row(line, self.path, self._values(line, cells, readers, optional | told)))
             except UserError as error:
                 refuse(error)
             else:
@@ -155,7 +159,7 @@ class Table:
         for name, read in readers.items():
             cell = cells.get(name, "")
             try:
-                is_blank = cell.lower() in BLANKS
+                is_blank = _is_blank(cell)
                 values[name] = None if is_blank and name in optional else read("" if is_blank else cell)
             except ValueError as error:
                 raise DataError(
@@ -197,6 +201,10 @@ def word(*possible: str) -> Callable[[str], str]:
         return found
 
     return read
+
+
+def _is_blank(cell: str) -> bool:
+    return cell.lower() in BLANKS
 
 
 def _stripped(cells: Mapping[str | None, Any]) -> dict[str, str]:

@@ -174,8 +174,7 @@ def explain(search: Search, winner: Candidate) -> Explanation:
     assert unlimited is not None, "what fits a limit fits without it"
     changes = []
     for name, cluster in _doubled(search.cluster):
-        changed = Search(search.workload, cluster, search.batch, margin=search.margin)
-        best = changed.best(1, lambda degrees: _is_near(degrees, winner.degrees)).best
+        best = search.on(cluster).best(1, lambda degrees: _is_near(degrees, winner.degrees)).best
         if best is not None:
             changes.append(Change(name, best))
     roomier = search.best(1, room=2 * search.room).best  # nothing else changes with more memory

@@ -12,18 +12,15 @@ from shoal.errors import PlanError
 from shoal.plan import CHOICES, Plan, divisors
 from shoal.plan.stages import split_by_count
 from shoal.planner.cells import Refuse, Row, Table, count, measured, strictly, word
+from shoal.planner.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDINGS, spelled
 from shoal.workload import ModelShape
 
 __all__ = ["COLUMNS", "Measured", "read_table"]
 
-_PRECISIONS = {
-    **dict.fromkeys(("fp16", "bf16", "float16", "bfloat16"), "bf16"),  # both compute at one rate
-    **dict.fromkeys(("fp32", "float32"), "fp32"),
+_FLAGS = {
+    **dict.fromkeys(("0", "0.0", "false", "no", "n", "off"), 0),
+    **dict.fromkeys(("1", "1.0", "true", "yes", "y", "on"), 1),
 }
-_RECOMPUTES = {**{name: name for name in CHOICES["recompute"]}, "per-op SAC": "selective"}
-
-
-_FLAGS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1, "false": 0, "true": 1}
 
 
 def _flag(cell: str) -> int:
@@ -31,6 +28,16 @@ def _flag(cell: str) -> int:
     if found is None:
         raise ValueError("0 or 1")
     return found
+
+
+def _degree(cell: str) -> int:
+    """A count of ways to divide, of which 0 and none mean that there is no division."""
+    return 1 if cell.lower() in ("0", "0.0", "none") else count(cell)
+
+
+def _rate(cell: str) -> float:
+    """A number above 0, or 0 for no network at all."""
+    return 0.0 if cell in ("0", "0.0") else measured(cell)
 
 
 COLUMNS: Mapping[str, Callable[[str], Any]] = {
@@ -46,20 +53,20 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "gated_mlp": _flag,
     "device": word(),
     "devices_per_node": count,
-    "network_gbps_per_node": measured,
+    "network_gbps_per_node": _rate,
     "num_devices": count,
-    "tp": count,
-    "pp": count,
-    "dp": count,
-    "cp": count,
-    "virtual_stages": count,
+    "tp": _degree,
+    "pp": _degree,
+    "dp": _degree,
+    "cp": _degree,
+    "virtual_stages": _degree,
     "microbatch": count,
     "global_batch": count,
-    "sharding": word(*CHOICES["shard"]),
-    "recompute": word(*_RECOMPUTES),
+    "sharding": spelled(SHARDINGS),
+    "recompute": spelled(RECOMPUTES),
     "sequence_parallel": _flag,
-    "precision": word(*_PRECISIONS),
-    "attention": word("flash", "unfused"),
+    "precision": spelled(PRECISIONS),
+    "attention": spelled(ATTENTIONS),
     "step_s": measured,
     "memory_gib": measured,
 }
@@ -68,11 +75,15 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
 _DEGREES = ("tp", "pp", "dp", "cp")
 _OPTIONAL = frozenset(
     [
-        *("model", "kv_heads", "network_gbps_per_node", *_DEGREES, "virtual_stages", "microbatch"),
+        *("model", "ffn", "heads", "kv_heads", "vocab", "gated_mlp"),
+        *("devices_per_node", "network_gbps_per_node", *_DEGREES, "virtual_stages", "microbatch"),
         *("sharding", "recompute", "sequence_parallel", "precision", "attention", "memory_gib"),
     ]
 )
 """Columns that may be absent, and whose cells may be blank: not stated."""
+
+_INSTEAD = {"step_s": "memory_gib"}
+"""Where the second is filled in, the first may be blank."""
 
 _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib")
 
@@ -92,13 +103,14 @@ class Measured:
         family: Rows of one source.
         shape: Of the model.
         device: Its name.
-        devices_per_node: In a node.
+        devices_per_node: In a node; None if not said.
         network: Bytes/s of a node's network interfaces together, one direction; None if not said.
+        products: What products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
         plans: Every Plan that the row's settings allow, with the least recompute of these: one, unless some
             are blank. All have as many ranks.
         recomputes: What they allow for recompute, the least first: each takes longer than the one before.
         batch: Samples of a step.
-        seconds: Of a step, measured.
+        seconds: Of a step, measured; None if not said.
         memory: Bytes of the device that has most, measured; None if not said.
     """
 
@@ -107,12 +119,13 @@ class Measured:
     family: str
     shape: ModelShape
     device: str
-    devices_per_node: int
+    devices_per_node: int | None
     network: float | None
+    products: str
     plans: Sequence[Plan]
     recomputes: Sequence[str]
     batch: int
-    seconds: float
+    seconds: float | None
     memory: float | None
 
 
@@ -127,12 +140,13 @@ def read_table(path: str | Path, refuse: Refuse = strictly) -> list[Measured]:
         DataError: The file is missing, lacks a column, has a cell that cannot be read, or a row that no Plan
             describes.
     """
-    return list(Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse))
+    return list(Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse, _INSTEAD))
 
 
 def _measured(row: Row) -> Measured:
-    network, memory = row["network_gbps_per_node"], row["memory_gib"]
-    recomputes = (_RECOMPUTES[row["recompute"]],) if row["recompute"] else CHOICES["recompute"]
+    memory = row["memory_gib"]
+    recompute = "selective" if row["recompute"] == "per-op SAC" else row["recompute"]
+    recomputes = (recompute,) if recompute else CHOICES["recompute"]
     return Measured(
         row.line,
         ",".join(f"{name}={value}" for name, value in row.values.items() if name not in _NOT_SETTINGS),
@@ -140,7 +154,8 @@ def _measured(row: Row) -> Measured:
         _shape(row),
         row["device"],
         row["devices_per_node"],
-        None if network is None else network * 1e9 / 8,
+        _network(row),
+        "bf16" if row["precision"] in (None, "fp16") else row["precision"],
         _plans(row, recomputes[0]),
         recomputes,
         row["global_batch"],
@@ -149,24 +164,40 @@ def _measured(row: Row) -> Measured:
     )
 
 
-def _shape(row: Row) -> ModelShape:
-    gated = bool(row["gated_mlp"])
-    if row["heads"] % (row["kv_heads"] or 1):
+def _network(row: Row) -> float | None:
+    """Bytes/s of a node's interfaces; a single node needs none."""
+    gigabits = row["network_gbps_per_node"]
+    if gigabits == 0 and row["num_devices"] > (row["devices_per_node"] or row["num_devices"]):
         row.refuse(
-            f"has {row['heads']} heads and {row['kv_heads']} key-value heads",
+            f"has {row['num_devices']} devices, {row['devices_per_node']} in a node, and a network of 0",
+            possible="network_gbps_per_node above 0, or blank for the usual one",
+        )
+    return gigabits * 1e9 / 8 if gigabits else None
+
+
+def _shape(row: Row) -> ModelShape:
+    """The model; what is not said of it is as in most models of its kind, GPT's or Llama's."""
+    hidden = row["hidden"]
+    heads = row["heads"] or max(1, hidden // (128 if hidden >= 2048 else 64))
+    gated = row["gated_mlp"]
+    if gated is None:
+        gated = (row["kv_heads"] or heads) < heads or (row["ffn"] or 4 * hidden) != 4 * hidden
+    if heads % (row["kv_heads"] or 1):
+        row.refuse(
+            f"has {heads} heads and {row['kv_heads']} key-value heads",
             possible="kv_heads that divide the heads",
         )
     return ModelShape(
         name=row["model"] or "transformer",
         layers=row["layers"],
-        hidden=row["hidden"],
-        ffn=row["ffn"],
-        heads=row["heads"],
+        hidden=hidden,
+        ffn=row["ffn"] or (round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden),
+        heads=heads,
         kv_heads=row["kv_heads"],
-        vocab=row["vocab"],
+        vocab=row["vocab"] or (32000 if gated else 51200),
         seq=row["seq"],
-        gated=gated,
-        rotary=gated,
+        gated=bool(gated),
+        rotary=bool(gated),
         biases=not gated,
         dropout=row["attention"] == "unfused",
         fused_attention=row["attention"] != "unfused",
@@ -183,14 +214,23 @@ def _plans(row: Row, recompute: str) -> list[Plan]:
         except PlanError as error:
             refusals.append(error)
             continue
-        shards = [row["sharding"]] if row["sharding"] else _SHARDS if plan.dp * plan.cp > 1 else ("none",)
-        plans += [plan.replace(shard=shard) for shard in shards]
+        plans += _sharded(row, plan)
     if not plans:
         row.refuse(
             f"has a layout that no Plan describes: {refusals[0].given}",
             possible=refusals[0].possible,
         )
     return plans
+
+
+def _sharded(row: Row, plan: Plan) -> list[Plan]:
+    """The Plan with every sharding that may be meant; hsdp shares states out within each node."""
+    if row["sharding"] == "hsdp":
+        within = (row["devices_per_node"] or plan.ranks) // (plan.tp * plan.cp)
+        is_split = 1 < within < plan.dp and plan.dp % within == 0
+        return [plan.replace(shard="zero3", replicate=plan.dp // within if is_split else 1)]
+    shards = [row["sharding"]] if row["sharding"] else _SHARDS if plan.dp * plan.cp > 1 else ["none"]
+    return [plan.replace(shard=shard) for shard in shards]
 
 
 def _settings(row: Row) -> Iterator[dict[str, Any]]:
@@ -205,15 +245,15 @@ def _settings(row: Row) -> Iterator[dict[str, Any]]:
                 "virtual": virtual,
                 "split": "count",
                 "microbatch": microbatch,
-                "precision": _PRECISIONS[row["precision"] or "bf16"],
+                "precision": "fp32" if row["precision"] in ("fp32", "tf32") else "bf16",
             }
 
 
 def _degrees(row: Row) -> list[dict[str, int]]:
     """Every way to give devices to the degrees that a row leaves open: tp within a node, and the least cp."""
     devices, batch = row["num_devices"], row["global_batch"]
-    in_node = min(devices, row["devices_per_node"])
-    tps = [size for size in divisors(row["heads"]) if size <= in_node] if row["tp"] is None else [row["tp"]]
+    in_node = min(devices, row["devices_per_node"] or devices)
+    tps = [row["tp"]] if row["tp"] else [size for size in divisors(_shape(row).heads) if size <= in_node]
     pps = divisors(row["layers"]) if row["pp"] is None else [row["pp"]]
     cps = divisors(devices) if row["cp"] is None else [row["cp"]]
     found = next(filter(None, (_of_context(row, cp, itertools.product(tps, pps)) for cp in cps)), [])

@@ -68,7 +68,8 @@ def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
         if plan.pp * virtual > layers or plan.pp * virtual * count > MOST_SEARCHED:
             continue
         variant = Variant(best.degrees, Layout.of(plan), count, FOUND, virtual)
-        laid_out = search.tree.plan(variant, Sharding(plan.shard, plan.replicate), search.tree.split(variant))
+        split = search.shared.split(variant)
+        laid_out = search.shared.plan(variant, Sharding(plan.shard, plan.replicate), split)
         candidate = _roomiest(search, laid_out.replace(bucket=plan.bucket), virtual, count)
         if candidate is not None:
             yield _played(candidate)
@@ -76,7 +77,7 @@ def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
 
 def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate | None:
     """With the most activations for which there is room, none if there is not for one micro-batch's."""
-    memories, batch = search.tree.memories, search.batch
+    memories, batch = search.shared.memories, search.batch
 
     def peak(activations: int) -> float:
         return memories.fullest(plan.replace(activations=activations), batch).peak

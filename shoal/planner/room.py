@@ -2,13 +2,12 @@
 
 The first rank along `pp` holds the states of its layers, and their activations as often as its schedule does:
 
-    (1 + FRAGMENTS) (states x parameters + sum over its stages of held x layers x kept) + reserved
+    (1 + FRAGMENTS) (states of its layers + sum over its stages of held x what these keep) + reserved
 
 Before the model is cut that is not known; but some rank has ceil(layers / pp) of them, and each for one
-micro-batch at least.
+micro-batch at least. Where layers are unlike, some rank has as much as ranks have on average.
 
-`shoal.cost.memory` counts the ends too, what a backward holds for a moment, and all ranks. Where layers are
-unlike, each counts as the least.
+`shoal.cost.memory` counts the ends too, what a backward holds for a moment, and all ranks.
 """
 
 from __future__ import annotations
@@ -16,26 +15,41 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.activations import block_memory
+from shoal.cost.exchange import runs_of
 from shoal.cost.held import held_by_rank
 from shoal.cost.layout import Layout
 from shoal.cost.memory import FRAGMENTS
 from shoal.cost.states import state_bytes
 from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
-from shoal.planner.space import Degrees, Sharding, Variant, leanest_sharding
+from shoal.planner.space import Degrees, Sharding, Variant
 from shoal.workload import Block, Workload
 
-__all__ = ["LeastMemory"]
+__all__ = ["LeastMemory", "Share", "StateBytes"]
 
 
-class _Layer(NamedTuple):
-    """Of one layer on a rank: bytes kept of a micro-batch, and parameters."""
+class Share(NamedTuple):
+    """What a rank has of a model at least.
 
+    Attributes:
+        dense, experts: Parameters of its layers after tensor and expert parallelism.
+        kept: Bytes that these keep from forward to backward, of all micro-batches.
+    """
+
+    dense: float
+    experts: float
     kept: float
+
+
+class StateBytes(NamedTuple):
+    """Of a parameter's states on a rank."""
+
     dense: float
     experts: float
 
@@ -51,67 +65,75 @@ class LeastMemory:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload = workload
         self._reserved = cluster.reserved
-        self._kinds: list[Block] = list({id(layer): layer for layer in workload.layers}.values())
-        self._layers: dict[Layout, _Layer] = {}
+        self._runs = runs_of(workload.layers)
+        self._before = [_counts_before(workload, block) for block, _ in self._runs]
+        self._layers: dict[Layout, list[Share]] = {}
 
-    def of(self, variant: Variant, sharding: Sharding, split: Sequence[int]) -> float:
-        """Bytes that the first rank has at least.
+    def share(self, variant: Variant, split: Sequence[int]) -> Share:
+        """What the first rank has.
 
         Args:
             variant: What its layers keep follows from.
-            sharding: What its state is cut by.
             split: Layers of each stage.
         """
-        layer = self._layer(variant.layout)
-        counts: Sequence[int] = split
+        stages: Sequence[int] = (0,)
         held: Sequence[float] = (1.0,)
-        degrees = variant.degrees
-        if degrees.pp > 1:
-            key = variant.schedule, degrees.pp, variant.virtual
-            counts = [split[stage] for stage in _stages_of_first(*key)]
-            held = _held_by_first(*key, variant.microbatches)
-        kept = layer.kept * sum(count * times for count, times in zip(counts, held, strict=True))
-        states = _states(layer, degrees, sharding, variant.layout.precision)
-        return (1 + FRAGMENTS) * (sum(counts) * states + kept) + self._reserved
+        if variant.degrees.pp > 1:
+            key = variant.schedule, variant.degrees.pp, variant.virtual
+            stages = _stages_of_first(*key)
+            held = held_by_rank(*key, variant.microbatches)[0][0].whole
+        stops = list(accumulate(split))
+        dense = experts = kept = 0.0
+        for layer, before in zip(self._layers_of(variant.layout), self._before, strict=True):
+            counts = [before[stops[stage]] - before[stops[stage] - split[stage]] for stage in stages]
+            dense += sum(counts) * layer.dense
+            experts += sum(counts) * layer.experts
+            kept += sum(map(mul, counts, held)) * layer.kept
+        return Share(dense, experts, kept)
 
-    def of_degrees(self, degrees: Degrees, layout: Layout) -> float:
-        """Bytes that some rank has at least, under any schedule, split and sharding.
+    def share_of_degrees(self, degrees: Degrees, layout: Layout) -> Share:
+        """What some rank has, under any schedule and split.
 
         Args:
             degrees: How the devices are shared out.
             layout: What its layers keep follows from.
         """
-        layer = self._layer(layout)
-        states = _states(layer, degrees, leanest_sharding(degrees), layout.precision)
-        layers = math.ceil(len(self._workload.layers) / degrees.pp)
-        return (1 + FRAGMENTS) * layers * (states + layer.kept) + self._reserved
+        layers = self._layers_of(layout)
+        if len(layers) == 1:
+            number = math.ceil(len(self._workload.layers) / degrees.pp)
+            return Share(*(number * each for each in layers[0]))
+        of_kinds = [
+            [number * each for each in layer] for layer, (_, number) in zip(layers, self._runs, strict=True)
+        ]
+        return Share(*(sum(each) / degrees.pp for each in zip(*of_kinds, strict=True)))
 
-    def _layer(self, layout: Layout) -> _Layer:
+    def states(self, degrees: Degrees, sharding: Sharding, precision: str) -> StateBytes:
+        """Bytes of each parameter's states on a rank."""
+        shards = degrees.dp // sharding.replicate * degrees.cp if sharding.shard != "none" else 1
+        plan = Plan(shard=sharding.shard, precision=precision)
+        return StateBytes(state_bytes(plan, shards), state_bytes(plan, shards / degrees.ep))
+
+    def peak(self, share: Share, states: StateBytes) -> float:
+        """Bytes that a rank with so much has at its peak."""
+        tensors = share.dense * states.dense + share.experts * states.experts + share.kept
+        return (1 + FRAGMENTS) * tensors + self._reserved
+
+    def for_states(self, share: Share, room: float) -> float:
+        """Bytes of a room that a rank with so much has for its states."""
+        return (room - self._reserved) / (1 + FRAGMENTS) - share.kept
+
+    def _layers_of(self, layout: Layout) -> list[Share]:
+        """One layer of each kind, for one micro-batch."""
         found = self._layers.get(layout)
         if found is None:
-            each = [block_memory(block, self._workload, layout, is_layer=True) for block in self._kinds]
-            found = _Layer(
-                min(block.kept for block in each),
-                min(block.dense for block in each),
-                min(block.experts for block in each),
-            )
-            self._layers[layout] = found
+            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._runs]
+            found = self._layers[layout] = [Share(one.dense, one.experts, one.kept) for one in each]
         return found
 
 
-def _states(layer: _Layer, degrees: Degrees, sharding: Sharding, precision: str) -> float:
-    """Bytes of a layer's."""
-    shards = degrees.dp // sharding.replicate * degrees.cp if sharding.shard != "none" else 1
-    states = layer.dense * _state_bytes(sharding.shard, precision, shards)
-    if layer.experts:
-        states += layer.experts * _state_bytes(sharding.shard, precision, shards / degrees.ep)
-    return states
-
-
-@lru_cache(maxsize=1 << 12)
-def _state_bytes(shard: str, precision: str, shards: float) -> float:
-    """Of a parameter."""
-    return state_bytes(Plan(shard=shard, precision=precision), shards)
+def _counts_before(workload: Workload, kind: Block) -> list[int]:
+    """How many layers of a kind stand before each place."""
+    return list(accumulate((layer is kind for layer in workload.layers), initial=0))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -119,8 +141,3 @@ def _stages_of_first(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]
     """The stages that the first rank has."""
     placement = placement_of(schedule, ranks, virtual)
     return tuple(stage for stage, rank in enumerate(placement) if rank == 0)
-
-
-def _held_by_first(schedule: str, ranks: int, virtual: int, count: int) -> tuple[float, ...]:
-    """By stage of the first rank, of how many micro-batches it holds activations at some moment."""
-    return held_by_rank(schedule, ranks, virtual, count)[0][0].whole

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from shoal.cost.room import too_large
 from shoal.cost.step import StepCost
 from shoal.plan import Plan
 from shoal.planner.candidate import Candidate
+from shoal.planner.room import LeastMemory
+from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees, leanest_sharding
 from shoal.planner.tree import Branch, Timed, Tree
 from shoal.workload import Workload
@@ -57,14 +60,30 @@ class Search:
         cluster: Where; every device takes part.
         batch: Samples of a step.
         margin: Share of each device's memory that is to stay free.
+        least_memory: Of the same Workload on devices with as much memory; None: none is known.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, batch: int, *, margin: float = 0.1) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        batch: int,
+        *,
+        margin: float = 0.1,
+        least_memory: LeastMemory | None = None,
+    ) -> None:
         self.workload = workload
         self.cluster = cluster
         self.batch = batch
         self.margin = margin
-        self.tree = Tree(workload, cluster, batch)
+        self.shared = Shared(workload, cluster, batch, least_memory)
+        self.tree = Tree(self.shared)
+
+    def on(self, cluster: Cluster) -> Search:
+        """A search of the same on other links or quicker devices, with as much memory."""
+        return Search(
+            self.workload, cluster, self.batch, margin=self.margin, least_memory=self.shared.least_memory
+        )
 
     @property
     def room(self) -> float:
@@ -85,16 +104,17 @@ class Search:
             room: Bytes that a Plan may fill instead of `self.room`.
         """
         room = self.room if room is None else room
-        accepted = {degrees: first for degrees, first in self.tree.first.items() if accept(degrees)}
+        accepted = list(filter(accept, self.tree.degrees))
         order = itertools.count()  # of equals, the one that came first
         heap: list[tuple[float, int, Branch]] = []
 
         def put(branches: Iterable[Branch]) -> None:
             for branch in branches:
-                if branch.memory <= room:
-                    heapq.heappush(heap, (branch.seconds, next(order), branch))
+                seconds = branch.seconds(room)
+                if seconds < math.inf:
+                    heapq.heappush(heap, (seconds, next(order), branch))
 
-        put(itertools.chain.from_iterable(accepted.values()))
+        put(itertools.chain.from_iterable(map(self.tree.portions, accepted)))
         found: dict[Degrees, Candidate] = {}
         timed = 0
         while heap and len(found) < limit:
@@ -105,14 +125,14 @@ class Search:
                 timed += isinstance(branch.branches[0], Timed)
                 put(branch.branches)
                 continue
-            if (candidate := self._candidate(branch, room)) is not None:
-                found[branch.degrees] = candidate
-        legal = sum(map(self.tree.space.count, accepted))
+            if (fitted := branch.fitted(room)) is not None:
+                found[branch.degrees] = self.candidate(*fitted)
+        legal = sum(map(self.tree.count, accepted))
         return Ranking(tuple(found.values()), legal, timed)
 
     def cost(self, plan: Plan) -> StepCost:
         """Of a step under a Plan, with the wait for the slowest rank."""
-        return with_stragglers(self.tree.costs.step(plan, self.batch), self.cluster)
+        return with_stragglers(self.shared.costs.step(plan, self.batch), self.cluster)
 
     def candidate(self, plan: Plan, memory: RankMemory) -> Candidate:
         """A Plan whose fullest rank holds so much."""
@@ -120,23 +140,18 @@ class Search:
 
     def leanest(self) -> tuple[Plan, str] | None:
         """A frugal Plan, and by how much it does not fit; None if no Plan is legal."""
-        space, least = self.tree.space, self.tree.least_memory
+        space, least = self.shared.space, self.shared.least_memory
         lean: list[tuple[float, Plan]] = []
-        for degrees in space.degrees():
+        for degrees in self.tree.degrees:
             sharding = leanest_sharding(degrees)
             variants = itertools.takewhile(lambda each: each.layout.microbatch == 1, space.variants(degrees))
             for variant in variants:
                 if variant.layout.recompute == "full" and variant.schedule == "1f1b":
-                    counts = self.tree.split(variant)
-                    plan = self.tree.plan(variant, sharding, counts)
-                    lean.append((least.of(variant, sharding, counts), plan))
+                    counts = self.shared.split(variant)
+                    plan = self.shared.plan(variant, sharding, counts)
+                    states = least.states(degrees, sharding, variant.layout.precision)
+                    lean.append((least.peak(least.share(variant, counts), states), plan))
         if not lean:
             return None
         plan = min(lean, key=lambda each: each[0])[1]
-        return plan, too_large(self.tree.memories.fullest(plan, self.batch), self.cluster, self.margin)
-
-    def _candidate(self, timed: Timed, room: float) -> Candidate | None:
-        for plan, memory in timed.bucketed:
-            if memory.peak <= room:
-                return self.candidate(plan, memory)
-        return None
+        return plan, too_large(self.shared.memories.fullest(plan, self.batch), self.cluster, self.margin)

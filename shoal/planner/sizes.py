@@ -47,7 +47,7 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
         for other in half_and_twice(value):
             plan = _changed(winner, {setting: other})
             if plan is not None:
-                memory = search.tree.memories.fullest(plan, winner.batch).peak
+                memory = search.shared.memories.fullest(plan, winner.batch).peak
                 slower = search.cost(plan).seconds / chosen - 1
                 yield Size(setting, plan, slower, memory, memory <= search.room)
 

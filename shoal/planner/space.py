@@ -25,10 +25,13 @@ from shoal.plan import Plan, divisors
 from shoal.plan.schedules import least_virtual
 from shoal.workload import Workload
 
-__all__ = ["Degrees", "Sharding", "Space", "Variant", "leanest_sharding"]
+__all__ = ["RECOMPUTES", "Degrees", "Sharding", "Space", "Variant", "leanest_sharding"]
 
 
 _BUCKET = Plan().bucket
+
+RECOMPUTES = ("none", "selective", "full")
+"""What backward may compute again."""
 
 
 class Degrees(NamedTuple):
@@ -126,13 +129,14 @@ class Space:
         """Every Plan of these degrees, but for its sharding."""
         for microbatch, count in self.microbatches(degrees):
             schedules = list(self.schedules(degrees.pp, count))
-            for layout in self.layouts(degrees, microbatch):
-                for schedule, virtual in schedules:
-                    yield Variant(degrees, layout, count, schedule, virtual)
+            for recompute in RECOMPUTES:
+                for layout in self.layouts(degrees, microbatch, recompute):
+                    for schedule, virtual in schedules:
+                        yield Variant(degrees, layout, count, schedule, virtual)
 
     def count(self, degrees: Degrees) -> int:
         """How many Plans there are of these degrees; makes none."""
-        layouts = sum(1 for _ in self.layouts(degrees, 1))  # as many for any micro-batch
+        layouts = len(RECOMPUTES) * sum(1 for _ in self.layouts(degrees, 1, "none"))  # of any micro-batch
         schedules = sum(
             len(list(self.schedules(degrees.pp, count))) for _, count in self.microbatches(degrees)
         )
@@ -186,13 +190,12 @@ class Space:
         _, tp, _, cp, ep = degrees
         return Layout(microbatch, tp, cp, ep, "sequence", "ring", recompute, self.precision)
 
-    def layouts(self, degrees: Degrees, microbatch: int) -> Iterator[Layout]:
-        """How a micro-batch of a block may be laid over ranks."""
+    def layouts(self, degrees: Degrees, microbatch: int, recompute: str) -> Iterator[Layout]:
+        """How a micro-batch of a block that recomputes so may be laid over ranks."""
         _, tp, _, cp, ep = degrees
         for tensor in self._tensors(tp, cp):
             for context in self._contexts(tp, cp):
-                for recompute in ("none", "selective", "full"):
-                    yield Layout(microbatch, tp, cp, ep, tensor, context, recompute, self.precision)
+                yield Layout(microbatch, tp, cp, ep, tensor, context, recompute, self.precision)
 
     def _splits_heads(self, tp: int) -> bool:
         workload = self.workload

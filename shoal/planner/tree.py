@@ -1,36 +1,35 @@
 """The Plans of a Space as a tree, of which a search makes what it looks at.
 
-    portion     degrees and a micro-batch, with the least that blocks compute
+    portion     degrees, a micro-batch and what backward computes again, with what blocks compute at least
     laid        the same with a layout of blocks, with what these cost, communication within them too
     variant     a Plan but for its sharding
     cut         the same, with the layers of its stages
     sharded     a Plan, with what its pipeline costs
     timed       a Plan, with its predicted step
 
-Every branch has the seconds that a step takes at least, and the bytes that a rank has at least, for all Plans
-that grow from it; the seconds of a timed Plan are those of its step. Branches are kept: searches of one tree
-share what they have looked at. Tests hold the bounds against every Plan.
+Every branch tells the seconds that a step takes at least, for all Plans that grow from it and may have room:
+each sharding leaves a rank so much of the states, and has it exchange so much. The seconds of a timed Plan
+are those of its step. Branches are kept: searches of one tree share what they have looked at. Tests hold the
+bounds against every Plan.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from shoal.cluster import Cluster
-from shoal.cost.exchange import runs_of
 from shoal.cost.layout import Layout
-from shoal.cost.memory import Memories, RankMemory
-from shoal.cost.step import Costs, StepCost, exposed_sends
+from shoal.cost.memory import RankMemory
+from shoal.cost.step import PipelineCost, StepCost, exposed_sends
 from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
-from shoal.planner.balance import balanced_split
 from shoal.planner.bound import least_seconds
-from shoal.planner.bucket import best_bucket, usual_bucket
-from shoal.planner.room import LeastMemory
-from shoal.planner.space import Degrees, Sharding, Space, Variant, leanest_sharding
-from shoal.workload import Workload
+from shoal.planner.bucket import best_bucket
+from shoal.planner.room import Share, StateBytes
+from shoal.planner.shared import Shared
+from shoal.planner.space import RECOMPUTES, Degrees, Sharding, Variant
 
 __all__ = ["Branch", "Timed", "Tree"]
 
@@ -43,212 +42,189 @@ class Branch(Protocol):
         """Of all these Plans."""
 
     @property
-    def memory(self) -> float:
-        """Bytes that a rank has at least."""
-
-    @property
-    def seconds(self) -> float:
-        """That a step takes at least."""
-
-    @property
     def branches(self) -> Sequence[Branch]:
         """That grow from it; none from a timed Plan."""
 
+    def seconds(self, room: float) -> float:
+        """That a step takes at least where a rank may have so many bytes; infinite if nothing has room."""
+
 
 class Tree:
-    """All legal Plans of a Workload on all devices of a Cluster, for one batch.
+    """All legal Plans of a Space.
 
     Args:
-        workload: What is trained.
-        cluster: Where.
-        batch: Samples of a step.
+        shared: By them.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, batch: int) -> None:
-        self.workload = workload
-        self.cluster = cluster
-        self.batch = batch
-        self.space = Space(workload, cluster, batch)
-        self.costs = Costs(workload, cluster)
-        self.memories = Memories(workload, cluster, self.costs)
-        self.least_memory = LeastMemory(workload, cluster)
-        self._kinds = runs_of(workload.pieces)
-        self._works: dict[Layout, Work] = {}
-        self._buckets: dict[tuple[Degrees, Sharding], int] = {}
-        self._computes: dict[Layout, float] = {}
+    def __init__(self, shared: Shared) -> None:
+        self.degrees = list(shared.space.degrees())
+        self._shared = shared
+        self._portions: dict[Degrees, Sequence[Branch]] = {}
+        self._counts: dict[Degrees, int] = {}
 
-    @cached_property
-    def first(self) -> dict[Degrees, Sequence[Branch]]:
-        """By degrees, the branches that everything grows from."""
-        found: dict[Degrees, Sequence[Branch]] = {}
-        for degrees in self.space.degrees():
-            portions = self.space.microbatches(degrees)
-            found[degrees] = [_Portion(self, degrees, microbatch, count) for microbatch, count in portions]
+    def portions(self, degrees: Degrees) -> Sequence[Branch]:
+        """What all Plans of these degrees grow from."""
+        found = self._portions.get(degrees)
+        if found is None:
+            found = self._portions[degrees] = [
+                _Portion(self._shared, degrees, microbatch, count, recompute)
+                for microbatch, count in self._shared.space.microbatches(degrees)
+                for recompute in RECOMPUTES
+            ]
         return found
 
-    def compute(self, layout: Layout) -> float:
-        """Seconds of a micro-batch on the ranks of one replica, without communication within blocks."""
-        seconds = self._computes.get(layout)
-        if seconds is None:
-            costs = [(self.costs.block(block, layout).compute, number) for block, number in self._kinds]
-            seconds = sum((cost.forward + cost.backward) * number for cost, number in costs)
-            self._computes[layout] = seconds
-        return seconds
-
-    def work(self, layout: Layout) -> Work:
-        """What blocks take on the ranks of one replica."""
-        work = self._works.get(layout)
-        if work is None:
-            costs = [(self.costs.block(block, layout), number) for block, number in self._kinds]
-            seconds = [(cost.forward + cost.backward, number) for cost, number in costs]
-            total = sum(each * number for each, number in seconds)
-            first, last = seconds[0][0], seconds[-1][0]
-            work = Work(total, first, (total - first - last) / len(self.workload.layers), last)
-            self._works[layout] = work
-        return work
-
-    def split(self, variant: Variant) -> tuple[int, ...]:
-        """Layers of each stage, by what blocks cost."""
-        layers = len(self.workload.layers)
-        if variant.degrees.pp == 1:
-            return (layers,)
-        _, embedding, layer, end = self.work(variant.layout)
-        placement = placement_of(variant.schedule, variant.degrees.pp, variant.virtual)
-        return balanced_split(embedding, layer, end, layers, placement)
-
-    def plan(self, variant: Variant, sharding: Sharding, split: Sequence[int]) -> Plan:
-        """The Plan with these layers in its stages, and buckets that suit the links."""
-        key = variant.degrees, sharding
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = usual_bucket(self.cluster, variant.plan(sharding))
-        if len(split) == 1:
-            return variant.plan(sharding, bucket=bucket)
-        counts = "count" if len(set(split)) == 1 else "-".join(map(str, split))
-        return variant.plan(sharding, counts, bucket)
-
-
-class Work(NamedTuple):
-    """Seconds of a micro-batch, forward and backward."""
-
-    total: float
-    embedding: float
-    layer: float
-    end: float
+    def count(self, degrees: Degrees) -> int:
+        """How many Plans there are of these degrees."""
+        found = self._counts.get(degrees)
+        if found is None:
+            found = self._counts[degrees] = self._shared.space.count(degrees)
+        return found
 
 
 class _Portion:
-    """Degrees and a micro-batch."""
+    """Degrees, a micro-batch, and what backward computes again."""
 
-    def __init__(self, tree: Tree, degrees: Degrees, microbatch: int, count: int) -> None:
+    def __init__(self, shared: Shared, degrees: Degrees, microbatch: int, count: int, recompute: str) -> None:
         self.degrees = degrees
-        self._tree = tree
-        self._microbatch = microbatch
+        self._shared = shared
         self._count = count
+        self._leanest = shared.space.layout(degrees, microbatch, recompute)
 
-    @cached_property
-    def memory(self) -> float:
-        """With the most recomputing and sharding, on the rank that has most layers."""
-        layout = self._tree.space.layout(self.degrees, self._microbatch, recompute="full")
-        return self._tree.least_memory.of_degrees(self.degrees, layout)
-
-    @cached_property
-    def seconds(self) -> float:
-        """Without recomputing, and with the schedule that leaves least of the bubble."""
-        space, pp = self._tree.space, self.degrees.pp
-        work = self._tree.compute(space.layout(self.degrees, self._microbatch, recompute="none"))
-        return min(
-            least_seconds(pp, self._count, schedule, virtual, work)
-            for schedule, virtual in space.schedules(pp, self._count)
-        )
+    def seconds(self, room: float) -> float:
+        shardings = self._shared.fitting(self.degrees, self._shares, room)
+        if not shardings:
+            return math.inf
+        work = self._shared.compute(self._leanest)
+        return max(self._least, self._count * self._shared.exchanging(self.degrees, shardings, work))
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        layouts = self._tree.space.layouts(self.degrees, self._microbatch)
-        return [_Laid(self._tree, self.degrees, layout, self._count) for layout in layouts]
+        leanest = self._leanest
+        layouts = self._shared.space.layouts(self.degrees, leanest.microbatch, leanest.recompute)
+        return [_Laid(self._shared, self.degrees, layout, self._count) for layout in layouts]
+
+    @cached_property
+    def _shares(self) -> Sequence[Share]:
+        """Of the rank that has most layers."""
+        return (self._shared.least_memory.share_of_degrees(self.degrees, self._leanest),)
+
+    @cached_property
+    def _least(self) -> float:
+        """Seconds of compute, with the schedule that leaves least of the bubble."""
+        pp, count = self.degrees.pp, self._count
+        work = self._shared.compute(self._leanest).total
+        schedules = self._shared.space.schedules(pp, count)
+        return min(least_seconds(pp, count, schedule, virtual, work) for schedule, virtual in schedules)
 
 
 class _Laid:
     """Degrees, and a layout of blocks."""
 
-    def __init__(self, tree: Tree, degrees: Degrees, layout: Layout, count: int) -> None:
+    def __init__(self, shared: Shared, degrees: Degrees, layout: Layout, count: int) -> None:
         self.degrees = degrees
-        self.memory = tree.least_memory.of_degrees(degrees, layout)
-        self._tree = tree
+        self._shared = shared
         self._layout = layout
         self._count = count
+        self._shares = (shared.least_memory.share_of_degrees(degrees, layout),)
 
-    @cached_property
-    def seconds(self) -> float:
-        return min(seconds for seconds, _, _ in self._schedules)
+    def seconds(self, room: float) -> float:
+        shardings = self._shared.fitting(self.degrees, self._shares, room)
+        if not shardings:
+            return math.inf
+        work = self._shared.work(self._layout)
+        exchanging = self._count * self._shared.exchanging(self.degrees, shardings, work)
+        return max(exchanging, self._least)
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
         return [
             _Unsharded(
-                self._tree,
+                self._shared,
                 Variant(self.degrees, self._layout, self._count, schedule, virtual),
-                self.memory,
+                self._shares,
                 seconds,
+                sends,
             )
-            for seconds, schedule, virtual in self._schedules
+            for seconds, sends, schedule, virtual in self._schedules
         ]
 
     @cached_property
-    def _schedules(self) -> Sequence[tuple[float, str, int]]:
-        """With the seconds that a step takes at least."""
-        tree, count, pp = self._tree, self._count, self.degrees.pp
-        work = tree.work(self._layout).total
-        if pp == 1:
-            return [(least_seconds(1, count, "1f1b", 1, work), "1f1b", 1)]
-        each = tree.costs.send_apart(self._layout, self.degrees.dp * self.degrees.cp * self.degrees.tp)
-        return [
-            (
-                least_seconds(pp, count, schedule, virtual, work) + each * exposed_sends(pp, count, virtual),
-                schedule,
-                virtual,
-            )
-            for schedule, virtual in tree.space.schedules(pp, count)
-        ]
+    def _least(self) -> float:
+        """Seconds of forwards and backwards."""
+        return min([seconds for seconds, *_ in self._schedules])
+
+    @cached_property
+    def _schedules(self) -> Sequence[tuple[float, float, str, int]]:
+        """With the seconds that a step takes at least, and of these its sends."""
+        shared, count, degrees = self._shared, self._count, self.degrees
+        pp, work = degrees.pp, shared.work(self._layout).total
+        each = 0.0
+        if pp > 1:
+            each = shared.costs.send_apart(self._layout, degrees.dp * degrees.cp * degrees.tp)
+        found = []
+        for schedule, virtual in shared.space.schedules(pp, count):
+            sends = each * exposed_sends(pp, count, virtual)
+            passes = least_seconds(pp, count, schedule, virtual, work)
+            found.append((passes + sends, sends, schedule, virtual))
+        return found
 
 
 class _Unsharded:
     """A variant."""
 
-    def __init__(self, tree: Tree, variant: Variant, memory: float, seconds: float) -> None:
+    def __init__(
+        self, shared: Shared, variant: Variant, shares: Sequence[Share], least: float, sends: float
+    ) -> None:
         self.degrees = variant.degrees
-        self.memory = memory
-        self.seconds = seconds
-        self._tree = tree
+        self._shared = shared
         self._variant = variant
+        self._shares = shares
+        self._least = least
+        self._sends = sends
+
+    def seconds(self, room: float) -> float:
+        return _of_variant(self._shared, self._variant, self._shares, self._least, room)
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        return [_Cut(self._tree, self._variant, self.memory, self.seconds)]
+        return [_Cut(self._shared, self._variant, self._shares, self._sends)]
 
 
 class _Cut:
-    """A variant whose stages are known, so that what they hold is."""
+    """A variant whose stages are known, so that what they take and hold is."""
 
-    def __init__(self, tree: Tree, variant: Variant, memory: float, seconds: float) -> None:
+    def __init__(self, shared: Shared, variant: Variant, shares: Sequence[Share], sends: float) -> None:
         self.degrees = variant.degrees
-        self.seconds = seconds
-        self._tree = tree
+        self._shared = shared
         self._variant = variant
-        self._counts = tree.split(variant)
-        leanest = leanest_sharding(self.degrees)
-        self.memory = max(memory, tree.least_memory.of(variant, leanest, self._counts))
+        self._split = shared.split(variant)
+        self._shares = (*shares, shared.least_memory.share(variant, self._split))
+        self._sends = sends
+
+    def seconds(self, room: float) -> float:
+        return _of_variant(self._shared, self._variant, self._shares, self._least, room)
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        tree, variant, counts = self._tree, self._variant, self._counts
-        shardings = tree.space.shardings(self.degrees)
-        seconds = tree.costs.pipeline(tree.plan(variant, shardings[0], counts), variant.microbatches).total
-        memories = [tree.least_memory.of(variant, sharding, counts) for sharding in shardings]
+        shared, variant, split = self._shared, self._variant, self._split
+        shardings = shared.states(self.degrees)
+        plan = shared.plan(variant, shardings[0][0], split)
+        pipeline = shared.costs.pipeline(plan, variant.microbatches)
         return [
-            _Sharded(tree, variant, sharding, counts, max(self.memory, memory), seconds)
-            for sharding, memory in zip(shardings, memories, strict=True)
+            _Sharded(shared, variant, sharding, split, self._memory(states), pipeline)
+            for sharding, states in shardings
         ]
+
+    @cached_property
+    def _least(self) -> float:
+        """Seconds of forwards and backwards."""
+        shared, (degrees, layout, count, schedule, virtual) = self._shared, self._variant
+        slowest, work = shared.slowest(self._variant, self._split), shared.work(layout).total
+        return least_seconds(degrees.pp, count, schedule, virtual, work, slowest) + self._sends
+
+    def _memory(self, states: StateBytes) -> float:
+        """Bytes that a rank has at least."""
+        return max([self._shared.least_memory.peak(share, states) for share in self._shares])
 
 
 class _Sharded:
@@ -256,54 +232,97 @@ class _Sharded:
 
     def __init__(
         self,
-        tree: Tree,
+        shared: Shared,
         variant: Variant,
         sharding: Sharding,
-        counts: Sequence[int],
+        split: Sequence[int],
         memory: float,
-        seconds: float,
+        pipeline: PipelineCost,
     ) -> None:
         self.degrees = variant.degrees
         self.memory = memory
-        self.seconds = seconds
-        self._tree = tree
+        self._shared = shared
         self._variant = variant
         self._sharding = sharding
-        self._counts = counts
+        self._split = split
+        self._pipeline = pipeline
+
+    def seconds(self, room: float) -> float:
+        return self._least if self.memory <= room else math.inf
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        plan = self._tree.plan(self._variant, self._sharding, self._counts)
-        return [Timed(self._tree, self.degrees, self.memory, plan)]
+        plan = self._shared.plan(self._variant, self._sharding, self._split)
+        return [Timed(self._shared, self.degrees, self.memory, plan)]
+
+    @cached_property
+    def _least(self) -> float:
+        """Seconds with what exchanges take at least."""
+        degrees, layout, count, schedule, virtual = self._variant
+        exchange = self._shared.least_exchange
+        placement = placement_of(schedule, degrees.pp, virtual)
+        layers = [number for rank, number in zip(placement, self._split, strict=True) if rank == 0]
+        stages = list(zip(self._pipeline.unlike[0].stage.stages, layers, strict=True))
+        once = exchange.of_step(degrees, self._sharding, stages, count)
+        layer = self._shared.work(layout).least
+        each = exchange.of_micro_batch(degrees, self._sharding, layer)
+        return max(self._pipeline.total + once, count * each)
 
 
 class Timed:
     """A Plan whose step was predicted.
 
     Attributes:
-        degrees, memory: As of a Branch.
+        degrees: As of a Branch.
+        memory: Bytes that a rank has at least.
         plan: The Plan.
         cost: Of its step.
     """
 
     branches: Sequence[Branch] = ()
 
-    def __init__(self, tree: Tree, degrees: Degrees, memory: float, plan: Plan) -> None:
+    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: Plan) -> None:
         self.degrees = degrees
         self.memory = memory
         self.plan = plan
-        self.cost: StepCost = tree.costs.step(plan, tree.batch)
-        self._tree = tree
+        self.cost: StepCost = shared.costs.step(plan, shared.space.batch)
+        self._shared = shared
 
-    @property
-    def seconds(self) -> float:
+    def seconds(self, room: float) -> float:
         """Of a step."""
-        return self.cost.seconds
+        return self.cost.seconds if self.memory <= room else math.inf
+
+    def fitted(self, room: float) -> tuple[Plan, RankMemory] | None:
+        """With the best size of its buckets, or else the usual one, and its memory; None if that has no room.
+
+        With zero2 alone does memory depend on that size: else a Plan without room is not given another.
+        """
+        if self.plan.shard != "zero2" and self._memory.peak > room:
+            return None
+        for plan, memory in self._bucketed:
+            if memory.peak <= room:
+                return plan, memory
+        return None
 
     @cached_property
-    def bucketed(self) -> Sequence[tuple[Plan, RankMemory]]:
-        """With the best size of its buckets, and with the usual one, and the memory that each takes."""
-        tree = self._tree
-        sizes = dict.fromkeys((best_bucket(tree.costs, self.plan, tree.batch), self.plan.bucket))
+    def _memory(self) -> RankMemory:
+        """With the usual size."""
+        return self._shared.memories.fullest(self.plan, self._shared.space.batch)
+
+    @cached_property
+    def _bucketed(self) -> Sequence[tuple[Plan, RankMemory]]:
+        shared, batch = self._shared, self._shared.space.batch
+        sizes = dict.fromkeys((best_bucket(shared.costs, self.plan, batch), self.plan.bucket))
         plans = [self.plan.replace(bucket=size) for size in sizes]
-        return [(plan, tree.memories.fullest(plan, tree.batch)) for plan in plans]
+        return [(plan, shared.memories.fullest(plan, batch)) for plan in plans]
+
+
+def _of_variant(
+    shared: Shared, variant: Variant, shares: Sequence[Share], least: float, room: float
+) -> float:
+    """Seconds that a variant's step takes at least, whose forwards and backwards take so many."""
+    shardings = shared.fitting(variant.degrees, shares, room)
+    if not shardings:
+        return math.inf
+    work = shared.work(variant.layout)
+    return max(least, variant.microbatches * shared.exchanging(variant.degrees, shardings, work))

@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.cluster import Cluster
 from shoal.cost.block import block_cost
 from shoal.cost.every_second import every_second_product
 from shoal.cost.memory import Memories
 from shoal.cost.network import Group, algorithm_seconds
 from shoal.cost.step import Costs
-from shoal.errors import ClusterError, UserError
+from shoal.errors import UserError
 from shoal.planner.accuracy import Comparison
 from shoal.planner.cells import Refuse, Table, strictly
+from shoal.planner.machines import machine_of, published_cluster
 from shoal.planner.published import Measured, read_table
 from shoal.planner.published_collectives import USUAL_NODE, MeasuredCollective, read_collectives
 from shoal.planner.published_layers import MeasuredLayer, read_layers
@@ -67,7 +67,7 @@ def is_fitted(row: Measured | MeasuredCollective) -> bool:
 
 
 def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterator[Comparison]:
-    """Of every row its step, and its memory where that was measured.
+    """Of every row its step and its memory, where these were measured.
 
     Args:
         rows: Of a table.
@@ -76,10 +76,10 @@ def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterat
     known: dict[object, tuple[Costs, Memories]] = {}
 
     def compare(row: Measured) -> Iterator[Comparison]:
-        machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network)
+        machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
         key = (row.shape, machine, _is_per_operator(row))
         if key not in known:
-            costs = Costs(published_workload(row), _assembled(row.line, *machine))
+            costs = Costs(published_workload(row), machine_of(row))
             known[key] = costs, Memories(costs.workload, costs.cluster, costs)
         return _compare_step(row, *known[key])
 
@@ -120,15 +120,6 @@ def _each(
             yield from compared
 
 
-def _assembled(line: int, device: str, devices: int, devices_per_node: int, network: float | None) -> Cluster:
-    try:
-        return Cluster.assemble(device, devices, devices_per_node, network)
-    except ClusterError as error:
-        raise ClusterError(
-            f"line {line}: {error.given}", possible=error.possible, change=error.change
-        ) from None
-
-
 def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[Comparison]:
     plan = quickest(row, costs, memories)
     compared = partial(
@@ -139,7 +130,8 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
         plan=str(plan),
         fitted=is_fitted(row),
     )
-    yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
+    if row.seconds is not None:
+        yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
     if row.memory is not None:
         allocated = memories.fullest(plan, row.batch).allocated  # an allocator knows of no contexts
         yield compared(quantity="memory", measured=row.memory, predicted=allocated)
@@ -148,7 +140,7 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
 def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
     layout = row.layout
     workload = workload_of(row.shape)
-    cluster = _assembled(row.line, row.device, layout.tp, max(layout.tp, USUAL_NODE), None)
+    cluster = published_cluster(row.line, row.device, layout.tp, max(layout.tp, USUAL_NODE), None)
     cost = block_cost(workload.layers[0], workload.hidden, workload.length, cluster, layout)
     for quantity, measured, predicted in (
         ("forward", row.forward, cost.forward),

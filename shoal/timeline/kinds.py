@@ -44,7 +44,9 @@ def _of_rank(timeline: Timeline, rank: RankBreakdown, arrivals: Sequence[Arrival
         span for span in spans if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE)
     ]
     blocked = _moments(waits)
-    explained = union([*moments_of_lateness(spans, arrivals), *_moments(span for span in spans if span.kind == Kind.BUBBLE)])
+    explained = union(
+        [*moments_of_lateness(spans, arrivals), *_moments(span for span in spans if span.kind == Kind.BUBBLE)]
+    )
     steps = [step for index in rank.counted if (step := timeline.step(rank.rank, index)) is not None]
 
     def by_step(moments: Intervals) -> list[float]:

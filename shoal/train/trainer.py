@@ -69,8 +69,8 @@ class StepResult:
 class Trainer:
     """Trains a model on data under a Plan. All ranks make one and call its methods together.
 
-    On a CPU the process keeps the memory that tensors free, and so stays as large as its largest step was: see
-    `shoal.collectives.keep_freed_memory`.
+    On a CPU the process keeps the memory that tensors free, and so stays as large as its largest step was:
+    see `shoal.collectives.keep_freed_memory`.
 
     Args:
         model: As `shoal.parallelize` takes it.

@@ -1,10 +1,15 @@
 """Machines that are known by name."""
 
+import tomllib
+from importlib import resources
+
 import pytest
 
 from shoal.cluster import PRESETS, Cluster, Device, peak_flops
 from shoal.cluster.tables import table
 from shoal.errors import ClusterError
+
+FILES = resources.files("shoal.cluster")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -97,11 +102,62 @@ def test_what_is_no_preset_is_refused_with_the_nearest(given, told):
         ("A800-SXM4-80GB", "a800"),
         ("NVIDIA H800", "h800"),
         ("h200", "h200"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40"),
+        ("NVIDIA A800 80GB PCIe", "a100-pcie-80"),
+        ("H100 80GB PCIe", "h100-pcie"),
+        ("NVIDIA H800 PCIe", "h100-pcie"),
+        ("H100-SXM5-80GB", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H20", "h20"),
+        ("GB300", "gb300"),
+        ("NVIDIA B300", "b300"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("16 x V100-SXM2-32GB", "v100"),
+        ("Tesla V100-PCIE-16GB", "v100-pcie-16"),
+        ("V100-PCIe-32GB", "v100-pcie-32"),
+        ("Tesla P100-SXM2-16GB", "p100"),
+        ("NVIDIA A30", "a30"),
+        ("A40-48GB", "a40"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA A10", "a10"),
+        ("A6000", "rtx-a6000"),
+        ("NVIDIA RTX A6000", "rtx-a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("RTX A6000 Ada", "rtx-6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("RTX A5000", "rtx-a5000"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L4", "l4"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("RTX3080", "rtx-3080"),
+        ("RTX4090", "rtx-4090"),
+        ("GeForce RTX 4080", "rtx-4080"),
+        ("RTX 5090", "rtx-5090"),
+        ("NVIDIA TITAN RTX", "titan-rtx"),
+        ("Quadro RTX 8000", "rtx-8000"),
+        ("GeForce RTX 2080 Ti", "rtx-2080-ti"),
     ],
 )
 def test_devices_are_known_by_the_names_of_drivers_and_tables(words, device):
     assert Device.preset(words) == Device.preset(device)
     assert peak_flops(words, "bf16") == Device.preset(device).peak["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("words", "nearest"),
+    [
+        ("RTX 3090 Ti", "rtx-3090"),
+        ("RTX 4090 D", "rtx-4090"),
+        ("RTX 5000 Ada", "rtx-6000-ada"),
+        ("MI210", "mi250x"),
+    ],
+)
+def test_another_part_with_nearly_the_same_name_is_not_taken_for_it(words, nearest):
+    with pytest.raises(ClusterError, match=f"did you mean '{nearest}'"):
+        Device.preset(words)
 
 
 def test_a_device_that_is_not_known_is_refused_and_has_no_peak():
@@ -117,6 +173,7 @@ def test_published_machines_are_assembled_from_what_is_said_of_them():
     assert found.levels[1].bandwidth == 25e9
     assert Cluster.assemble("p5.48xlarge (8xH100)", 16, 8, None) == Cluster.preset("aws-p5", 16)
     assert Cluster.assemble("H100-80GB", 4, 4, None).devices_per_node == 4
+    assert Cluster.assemble("H100-80GB", 16, None, None) == Cluster.preset("dgx-h100", 16)
     with pytest.raises(ClusterError, match="not a known device"):
         Cluster.assemble("abacus", 8, 8, None)
 
@@ -144,6 +201,74 @@ def test_a_tile_begins_and_ends_in_the_seconds_that_it_takes_on_the_relative_tha
 
     # the file writes depths as whole numbers, a hundred or so at the least
     assert seconds(Device.preset(name)) == pytest.approx(seconds(Device.preset(relative)), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "preset"),
+    [
+        ("p3.16xlarge", "aws-p3"),
+        ("p3dn.24xlarge", "aws-p3dn"),
+        ("g4dn.12xlarge", "aws-g4dn"),
+        ("g5.48xlarge", "aws-g5"),
+        ("g6.48xlarge", "aws-g6"),
+        ("g6e.48xlarge", "aws-g6e"),
+        ("GB300 NVL72", "gb300-nvl72"),
+        ("GB200 NVL72", "gb200-nvl72"),
+    ],
+)
+def test_instances_are_known_by_their_clouds_names(words, preset):
+    assert Cluster.assemble(words, 8, None, None) == Cluster.preset(preset, 8)
+
+
+@pytest.mark.parametrize(
+    ("devices", "joined"), [(2, 2), (4, 4), (8, 8), (64, 64), (72, 72), (128, 64), (144, 72), (256, 64)]
+)
+def test_boards_of_a_rack_are_joined_by_its_switches_in_groups_of_one_size(devices, joined):
+    found = Cluster.assemble("GB200", devices, 4, 200e9)
+    assert (found.devices, found.devices_per_node) == (devices, joined)
+    assert found.levels[1].bandwidth == 50e9  # of a device: a board's, divided among its four
+    assert (
+        Cluster.assemble("H100-80GB", 8, 4, None).devices_per_node == 4
+    )  # of what is no rack a node is a node
+
+
+WRITTEN = {
+    key: entry
+    for file in ("cards", "devices")
+    for key, entry in tomllib.loads((FILES / f"{file}.toml").read_text("utf-8")).items()
+}
+"""The tables of devices as they are in the files."""
+
+ALIKE = [key for key, entry in WRITTEN.items() if "like" in entry]
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_is_not_written_of_a_device_is_its_relatives(name):
+    device, relative = Device.preset(name), Device.preset(WRITTEN[name]["like"])
+    for key in Device.__dataclass_fields__:
+        assert getattr(device, key) == getattr(relative if key not in WRITTEN[name] else device, key)
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_depth_of_a_relative_is_in_proportion_to_the_peak_of_a_unit(name):
+    device, relative = Device.preset(name), Device.preset(WRITTEN[name]["like"])
+    peaks = [each.peak["bf16"] / each.units for each in (device, relative)]
+    expected = relative.product_depth * peaks[0] / peaks[1]
+    assert device.product_depth == pytest.approx(expected, abs=0.5)  # the file writes whole numbers
+
+
+@pytest.mark.parametrize("name", table("devices"))
+def test_narrower_types_are_as_much_quicker_as_makers_make_them(name):
+    peak = Device.preset(name).peak
+    # data sheets round, and give the clocks of some types alone
+    assert peak.get("fp8", 2 * peak["bf16"]) == pytest.approx(2 * peak["bf16"], rel=0.02)
+    assert peak.get("tf32", peak["bf16"] / 2) == pytest.approx(peak["bf16"] / 2, rel=0.02)
+
+
+def test_cards_that_may_not_write_to_each_other_exchange_at_less_than_half_of_a_slots_rate():
+    slot = 31.5e9  # 16 lanes of PCIe 4
+    assert Cluster.preset("rtx-4090-node").levels[0].rate(8) < slot / 2
+    assert slot / 2 < Cluster.preset("a100-pcie-node").levels[0].rate(8) < slot
 
 
 def test_links_are_as_many_as_the_parts_for_one_market_have():

@@ -1,4 +1,4 @@
-"""Tables of measurements become Plans and shapes, or named errors."""
+"""Tables of measured steps become Plans and shapes, or named errors."""
 
 import csv
 import io
@@ -8,12 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster
 from shoal.errors import DataError
 from shoal.plan import Plan
 from shoal.planner.published import COLUMNS, read_table
-from shoal.planner.published_collectives import read_collectives
-from shoal.planner.published_layers import read_layers
+from shoal.planner.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDINGS, spelled
 
 ROW = {
     "family": "papers",
@@ -45,8 +43,6 @@ ROW = {
     "step_s": "1.42",
     "memory_gib": "",
 }
-LAYERS = "experiment,forward_ms,backward_ms,config\n"
-COLLECTIVES = "op,platform,nodes,ranks,size_bytes,time_us,note\n"
 
 
 def write(path, *rows):
@@ -190,6 +186,95 @@ def test_numbers_and_words_may_be_written_as_spreadsheets_do(read):
     assert (row.plans, row.shape) == (plain.plans, plain.shape)
 
 
+@pytest.mark.parametrize(
+    ("column", "ours", "theirs"),
+    [
+        ("sharding", "none", ["DDP", "no", "0", "NO_SHARD"]),
+        ("sharding", "zero1", ["ZeRO-1", "zero_1", "Stage 1", "1", "distributed optimizer"]),
+        ("sharding", "zero2", ["ZeRO 2", "SHARD_GRAD_OP"]),
+        ("sharding", "zero3", ["ZeRO-3", "FSDP", "fsdp2", "FULL_SHARD", "stage3"]),
+        ("recompute", "none", ["no", "False", "0", "off"]),
+        ("recompute", "selective", ["SAC", "selective AC", "core_attn"]),
+        ("recompute", "per-op SAC", ["Per-Op SAC", "op SAC"]),
+        ("recompute", "full", ["yes", "Full AC", "activation checkpointing", "True", "uniform"]),
+        ("attention", "flash", ["flash2", "FlashAttention-2", "FA3", "SDPA", "xformers", "cuDNN"]),
+        ("attention", "unfused", ["standard", "eager", "math"]),
+        ("precision", "bf16", ["BF16", "amp", "mixed", "bf16-mixed"]),
+        ("precision", "fp16", ["half", "FP16"]),
+        ("precision", "fp32", ["single", "float"]),
+        ("precision", "fp8", ["FP8", "float8", "fp8/bf16"]),
+        ("sequence_parallel", "1", ["yes", "True", "on"]),
+        ("gated_mlp", "0", ["no", "False"]),
+        ("virtual_stages", "1", ["0", "none"]),
+        ("cp", "1", ["0"]),
+    ],
+)
+def test_settings_may_be_called_what_others_call_them(read, column, ours, theirs):
+    (row,) = read(**{column: ours})
+    for spelling in theirs:
+        assert read(**{column: spelling}) == [row]
+
+
+def test_no_two_words_have_a_spelling_in_common():
+    for words in (SHARDINGS, RECOMPUTES, ATTENTIONS, PRECISIONS):
+        reader = spelled(words)
+        for word, others in words.items():
+            assert [each for each in (word, *others) if reader(each) != word] == []
+
+
+def test_hybrid_sharding_shares_states_out_within_each_node(read):
+    hybrid = {"sharding": "HSDP", "tp": "2", "pp": "1", "devices_per_node": "8", "microbatch": "1"}
+    (plan,) = read(**hybrid, num_devices="32", dp="16")[0].plans
+    assert (plan.shard, plan.shards, plan.replicate) == ("zero3", 4, 4)
+    (single,) = read(**hybrid, num_devices="8", dp="4")[0].plans
+    assert (single.shard, single.replicate) == ("zero3", 1)
+
+
+def test_products_compute_in_what_the_row_says_and_weights_in_a_plans_precision(read):
+    def told(precision):
+        (row,) = read(precision=precision)
+        return row.products, row.plans[0].precision
+
+    assert [told(each) for each in ("", "fp16", "bf16")] == [("bf16", "bf16")] * 3
+    assert told("fp8") == ("fp8", "bf16")
+    assert told("tf32") == ("tf32", "fp32")
+    assert told("fp32") == ("fp32", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {"gated": False, "ffn": 24576, "heads": 48, "vocab": 51200}),
+        ({"gated_mlp": "1"}, {"gated": True, "ffn": 16384, "heads": 48, "vocab": 32000}),
+        ({"ffn": "24576"}, {"gated": False, "vocab": 51200}),
+        ({"ffn": "16384"}, {"gated": True, "vocab": 32000}),  # 8/3 of 6144
+        ({"kv_heads": "8"}, {"gated": True, "heads": 48, "keys": 8}),
+        ({"hidden": "1024"}, {"heads": 16, "ffn": 4096}),
+    ],
+    ids=str,
+)
+def test_what_is_not_said_of_a_model_is_as_in_most_of_its_kind(read, said, expected):
+    blank = dict.fromkeys(("ffn", "heads", "kv_heads", "vocab", "gated_mlp"), "")
+    shape = read(**{**blank, **said})[0].shape
+    assert {name: getattr(shape, name) for name in expected} == expected
+    assert shape.rotary == shape.gated != shape.biases
+
+
+def test_a_row_may_have_memory_alone_but_not_neither(read):
+    (row,) = read(step_s="", memory_gib="30")
+    assert (row.seconds, row.memory) == (None, 30 * 2**30)
+    with pytest.raises(DataError, match="step_s=''"):
+        read(step_s="", memory_gib="")
+
+
+def test_a_single_node_may_have_no_network_and_several_may_not(read):
+    single = {"num_devices": "8", "pp": "1", "network_gbps_per_node": "0"}
+    assert read(**single)[0].network is None
+    assert read(**single, devices_per_node="")[0].devices_per_node is None
+    with pytest.raises(DataError, match=r"line 2 .* a network of 0"):
+        read(network_gbps_per_node="0")
+
+
 def test_further_columns_cells_and_blank_lines_are_no_matter(tmp_path):
     path = write(tmp_path / "table.csv", {**ROW, "colour": "red"})
     path.write_text(path.read_text().rstrip("\n") + ",more,and more\n\n\n")
@@ -280,77 +365,3 @@ def test_files_that_are_no_tables_are_refused(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(DataError, match=r"table\.csv"):
         read_table(path)
-
-
-def test_a_layers_layout_is_read_from_its_words(tmp_path):
-    path = tmp_path / "layers.csv"
-    config = "one layer of 22B: h=6144 a=64 s=2048 mbs=4 TP=8 A100-80GB"
-    path.write_text(f"{LAYERS}selective+sequence,7.2,13.1,{config}\nbaseline,7.7,11.9,{config}\n")
-    split, plain = read_layers(path)
-    assert (split.layout.tensor, split.layout.recompute) == ("sequence", "selective")
-    assert (plain.layout.tensor, plain.layout.recompute) == ("plain", "none")
-    assert (split.layout.microbatch, split.layout.tp, split.device) == (4, 8, "A100-80GB")
-    assert (split.shape.hidden, split.shape.heads, split.shape.seq, split.shape.ffn) == (
-        6144,
-        64,
-        2048,
-        24576,
-    )
-    assert (split.forward, split.backward) == pytest.approx((0.0072, 0.0131))
-
-
-@pytest.mark.parametrize(
-    "config", ["h=6144 A100-80GB", "h=6144 a=60 s=2048 mbs=4 TP=8 A100", "h=0 a=1 s=1 mbs=1 TP=1 x"]
-)
-def test_a_layer_that_is_not_described_is_refused(tmp_path, config):
-    path = tmp_path / "layers.csv"
-    path.write_text(f"{LAYERS}baseline,7.7,11.9,{config}\n")
-    with pytest.raises(DataError, match=r"line 2 of .* has config="):
-        read_layers(path)
-
-
-def test_collectives_of_small_buffers_and_of_unknown_ranks_are_left_out(tmp_path):
-    path = tmp_path / "collectives.csv"
-    path.write_text(
-        f"{COLLECTIVES}all_reduce,DGX A100,1,8,65536,40,\nall_reduce,DGX A100,1,8,32768,40,\n"
-        "all_reduce,DGX A100,16?,128?,1048576,40,\nall_gather,DGX A100,2,16,1048576,80,Ring\n"
-    )
-    first, last = read_collectives(path)
-    assert (first.collective, first.nbytes, first.seconds) == ("all_reduce", 65536, pytest.approx(40e-6))
-    assert (first.cluster.devices, first.algorithm) == (8, None)
-    assert (last.line, last.cluster.devices, last.cluster.devices_per_node, last.algorithm) == (
-        5,
-        16,
-        8,
-        "ring",
-    )
-
-
-@pytest.mark.parametrize(
-    ("platform", "node"),
-    [
-        ("p5.48xlarge (8xH100, 3200G EFA)", "aws-p5"),
-        ("p5en.48xlarge 8xH200 EFA 3200G", "aws-p5en"),
-        ("P6-B200 (8xB200 NVLink5, 8x50GB/s EFAv4)", "aws-p6-b200"),
-        ("ND_H100_v5", "azure-nd-h100-v5"),
-        ("dgx-a100", "dgx-a100"),
-    ],
-)
-def test_a_platform_is_the_preset_that_its_name_tells(tmp_path, platform, node):
-    path = tmp_path / "collectives.csv"
-    path.write_text(f'{COLLECTIVES}all_reduce,"{platform}",2,16,1048576,40,\n')
-    assert read_collectives(path)[0].cluster == Cluster.preset(node, 16)
-
-
-def test_some_devices_of_a_node_keep_its_links(tmp_path):
-    path = tmp_path / "collectives.csv"
-    path.write_text(f"{COLLECTIVES}all_reduce,MI300X xGMI,1,2,1048576,40,\n")
-    (row,) = read_collectives(path)
-    assert row.cluster.levels == Cluster.preset("mi300x-node", 2).levels
-
-
-def test_ranks_that_nodes_do_not_share_evenly_are_refused(tmp_path):
-    path = tmp_path / "collectives.csv"
-    path.write_text(f"{COLLECTIVES}all_reduce,DGX A100,3,8,65536,40,\n")
-    with pytest.raises(DataError, match="8 ranks on 3 nodes"):
-        read_collectives(path)

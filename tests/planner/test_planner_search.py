@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from shoal.planner.bound import least_seconds
 from shoal.planner.bucket import usual_bucket
 from shoal.planner.room import LeastMemory
 from shoal.planner.search import Search
+from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees, Space
 from shoal.planner.tree import Tree
 from shoal.workload import ModelShape, workload_of
@@ -32,12 +34,13 @@ DEVICE = Device(
 )
 SHAPE = ModelShape(layers=6, hidden=1024, ffn=4096, heads=8, kv_heads=4, vocab=32000, seq=1024)
 EXPERTS = SHAPE.replace(experts=4, experts_per_token=2, expert_ffn=2048)
+UNLIKE = EXPERTS.replace(dense_layers=2)
 
 
-def cluster(devices=8, node=4, memory=2e9):
+def cluster(devices=8, node=4, memory=2e9, network=1e10):
     levels = (
         Level(name="links", devices=min(node, devices), bandwidth=1e11, source="for tests"),
-        Level(name="network", devices=devices, bandwidth=1e10, source="for tests"),
+        Level(name="network", devices=devices, bandwidth=network, source="for tests"),
     )
     device = dataclasses.replace(DEVICE, memory=memory)
     return Cluster(name="made-up", device=device, levels=levels, price=2.0)
@@ -45,14 +48,14 @@ def cluster(devices=8, node=4, memory=2e9):
 
 def every_plan(space):
     """The Plans of a space, each with what it is a variant of."""
-    tree = Tree(space.workload, space.cluster, space.batch)
+    shared = Shared(space.workload, space.cluster, space.batch)
     for degrees in space.degrees():
         for variant, sharding in itertools.product(space.variants(degrees), space.shardings(degrees)):
-            counts = tree.split(variant)
-            yield variant, sharding, counts, tree.plan(variant, sharding, counts)
+            counts = shared.split(variant)
+            yield variant, sharding, counts, shared.plan(variant, sharding, counts)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS, UNLIKE], ids=["dense", "experts", "unlike"])
 @pytest.mark.parametrize("memory", [1.2e9, 2e9, 1e12])
 def test_the_search_finds_what_looking_at_everything_finds(shape, memory):
     workload, machine = workload_of(shape), cluster(memory=memory)
@@ -73,7 +76,7 @@ def test_the_search_finds_what_looking_at_everything_finds(shape, memory):
     assert ranking.timed <= legal
 
 
-@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS, UNLIKE], ids=["dense", "experts", "unlike"])
 def test_no_plan_is_quicker_or_smaller_than_its_bounds(shape):
     workload, machine = workload_of(shape), cluster()
     search, least = Search(workload, machine, 12), LeastMemory(workload, machine)
@@ -87,27 +90,33 @@ def test_no_plan_is_quicker_or_smaller_than_its_bounds(shape):
             1 + 1e-12
         )
         peak = memories.fullest(plan, 12).peak * (1 + 1e-12)
-        assert least.of(variant, sharding, counts) <= peak
-        assert least.of_degrees(degrees, variant.layout) <= peak
+        states = least.states(degrees, sharding, variant.layout.precision)
+        for share in least.share(variant, counts), least.share_of_degrees(degrees, variant.layout):
+            assert least.peak(share, states) <= peak
+            of_states = share.dense * states.dense + share.experts * states.experts
+            assert of_states <= least.for_states(share, peak) * (1 + 1e-12)
     assert search.best(1).candidates
 
 
-@pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])
-def test_no_branch_of_the_tree_exceeds_what_grows_from_it(shape):
-    tree = Tree(workload_of(shape), cluster(), 12)
+@pytest.mark.parametrize("network", [1e8, 1e10], ids=["slow", "quick"])
+@pytest.mark.parametrize("shape", [SHAPE, EXPERTS, UNLIKE], ids=["dense", "experts", "unlike"])
+def test_no_branch_of_the_tree_exceeds_what_grows_from_it(shape, network):
+    shared = Shared(workload_of(shape), cluster(network=network), 12)
+    tree = Tree(shared)
+    rooms = 1e9, 2e9, math.inf
 
     def grow(branch):
         for grown in branch.branches:
             assert grown.degrees == branch.degrees
-            assert branch.seconds <= grown.seconds * (1 + 1e-12)
-            assert branch.memory <= grown.memory * (1 + 1e-12)
+            for room in rooms:
+                assert branch.seconds(room) <= grown.seconds(room) * (1 + 1e-12)
             yield from grow(grown)
         if not branch.branches:
             yield branch.plan
 
-    plans = [plan for first in tree.first.values() for branch in first for plan in grow(branch)]
-    assert sorted(map(str, plans)) == sorted(str(plan) for *_, plan in every_plan(tree.space))
-    assert len(plans) == sum(map(tree.space.count, tree.first))
+    plans = [plan for each in tree.degrees for portion in tree.portions(each) for plan in grow(portion)]
+    assert sorted(map(str, plans)) == sorted(str(plan) for *_, plan in every_plan(shared.space))
+    assert len(plans) == sum(map(tree.count, tree.degrees))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, EXPERTS], ids=["dense", "experts"])

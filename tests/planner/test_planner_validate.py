@@ -9,16 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, Device
+from shoal.cost.compute import attention_seconds, product_seconds
+from shoal.cost.layout import Layout
 from shoal.cost.memory import Memories
 from shoal.cost.network import Group, collective_seconds
 from shoal.cost.step import Costs
 from shoal.errors import ClusterError, UserError
 from shoal.planner.accuracy import Comparison, accuracy_of
 from shoal.planner.bucket import usual_bucket
+from shoal.planner.machines import machine_of
 from shoal.planner.published import read_table
 from shoal.planner.validate import is_fitted, validate
-from shoal.workload import workload_of
+from shoal.workload import Attention, workload_of
 
 HEAD = (
     "family,model,layers,hidden,ffn,heads,kv_heads,vocab,seq,gated_mlp,device,devices_per_node,"
@@ -94,6 +97,43 @@ def test_a_device_that_is_not_known_is_named_with_its_line(tmp_path):
     path = table(tmp_path, SMALL.format(size=4, s=0.1).replace("A100-80GB", "Z9000"))
     with pytest.raises(ClusterError, match=r"line 2.*Z9000"):
         validate(path)
+
+
+def test_memory_alone_is_compared_where_no_step_was_measured(tmp_path):
+    both = SMALL.format(size=4, s=0.1).replace("0.1,\n", "0.1,3\n")
+    alone = both.replace(",0.1,3", ",,3")
+    step, memory, again = validate(table(tmp_path, both, alone))
+    assert (step.quantity, memory.quantity) == ("step", "memory")
+    assert (again.quantity, again.predicted) == ("memory", memory.predicted)
+
+
+@pytest.mark.parametrize(("products", "faster"), [("bf16", 1.0), ("fp8", 2 * 0.94)])
+def test_products_alone_run_at_the_rate_of_what_they_compute_in(tmp_path, products, faster):
+    line = SMALL.format(size=4, s=0.1).replace("A100-80GB", "H100-80GB").replace("bf16", products)
+    (row,) = read_table(table(tmp_path, line))
+    device, plain = machine_of(row).device, Device.preset("h100")
+    layout = Layout.of(row.plans[0])
+    operations = workload_of(row.shape).layers[0].operations
+    attention = next(each for each in operations if isinstance(each, Attention))
+    assert attention_seconds(attention, device, layout) == pytest.approx(
+        attention_seconds(attention, plain, layout)
+    )
+    # so many inputs that no depth is lost: what is left is the rate
+    size = 2**20
+    large = [product_seconds(each, "bf16", size, size, size) for each in (plain, device)]
+    assert large[0] / large[1] == pytest.approx(faster, rel=2e-3)
+    # a tile begins and ends in as many seconds
+    assert device.product_depth / device.peak["bf16"] == pytest.approx(
+        plain.product_depth / plain.peak["bf16"], rel=1e-3
+    )
+
+
+def test_tf32_is_half_as_quick_as_16_bit_where_devices_have_it_and_else_refused(tmp_path):
+    line = SMALL.format(size=4, s=0.1).replace("bf16", "tf32")
+    (row,) = read_table(table(tmp_path, line))
+    assert machine_of(row).device.peak["fp32"] == Device.preset("a100-80").peak["bf16"] / 2
+    with pytest.raises(ClusterError, match=r"line 2: V100.* tf32"):
+        validate(table(tmp_path, line.replace("A100-80GB", "V100-32GB")))
 
 
 def test_other_rows_are_predicted_where_a_refusal_is_kept(tmp_path):

@@ -1,0 +1,150 @@
+"""Bounds that no exchange of gradients and weights is quicker than, before a Plan is cut and timed.
+
+What a rank exchanges travels one collective after another, beside its compute at best. With G the seconds of
+gathering the weights of n layers and R those of reducing their gradients, a micro-batch takes a rank whose
+forward and backward of them take F and B at least
+
+    zero2   F + max(B, R)                   reduced in every backward
+    zero3   max(F, G) + max(B, R + G)       gathered in both too; without a pipeline the last layer's weights
+                                            stay from the one to the other
+
+and some rank has n = ceil(layers / pp). With none and zero1 gradients are reduced once. To the step of a
+pipeline of ranks with stages 1 to v, of m micro-batches, comes on its first rank at least
+
+    R_1 + max(0, R_2 + ... + R_v - min(m, pp) (B_1 + ... + B_(v-1)))    or max(0, R_1 - B_1) where pp=1
+    max(0, G_1 - F_1)                                                   with zero1
+
+With zero3 each layer is a bucket. Else all layers of a stage count as one: the larger a bucket is, the less
+each byte of it takes. Where layers are unlike, each counts as the least, and the ends count as nothing.
+`shoal.cost.exchange` says what exchanges take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.bucket_times import gather_seconds, reduce_seconds
+from shoal.cost.buckets import Bucket, Family, families_of, held_by_rank
+from shoal.cost.exchange import StageWork, runs_of
+from shoal.plan import Plan
+from shoal.planner.space import Degrees, Sharding
+from shoal.workload import Workload
+
+__all__ = ["LeastExchange", "Passes"]
+
+
+class Passes(NamedTuple):
+    """Seconds of a micro-batch on a rank."""
+
+    forward: float
+    backward: float
+
+
+_NOTHING = Passes(0.0, 0.0)
+
+
+class LeastExchange:
+    """The bounds, for a Workload on a Cluster; remembers what Plans share.
+
+    Args:
+        workload: What is trained.
+        cluster: Where.
+        width: Bytes of a weight that computes.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster, width: int) -> None:
+        self._cluster = cluster
+        self._width = width
+        self._layers = len(workload.layers)
+        self._kinds = [block for block, _ in runs_of(workload.layers)]
+        self._families: dict[tuple[Degrees, Sharding], list[tuple[Family, int]]] = {}
+        self._passes: dict[tuple[Degrees, Sharding], Passes] = {}
+        self._reduced: dict[tuple[Degrees, Sharding, int], float] = {}
+        self._gathered: dict[tuple[Degrees, Sharding, int], float] = {}
+
+    def of_micro_batch(self, degrees: Degrees, sharding: Sharding, layer: Passes) -> float:
+        """Seconds that a micro-batch takes the rank with most layers at least, exchanges and all.
+
+        Args:
+            degrees: How the devices are shared out.
+            sharding: What is cut.
+            layer: What the quickest layer takes.
+        """
+        passes = self._passes.get((degrees, sharding))
+        if passes is None:
+            passes = self._passes[degrees, sharding] = self._in_passes(degrees, sharding)
+        layers = math.ceil(self._layers / degrees.pp)
+        return max(layers * layer.forward, passes.forward) + max(layers * layer.backward, passes.backward)
+
+    def of_step(
+        self,
+        degrees: Degrees,
+        sharding: Sharding,
+        stages: Sequence[tuple[StageWork, int]],
+        count: int,
+    ) -> float:
+        """Seconds that come to a step at least, beside all forwards and backwards; 0 with zero2 and zero3.
+
+        Args:
+            degrees: How the devices are shared out.
+            sharding: What is cut.
+            stages: Of the first rank, each with the number of its layers.
+            count: Micro-batches of a step.
+        """
+        if sharding.shard in ("zero2", "zero3"):
+            return 0.0
+        first, layers = stages[0]
+        least = self._reduce(degrees, sharding, layers)
+        if degrees.pp == 1:
+            least = max(0.0, least - first.backward)
+        elif len(stages) > 1:
+            others = sum(self._reduce(degrees, sharding, each) for _, each in stages[1:])
+            left = min(count, degrees.pp) * sum(stage.backward for stage, _ in stages[:-1])
+            least += max(0.0, others - left)
+        if sharding.shard == "zero1":
+            least += max(0.0, self._gather(degrees, sharding, layers) - first.forward)
+        return least
+
+    def _in_passes(self, degrees: Degrees, sharding: Sharding) -> Passes:
+        """Of exchanges alone."""
+        layers = math.ceil(self._layers / degrees.pp)
+        if sharding.shard in ("none", "zero1"):
+            return _NOTHING
+        if sharding.shard == "zero2":
+            return Passes(0.0, self._reduce(degrees, sharding, layers))
+        gather, reduce = (each(degrees, sharding, 1) for each in (self._gather, self._reduce))
+        again = layers - 1 if degrees.pp == 1 else layers
+        return Passes(layers * gather, again * gather + layers * reduce)
+
+    def _reduce(self, degrees: Degrees, sharding: Sharding, layers: int) -> float:
+        """Seconds of so many layers' gradients in one bucket."""
+        key = degrees, sharding, layers
+        found = self._reduced.get(key)
+        if found is None:
+            buckets = self._buckets(degrees, sharding, layers)
+            found = self._reduced[key] = sum(reduce_seconds(bucket, self._cluster) for bucket in buckets)
+        return found
+
+    def _gather(self, degrees: Degrees, sharding: Sharding, layers: int) -> float:
+        """Seconds of so many layers' weights in one bucket."""
+        key = degrees, sharding, layers
+        found = self._gathered.get(key)
+        if found is None:
+            buckets = self._buckets(degrees, sharding, layers)
+            found = sum(gather_seconds(bucket, self._width, self._cluster) for bucket in buckets)
+            self._gathered[key] = found
+        return found
+
+    def _buckets(self, degrees: Degrees, sharding: Sharding, layers: int) -> list[Bucket]:
+        """One for each family of parameters."""
+        families = self._families.get((degrees, sharding))
+        if families is None:
+            dp, tp, pp, cp, ep = degrees
+            plan = Plan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, replicate=sharding.replicate, shard=sharding.shard)
+            held = [held_by_rank(block.parameters, tp, ep) for block in self._kinds]
+            families = [(family, min(map(family.count, held))) for family in families_of(plan)]
+            self._families[degrees, sharding] = families
+        return [Bucket(layers * count, 0, 0, family) for family, count in families]

@@ -1,0 +1,165 @@
+"""What the Plans of a Space share: costs, memory, and the bounds of both; each is found once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.block import BlockCost
+from shoal.cost.exchange import runs_of
+from shoal.cost.layout import Layout
+from shoal.cost.memory import Memories
+from shoal.cost.step import Costs
+from shoal.plan import Plan
+from shoal.plan.schedules import placement_of
+from shoal.planner.balance import balanced_split
+from shoal.planner.bucket import usual_bucket
+from shoal.planner.exchanged import LeastExchange, Passes
+from shoal.planner.room import LeastMemory, Share, StateBytes
+from shoal.planner.space import Degrees, Sharding, Space, Variant
+from shoal.workload import Workload
+
+__all__ = ["Shared", "Work"]
+
+
+class Work(NamedTuple):
+    """Seconds of a micro-batch on the ranks of one replica, forward and backward.
+
+    Attributes:
+        total: Of all blocks.
+        embedding: Of the embedding.
+        layer: Of a layer, on average.
+        end: Of the end.
+        least: Of a layer at least.
+    """
+
+    total: float
+    embedding: float
+    layer: float
+    end: float
+    least: Passes
+
+
+class Shared:
+    """Of a Workload on all devices of a Cluster, for one batch.
+
+    Args:
+        workload: What is trained.
+        cluster: Where.
+        batch: Samples of a step.
+        least_memory: Of the same Workload on devices with as much memory; None: not known.
+
+    Attributes:
+        space: The legal Plans.
+        costs, memories: Of steps, and of ranks.
+        least_memory, least_exchange: Bounds.
+    """
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, batch: int, least_memory: LeastMemory | None = None
+    ) -> None:
+        self.space = Space(workload, cluster, batch)
+        self.costs = Costs(workload, cluster)
+        self.memories = Memories(workload, cluster, self.costs)
+        self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
+        self.least_exchange = LeastExchange(workload, cluster, 2 if self.space.precision == "bf16" else 4)
+        self._kinds = runs_of(workload.pieces)
+        self._computes: dict[Layout, Work] = {}
+        self._works: dict[Layout, Work] = {}
+        self._states: dict[Degrees, Sequence[tuple[Sharding, StateBytes]]] = {}
+        self._buckets: dict[tuple[Degrees, Sharding], int] = {}
+
+    def compute(self, layout: Layout) -> Work:
+        """What blocks take without the communication within them."""
+        work = self._computes.get(layout)
+        if work is None:
+            costs = [each.compute for each in self._blocks(layout)]
+            work = self._work([Passes(each.forward, each.backward) for each in costs])
+            self._computes[layout] = work
+        return work
+
+    def work(self, layout: Layout) -> Work:
+        """What blocks take."""
+        work = self._works.get(layout)
+        if work is None:
+            work = self._work([Passes(each.forward, each.backward) for each in self._blocks(layout)])
+            self._works[layout] = work
+        return work
+
+    def states(self, degrees: Degrees) -> Sequence[tuple[Sharding, StateBytes]]:
+        """The shardings, and the bytes that each leaves a rank of a parameter's states."""
+        found = self._states.get(degrees)
+        if found is None:
+            states, precision = self.least_memory.states, self.space.precision
+            found = [(each, states(degrees, each, precision)) for each in self.space.shardings(degrees)]
+            self._states[degrees] = found
+        return found
+
+    def fitting(self, degrees: Degrees, shares: Sequence[Share], room: float) -> list[Sharding]:
+        """The shardings under which ranks with such shares may have room."""
+        fitting = self.states(degrees)
+        for share in shares:
+            dense, experts, _ = share
+            left = self.least_memory.for_states(share, room)
+            fitting = [each for each in fitting if dense * each[1].dense + experts * each[1].experts <= left]
+        return [sharding for sharding, _ in fitting]
+
+    def exchanging(self, degrees: Degrees, shardings: Sequence[Sharding], work: Work) -> float:
+        """Seconds that a micro-batch takes some rank at least, under the one of these that exchanges least.
+
+        0 if one of them exchanges nothing in a micro-batch: then what blocks take says more.
+        """
+        if any(sharding.shard in ("none", "zero1") for sharding in shardings):
+            return 0.0
+        least = self.least_exchange.of_micro_batch
+        return min([least(degrees, sharding, work.least) for sharding in shardings])
+
+    def split(self, variant: Variant) -> tuple[int, ...]:
+        """Layers of each stage, by what blocks cost."""
+        layers = len(self.space.workload.layers)
+        if variant.degrees.pp == 1:
+            return (layers,)
+        work = self.work(variant.layout)
+        placement = placement_of(variant.schedule, variant.degrees.pp, variant.virtual)
+        return balanced_split(work.embedding, work.layer, work.end, layers, placement)
+
+    def slowest(self, variant: Variant, split: Sequence[int]) -> float:
+        """Seconds that the slowest rank has at least for a micro-batch, with these layers in its stages."""
+        work, ranks = self.work(variant.layout), variant.degrees.pp
+        placement = placement_of(variant.schedule, ranks, variant.virtual)
+        counts = [0] * ranks
+        for rank, layers in zip(placement, split, strict=True):
+            counts[rank] += layers
+        loads = [sum(work.least) * layers for layers in counts]
+        loads[placement[0]] += work.embedding
+        loads[placement[-1]] += work.end
+        return max(loads)
+
+    def plan(self, variant: Variant, sharding: Sharding, split: Sequence[int]) -> Plan:
+        """The Plan with these layers in its stages, and buckets that suit the links."""
+        key = variant.degrees, sharding
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = usual_bucket(self.space.cluster, variant.plan(sharding))
+        if len(split) == 1:
+            return variant.plan(sharding, bucket=bucket)
+        return variant.plan(sharding, _split_text(tuple(split)), bucket)
+
+    def _blocks(self, layout: Layout) -> list[BlockCost]:
+        """Of each kind: the embedding, layers, the end."""
+        return [self.costs.block(block, layout) for block, _ in self._kinds]
+
+    def _work(self, each: Sequence[Passes]) -> Work:
+        total = sum(sum(passes) * number for passes, (_, number) in zip(each, self._kinds, strict=True))
+        first, *layers, last = each
+        mean = (total - sum(first) - sum(last)) / len(self.space.workload.layers)
+        least = Passes(min(layer.forward for layer in layers), min(layer.backward for layer in layers))
+        return Work(total, sum(first), mean, sum(last), least)
+
+
+@lru_cache(maxsize=1 << 12)
+def _split_text(split: tuple[int, ...]) -> str:
+    """As a Plan writes it."""
+    return "count" if len(set(split)) == 1 else "-".join(map(str, split))
