@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.goodput import goodput
-from shoal.cost.jitter import lognormal_maximum, normal_maximum
+from shoal.cost.maximum import lognormal_maximum, normal_maximum
 from shoal.units import format_seconds
 
 __all__ = ["device_rows", "goodput_rows", "link_rows", "slowest_rows"]

@@ -31,6 +31,8 @@ class Device:
         product_share: Of the peak that large products reach.
         product_depth: Inputs of a product at which it reaches half of that, in bf16.
         bandwidth_share: Of the bandwidth that passes over memory reach.
+        stream_share: The same of passes over more than caches hold, such as an optimizer's; 0 if it is the
+            same.
         stall: Of the time that a product's bytes take, the share that no arithmetic hides: 1 on cores, which
             wait for what their caches do not have.
         attention_share: Of the peak that fused attention reaches in forward.
@@ -53,6 +55,7 @@ class Device:
     product_share: float = 0.8
     product_depth: float = 64.0
     bandwidth_share: float = 0.85
+    stream_share: float = 0.0
     stall: float = 0.0
     attention_share: float = 0.45
     attention_backward_share: float = 0.4
@@ -79,7 +82,8 @@ class Device:
         require(self.units > 0, where, "units", self.units, "a positive number")
         for name in _SHARES:
             require_share(where, name, getattr(self, name))
-        require(0 <= self.stall <= 1, where, "stall", self.stall, "a share, 0 to 1")
+        for name in ("stream_share", "stall"):
+            require(0 <= getattr(self, name) <= 1, where, name, getattr(self, name), "a share, 0 to 1")
         for name in _SECONDS:
             value = getattr(self, name)
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")

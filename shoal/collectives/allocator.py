@@ -17,7 +17,8 @@ def keep_freed_memory() -> bool:
 
     glibc gives large blocks back to the system, which has to clear their pages when they are taken again.
     FSDP2 frees and takes every parameter in every step: for a model of 12.6 M parameters 14,000 to 22,000
-    page faults, a tenth of the step; recompute does so with a block's activations. The price is that the process stays as large as it once was.
+    page faults, a tenth of the step; recompute does the same with a block's activations. The price is that
+    the process stays as large as it once was.
 
     Returns:
         Whether the C library can do so, as glibc can.

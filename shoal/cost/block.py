@@ -9,16 +9,20 @@ A selective recompute does passes again, not products and attention; or, where a
 writes its scores to memory, attention alone (Korthikanti et al., arXiv:2205.05198).
 
 Where the host takes longer to start the operations than the device to do them, the host's time counts.
+
+At each communication that no compute runs beside, ranks also wait for who is late: see `meetings.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
 from shoal.cost.compute import Seconds, attention_seconds, operation_seconds
 from shoal.cost.joins import Join, joins_of
 from shoal.cost.layout import Layout
+from shoal.cost.meetings import seconds_late
 from shoal.cost.network import Group, collective_seconds
 from shoal.workload import Block, Part, Pass, Product
 
@@ -35,6 +39,7 @@ class BlockCost:
         tensor: Of these, what nothing hides.
         context: The same over cp.
         expert: The same over ep.
+        late: What ranks wait for one another at all of these: in forward, in backward.
     """
 
     compute: Seconds
@@ -42,16 +47,17 @@ class BlockCost:
     tensor: tuple[float, float]
     context: tuple[float, float]
     expert: tuple[float, float]
+    late: tuple[float, float]
 
     @property
     def forward(self) -> float:
         """Of forward, with what it waits for."""
-        return self.compute.forward + self.tensor[0] + self.context[0] + self.expert[0]
+        return self.compute.forward + self.tensor[0] + self.context[0] + self.expert[0] + self.late[0]
 
     @property
     def backward(self) -> float:
         """Of backward, with what it waits for."""
-        return self.compute.backward + self.tensor[1] + self.context[1] + self.expert[1]
+        return self.compute.backward + self.tensor[1] + self.context[1] + self.expert[1] + self.late[1]
 
 
 def block_cost(
@@ -72,12 +78,17 @@ def block_cost(
     forward, backward = joins_of(block, stream, cluster, layout)
     if recompute == "full":
         backward = (*forward, *backward)
+    compute = _compute(block, cluster, layout, recompute)
     return BlockCost(
-        _compute(block, cluster, layout, recompute),
+        compute,
         (forward, backward),
         (sum(join.seconds for join in forward), sum(join.seconds for join in backward)),
         _context(block, length, cluster, layout),
         _expert(block, cluster, layout),
+        (
+            _late(block, forward, compute.forward, cluster, layout),
+            _late(block, backward, compute.backward, cluster, layout, 2 if recompute == "full" else 1),
+        ),
     )
 
 
@@ -136,3 +147,19 @@ def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, floa
     nbytes = float(layout.width) * block.exchanged * layout.share(Part.STREAM)
     each = collective_seconds("all_to_all", nbytes, Group(layout.ep, layout.tp), cluster)
     return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)
+
+
+def _late(
+    block: Block, joins: Sequence[Join], work: float, cluster: Cluster, layout: Layout, rounds: int = 1
+) -> float:
+    """In a pass with these joins and so much work; each round exchanges over cp and with experts."""
+    if not cluster.drift:
+        return 0.0
+    joined = (each for join in joins for each in (*join.before, *join.behind))
+    meetings = [(layout.tp, sum(not each.is_beside for each in joined))]
+    if layout.cp > 1:
+        exchanges = 2 if layout.context == "ulysses" else 1
+        meetings.append((layout.cp, rounds * exchanges * sum(1 for _ in block.attentions)))
+    if layout.ep > 1 and block.exchanged:
+        meetings.append((layout.ep, 2 * rounds))
+    return seconds_late(cluster.drift, work, meetings)

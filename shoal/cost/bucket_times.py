@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.buckets import Bucket
-from shoal.cost.compute import pass_seconds
+from shoal.cost.compute import stream_seconds
 from shoal.cost.network import collective_load, collective_seconds
 
 __all__ = [
@@ -84,7 +84,7 @@ def copy_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
     """Of the pass that takes gradients of so many bytes each into it; of all equal buckets together."""
     if bucket.family.shards.size * bucket.family.replicas.size == 1:
         return 0.0
-    return bucket.number * pass_seconds(cluster.device, (width + SUM_WIDTH) * bucket.parameters)
+    return bucket.number * stream_seconds(cluster.device, (width + SUM_WIDTH) * bucket.parameters)
 
 
 def _sums(bucket: Bucket, cluster: Cluster) -> tuple[float, float]:

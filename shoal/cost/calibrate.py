@@ -12,8 +12,8 @@ What is compared, and what each difference corrects:
 Where a data sheet says what a device could do, a rate is a share of it: one that would leave (0, 1] ends at
 its bound, and the rest of the difference is told as `left`. Of cores nothing is said but what was measured,
 so rates have no bound. There caches decide how fast a pass is, and an update, which streams through memory,
-says little of other passes: forward and backward first correct all of a device's rates by one factor, and the
-memory's rate is then taken from the optimizer within `_MEMORY_LIMIT` of that.
+says nothing of other passes: forward and backward correct all of a device's rates by one factor, and the
+optimizer then its rate of streams.
 
 Of several runs each counts alike: their predictions are over and under by the same proportion. Factors are
 looked for with the cost model itself, which is quicker with every larger rate, so that formulas stand in one
@@ -42,7 +42,6 @@ _LEAST_SHARE = 1e-3
 _MOST_JITTER = 0.99
 _HALVINGS = 40  # of the interval in which a factor is looked for
 _LIMIT = 1e3  # of a factor, up and down
-_MEMORY_LIMIT, _PRODUCT_LIMIT = 2.0, 4.0  # on cores, beside the factor of all rates
 _STEADY = 0.05  # jitter from which another is looked for
 
 
@@ -88,8 +87,7 @@ def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibrat
     found = cluster
     if cluster.cores:
         found = _corrected(found, _with_all_rates, _COMPUTE, observations)
-        found = _corrected(found, _with_memory_rate, _OPTIMIZER, observations, _MEMORY_LIMIT)
-        found = _corrected(found, _with_product_rates, _COMPUTE, observations, _PRODUCT_LIMIT)
+        found = _corrected(found, _with_stream_rate, _OPTIMIZER, observations)
     else:
         found = _corrected(found, _with_memory_rate, _OPTIMIZER, observations)
         found = _corrected(found, _with_product_rates, _COMPUTE, observations)
@@ -162,7 +160,8 @@ def _compute_seconds(observation: Observation, cluster: Cluster) -> float:
     plan = observation.plan
     count = plan.microbatches_of(observation.batch)
     stages = Costs(observation.workload, cluster).stages(plan, count)
-    return count * fmean(each.total - each.tensor - each.context - each.expert for each in stages)
+    waited = (each.tensor + each.context + each.expert + each.late for each in stages)
+    return count * fmean(each.total - wait for each, wait in zip(stages, waited, strict=True))
 
 
 _OPTIMIZER = _Quantity(
@@ -211,18 +210,21 @@ def _with_all_rates(cluster: Cluster, factor: float) -> Cluster:
     return cluster.replace(device=cluster.device.slowed(1 / factor))
 
 
+def _with_stream_rate(cluster: Cluster, factor: float) -> Cluster:
+    device = cluster.device
+    share = _share((device.stream_share or device.bandwidth_share) * factor)
+    return cluster.replace(device=replace(device, stream_share=share))
+
+
 def _with_memory_rate(cluster: Cluster, factor: float) -> Cluster:
     device = cluster.device
-    if cluster.cores:
-        return cluster.replace(device=replace(device, bandwidth=device.bandwidth * factor))
-    return cluster.replace(device=replace(device, bandwidth_share=_share(device.bandwidth_share * factor)))
+    changes = {name: getattr(device, name) for name in ("bandwidth_share", "stream_share")}
+    shares: dict[str, Any] = {name: _share(value * factor) for name, value in changes.items() if value}
+    return cluster.replace(device=replace(device, **shares))
 
 
 def _with_product_rates(cluster: Cluster, factor: float) -> Cluster:
     device = cluster.device
-    if cluster.cores:
-        peak = {precision: rate * factor for precision, rate in device.peak.items()}
-        return cluster.replace(device=replace(device, peak=peak))
     changes: dict[str, Any] = {name: _share(getattr(device, name) * factor) for name in _PRODUCT_SHARES}
     return cluster.replace(device=replace(device, **changes))
 
@@ -249,16 +251,15 @@ def _corrected(
     with_rate: Callable[[Cluster, float], Cluster],
     quantity: _Quantity,
     observations: Iterable[Observation],
-    limit: float = _LIMIT,
 ) -> Cluster:
     """The Cluster with a rate changed by the factor for which runs are over and under by the same proportion.
 
-    The factor is at most `limit`, and at least one over it, and found by bisection.
+    The factor is at most `_LIMIT`, and at least one over it, and found by bisection.
     """
     measured = [each for each in observations if quantity.is_measured(each, _sized(cluster, each))]
     if not measured:
         return cluster
-    low, high = -math.log(limit), math.log(limit)
+    low, high = -math.log(_LIMIT), math.log(_LIMIT)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         changed = with_rate(cluster, math.exp(middle))

@@ -24,7 +24,14 @@ from shoal.cluster import Device
 from shoal.cost.layout import Layout
 from shoal.workload import Attention, Operation, Part, Product
 
-__all__ = ["Seconds", "attention_seconds", "operation_seconds", "pass_seconds", "product_seconds"]
+__all__ = [
+    "Seconds",
+    "attention_seconds",
+    "operation_seconds",
+    "pass_seconds",
+    "product_seconds",
+    "stream_seconds",
+]
 
 _TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.95), (0.5, 0.5, 0.8), (0.25, 0.5, 0.6))
 """Smaller tiles: rows and columns over those of the largest, and the rate of one over that of the largest."""
@@ -91,6 +98,12 @@ def product_seconds(
 def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
     """Seconds that so many kernels take to move so many bytes."""
     return kernels * device.launch + nbytes / (device.bandwidth * device.bandwidth_share)
+
+
+def stream_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
+    """The same of bytes that no cache holds."""
+    share = device.stream_share or device.bandwidth_share
+    return kernels * device.launch + nbytes / (device.bandwidth * share)
 
 
 def attention_seconds(attention: Attention, device: Device, layout: Layout) -> tuple[float, float]:

@@ -43,11 +43,13 @@ class Joined(NamedTuple):
         name: As the runtime records it, such as "all_gather:column".
         seconds: That nothing hides.
         nbytes: Of the whole buffer.
+        is_beside: Whether products run beside it, which also hide that a rank is late.
     """
 
     name: str
     seconds: float
     nbytes: float
+    is_beside: bool
 
 
 class Join(NamedTuple):
@@ -171,7 +173,7 @@ class _Wire:
         nbytes = self._stream if nbytes is None else nbytes
         seconds = collective_seconds(collective, nbytes, self._group, self._cluster)
         hidden = (1 - self._contention) * min(seconds, beside)
-        return Joined(f"{collective}:{name}", seconds - hidden, nbytes)
+        return Joined(f"{collective}:{name}", seconds - hidden, nbytes, beside > 0)
 
     def _parts(self, collective: str, name: str, beside: float) -> Joined:
         """The same, in parts if tensor=async."""
@@ -180,4 +182,4 @@ class _Wire:
         seconds = collective_seconds(collective, self._stream, self._group, self._cluster)
         ranks = self._group.size
         hidden = min(self._device.overlap * seconds, (ranks - 1) / ranks * beside)
-        return Joined(f"shift:{name}", seconds - hidden, self._stream)
+        return Joined(f"shift:{name}", seconds - hidden, self._stream, is_beside=True)

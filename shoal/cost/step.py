@@ -27,7 +27,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.block import BlockCost, block_cost
 from shoal.cost.buckets import held_by_rank, owned_by_rank
-from shoal.cost.compute import pass_seconds
+from shoal.cost.compute import stream_seconds
 from shoal.cost.exchange import Exchanges, Runs, StageWork, runs_of
 from shoal.cost.layout import Layout
 from shoal.cost.network import send_seconds
@@ -51,6 +51,7 @@ class StageCost:
     Attributes:
         forward, input, weight: With what is waited for within blocks.
         tensor, context, expert: Of these, what is communication, forward and backward together.
+        late: Of these, what ranks wait for one another there.
         parameters: That the rank has.
         stages: What of it is of each stage.
     """
@@ -61,6 +62,7 @@ class StageCost:
     tensor: float
     context: float
     expert: float
+    late: float
     parameters: Parameters
     stages: tuple[StageWork, ...]
 
@@ -115,7 +117,8 @@ class StepCost:
     Attributes:
         seconds: All of it.
         compute: Of the rank that sets the pace, without what it waits for.
-        parts: What the rest is, by kind: tensor, context, expert, bubble, pipeline, data, optimizer.
+        parts: What the rest is, by kind: tensor, context, expert, bubble, pipeline, data, straggler,
+            optimizer.
     """
 
     seconds: float
@@ -162,9 +165,10 @@ class Costs:
             "bubble": pipeline.fill,
             "pipeline": pipeline.sends,
             "data": data,
+            "straggler": count * slowest.late,
             "optimizer": update,
         }
-        compute = pipeline.pace - parts["tensor"] - parts["context"] - parts["expert"]
+        compute = pipeline.pace - sum(parts[name] for name in ("tensor", "context", "expert", "straggler"))
         return StepCost(pipeline.total + data + update, compute, parts)
 
     def pipeline(self, plan: Plan, count: int) -> PipelineCost:
@@ -254,7 +258,7 @@ class Costs:
 
     def _stage_cost(self, held: _Held, layout: Layout) -> StageCost:
         works = []
-        weight = tensor = context = expert = 0.0
+        weight = tensor = context = expert = late = 0.0
         whole = divided = experts = 0
         for blocks in held:
             forward = backward = computed = 0.0
@@ -267,6 +271,7 @@ class Costs:
                 tensor += number * sum(cost.tensor)
                 context += number * sum(cost.context)
                 expert += number * sum(cost.expert)
+                late += number * sum(cost.late)
                 whole += number * parameters.whole
                 divided += number * parameters.divided
                 experts += number * parameters.experts
@@ -278,6 +283,7 @@ class Costs:
             tensor,
             context,
             expert,
+            late,
             held_by_rank(Parameters(whole, divided, experts), layout.tp, layout.ep),
             tuple(works),
         )
@@ -310,7 +316,7 @@ class Costs:
 
     def update(self, plan: Plan, parameters: Parameters) -> float:
         """Seconds of the optimizer's passes over what a rank with so many parameters owns of them."""
-        return pass_seconds(self.cluster.device, UPDATE_BYTES * owned_by_rank(parameters, plan), 4)
+        return stream_seconds(self.cluster.device, UPDATE_BYTES * owned_by_rank(parameters, plan), 4)
 
 
 def exposed_sends(ranks: int, count: int, virtual: int) -> float:

@@ -86,9 +86,10 @@ def _product(shape: tuple[int, int, int], pool: Tensor) -> Operation:
 
 
 def measure_passes(place: Place, effort: Effort) -> tuple[PassTime, ...]:
-    """Forward and backward of a transformer's passes, an optimizer's update, a copy and a triad."""
+    """Forward and backward of a transformer's passes; streams: a copy, a triad, an optimizer's update."""
     tokens = (*_TOKENS, *(_LARGE_TOKENS if place.device.type != "cpu" else ()))
     passes = [each for count in tokens for each in _passes(count, place.device)]
+    passes += _streams(place.device)
     seconds = time_in_turns({index: each[1] for index, each in enumerate(passes)}, place, effort)
     return tuple(replace(each[0], seconds=seconds[index]) for index, each in enumerate(passes))
 
@@ -120,14 +121,19 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
         yield PassTime(name, each.elements * each.forward * wide, each.kernels, 0.0), forward
         nbytes = each.elements * (each.forward + each.backward) * wide
         yield PassTime(f"{name}, with backward", nbytes, 2 * each.kernels, 0.0), both
-    elements = 4 * tokens * _WIDTH
-    others = cycle(torch.randn(max(4, sets // 4), elements, device=device))
-    yield PassTime("copy", 8.0 * elements, 1, 0.0), lambda: next(others).copy_(next(others))
-    yield (
-        PassTime("triad", 12.0 * elements, 1, 0.0),
-        lambda: torch.add(next(others), next(others), alpha=2.0, out=next(others)),
-    )
-    yield PassTime("update", float(_UPDATE_BYTES * elements), 1, 0.0), _update(elements, device)
+
+
+def _streams(device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
+    """The same of tensors that lie in no cache."""
+    elements = COLD // 16  # of fp32: four tensors are as large as what lies between two uses of one
+    others = cycle(torch.randn(4, elements, device=device))
+    given = {
+        "copy": (8, lambda: next(others).copy_(next(others))),
+        "triad": (12, lambda: torch.add(next(others), next(others), alpha=2.0, out=next(others))),
+        "update": (_UPDATE_BYTES, _update(elements, device)),
+    }
+    for name, (nbytes, operation) in given.items():
+        yield PassTime(name, float(nbytes * elements), 1, 0.0, is_stream=True), operation
 
 
 def _shape(tokens: int, *, fused: bool) -> ModelShape:

@@ -1,9 +1,10 @@
 """The Cluster whose predictions come closest to what was measured.
 
-Quantities are fitted one after another, each with what it alone decides: passes the memory's rate, products
-the peak and the depth at which half of it is reached, attention its shares, and level by level, from the
-inside, the links' rate, latency and half size. Close means in proportion: the mean squared logarithm of
-predicted over measured is the least, so that a small operation counts as much as a large one.
+Quantities are fitted one after another, each with what it alone decides: passes and streams the memory's
+rates, products the peak and the depth at which half of it is reached, attention its shares, level by level,
+from the inside, the links' rate, latency and half size, and meetings how ranks vary. Close means in
+proportion: the mean squared logarithm of predicted over measured is the least, so that a small operation
+counts as much as a large one.
 
 Where a data sheet says what a device or a link could do, that is the peak, and what programs reach is a share
 of it. Where none does, as for cores, the peak is the highest rate measured.
@@ -14,14 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import fmean, linear_regression
 
 from shoal.cluster import Cluster, Device, Level, peak_flops
+from shoal.cost.meetings import behind_the_mean
 from shoal.probe.grid import least
 from shoal.probe.measurements import (
-    AttentionTime,
     CollectiveTime,
     Measurement,
     Measurements,
+    MeetingTime,
     PassTime,
     ProductTime,
     SendTime,
@@ -60,8 +63,8 @@ def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
     cluster = _fit_products(cluster, measured.products, sheet)
     for half, share in (("forward", "attention_share"), ("backward", "attention_backward_share")):
         chosen = [each for each in measured.attention if each.half == half]
-        cluster = _fit_attention(cluster, chosen, share)
-    return _fit_levels(cluster, measured.links, sheet)
+        cluster = _fit_share(cluster, share, chosen)
+    return _fit_meetings(_fit_levels(cluster, measured.links, sheet), measured.meetings)
 
 
 def _start(measured: Measurements, sheet: Sheet) -> Device:
@@ -87,10 +90,10 @@ def _start(measured: Measurements, sheet: Sheet) -> Device:
 
 
 def _fit_passes(cluster: Cluster, passes: Sequence[PassTime]) -> Cluster:
-    def with_share(values: tuple[float, ...]) -> Cluster:
-        return _of_device(cluster, bandwidth_share=values[0])
-
-    return _closest(with_share, passes, [_SHARES])
+    for share, is_stream in (("bandwidth_share", False), ("stream_share", True)):
+        chosen = [each for each in passes if each.is_stream == is_stream]
+        cluster = _fit_share(cluster, share, chosen)
+    return cluster
 
 
 def _fit_products(cluster: Cluster, products: Sequence[ProductTime], sheet: Sheet) -> Cluster:
@@ -122,11 +125,30 @@ def _fit_products(cluster: Cluster, products: Sequence[ProductTime], sheet: Shee
     return _closest(with_share, products, [_SHARES, _DEPTHS])
 
 
-def _fit_attention(cluster: Cluster, attention: Sequence[AttentionTime], share: str) -> Cluster:
+def _fit_share(cluster: Cluster, share: str, measured: Sequence[Measurement]) -> Cluster:
+    """With the device's share of that name."""
+
     def with_share(values: tuple[float, ...]) -> Cluster:
         return _of_device(cluster, **{share: values[0]})
 
-    return _closest(with_share, attention, [_SHARES])
+    return _closest(with_share, measured, [_SHARES]) if measured else cluster
+
+
+def _fit_meetings(cluster: Cluster, meetings: Sequence[MeetingTime]) -> Cluster:
+    """With jitter and drift: a meeting behind w seconds of work adds a w + b sqrt(w), neither below 0.
+
+    Least squares of what a second of work adds, since the noise of a time is in proportion to it.
+    """
+    if not meetings:
+        return cluster
+    added = [each.seconds / each.work for each in meetings]
+    roots = [each.work**-0.5 for each in meetings]
+    drift = max(0.0, linear_regression(roots, added).slope)
+    jitter = fmean(added) - drift * fmean(roots)
+    if jitter < 0:
+        jitter, drift = 0.0, max(0.0, linear_regression(roots, added, proportional=True).slope)
+    behind = behind_the_mean(meetings[0].ranks)
+    return cluster.replace(jitter=jitter / behind, drift=drift / behind)
 
 
 def _fit_levels(cluster: Cluster, links: Sequence[CollectiveTime | SendTime], sheet: Sheet) -> Cluster:

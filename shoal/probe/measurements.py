@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shoal.cluster import Cluster
-from shoal.cost.compute import attention_seconds, pass_seconds, product_seconds
+from shoal.cost.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group, algorithm_seconds, send_seconds
 from shoal.workload import Attention
@@ -21,6 +21,7 @@ __all__ = [
     "HostRates",
     "Measurement",
     "Measurements",
+    "MeetingTime",
     "PassTime",
     "ProductTime",
     "SendTime",
@@ -72,17 +73,18 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Of kernels that read and write memory: `nbytes` altogether."""
+    """Of kernels that read and write memory: `nbytes` altogether, more than caches hold if it is a stream."""
 
     name: str
     nbytes: float
     kernels: int
     seconds: float
+    is_stream: bool = False
 
     @property
     def quantity(self) -> str:
         """See `Measurement`."""
-        return "passes over memory"
+        return "streams" if self.is_stream else "passes over memory"
 
     @property
     def rate(self) -> float:
@@ -91,7 +93,8 @@ class PassTime:
 
     def predicted(self, cluster: Cluster) -> float:
         """See `Measurement`."""
-        return pass_seconds(cluster.device, self.nbytes, self.kernels)
+        seconds = stream_seconds if self.is_stream else pass_seconds
+        return seconds(cluster.device, self.nbytes, self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +167,21 @@ class SendTime:
 
 
 @dataclass(frozen=True, slots=True)
+class MeetingTime:
+    """Of ranks that do the same work and then meet, over and over.
+
+    Attributes:
+        ranks: That meet.
+        work: Seconds of the work alone, the mean over ranks.
+        seconds: That a meeting adds besides what the collective takes alone, the mean over ranks.
+    """
+
+    ranks: int
+    work: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class HostRates:
     """Bytes/s from each host to its partner and back, all ranks of a host sending at once.
 
@@ -187,6 +205,7 @@ class Measurements:
         dispatch: Seconds that the host takes to start an operation, beside what the device does.
         contention: Of a collective within a host beside a product, the share that the product is slowed by.
         links: Collectives and messages, level by level.
+        meetings: Of all ranks of a host, with work of several lengths.
         hosts: Rates between pairs of hosts, where there are enough of them.
         paces: By rank, FLOP/s of the quickest product in fp32.
         presence: By rank, the part of the time of its products that its threads were on a core.
@@ -199,6 +218,7 @@ class Measurements:
     dispatch: float
     contention: float
     links: tuple[CollectiveTime | SendTime, ...] = ()
+    meetings: tuple[MeetingTime, ...] = ()
     hosts: tuple[HostRates, ...] = ()
     paces: tuple[float, ...] = field(default=())
     presence: tuple[float, ...] = field(default=())

@@ -9,7 +9,8 @@ each rank and step,
     bubble                  the bubble's spans, taken out of the waits that they lie in
     compute                 the rest: a rank that is played either computes or waits
 
-The shares are those of `shoal.timeline.explain`.
+The shares are those of `shoal.timeline.explain`, but for one thing: of who meets within a block one rank is
+played for all, so that spans do not show who is late there.
 """
 
 from __future__ import annotations
@@ -177,10 +178,11 @@ def _add_passages(journal: Journal, ranks: dict[int, _Rank]) -> None:
     for (number, index, key), count in times.items():
         step = ranks[number].steps[index]
         for collective in passages[key].exposed:
-            seconds = count * collective.seconds
+            seconds, late = count * collective.seconds, count * collective.late
             figures = step.figures(collective.name)
-            figures.add(count, count * collective.bytes, seconds, seconds)
-            step.expose(collective.name, seconds)
+            figures.add(count, count * collective.bytes, seconds, seconds - late)
+            step.straggler += late
+            step.expose(collective.name, seconds - late)
 
 
 def _add_waits(rank: _Rank) -> None:

@@ -121,9 +121,9 @@ class Journal:
 
     def exposed(self, rank: int, start: float, collective: Collective) -> float:
         """Notes a communication that compute waits for, in both lanes; gives its end."""
-        stop = start + collective.seconds
-        self.collective(rank, start, start, stop, collective)
-        self.wait(rank, collective.name, start, start, stop)
+        together, stop = start + collective.late, start + collective.seconds
+        self.collective(rank, start, together, stop, collective)
+        self.wait(rank, collective.name, start, together, stop)
         return stop
 
     def spans(self) -> Iterator[Span]:

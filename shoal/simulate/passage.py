@@ -23,12 +23,14 @@ class Collective:
         seconds: From start to end where nothing is before it.
         bytes: Of the tensor.
         group: Global ranks that take part.
+        late: Of the seconds, those before all of the group are there.
     """
 
     name: str
     seconds: float
     bytes: int
     group: tuple[int, ...]
+    late: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Passage:
                     math.fsum(each.seconds for each in found),
                     sum(each.bytes for each in found),
                     found[0].group,
+                    math.fsum(each.late for each in found),
                 )
             )
             for name, found in by_name.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import fmean
 
 from shoal.cluster import Cluster
 from shoal.cost.crowding import crowded_seconds
@@ -176,13 +177,22 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         _actions=actions,
         _journal=journal,
     )
-    return simulation if cluster.crowding == 1 else _with_lent_cores(simulation)
+    if cluster.crowding == 1:
+        return simulation
+    late = count * fmean(stage.late for stage in costs.stages(plan, count))
+    return _with_lent_cores(simulation, late)
 
 
-def _with_lent_cores(simulation: Simulation) -> Simulation:
-    """The same where a rank that waits lends its core to others: all goes at a quicker pace."""
+def _with_lent_cores(simulation: Simulation, late: float) -> Simulation:
+    """The same where a rank that waits lends its core to others: all goes at a quicker pace.
+
+    Args:
+        simulation: At the pace of ranks that all compute.
+        late: Seconds of a step in which a rank waits for others within blocks. They are what is lost where
+            cores were lent.
+    """
     parts = simulation.breakdown.parts
-    idle = parts.bubble + parts.straggler_wait
+    idle = parts.bubble + parts.straggler_wait - late
     seconds = crowded_seconds(simulation.seconds, idle, simulation.cluster.crowding)
     return replace(simulation, seconds=seconds, _pace=seconds / simulation.seconds)
 

@@ -3,13 +3,13 @@
 What joins the ranks of tp stands before and behind equal parts of compute, as `shoal.cost.joins` lists it;
 attention's exchange over cp stands behind the first part of compute, and experts get their tokens before the
 last part and give them back after it. Costs say how long exchanges over cp and with experts take together:
-each has an equal share.
+each has an equal share. What ranks wait for one another in a block, they wait at its last communication.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.cost.block import BlockCost
 from shoal.cost.joins import Join, Joined
@@ -40,12 +40,14 @@ class Within:
 
     def forward(self, block: Block, cost: BlockCost) -> Iterator[Piece]:
         """Of its forward."""
-        return self._pieces(block, cost.compute.forward, cost.joins[0], cost.context[0], cost.expert[0], 1)
+        pieces = self._pieces(block, cost.compute.forward, cost.joins[0], cost.context[0], cost.expert[0], 1)
+        return _with_late(list(pieces), cost.late[0])
 
     def backward(self, block: Block, cost: BlockCost, compute: float) -> Iterator[Piece]:
         """Of its backward, of whose compute so many seconds are made at once with its communications."""
         rounds = 2 if self.layout.recompute == "full" else 1
-        return self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
+        pieces = self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
+        return _with_late(list(pieces), cost.late[1])
 
     def _pieces(
         self,
@@ -89,3 +91,13 @@ class Within:
         nbytes = round(block.exchanged * layout.share(Part.STREAM)) * layout.width * rounds
         group = self.members(Group(layout.ep, layout.tp))
         return Exposed(Collective("all_to_all:tokens", seconds, nbytes, group))
+
+
+def _with_late(pieces: list[Piece], late: float) -> Iterator[Piece]:
+    """The same, of which the last communication waits so much longer for ranks that are not there."""
+    last = max((at for at, piece in enumerate(pieces) if isinstance(piece, Exposed)), default=None)
+    for at, piece in enumerate(pieces):
+        if at == last and isinstance(piece, Exposed):
+            collective = piece.collective
+            piece = Exposed(replace(collective, seconds=collective.seconds + late, late=late))
+        yield piece

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.jitter import lognormal_maximum, straggler_share, with_stragglers
+from shoal.cost.jitter import straggler_share, with_stragglers
 from shoal.cost.long_run import long_run
+from shoal.cost.maximum import lognormal_maximum
 from shoal.cost.step import Costs
 from shoal.errors import ClusterError, ConfigError
 from shoal.plan import Plan

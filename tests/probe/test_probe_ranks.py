@@ -76,6 +76,7 @@ def test_two_ranks_give_one_cluster_of_two_devices_with_a_cost_for_everything(po
         "products fp32",
         "products bf16",
         "passes over memory",
+        "streams",
         "attention forward",
         "attention backward",
         *(

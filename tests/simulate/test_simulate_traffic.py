@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.jitter import lognormal_maximum
+from shoal.cost.maximum import lognormal_maximum
 from shoal.cost.network import Group, algorithm_seconds
 from shoal.plan import Plan
 from shoal.simulate import simulate, traffic_of
