@@ -166,11 +166,16 @@ def _text(probed: Probed) -> str:
         *((f"products, {name}", _flops(rate * device.product_share)) for name, rate in device.peak.items()),
         ("half of it at", f"{device.product_depth:.3g} inputs"),
         ("passes over memory", f"{device.bandwidth * device.bandwidth_share / 1e9:.3g} GB/s"),
+        ("streams", f"{device.bandwidth * device.stream_share / 1e9:.3g} GB/s"),
         ("attention", f"{device.attention_share:.1%} of the peak forward"),
         ("", f"{device.attention_backward_share:.1%} backward"),
         ("an operator's start", f"{device.launch * 1e6:.3g} us, {device.dispatch * 1e6:.3g} us on the host"),
         ("compute beside links", f"slowed by {device.contention:.0%} of their time"),
     ]
+    if cluster.devices > 1:
+        facts.append(
+            ("ranks vary", f"by {cluster.jitter:.1%}, and by {1e3 * cluster.drift:.2g} ms in a second")
+        )
     for level in cluster.levels:
         if level.devices > 1:
             facts.append(

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
-from shoal.cost.compute import Seconds, attention_seconds, operation_seconds
+from shoal.cost.compute import Seconds, attention_seconds, host_seconds, operation_seconds
 from shoal.cost.joins import Join, joins_of
 from shoal.cost.layout import Layout
 from shoal.cost.meetings import seconds_late
@@ -124,6 +124,7 @@ def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tup
         return 0.0, 0.0
     forward = backward = 0.0
     group = Group(layout.cp, layout.tp)
+    host = host_seconds(cluster)
     for attention in block.attentions:
         samples = layout.microbatch * length / layout.cp / layout.tp * layout.width
         keys = samples * attention.kv_heads * (attention.key_width + attention.value_width)
@@ -131,13 +132,13 @@ def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tup
             heads = attention.heads * attention.value_width
             queries = samples * attention.heads * attention.key_width
             for nbytes in (queries, keys, samples * heads):
-                forward += collective_seconds("all_to_all", nbytes, group, cluster)
+                forward += host + collective_seconds("all_to_all", nbytes, group, cluster)
             backward += forward
             continue
         beside = attention_seconds(attention, cluster.device, layout)
         sends = collective_seconds("all_gather", keys * layout.cp, group, cluster)
-        forward += max(0.0, sends - beside[0])
-        backward += max(0.0, 2 * sends - beside[1])
+        forward += (layout.cp - 1) * host + max(0.0, sends - beside[0])
+        backward += 2 * (layout.cp - 1) * host + max(0.0, 2 * sends - beside[1])
     return forward, backward + (forward if layout.recompute == "full" else 0.0)
 
 
@@ -146,6 +147,7 @@ def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, floa
         return 0.0, 0.0
     nbytes = float(layout.width) * block.exchanged * layout.share(Part.STREAM)
     each = collective_seconds("all_to_all", nbytes, Group(layout.ep, layout.tp), cluster)
+    each += host_seconds(cluster)
     return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)
 
 

@@ -1,7 +1,7 @@
 """Seconds that buckets of gradients and weights take by themselves, and how they load the device meanwhile.
 
-Gradients are copied in fp32 to their bucket, summed over the shards and then over the replicas; weights are
-gathered over the shards.
+Gradients are copied in fp32 to their bucket, summed over the shards and then over the replicas, and a rank's
+shard is added to that of the micro-batches before; weights are gathered over the shards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class BucketTimes(NamedTuple):
         reduce_loaded: Of these, times how much they load the device (`network.collective_load`).
         gather: Of their weights.
         gather_loaded: As above.
-        copy: Of the passes that take gradients into them.
+        copy: Of the passes that take gradients into them, and a rank's shard out of them.
     """
 
     reduce: float
@@ -81,10 +81,15 @@ def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
 
 
 def copy_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
-    """Of the pass that takes gradients of so many bytes each into it; of all equal buckets together."""
-    if bucket.family.shards.size * bucket.family.replicas.size == 1:
+    """Of the passes that take gradients of so many bytes each into it, and this rank's shard out of it.
+
+    Of all equal buckets together.
+    """
+    shards = bucket.family.shards.size
+    if shards * bucket.family.replicas.size == 1:
         return 0.0
-    return bucket.number * stream_seconds(cluster.device, (width + SUM_WIDTH) * bucket.parameters)
+    nbytes = (width + SUM_WIDTH + 3 * SUM_WIDTH / shards) * bucket.parameters
+    return bucket.number * stream_seconds(cluster.device, nbytes, 2)
 
 
 def _sums(bucket: Bucket, cluster: Cluster) -> tuple[float, float]:

@@ -20,13 +20,14 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.cluster import Device
+from shoal.cluster import Cluster, Device
 from shoal.cost.layout import Layout
 from shoal.workload import Attention, Operation, Part, Product
 
 __all__ = [
     "Seconds",
     "attention_seconds",
+    "host_seconds",
     "operation_seconds",
     "pass_seconds",
     "product_seconds",
@@ -39,6 +40,9 @@ _TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.95), (0.5, 0.5, 0.8), (0.25, 0.5, 0.6))
 _BACKWARD_OF_ATTENTION = 2.5  # scores again, and two products for each of forward's two
 _SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes an element: scaled softmax, dropout and its mask, in 16 bit
 _SCORES_BACKWARD = 3 * 2 + 2 * 2 + 1
+
+
+_STARTS = 20  # of operators: a buffer, views of it, autograd's function, the group's call, two spans
 
 
 class Seconds(NamedTuple):
@@ -78,6 +82,11 @@ def operation_seconds(operation: Operation, device: Device, layout: Layout) -> S
         pass_seconds(device, elements * operation.backward * wide, operation.kernels),
         0.0,
     )
+
+
+def host_seconds(cluster: Cluster) -> float:
+    """What a communication takes a core that also computes, besides the seconds that it travels; else 0."""
+    return _STARTS * cluster.device.launch if cluster.cores else 0.0
 
 
 @lru_cache(maxsize=1 << 16)

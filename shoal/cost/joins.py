@@ -17,6 +17,11 @@ What is beside a product is hidden for no longer than that takes. Of a whole col
 seconds that are hidden count all the same, on links slower than the innermost less; of one in parts the
 device's `overlap` is the share that can be hidden, by the products of all parts but one. The loss gathers
 two fp32 numbers for each token from each rank.
+
+On cores the thread that computes also makes a communication ready, which takes it as long as the starts of
+some operators (`host_seconds`). Where a micro-batch has several samples, ranks' parts of their sequences do
+not lie together: a pass puts in order what was gathered, what a product by rows is made from, and in backward
+the gradients of products by columns.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.compute import Seconds, operation_seconds
+from shoal.cost.compute import Seconds, host_seconds, operation_seconds, pass_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.network import Group, collective_load, collective_seconds
 from shoal.workload import Block, Part, Product
@@ -66,11 +71,20 @@ class Join(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """Seconds of the products that one join is made for; None where there are none of a kind."""
+    """The products that one join is made for.
+
+    Attributes:
+        columns, rows: Their seconds; None where there are none of a kind.
+        outputs: Of those by columns, on this rank for one token.
+        inputs: Of that by rows, on this rank for one token.
+        tokens: That they, or the loss, see.
+    """
 
     columns: Seconds | None
     rows: Seconds | None
-    tokens: float = 0.0  # that the loss sees, if there is one
+    outputs: float = 0.0
+    inputs: float = 0.0
+    tokens: float = 0.0
 
 
 def joins_of(
@@ -96,19 +110,20 @@ def joins_of(
 def _products(block: Block, cluster: Cluster, layout: Layout) -> Iterator[_Products]:
     """By join: columns up to and with the product by rows that ends it."""
     columns = None
-    tokens = 0.0
+    outputs = tokens = 0.0
     for operation in block.operations:
         if not isinstance(operation, Product) or not operation.is_divided:
             continue
         seconds = operation_seconds(operation, cluster.device, layout)
         if operation.part is Part.ROWS:
-            yield _Products(columns, seconds)
-            columns = None
+            yield _Products(columns, seconds, outputs, operation.inputs / layout.tp, tokens)
+            columns, outputs = None, 0.0
         else:
             columns = seconds if columns is None else columns + seconds
+            outputs += operation.outputs / layout.tp
             tokens = operation.rows * layout.microbatch / layout.cp
     if columns is not None:
-        yield _Products(columns, None, tokens)
+        yield _Products(columns, None, outputs, 0.0, tokens)
     elif not any(isinstance(each, Product) for each in block.operations):
         yield _Products(None, Seconds(0.0, 0.0, 0.0))
 
@@ -130,12 +145,15 @@ class _Wire:
         self._contention = min(cluster.device.contention * collective_load(self._group, cluster), 1.0)
         self._is_split = layout.tensor != "plain"
         self._in_parts = layout.tensor == "async"
+        self._ready = host_seconds(cluster)
+        self._width = layout.width
+        self._is_put_in_order = cluster.cores > 0 and self._is_split and layout.microbatch > 1
 
     def gather_forward(self, products: _Products) -> tuple[Joined, ...]:
         """Before products by columns."""
         if products.columns is None or not self._is_split:
             return ()
-        return (self._parts("all_gather", "column", products.columns.forward),)
+        return (self._ordered(self._parts("all_gather", "column", products.columns.forward), self._stream),)
 
     def scatter_forward(self, products: _Products) -> tuple[Joined, ...]:
         """Behind a product by rows, or a loss."""
@@ -145,7 +163,12 @@ class _Wire:
             return (self._whole("all_reduce", "row" if products.columns else "embed"),)
         if products.columns is None:
             return (self._whole("reduce_scatter", "embed"),)
-        return (self._parts("reduce_scatter", "row", products.rows.forward),)
+        return (
+            self._ordered(
+                self._parts("reduce_scatter", "row", products.rows.forward),
+                self._width * products.tokens * products.inputs,
+            ),
+        )
 
     def gather_backward(self, products: _Products) -> tuple[Joined, ...]:
         """Before the backward of a product by rows."""
@@ -153,7 +176,7 @@ class _Wire:
             return ()
         if products.columns is None:
             return (self._whole("all_gather", "embed"),)
-        return (self._parts("all_gather", "row", products.rows.backward),)
+        return (self._ordered(self._parts("all_gather", "row", products.rows.backward), self._stream),)
 
     def scatter_backward(self, products: _Products) -> tuple[Joined, ...]:
         """In and behind the backward of products by columns."""
@@ -163,7 +186,10 @@ class _Wire:
             return (self._whole("all_reduce", "column", beside=products.columns.weight),)
         return (
             self._whole("all_gather", "column", beside=products.columns.input),
-            self._whole("reduce_scatter", "column", beside=products.columns.weight),
+            self._ordered(
+                self._whole("reduce_scatter", "column", beside=products.columns.weight),
+                self._width * products.tokens * products.outputs,
+            ),
         )
 
     def _whole(
@@ -173,7 +199,7 @@ class _Wire:
         nbytes = self._stream if nbytes is None else nbytes
         seconds = collective_seconds(collective, nbytes, self._group, self._cluster)
         hidden = (1 - self._contention) * min(seconds, beside)
-        return Joined(f"{collective}:{name}", seconds - hidden, nbytes, beside > 0)
+        return Joined(f"{collective}:{name}", self._ready + seconds - hidden, nbytes, beside > 0)
 
     def _parts(self, collective: str, name: str, beside: float) -> Joined:
         """The same, in parts if tensor=async."""
@@ -182,4 +208,11 @@ class _Wire:
         seconds = collective_seconds(collective, self._stream, self._group, self._cluster)
         ranks = self._group.size
         hidden = min(self._device.overlap * seconds, (ranks - 1) / ranks * beside)
-        return Joined(f"shift:{name}", seconds - hidden, self._stream, is_beside=True)
+        ready = (ranks - 1) * self._ready
+        return Joined(f"shift:{name}", ready + seconds - hidden, self._stream, is_beside=True)
+
+    def _ordered(self, joined: Joined, nbytes: float) -> Joined:
+        """With the pass that puts so many bytes in the order of ranks, or back."""
+        if not self._is_put_in_order:
+            return joined
+        return joined._replace(seconds=joined.seconds + pass_seconds(self._device, 2 * nbytes))

@@ -126,6 +126,14 @@ class Journal:
         self.wait(rank, collective.name, start, together, stop)
         return stop
 
+    def busy(self) -> Iterator[tuple[float, float]]:
+        """When ranks are at work: in forwards, backwards and the optimizer, whatever these wait for."""
+        for passed in self.passages:
+            yield passed.start, passed.start + passed.passage.seconds
+        for worked in self.works:
+            if worked.kind != Kind.STEP:
+                yield worked.start, worked.stop
+
     def spans(self) -> Iterator[Span]:
         """All spans, in no order."""
         for rank, kind, name, start, stop in self.works:

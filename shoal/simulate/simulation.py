@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import fmean
 
 from shoal.cluster import Cluster
 from shoal.cost.crowding import crowded_seconds
@@ -177,24 +176,21 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         _actions=actions,
         _journal=journal,
     )
-    if cluster.crowding == 1:
-        return simulation
-    late = count * fmean(stage.late for stage in costs.stages(plan, count))
-    return _with_lent_cores(simulation, late)
+    return simulation if cluster.crowding == 1 or plan.pp == 1 else _with_lent_cores(simulation)
 
 
-def _with_lent_cores(simulation: Simulation, late: float) -> Simulation:
-    """The same where a rank that waits lends its core to others: all goes at a quicker pace.
+def _with_lent_cores(simulation: Simulation) -> Simulation:
+    """The same where a rank that waits in a pipeline lends its core to others: on average at a quicker pace.
 
-    Args:
-        simulation: At the pace of ranks that all compute.
-        late: Seconds of a step in which a rank waits for others within blocks. They are what is lost where
-            cores were lent.
+    What ranks wait for one another elsewhere was measured where they had lent their cores.
     """
-    parts = simulation.breakdown.parts
-    idle = parts.bubble + parts.straggler_wait - late
-    seconds = crowded_seconds(simulation.seconds, idle, simulation.cluster.crowding)
-    return replace(simulation, seconds=seconds, _pace=seconds / simulation.seconds)
+    cluster, plan = simulation.cluster, simulation.plan
+    alike = plan.ranks // plan.pp  # ranks that do the same at the same time, of which one was played
+    busy = list(simulation._journal.busy()) * alike
+    end = simulation.seconds * simulation.steps
+    nodes = cluster.devices // cluster.devices_per_node
+    pace = crowded_seconds(end, busy, cluster.devices, nodes * cluster.cores) / end
+    return replace(simulation, seconds=pace * simulation.seconds, _pace=pace)
 
 
 def _at_pace(span: Span, pace: float) -> Span:

@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
+from shoal.cost.maximum import normal_maximum
 from shoal.cost.network import Group
 from shoal.probe.fit import fit
 from shoal.probe.measurements import (
     AttentionTime,
     CollectiveTime,
     Measurements,
+    MeetingTime,
     PassTime,
     ProductTime,
     SendTime,
@@ -31,6 +33,7 @@ TRUE = Cluster(
         product_depth=20.0,
         stall=1.0,
         bandwidth_share=0.5,
+        stream_share=0.3,
         attention_share=0.3,
         attention_backward_share=0.2,
         launch=5e-6,
@@ -77,7 +80,11 @@ def measured_of_the_true_machine():
         products=tuple(
             true(ProductTime(precision, *shape, 1.0)) for precision in ("fp32", "bf16") for shape in shapes
         ),
-        passes=tuple(true(PassTime("copy", nbytes, 1, 1.0)) for nbytes in SIZES),
+        passes=tuple(
+            true(PassTime("pass", nbytes, 1, 1.0, is_stream=is_stream))
+            for nbytes in SIZES
+            for is_stream in (False, True)
+        ),
         attention=tuple(
             true(AttentionTime("fp32", attention, half, 1.0)) for half in ("forward", "backward")
         ),
@@ -105,6 +112,7 @@ def test_rates_of_the_device_are_those_of_the_true_machine(fitted):
         rate = device.peak[precision] * device.product_share
         assert rate == pytest.approx(wanted.peak[precision] * wanted.product_share, rel=0.05)
     assert device.bandwidth * device.bandwidth_share == pytest.approx(20e9, rel=0.01)
+    assert device.bandwidth * device.stream_share == pytest.approx(12e9, rel=0.01)
     assert device.contention == 0.4
 
 
@@ -113,6 +121,25 @@ def test_the_levels_have_the_devices_of_the_hosts_and_the_rate_of_the_data_sheet
     assert (inside.name, inside.devices) == ("memory", 4)
     assert (network.name, network.devices, network.bandwidth) == ("network", 16, 2e9)
     assert network.share == pytest.approx(0.6, rel=0.1)
+
+
+def meeting(ranks, jitter, drift, work):
+    behind = normal_maximum(ranks, 1.0) - 1
+    return MeetingTime(ranks, work, behind * (jitter * work + drift * work**0.5))
+
+
+@pytest.mark.parametrize(("jitter", "drift"), [(0.03, 0.002), (0.0, 0.004), (0.02, 0.0), (0.0, 0.0)])
+def test_meetings_tell_a_slower_rank_from_delays_at_random(jitter, drift):
+    times = tuple(meeting(4, jitter, drift, work) for work in (0.002, 0.008, 0.03))
+    cluster = fit(replace(measured_of_the_true_machine(), meetings=times), SHEET, "fitted")
+    assert (cluster.jitter, cluster.drift) == pytest.approx((jitter, drift), abs=1e-9)
+
+
+@pytest.mark.parametrize("seconds", [-1e-4, 0.0])
+def test_meetings_that_seem_to_take_less_than_nothing_are_noise(seconds):
+    times = tuple(MeetingTime(2, work, seconds * work) for work in (0.002, 0.008, 0.03))
+    cluster = fit(replace(measured_of_the_true_machine(), meetings=times), SHEET, "fitted")
+    assert (cluster.jitter, cluster.drift) == (0.0, 0.0)
 
 
 def test_one_device_alone_has_a_level_without_links():

@@ -6,7 +6,7 @@ from shoal.cluster import Cluster
 from shoal.cost.crowding import crowded_seconds
 from shoal.plan import Plan
 from shoal.simulate import simulate
-from shoal.timeline import explain
+from shoal.timeline import Kind, explain
 from shoal.workload import ModelShape, workload_of
 
 WORKLOAD = workload_of(ModelShape(layers=8, hidden=64, ffn=256, heads=4, vocab=64, seq=64))
@@ -27,9 +27,10 @@ def test_a_rank_that_waits_in_a_pipeline_lends_its_core():
     plan = Plan.parse("pp=4,microbatch=2")
     shared, alone = on_cores(2, plan), with_half_a_core_each(plan)
     parts = alone.breakdown.parts
-    idle = parts.bubble + parts.straggler_wait
-    assert shared.seconds == pytest.approx(crowded_seconds(alone.seconds, idle, 2.0))
-    assert shared.seconds < alone.seconds
+    assert parts.wall - parts.bubble - parts.straggler_wait < shared.seconds < alone.seconds
+    spans = [span for span in alone.timeline if span.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)]
+    busy = [(span.start, span.stop) for span in spans]
+    assert shared.seconds == pytest.approx(crowded_seconds(alone.seconds, busy, 4, 2))
 
 
 def test_ranks_that_never_wait_for_each_other_lend_nothing():
