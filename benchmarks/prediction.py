@@ -14,7 +14,8 @@ tau of the order within a number of ranks: of all pairs of Plans that train the 
 prediction orders as the measurement does, less the share that it does not.
 
 Beside it stands the error that is left when the Cluster is corrected by what each model's first Plan recorded
-(`shoal calibrate`), and its median over the other Plans.
+(`shoal calibrate`), and its median over the other Plans. That was not recorded at the probe's pace: what
+follows from it is told at the probe's, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -172,6 +174,18 @@ class Row:
         return self.calibrated / self.measured.median - 1
 
 
+class _Round(NamedTuple):
+    """One round of a case.
+
+    Attributes:
+        seconds: Of a step, the median.
+        pace: That of the minute, over the probe's.
+    """
+
+    seconds: float
+    pace: float
+
+
 def workload_of_case(case: Case, cluster: Cluster) -> Workload:
     """What the case's model does."""
     return workload_on(cluster, transformer_shape(SHAPES[case.model].model_dump(), case.model))
@@ -205,14 +219,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pace.run(_PACES)
                 cluster, usual = _probed(ranks, Path(folder), pace, quick=options.quick)
                 measured = _measured(cases, pace, usual, ranks, Path(folder), options)
-            calibrated = {
-                model: _calibrated(next(case for case in cases if case.model == model), cluster, Path(folder))
-                for model in {case.model for case in cases}
-            }
+            firsts = {case.model: case for case in reversed(cases)}
+            calibrated = {model: _calibrated(case, cluster, Path(folder)) for model, case in firsts.items()}
             for case in cases:
+                at_pace = [each.seconds * each.pace for each in measured[case]]
+                pace_then = median(each.pace for each in measured[firsts[case.model]])
                 predicted = predicted_seconds(case, cluster)
-                after = predicted_seconds(case, calibrated[case.model])
-                rows.append(Row(ranks, case, predicted, after, Spread.of(measured[case])))
+                after = predicted_seconds(case, calibrated[case.model]) * pace_then
+                rows.append(Row(ranks, case, predicted, after, Spread.of(at_pace)))
     page = f"{_page(rows)}\n{machine}\n"
     print(page)
     if options.out is not None:
@@ -231,9 +245,9 @@ def _probed(ranks: int, folder: Path, pace: Ranks, *, quick: bool) -> tuple[Clus
 
 def _measured(
     cases: Sequence[Case], pace: Ranks, usual: float, ranks: int, folder: Path, options: argparse.Namespace
-) -> dict[Case, list[float]]:
-    """By case, the median step of each round, at the pace that is usual."""
-    seconds: dict[Case, list[float]] = {case: [] for case in cases}
+) -> dict[Case, list[_Round]]:
+    """By case, each round."""
+    rounds: dict[Case, list[_Round]] = {case: [] for case in cases}
     for first in range(0, len(cases), _AT_ONCE):
         with ExitStack() as stack:
             running = {}
@@ -245,8 +259,8 @@ def _measured(
                 for case in reversed(list(running)) if index % 2 else running:
                     before = _seconds(pace)
                     step = median(running[case].run(options.steps).seconds)
-                    seconds[case].append(step * usual / fmean([before, _seconds(pace)]))
-    return seconds
+                    rounds[case].append(_Round(step, usual / fmean([before, _seconds(pace)])))
+    return rounds
 
 
 def _seconds(pace: Ranks) -> float:

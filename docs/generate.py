@@ -43,8 +43,8 @@ __all__ = ["MODELLED", "ROOT", "pages", "render"]
 ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELLED = (
-    *("activations", "block", "buckets", "compute", "exchange", "goodput", "held", "jitter", "joins"),
-    *("long_run", "memory", "moments", "network", "offload", "states", "step"),
+    *("activations", "block", "buckets", "compute", "crowding", "exchange", "goodput", "held", "jitter"),
+    *("joins", "long_run", "meetings", "memory", "moments", "network", "offload", "states", "step"),
 )
 """Modules of shoal.cost whose formulas are on a page."""
 

@@ -42,7 +42,7 @@ _SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes an element: scaled softmax, dropout
 _SCORES_BACKWARD = 3 * 2 + 2 * 2 + 1
 
 
-_STARTS = 20  # of operators: a buffer, views of it, autograd's function, the group's call, two spans
+_STARTS = 30  # of operators: a buffer, views of it, autograd's function, the group's call, two spans
 
 
 class Seconds(NamedTuple):

@@ -11,8 +11,9 @@ them, weights so that forward finds them. Of one stage and micro-batch, with F a
 
 with c the share of its seconds by which what travels slows compute: the device's `contention`, times how much
 it loads the device (1 at the innermost links' rate, less on slower ones), times the share that compute has of
-F + B. What is reduced in every backward (zero2, zero3) is first copied in fp32 to its bucket, a pass that
-makes backward longer; elsewhere products may add to the sums. With m micro-batches:
+F + B. What is reduced in every backward (zero2, zero3) is first copied in fp32 to its bucket, and then added
+to the rank's shard: passes that make backward longer; elsewhere products may add to the sums. With m
+micro-batches:
 
     none, zero1   reduce once: without a pipeline beside the last backward. With one a stage begins when its
                   last backward is over: the first stage's is exposed, the rank's v - 1 others travel beside

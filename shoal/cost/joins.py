@@ -19,9 +19,9 @@ device's `overlap` is the share that can be hidden, by the products of all parts
 two fp32 numbers for each token from each rank.
 
 On cores the thread that computes also makes a communication ready, which takes it as long as the starts of
-some operators (`host_seconds`). Where a micro-batch has several samples, ranks' parts of their sequences do
-not lie together: a pass puts in order what was gathered, what a product by rows is made from, and in backward
-the gradients of products by columns.
+some operators (`host_seconds`); a rank's part is copied to where parts are gathered. Where a micro-batch has
+several samples, ranks' parts of their sequences do not lie together: a pass puts in order what was gathered,
+what a product by rows is made from, and in backward the gradients of products by columns.
 """
 
 from __future__ import annotations
@@ -146,6 +146,7 @@ class _Wire:
         self._is_split = layout.tensor != "plain"
         self._in_parts = layout.tensor == "async"
         self._ready = host_seconds(cluster)
+        self._copied = pass_seconds(cluster.device, 2 * stream / layout.tp) if cluster.cores else 0.0
         self._width = layout.width
         self._is_put_in_order = cluster.cores > 0 and self._is_split and layout.microbatch > 1
 
@@ -199,7 +200,8 @@ class _Wire:
         nbytes = self._stream if nbytes is None else nbytes
         seconds = collective_seconds(collective, nbytes, self._group, self._cluster)
         hidden = (1 - self._contention) * min(seconds, beside)
-        return Joined(f"{collective}:{name}", self._ready + seconds - hidden, nbytes, beside > 0)
+        ready = self._ready + (self._copied if collective == "all_gather" else 0.0)
+        return Joined(f"{collective}:{name}", ready + seconds - hidden, nbytes, beside > 0)
 
     def _parts(self, collective: str, name: str, beside: float) -> Joined:
         """The same, in parts if tensor=async."""

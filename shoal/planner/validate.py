@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,7 +23,7 @@ from shoal.planner.published_collectives import USUAL_NODE, MeasuredCollective, 
 from shoal.planner.published_layers import MeasuredLayer, read_layers
 from shoal.planner.quickest import quickest
 from shoal.units import format_bytes
-from shoal.workload import Workload, workload_of
+from shoal.workload import Block, Workload, workload_of
 
 __all__ = [
     "compare_collectives",
@@ -77,7 +78,7 @@ def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterat
 
     def compare(row: Measured) -> Iterator[Comparison]:
         machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
-        key = (row.shape, machine, _is_per_operator(row))
+        key = (row.shape, machine, _is_per_operator(row), _is_fsdp(row))
         if key not in known:
             costs = Costs(published_workload(row), machine_of(row))
             known[key] = costs, Memories(costs.workload, costs.cluster, costs)
@@ -168,6 +169,20 @@ def _is_per_operator(row: Measured) -> bool:
 
 
 def published_workload(row: Measured) -> Workload:
-    """What the row's model does, with the recompute that its authors mean."""
+    """What the row's model does, with the recompute that its authors mean.
+
+    Programs that shard by FSDP recompute by torch's own function; others by one that makes all again.
+    """
     workload = workload_of(row.shape)
+    if not _is_fsdp(row):
+        workload = replace(workload, layers=_all_again(workload.layers))
     return every_second_product(workload) if _is_per_operator(row) else workload
+
+
+def _is_fsdp(row: Measured) -> bool:
+    return all(plan.shard == "zero3" for plan in row.plans)
+
+
+def _all_again(layers: Sequence[Block]) -> tuple[Block, ...]:
+    changed = {id(layer): replace(layer, stops_early=False) for layer in layers}
+    return tuple(changed[id(layer)] for layer in layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shoal.workload.operation import Attention, Operation, Product, Saved
+from shoal.workload.operation import Attention, Operation, Pass, Product, Saved
 
 __all__ = ["Block", "Parameters", "Workload"]
 
@@ -49,6 +49,7 @@ class Block:
         joins: How often its forward adds up over the ranks of tp, the stream being whole or divided.
         tables: Parameters that are looked up rather than multiplied.
         remade: Share of the products that a selective recompute makes again; Shoal's makes none.
+        stops_early: Whether a full recompute ends with the last result that backward reads, as torch's does.
     """
 
     name: str
@@ -59,6 +60,15 @@ class Block:
     joins: int = 0
     tables: int = 0
     remade: float = 0.0
+    stops_early: bool = True
+
+    @property
+    def unread(self) -> tuple[Operation, ...]:
+        """The operations at its end whose results backward does not read: a layer's last product and sum."""
+        *_, product, last = (None, None, *self.operations)
+        if self.exchanged or not (isinstance(product, Product) and isinstance(last, Pass)):
+            return ()
+        return product, last
 
     @property
     def flop(self) -> int:
