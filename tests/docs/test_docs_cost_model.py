@@ -40,10 +40,11 @@ def test_what_data_parallelism_does_not_hide(shard, gbits):
         return 1 if shard == "zero3" else -(-parameters // layer)
 
     def copied(parameters):
-        """A pass for each bucket, from 2 bytes to 4."""
+        """Two passes for each bucket: from 2 bytes to 4, and to the sum of this rank's part."""
         if shard in ("none", "zero1"):
             return 0.0
-        return pass_seconds(cluster.device, (2 + 4) * parameters, in_buckets(parameters))
+        nbytes = (2 + 4 + 3 * 4 / RANKS) * parameters
+        return pass_seconds(cluster.device, nbytes, 2 * in_buckets(parameters))
 
     def seconds(collective, width, parameters):
         """As one collective after another, of at most a bucket each."""
