@@ -26,7 +26,14 @@ from shoal.probe.measurements import CollectiveTime, HostRates, SendTime
 from shoal.probe.place import Place
 from shoal.probe.turns import COLD, Effort, time_in_turns
 
-__all__ = ["COLLECTIVES", "form_groups", "measure_contention", "measure_hosts", "measure_links"]
+__all__ = [
+    "COLLECTIVES",
+    "form_groups",
+    "form_innermost",
+    "measure_contention",
+    "measure_hosts",
+    "measure_links",
+]
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 _PAIR_BYTES = 16 << 20
@@ -45,6 +52,11 @@ def form_groups(place: Place, groups: Sequence[Sequence[int]]) -> dist.ProcessGr
             own = group
     assert own is not None
     return own
+
+
+def form_innermost(place: Place) -> dist.ProcessGroup:
+    """Forms groups of the ranks of each host, or one of all if each has its own, and gives this rank's."""
+    return form_groups(place, place.hosts if place.ranks_per_host > 1 else [range(place.ranks.count)])
 
 
 def measure_links(place: Place, effort: Effort) -> tuple[CollectiveTime | SendTime, ...]:
@@ -157,7 +169,7 @@ def measure_contention(place: Place, effort: Effort) -> float:
     """
     if place.ranks.count == 1:
         return 0.0
-    group = form_groups(place, place.hosts if place.ranks_per_host > 1 else [range(place.ranks.count)])
+    group = form_innermost(place)
     size = _BESIDE[place.device.type]
     matrix = torch.randn(size, size, device=place.device)
     result = torch.empty_like(matrix)

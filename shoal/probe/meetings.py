@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from shoal.probe.links import form_groups
+from shoal.probe.links import form_innermost
 from shoal.probe.measurements import MeetingTime
 from shoal.probe.place import Place
 from shoal.probe.turns import COLD, Effort, time_in_turns
@@ -32,7 +32,7 @@ def measure_meetings(place: Place, effort: Effort) -> tuple[MeetingTime, ...]:
     """Of all ranks of a host, or of all if each has its own; by the length of the work."""
     if place.ranks.count == 1:
         return ()
-    group = form_groups(place, place.hosts if place.ranks_per_host > 1 else [range(place.ranks.count)])
+    group = form_innermost(place)
     size = _SIZES[place.device.type]
     pool = torch.randn(COLD // 4 // size**2, size, size, device=place.device)
     given = cycle(zip(pool[::2], pool[1::2], strict=False))
