@@ -18,8 +18,7 @@ __all__ = ["every_second_product"]
 
 def every_second_product(workload: Workload) -> Workload:
     """The Workload whose dense layers keep the results of every second product under recompute=selective."""
-    changed = {id(layer): _changed(layer) for layer in workload.layers}
-    return replace(workload, layers=tuple(changed[id(layer)] for layer in workload.layers))
+    return workload.with_layers(_changed)
 
 
 def _changed(layer: Block) -> Block:

@@ -23,7 +23,7 @@ from shoal.planner.published_collectives import USUAL_NODE, MeasuredCollective, 
 from shoal.planner.published_layers import MeasuredLayer, read_layers
 from shoal.planner.quickest import quickest
 from shoal.units import format_bytes
-from shoal.workload import Block, Workload, workload_of
+from shoal.workload import Workload, workload_of
 
 __all__ = [
     "compare_collectives",
@@ -175,14 +175,9 @@ def published_workload(row: Measured) -> Workload:
     """
     workload = workload_of(row.shape)
     if not _is_fsdp(row):
-        workload = replace(workload, layers=_all_again(workload.layers))
+        workload = workload.with_layers(lambda layer: replace(layer, stops_early=False))
     return every_second_product(workload) if _is_per_operator(row) else workload
 
 
 def _is_fsdp(row: Measured) -> bool:
     return all(plan.shard == "zero3" for plan in row.plans)
-
-
-def _all_again(layers: Sequence[Block]) -> tuple[Block, ...]:
-    changed = {id(layer): replace(layer, stops_early=False) for layer in layers}
-    return tuple(changed[id(layer)] for layer in layers)

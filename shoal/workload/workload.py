@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from shoal.workload.operation import Attention, Operation, Pass, Product, Saved
 
@@ -136,3 +136,8 @@ class Workload:
     def training_flop(self) -> int:
         """Of one sample's forward and backward, without anything computed twice: what MFU counts."""
         return 3 * self.flop
+
+    def with_layers(self, change: Callable[[Block], Block]) -> Workload:
+        """The same with each layer changed; equal ones stay one object."""
+        changed = {id(layer): change(layer) for layer in {id(each): each for each in self.layers}.values()}
+        return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
