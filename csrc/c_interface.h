@@ -22,6 +22,8 @@ typedef struct {
   const uint64_t* send_bytes;     // all-to-all only: one for each rank
   const uint64_t* receive_bytes;
   double timeout;                 // seconds
+  const uint64_t* stripes;        // offset and bytes of a part, of each stripe; `bytes` is then the buffer's
+  uint64_t stripe_count;
 } shoal_call;
 
 int shoal_last_failure(int* rank, char* text, size_t capacity);

@@ -6,6 +6,7 @@ ShoalError                    anything that Shoal itself reports; exit code 1
 │   ├── PlanError             a Plan that is malformed, or does not fit the ranks, batch or model
 │   ├── DataError             text or tokens that are missing, empty or unreadable
 │   ├── ModelError            a preset, factory or checkpoint that does not give a model
+│   ├── LayoutError           a use of a model that is laid over ranks, of which they have parts
 │   ├── ClusterError          a description of machines that contradicts itself, or cannot be read
 │   ├── RunError              a run directory that exists, is missing, or is not one
 │   └── MissingExtraError     an optional package that is not installed
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "CorruptCheckpointError",
     "DataError",
+    "LayoutError",
     "MissingExtraError",
     "ModelError",
     "PlanError",
@@ -86,6 +88,10 @@ class DataError(UserError):
 
 class ModelError(UserError):
     """A preset, a factory or a saved model does not give a model."""
+
+
+class LayoutError(UserError):
+    """A model that is laid over ranks was used in a way that only a whole model allows."""
 
 
 class ClusterError(UserError):

@@ -35,6 +35,32 @@ void all_reduce(const Operation& op, Host& host) {
   direct.close();
 }
 
+// The parts lie apart, each stripe's one after another, so that every tensor of a buffer is contiguous.
+void reduce_scatter_stripes(const Operation& op, Host& host) {
+  const auto index = static_cast<size_t>(host.board.index());
+  Direct direct(op, host, op.bytes, 0);
+  direct.open();
+  for (const Stripe& stripe : op.stripes) {
+    const size_t offset = stripe.offset + index * stripe.part_bytes;
+    direct.fold(offset, stripe.part_bytes, static_cast<std::byte*>(op.output) + offset);
+  }
+  direct.pass();
+}
+
+void all_gather_stripes(const Operation& op, Host& host) {
+  const int size = host.board.size();
+  Direct direct(op, host, op.bytes, 0);
+  direct.open();
+  for (int step = 1; step < size; ++step) {
+    const int peer = (host.board.index() + step) % size;
+    for (const Stripe& stripe : op.stripes) {
+      const size_t offset = stripe.offset + static_cast<size_t>(peer) * stripe.part_bytes;
+      direct.take_input(peer, offset, stripe.part_bytes, static_cast<std::byte*>(op.output) + offset);
+    }
+  }
+  direct.pass();
+}
+
 void reduce_scatter(const Operation& op, Host& host) {
   const Slice own{static_cast<size_t>(host.board.index()) * op.bytes, op.bytes};
   Direct direct(op, host, op.bytes * static_cast<size_t>(host.board.size()), 0, own);
@@ -152,9 +178,9 @@ void run_direct(const Operation& op, Host& host) {
     case Collective::all_reduce:
       return all_reduce(op, host);
     case Collective::all_gather:
-      return all_gather(op, host);
+      return op.stripes.empty() ? all_gather(op, host) : all_gather_stripes(op, host);
     case Collective::reduce_scatter:
-      return reduce_scatter(op, host);
+      return op.stripes.empty() ? reduce_scatter(op, host) : reduce_scatter_stripes(op, host);
     case Collective::broadcast:
       return broadcast(op, host);
     case Collective::reduce:

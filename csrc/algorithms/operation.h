@@ -34,6 +34,12 @@ enum class Algorithm : int {
   pairwise = 8,
 };
 
+// Equal parts, one for each rank, one after another in a buffer.
+struct Stripe {
+  size_t offset;      // of the first rank's part
+  size_t part_bytes;  // of each part
+};
+
 struct Operation {
   Collective collective = Collective::barrier;
   Algorithm algorithm = Algorithm::one_shot;
@@ -47,6 +53,9 @@ struct Operation {
   size_t bytes = 0;
   // all_to_all: what goes to (comes from) each rank, in the order of ranks, without gaps.
   std::vector<size_t> send_bytes, receive_bytes;
+  // all_gather, reduce_scatter within a host, in place: several tensors in one buffer of `bytes`, each cut into a
+  // part for every rank. Empty: one tensor.
+  std::vector<Stripe> stripes;
   Deadline deadline = Deadline::after(1800);
 };
 

@@ -15,6 +15,7 @@ from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
 from shoal.collectives.registration import register
 from shoal.collectives.sharded_buffers import share_buffers
+from shoal.collectives.stripes import Stripes
 from shoal.collectives.table import Table
 from shoal.collectives.table_file import built_in_table, load_table, save_table
 from shoal.collectives.work import Done, Work
@@ -23,6 +24,7 @@ __all__ = [
     "Done",
     "Options",
     "ProcessGroup",
+    "Stripes",
     "Table",
     "Work",
     "built_in_table",

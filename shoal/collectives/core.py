@@ -44,6 +44,8 @@ class Call(ctypes.Structure):
         ("send_bytes", ctypes.c_void_p),
         ("receive_bytes", ctypes.c_void_p),
         ("timeout", ctypes.c_double),
+        ("stripes", ctypes.c_void_p),
+        ("stripe_count", ctypes.c_uint64),
     ]
 
 

@@ -30,6 +30,8 @@ from shoal.collectives.operands import (
 )
 from shoal.collectives.options import Options
 from shoal.collectives.sparse import all_reduce_sparse
+from shoal.collectives.stripes import Stripes
+from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
 from shoal.collectives.work import Several
 from shoal.errors import CollectiveError
 
@@ -137,7 +139,7 @@ class ProcessGroup(NamedGroup):
         """Gives every rank everybody's tensor, as a list."""
         (output,), (tensor,) = outputs, inputs
         if any(each.numel() != tensor.numel() for each in output):
-            return self._all_gather_uneven(output, tensor, opts)
+            return all_gather_uneven(self, output, tensor, opts)
         flat = joined(output)
         if flat is not None:
             return self._all_gather(flat, tensor, opts, outputs)
@@ -189,23 +191,13 @@ class ProcessGroup(NamedGroup):
             nbytes=nbytes, whole=nbytes * self._size, slot=nbytes, finish=finish,
         )  # fmt: skip
 
-    def _all_gather_uneven(self, outputs: Tensors, tensor: torch.Tensor, opts: Any) -> dist.Work:
-        require_size(outputs[self._rank], tensor.numel(), "this rank's part of the output of all_gather")
-        outputs[self._rank].copy_(tensor.view_as(outputs[self._rank]))
-        rooted = c10d.BroadcastOptions()
-        rooted.timeout = opts.timeout
-        works = []
-        for rooted.rootRank, output in enumerate(outputs):
-            works.append(self.broadcast([output], rooted))
-        return Several(works, [outputs])
-
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
         """Reduces a list of tensors over all ranks; rank i gets the i-th."""
         (output,), (parts,) = outputs, inputs
         if any(each.numel() != output.numel() for each in parts):
-            return self._reduce_scatter_uneven(output, parts, opts)
+            return reduce_scatter_uneven(self, output, parts, opts)
         return self._reduce_scatter(output, as_one(parts), opts)
 
     def reduce_scatter_single(
@@ -236,15 +228,19 @@ class ProcessGroup(NamedGroup):
             nbytes=bytes_of(output), whole=whole, slot=whole, reduces=tensor, finish=finish,
         )  # fmt: skip
 
-    def _reduce_scatter_uneven(self, output: torch.Tensor, parts: Tensors, opts: Any) -> dist.Work:
-        require_size(output, parts[self._rank].numel(), "the output of reduce_scatter")
-        rooted = c10d.ReduceOptions()
-        rooted.timeout, rooted.reduceOp = opts.timeout, opts.reduceOp
-        copies = [part.clone() for part in parts]
-        works = []
-        for rooted.rootRank, copy in enumerate(copies):
-            works.append(self.reduce([copy], rooted))
-        return Several(works, [output], lambda: output.copy_(copies[self._rank].view_as(output)))
+    def all_gather_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
+        """Gives every rank everybody's parts of the tensors in a buffer, in place; all ranks are on one host."""
+        return self._run(
+            "all_gather", buffer, buffer, _ALL_GATHER, [buffer],
+            nbytes=bytes_of(buffer), whole=0, slot=0, stripes=stripes,
+        )  # fmt: skip
+
+    def reduce_scatter_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
+        """Sums this rank's parts of the tensors in a buffer over all ranks, in place, all on one host."""
+        return self._run(
+            "reduce_scatter", buffer, buffer, _REDUCE_SCATTER, [buffer],
+            nbytes=bytes_of(buffer), whole=0, slot=0, stripes=stripes, reduces=buffer,
+        )  # fmt: skip
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _GATHER) -> dist.Work:
         """Gives the root everybody's tensor, as a list."""
@@ -369,6 +365,7 @@ class ProcessGroup(NamedGroup):
         root: int = 0,
         reduces: torch.Tensor | None = None,
         splits: tuple[Sequence[int], Sequence[int]] | None = None,
+        stripes: Stripes | None = None,
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         self._sequence_number += 1
@@ -395,5 +392,6 @@ class ProcessGroup(NamedGroup):
             reduction=reduction,
             root=root,
             splits=splits,
+            stripes=stripes,
             finish=finish,
         )

@@ -20,6 +20,7 @@ from shoal.collectives.monitored import MonitoredBarrier
 from shoal.collectives.operands import bytes_of
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import form_group
+from shoal.collectives.stripes import Stripes
 from shoal.collectives.work import Done, Work
 from shoal.errors import CollectiveError
 
@@ -86,6 +87,7 @@ class NativeGroup:
         reduction: int = 0,
         root: int = 0,
         splits: tuple[Sequence[int], Sequence[int]] | None = None,
+        stripes: Stripes | None = None,
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         """Begins a collective.
@@ -104,11 +106,15 @@ class NativeGroup:
             reduction: Number of the reduction.
             root: Rank of the group.
             splits: Of all-to-all, bytes to and from every rank.
+            stripes: Of an all-gather or a reduce-scatter in place of several tensors in one buffer, where
+                they lie; the ranks are on one host.
             finish: What is left to do once it is complete.
         """
         if self._abandoned:
             self._forget_abandoned()
-        algorithm = self.algorithm(collective, whole, slot, widening=2 if dtype in _NARROW else 1)
+        algorithm = "direct"
+        if stripes is None:
+            algorithm = self.algorithm(collective, whole, slot, widening=2 if dtype in _NARROW else 1)
         call = Call(
             COLLECTIVE_NUMBERS[collective],
             ALGORITHM_NUMBERS[algorithm],
@@ -126,6 +132,8 @@ class NativeGroup:
         if splits is not None:
             sent, received = self._Counts(*splits[0]), self._Counts(*splits[1])  # until the call has begun
             call.send_bytes, call.receive_bytes = ctypes.addressof(sent), ctypes.addressof(received)
+        if stripes is not None:
+            call.stripes, call.stripe_count = stripes.address, stripes.count
         if self._debug:
             self._agree(collective, call, output if input_ is None else input_, splits)
         ticket = self._core.begin(self._handle, call)

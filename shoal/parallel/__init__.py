@@ -8,8 +8,8 @@ sees). The trainer calls `parallelize`, and so does a user with a loop of their 
 
 from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
-from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.communication import Axis, Pending
+from shoal.parallel.owned import Frozen, Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.piece_memory import Batch
 from shoal.parallel.stage_layout import StageLayout
@@ -28,6 +28,7 @@ __all__ = [
     "SplitLogits",
     "StageLayout",
     "TensorLayout",
+    "local_part",
     "parallelize",
     "require_layout",
     "require_trainable",

@@ -12,7 +12,7 @@ from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer
 from shoal.parallel.axes import Axes
 from shoal.parallel.blocks import find_blocks
-from shoal.parallel.bucket import Fill, Frozen
+from shoal.parallel.bucket import Fill
 from shoal.parallel.context import context_parallel, require_context
 from shoal.parallel.deferred import Deferral, put_off_products
 from shoal.parallel.device_memory import memory_of_a_rank
@@ -26,6 +26,7 @@ from shoal.parallel.piece_memory import Batch
 from shoal.parallel.pieces import Pieces, Room, cut_pieces
 from shoal.parallel.pipeline import Pipeline, StageEntry, StageHere
 from shoal.parallel.positions import require_sequence, residual_positions
+from shoal.parallel.precision import cast_inputs, kept_in_fp32
 from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.replicated import replicated
 from shoal.parallel.stage_layout import StageLayout
@@ -105,8 +106,11 @@ def parallelize(
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
     partial = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
-    whole = Whole.of(model, pieces, axes, _DTYPES[plan.precision])
+    dtype = _DTYPES[plan.precision]
+    in_fp32 = kept_in_fp32(model)
+    whole = Whole.of(model, pieces, axes, lambda name: torch.float32 if name in in_fp32 else dtype)
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
+    on = next(model.parameters()).device
     deferral = Deferral() if pieces is not None and plan.has_halves else None
     if layout is not None:
         tensor_parallel(model, layout, split, axes.tp, plan, deferral)
@@ -124,14 +128,17 @@ def parallelize(
         axes.sequence,
         lambda part, on: residual_positions(part, axes, plan.context, on),
     )
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(_DTYPES[plan.precision])
+            parameter.data = parameter.data.to(torch.float32 if name in in_fp32 else dtype)
+    if dtype != torch.float32:
+        cast_inputs(model, blocks, dtype)
     setup = Setup(
         model=model,
         blocks=blocks,
         axes=axes,
-        dtype=_DTYPES[plan.precision],
+        dtype=dtype,
+        in_fp32=in_fp32,
         bucket=plan.bucket,
         fill=fill,
         cuts=cuts,
@@ -140,10 +147,10 @@ def parallelize(
     )
     if pieces is None:
         recompute_blocks(blocks, plan.recompute)
-        strategies = [_strategy(setup, plan)]
-        return Parallel(model, plan, axes, strategies, whole=whole, frozen=setup.frozen, cuts=cuts)
-    strategies, frozen, pipeline = _staged(setup, pieces, plan, deferral, recorder, torch.device(device))
-    return Parallel(model, plan, axes, strategies, whole=whole, frozen=frozen, cuts=cuts, pipeline=pipeline)
+        strategies, pipeline = [_strategy(setup, plan)], None
+    else:
+        strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
+    return Parallel(model, plan, axes, strategies, whole=whole, cuts=cuts, device=on, pipeline=pipeline)
 
 
 def _room(
@@ -164,14 +171,13 @@ def _staged(
     deferral: Deferral | None,
     recorder: Recorder,
     device: torch.device,
-) -> tuple[list[Strategy], list[Frozen], Pipeline]:
-    """A strategy for each stage of this rank, what is frozen in them, and what runs them."""
+) -> tuple[list[Strategy], Pipeline]:
+    """A strategy for each stage of this rank, and what runs them."""
     axis = setup.axes.pp
     stages = take_stages(setup.model, pieces.layout, pieces.of(axis.index))
     if deferral is not None:
         put_off_products(setup.model, deferral)
     here: list[StageHere] = []
-    frozen: list[Frozen] = []
     taken: frozenset[str] = frozenset()  # what two stages of this rank share is the first one's
     for stage in stages:
         entry = StageEntry(stage)
@@ -181,11 +187,9 @@ def _staged(
         own = replace(setup, blocks=blocks, names=names, tied=pieces.tied, lent=lent, entry=entry)
         recompute_blocks(blocks, plan.recompute)
         taken |= stage.names
-        frozen += own.frozen
         here.append(StageHere(entry, _strategy(own, plan), deferral))
     return (
         [stage.strategy for stage in here],
-        frozen,
         Pipeline(plan, here, pieces.times, axis, recorder, device),
     )
 
@@ -231,6 +235,13 @@ def require_trainable(model: nn.Module) -> None:
             possible="a module with at least one trained parameter",
             change="set requires_grad on what is to be trained",
         )
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"{name} is an embedding with sparse=True, whose sparse gradients ranks cannot sum in buckets",
+                possible="embeddings with sparse=False",
+                change=f"make {name} with sparse=False",
+            )
     for name, parameter in trained.items():
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
@@ -271,7 +282,7 @@ def _first_values(
         named = dict(model.named_parameters())
         for name, cut in cuts.items():
             named[name].data = cut.of(named[name].data).clone(memory_format=torch.contiguous_format)
-        return lambda name, tensor: _copy(trained[name], tensor)
+        return lambda name, tensor: _copy(named[name], tensor)
     if not hasattr(model, "initialize_parameter") or len(on_meta) != len(trained):
         raise ModelError(
             f"{type(model).__name__} has tensors on the meta device that cannot be given values",

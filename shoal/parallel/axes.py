@@ -39,6 +39,8 @@ class Family:
         copies: How many ranks of `Axes.parts` hold the same.
         twins: The two ranks, of the first and the last pipeline stage, that hold the same besides and whose
             gradients are to be added up; None if there are none.
+        beside: The ranks over which the parameters of other families are sharded, where these cannot be; else
+            None.
     """
 
     shard: Axis
@@ -47,6 +49,7 @@ class Family:
     factor: float
     copies: int
     twins: Axis | None = None
+    beside: Axis | None = None
 
     @property
     def is_mean(self) -> bool:
@@ -82,7 +85,9 @@ class Axes:
         whole: What other parameters are kept over that are whole on every rank of tp. Where each sees a part
             of the sequence it is the same as `partial`; else all have the same gradient.
         experts: What the parameters of experts are kept over.
-        between_ends: `dense`, `partial` and `whole`, in this order, of parameters that the first and the last
+        uncut: What parameters without dims are kept over where others are sharded: these cannot be; else
+        None. between_ends: `dense`, `partial` and `whole`, in this order, of parameters that the first and
+        the last
             stage share and that are on different ranks; empty if there are none.
     """
 
@@ -99,6 +104,7 @@ class Axes:
     partial: Family
     whole: Family
     experts: Family
+    uncut: Family | None = None
     between_ends: tuple[Family, ...] = ()
 
     @classmethod
@@ -149,6 +155,15 @@ class Axes:
             between_ends = [
                 replace(family, twins=twins, copies=family.copies * 2) for family in (dense, partial, whole)
             ]
+        uncut = None
+        if shard.size > 1:
+            alone = axis("shard", [(member,) for member in range(ranks)])
+            alike = axis("replicate", mesh.groups("dp", "cp", "tp"))
+            uncut = Family(alone, alone, alike, average, shard.size * plan.tp, beside=shard)
+        experts = Family(
+            axis("shard", expert_shards), expert_reduce, axis("replicate", expert_copies), average, plan.tp
+        )
+        parts = axis("parts", mesh.groups(*cut, "pp", "tp") if spread == 1 else _joined(apart, mesh))
         return cls(
             world=axis("world", mesh.groups(*AXES)),
             dp=axis("dp", mesh.groups("dp")),
@@ -156,19 +171,15 @@ class Axes:
             cp=axis("cp", mesh.groups("cp"), own=True),
             tp=axis("tp", mesh.groups("tp")),
             sequence=axis("sequence", mesh.groups("cp", *(("tp",) if is_split else ()))),
-            ep=axis("ep", apart),
+            # Reductions may start in another order there than what their experts exchange.
+            ep=axis("ep", apart, own=plan.ep > 1),
             pp=axis("pp", mesh.groups("pp"), own=True),
-            parts=axis("parts", mesh.groups(*cut, "pp", "tp") if spread == 1 else _joined(apart, mesh)),
+            parts=parts,
             dense=dense,
             partial=partial,
             whole=whole,
-            experts=Family(
-                axis("shard", expert_shards),
-                expert_reduce,
-                axis("replicate", expert_copies),
-                average,
-                plan.tp,
-            ),
+            experts=experts,
+            uncut=uncut,
             between_ends=tuple(between_ends),
         )
 

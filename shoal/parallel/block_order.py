@@ -7,6 +7,11 @@ passes those between; what is left of them when the forward or the backward ends
 
 A rank that comes to a block which the walk has passed begins the next walk, as a second forward does, so all
 ranks must make as many walks. How often a block is run in succession is each rank's own affair.
+
+A rank comes to a block where the block is called. A forward may also call the block's children and not the
+block, or read a weight of it from elsewhere: it comes to the block there. What is read from elsewhere has no
+output whose backward would tell that it is needed, so the block is then pinned: it is there until backward
+ends.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
-__all__ = ["NO_BACKWARD", "BlockOrder", "Visits"]
+from shoal.parallel.access import watch
+from shoal.parallel.nested import tensors_in
+
+__all__ = ["NO_BACKWARD", "BlockOrder", "Visits", "in_backward"]
 
 NO_BACKWARD = -1
 """What autograd gives as the current graph task outside of backward."""
@@ -44,6 +51,8 @@ class Visits:
         leave_backward: When the walk goes on from a block; for the number of blocks, from what follows them.
         settle: After `leave_backward`, if no more gradients come from there in this backward.
         recompute: Before a block is run again within backward, by the user's own recomputation.
+        pin: A weight of a block is used while no module of the block runs.
+        use_root: A weight of no block is used while the model's forward does not run.
     """
 
     begin_forward: Callable[[], None] = _nothing
@@ -55,6 +64,8 @@ class Visits:
     leave_backward: Callable[[int], None] = _nothing
     settle: Callable[[int], None] = _nothing
     recompute: Callable[[int], None] = _nothing
+    pin: Callable[[int], None] = _nothing
+    use_root: Callable[[], None] = _nothing
 
 
 class BlockOrder:
@@ -73,15 +84,31 @@ class BlockOrder:
         self._end = len(blocks)
         self._visits = visits
         self._forward_at = -1
+        self._forwards = 0  # of the model, one within another
+        self._running = [0] * self._end  # modules of a block, one within another
+        self._outside: set[int] = (
+            set()
+        )  # modules that are in no block, used while the model's forward was not running
         self._backward_at = self._end
         self._backward = NO_BACKWARD
         self._walks = 0  # with gradients, in the forwards since the last backward
         self._walks_back = 0
         model.register_forward_pre_hook(self._before_model)
         model.register_forward_hook(self._after_model)
+        model.register_forward_hook(self._leave_model, always_call=True)
+        in_blocks: set[nn.Module] = set()
         for index, block in enumerate(blocks):
-            block.register_forward_pre_hook(self._before_block(index))
-            block.register_forward_hook(self._after_block(index))
+            for module in block.modules():
+                in_blocks.add(module)
+                is_owner = any(each is not None for each in module._parameters.values())
+                if is_owner or module is block:
+                    module.register_forward_pre_hook(self._before_block(index))
+                    module.register_forward_hook(self._after_block(index))
+                if is_owner:  # only now: the module is running when it uses its own parameters
+                    watch(module, self._use_of_block(index), self._is_forward_open)
+        for number, module in enumerate(model.modules()):
+            if module not in in_blocks and any(each is not None for each in module._parameters.values()):
+                watch(module, self._use_of_root(number), self._is_forward_open)
 
     def end_backward(self) -> None:
         """Passes what is left; to be called at the end of every backward."""
@@ -94,29 +121,73 @@ class BlockOrder:
         """Forgets a backward that did not end, and the forwards before it."""
         self._backward = NO_BACKWARD
         self._walks = self._walks_back = 0
+        self._running = [0] * self._end
 
     # -- forward ------------------------------------------------------------------------------------
 
     def _before_model(self, module: nn.Module, arguments: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
+            self._forwards += 1
             self._begin_walk()
             self._visits.begin_forward()
 
     def _before_block(self, index: int) -> Callable[..., None]:
         def come(module: nn.Module, arguments: Any) -> None:
-            if _in_backward():
+            if in_backward():
                 self._visits.recompute(index)
                 return
-            if index < self._forward_at:
-                self._walk(self._end - 1)
-                self._visits.leave_forward(self._end - 1)
-                self._begin_walk()
-            self._walk(index)
+            if not self._running[index]:
+                self._come(index)
+            self._running[index] += 1
 
         return come
 
+    def _is_forward_open(self) -> bool:
+        return self._forwards > 0 or (self._walks > 0 and not self._walks_back and torch.is_grad_enabled())
+
+    def _use_of_block(self, index: int) -> Callable[[], None]:
+        def use() -> None:
+            if in_backward():
+                self._visits.recompute(index)
+            elif not self._running[index]:
+                self._come(index)
+                self._visits.pin(index)
+
+        return use
+
+    def _use_of_root(self, number: int) -> Callable[[], None]:
+        def use() -> None:
+            if not self._forwards and not in_backward():
+                if number in self._outside or self._forward_at < 0:
+                    self._begin_outside()
+                self._outside.add(number)
+                self._visits.use_root()
+
+        return use
+
+    def _come(self, index: int) -> None:
+        if index < self._forward_at:
+            self._walk(self._end - 1)
+            self._visits.leave_forward(self._end - 1)
+            self._begin_outside()
+        elif self._forward_at < 0:
+            self._begin_outside()
+        elif index == self._forward_at:  # it may have been left behind a backward
+            self._visits.come_forward(index)
+        self._walk(index)
+
+    def _begin_outside(self) -> None:
+        """Begins another walk, which the model's own forward may have begun already."""
+        if self._forwards and self._forward_at < 0:
+            return
+        self._begin_walk()
+        if not self._forwards:
+            self._visits.begin_forward()
+
     def _begin_walk(self) -> None:
         self._forward_at = -1
+        self._running = [0] * self._end
+        self._outside.clear()
         if torch.is_grad_enabled():
             if self._walks_back:
                 self._walks = self._walks_back = 0
@@ -131,16 +202,22 @@ class BlockOrder:
 
     def _after_block(self, index: int) -> Callable[..., None]:
         def follow(module: nn.Module, arguments: Any, output: Any) -> None:
-            if not _in_backward():
-                _before_backward_of(output, lambda gradient: self._come_back(index))
+            if not in_backward():
+                self._running[index] -= 1
+                if not self._running[index]:
+                    _before_backward_of(output, lambda gradient: self._come_back(index))
 
         return follow
 
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if not _in_backward():
+        if not in_backward():
             self._walk(self._end - 1)
             self._visits.end_forward()
             _before_backward_of(output, lambda gradient: self._begin_backward())
+
+    def _leave_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if not in_backward():
+            self._forwards -= 1
 
     # -- backward -----------------------------------------------------------------------------------
 
@@ -172,11 +249,11 @@ class BlockOrder:
 
 def _before_backward_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
     """Has `hook` called when backward comes to any of the tensors in `output`."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    graded = [tensor for tensor in tensors if tensor.requires_grad]
+    graded = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if graded:
         register_multi_grad_hook(graded, hook, mode="any")
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread, as where something is computed again."""
     return torch._C._current_graph_task_id() != NO_BACKWARD

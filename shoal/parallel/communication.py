@@ -16,6 +16,7 @@ import torch
 # `destroy_process_group`, and now and then one of them aborts the process at its exit (torch 2.13).
 import torch._dynamo
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.collectives import Done, Work, empty
 from shoal.errors import CommunicationError
@@ -122,6 +123,20 @@ class Axis:
         self.group = group
         self._recorder = recorder
         self._is_gloo = self.size > 1 and dist.get_backend(group) == "gloo"
+        self._mesh: DeviceMesh | None = None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Its process group, also where that is the default group; the axis has more than one rank."""
+        group = dist.group.WORLD if self.group is None else self.group
+        assert group is not None
+        return group
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The axis as a mesh of one dim, for DTensors over it; the axis has more than one rank."""
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(self.name,))
+        return self._mesh
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Pending:
         """Sums `tensor` over the axis, in place."""
@@ -165,6 +180,20 @@ class Axis:
     def receive(self, received: torch.Tensor, source: int, name: str) -> Pending:
         """Receives into a contiguous `received` what a rank of the axis sends."""
         return self._message(dist.irecv, received, self.members[source], (source, self.index), name)
+
+    def begin(self, name: str, counted: torch.Tensor, call: Callable[[], Any]) -> Pending:
+        """Starts a collective of the caller's own.
+
+        Args:
+            name: As the Timeline names it.
+            counted: The tensor whose bytes the Timeline counts.
+            call: Starts it over `process_group`, and gives its work.
+        """
+
+        def start(*, group: dist.ProcessGroup | None, async_op: bool) -> Any:
+            return call()
+
+        return self._start(name, counted, (start,), has_future=False)
 
     def _message(
         self,

@@ -7,14 +7,17 @@ to it in place.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
 from torch.autograd import Variable
+from torch.utils.checkpoint import CheckpointFunction
 
-from shoal.errors import TrainingError
+from shoal.errors import LayoutError, TrainingError
 from shoal.parallel.block_order import NO_BACKWARD
 from shoal.parallel.bucket import Bucket
 from shoal.parallel.communication import Pending, new_buffer
@@ -23,7 +26,10 @@ __all__ = ["GradientReduction", "GradientSum"]
 
 
 class GradientSum:
-    """The sum of one bucket's gradients, `[elements]` in fp32.
+    """The sum of one bucket's gradients, `[elements]` in fp32, and for how many ranks each is one.
+
+    A parameter of which a rank has no gradient counts as zero there. One of which no rank has any gets none:
+    its optimizer's step must leave it as it is. Only a rank that lacks one has to look.
 
     Args:
         bucket: The parameters that the gradients are of.
@@ -35,7 +41,10 @@ class GradientSum:
         self._views: list[torch.Tensor] = []
         self._held = [False] * len(bucket.parameters)  # the sum has a gradient of this parameter
         self._scaled = [False] * len(bucket.parameters)
+        self._missing: list[int] = []  # of which this rank has no gradient
         self._carried: list[torch.Tensor | None] = []
+        self._replicated: torch.Tensor | None = None
+        self._is_over_replicas = False
         self._pending: Pending | None = None
 
     def add(self, index: int, factor: float = 1.0) -> None:
@@ -65,47 +74,58 @@ class GradientSum:
     def start_reduction(self) -> None:
         """Begins to sum over the ranks that hold the bucket's shards.
 
-        Sums that had no part in the last backward are multiplied by the family's factor here. A parameter
-        that had no gradient at all counts as zero.
+        Sums that had no part in the last backward are multiplied by the family's factor here.
         """
         if not any(self._held):
             self._begin()
+        assert self._buffer is not None
+        self._missing = []
         for index, view in enumerate(self._views):
             # A whole bucket's view may hold the average of a backward before, which is to be added to.
             if not self._held[index] and self.bucket.parameters[index].grad is not view:
                 view.zero_()
+                self._missing.append(index)
             elif not self._scaled[index]:
                 _scale(view, self.bucket.family.factor)
-        assert self._buffer is not None
-        self._pending = self.bucket.family.reduce.reduce_scatter(
-            self.bucket.own_part(self._buffer), self._buffer, self.bucket.name
-        )
+        presence = self._presence().fill_(1.0)
+        if self._missing:
+            presence[:, self._missing] = 0.0
+        self._pending = self.bucket.gradients.reduce_scatter(self._buffer, self.bucket.name)
 
-    def continue_reduction(self) -> None:
-        """Once this rank's part is summed over the shards, begins to sum it over the replicas."""
+    def continue_reduction(self, *, may_wait: bool = True) -> None:
+        """Once this rank's part is summed over the shards, begins to sum it over the replicas.
+
+        Args:
+            may_wait: Whether to wait for the sum over the shards, if there is more than one.
+        """
+        if self._is_over_replicas or not (may_wait or self.bucket.family.reduce.size == 1):
+            return
         assert self._buffer is not None
         assert self._pending is not None
         self._pending.wait()
-        self._pending = self.bucket.family.replicate.all_reduce(
-            self.bucket.own_part(self._buffer), self.bucket.name
-        )
+        self._is_over_replicas = True
+        replicate = self.bucket.family.replicate
+        summed = self._buffer
+        if replicate.size > 1 and self.bucket.layout.shards > 1:
+            # Only this rank's rows; one after another they are one message.
+            summed = self._replicated = self._packed_parts()
+        self._pending = replicate.all_reduce(summed, self.bucket.name)
 
     def clear(self) -> None:
         """Forgets what was summed, as if no backward had been."""
         if self._pending is not None:
             self._pending.wait()
         self._pending = None
+        self._is_over_replicas = False
         self._held = [False] * len(self._held)
         self._scaled = [False] * len(self._scaled)
+        self._carried = []
         self._detach()
 
     def give(self) -> None:
         """Waits for the sum, and makes this rank's part of it the gradients of what it owns."""
-        for index, part in enumerate(self._finish()):
-            carried = self._carried[index] if self._carried else None
-            if carried is not None:
-                part.add_(carried)
-            self.bucket.owned[index].parameter.grad = part
+        for index, part in self._finish():
+            self.bucket.owned[index].give(self._with_carried(index, part))
         if not self.bucket.whole:
             self._detach()
 
@@ -114,44 +134,94 @@ class GradientSum:
         if self.bucket.whole:  # the part is all of it
             self.give()
             return
-        for owned, part in zip(self.bucket.owned, self._finish(), strict=True):
-            if owned.parameter.grad is None:
-                owned.parameter.grad = part.clone()
-            else:
-                owned.parameter.grad.add_(part)
+        for index, part in self._finish():
+            self.bucket.owned[index].give(self._with_carried(index, part.clone()))
         self._detach()
         self._buffer = None
         self._views = []
 
     def _begin(self) -> None:
+        layout, owned = self.bucket.layout, self.bucket.owned
+        if not self.bucket.whole:
+            # They are None after zero_grad(); otherwise the caller wants them added to, as autograd does.
+            self._carried = [each.gradient for each in owned]
+            if self._buffer is not None:  # in which they lie, and which is about to be overwritten
+                self._carried = [None if each is None else each.clone() for each in self._carried]
+            for each in owned:
+                each.give(None)
         if self._buffer is None:
             weights = self.bucket.weights
-            elements = self.bucket.layout.elements
-            self._buffer = new_buffer(elements, dtype=torch.float32, device=weights.device)
-            self._views = self.bucket.views(self._buffer)
-            self._carried = []
-        elif not self.bucket.whole:
-            # The gradients of what this rank owns lie in the buffer that is about to be overwritten.
-            # They are None after zero_grad(); otherwise the caller wants them added to, as autograd does.
-            gradients = [owned.parameter.grad for owned in self.bucket.owned]
-            self._carried = [None if gradient is None else gradient.clone() for gradient in gradients]
+            self._buffer = new_buffer(layout.gradient_elements, dtype=torch.float32, device=weights.device)
+            self._views = layout.views(self._buffer)
 
-    def _finish(self) -> list[torch.Tensor]:
+    def _with_carried(self, index: int, part: torch.Tensor) -> torch.Tensor:
+        """With the gradient of before, and what this backward left at the owned part itself, as a penalty does."""
+        if self.bucket.whole:
+            return part
+        for other in (self._carried[index], self.bucket.owned[index].gradient):
+            if other is not None:
+                part.add_(other)
+        self._carried[index] = None
+        return part
+
+    def _presence(self) -> torch.Tensor:
+        """How many ranks have a gradient `[shards, parameters]`; once reduced, in this rank's row."""
+        assert self._buffer is not None
+        return self._buffer[self.bucket.layout.elements :].view(-1, len(self._views))
+
+    def _packed_parts(self) -> torch.Tensor:
+        """This rank's rows of the sums, and which there are, in a tensor of their own."""
+        assert self._buffer is not None
+        layout, index = self.bucket.layout, self.bucket.family.shard.index
+        packed = self._buffer.new_zeros(layout.packed_elements + len(self._views))
+        torch._foreach_copy_(layout.packed_parts(packed, index), layout.parts(self._buffer, index))
+        packed[layout.packed_elements :] = self._presence()[index]
+        return packed
+
+    def _finish(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Waits for the sum; the index of each parameter that has a gradient, with this rank's rows of it."""
         assert self._buffer is not None
         assert self._pending is not None
         self._pending.wait()
         self._pending = None
+        self._is_over_replicas = False
         self._held = [False] * len(self._held)
         self._scaled = [False] * len(self._scaled)
-        if self.bucket.whole:
-            return self._views
-        own = self.bucket.own_part(self._buffer)
-        pieces = self.bucket.layout.pieces(self.bucket.family.shard.index)
-        return [own[piece.offset : piece.offset + piece.stop - piece.start] for piece in pieces]
+        layout, index = self.bucket.layout, self.bucket.family.shard.index
+        if self._replicated is not None:
+            parts = layout.packed_parts(self._replicated, index)
+            presence = self._replicated[layout.packed_elements :]
+            self._replicated = None
+        else:
+            parts = self._views if self.bucket.whole else layout.parts(self._buffer, index)
+            presence = self._presence()[index]
+        # The first and the last stage add up what they share: there a gradient is one on both.
+        absent: set[int] = set()
+        if self._missing and self.bucket.family.twins is None:
+            counts = presence[self._missing].tolist()
+            absent = {number for number, count in zip(self._missing, counts, strict=True) if count == 0}
+        for number, part in enumerate(parts):
+            if number not in absent and self.bucket.owned[number].parameter.requires_grad:
+                yield number, part
+            elif not self.bucket.whole and self._carried[number] is not None:
+                self.bucket.owned[number].give(self._with_carried(number, torch.zeros_like(part)))
 
     def _detach(self) -> None:
         for parameter in self.bucket.parameters:
             parameter.grad = None
+
+
+def _require_outermost_backward() -> None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise LayoutError(
+                "the model recomputes by torch.utils.checkpoint with use_reentrant=True, whose backward within the "
+                "backward hides where gradients are complete",
+                possible="use_reentrant=False, or recompute=full in the Plan",
+                change="give checkpoint() use_reentrant=False",
+            )
+        frame = frame.f_back
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
@@ -172,7 +242,10 @@ class GradientReduction:
         finish: What becomes of a bucket's sum: `GradientSum.give`, or `GradientSum.give_and_free`.
         on_complete: Called when all of a bucket's gradients of one backward are there.
         before_end: Called when backward ends, before what is left is reduced.
-        on_end: Called at the end of a backward that reduced.
+        on_end: Called at the end of every backward.
+        waits: Whether a bucket's reduction is waited for when the second one after it begins, so that its
+            memory is free early. Not where ranks that reduce together also meet within a backward: one that
+            waits for a bucket which another only starts at the end would never come to the meeting.
     """
 
     def __init__(
@@ -183,8 +256,10 @@ class GradientReduction:
         on_complete: Callable[[GradientReduction], None] = lambda reduction: None,
         before_end: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
+        waits: bool = True,
     ) -> None:
         self._paused = False
+        self._waits = waits
         self._sums = [GradientSum(bucket) for bucket in buckets]
         self._finish_sum = finish
         self._on_complete = on_complete
@@ -198,6 +273,11 @@ class GradientReduction:
         for position, gradient_sum in enumerate(self._sums):
             for index, parameter in enumerate(gradient_sum.bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(position, index))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether backwards reduce nothing."""
+        return self._paused
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -236,10 +316,11 @@ class GradientReduction:
         """
         current = torch._C._current_graph_task_id()
         if current != self._backward:
+            _require_outermost_backward()
             if self._backward != NO_BACKWARD:
                 raise TrainingError(
                     "a backward began before the last one ended: if that raised, call the parallel model's "
-                    "zero_grad() first; if the model recomputes with checkpoint(), give use_reentrant=False"
+                    "zero_grad() first"
                 )
             self._backward = current
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -261,8 +342,8 @@ class GradientReduction:
                 continue
             self._sums[position].start_reduction()
             if self._started:
-                self._sums[self._started[-1]].continue_reduction()
-            if len(self._started) > 1:
+                self._sums[self._started[-1]].continue_reduction(may_wait=self._waits)
+            if self._waits and len(self._started) > 1:
                 self._finish_sum(self._sums[self._started[-2]])
             self._started.append(position)
             self._is_started[position] = True
@@ -305,18 +386,18 @@ class GradientReduction:
     def _end_backward(self) -> None:
         self._before_end()
         self.reduce(range(len(self._sums)))
-        if self._started:
-            self._sums[self._started[-1]].continue_reduction()
-            for position in self._started[-2:]:
-                self._finish_sum(self._sums[position])
+        left = self._started[-2:] if self._waits else self._started
+        for position in left:
+            self._sums[position].continue_reduction()
+        for position in left:
+            self._finish_sum(self._sums[position])
         if self._complete_here:
             self._early = [
                 position for position, here in self._complete_here.items() if self._agree(position, here)
             ]
         self._reset()
         self._backward = NO_BACKWARD
-        if not self._paused:
-            self._on_end()
+        self._on_end()
 
     def _agree(self, position: int, is_complete: bool) -> bool:
         """Whether it is so on all ranks that reduce the bucket."""
@@ -331,4 +412,7 @@ class GradientReduction:
         self._started: list[int] = []
         self._is_started = [False] * len(self._sums)
         self._complete_here = {}
-        self._missing = [len(gradient_sum.bucket.parameters) for gradient_sum in self._sums]
+        self._missing = [
+            sum(parameter.requires_grad for parameter in gradient_sum.bucket.parameters)
+            for gradient_sum in self._sums
+        ]

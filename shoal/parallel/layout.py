@@ -1,8 +1,10 @@
-"""How parameters lie in flat buckets, and which part of a bucket belongs to which shard: arithmetic only.
+"""How parameters lie in the buffer of a bucket, and which rows of them belong to which shard: arithmetic only.
 
-A bucket is one flat buffer that holds several parameters one after another. Each starts at a multiple of
-`ALIGNMENT` elements, so that a view of it is as well aligned as a tensor of its own, and the whole is padded
-so that it cuts into equal shards. A shard then holds an interval of some parameters: its pieces.
+A bucket is one flat buffer that holds several parameters one after another, each contiguous. A parameter is cut
+along its first dim: with n shards, shard i has the i-th of n equal parts of its rows, as `torch.chunk` and
+DTensor's `Shard(0)` cut them, so that the last shards may have fewer rows or none. In the buffer every parameter
+has room for n whole parts: a stripe, which collectives move as one (`shoal.collectives.Stripes`). Each parameter
+starts at a multiple of `ALIGNMENT` elements, so that it is as well aligned as a tensor of its own.
 """
 
 from __future__ import annotations
@@ -10,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-__all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Interval", "Slot", "fill_buckets"]
+__all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Slot", "fill_buckets", "memory_order"]
 
 ALIGNMENT = 16
 """Elements; 64 bytes in fp32, a cache line."""
@@ -52,71 +55,125 @@ class Slot:
     Attributes:
         name: The parameter's name in the model.
         shape: Its shape.
+        order: Its dims from the outermost in memory to the innermost, the first dim first.
+        shards: Number of shards.
         offset: Its first element in the bucket's buffer.
+        packed: The first element of a shard's part where the parts of one shard lie one after another.
     """
 
     name: str
     shape: tuple[int, ...]
+    order: tuple[int, ...]
+    shards: int
     offset: int
+    packed: int
 
     @property
     def elements(self) -> int:
         """Number of elements of the parameter."""
         return math.prod(self.shape)
 
+    @property
+    def row_elements(self) -> int:
+        """Number of elements of a row: of one index of the first dim."""
+        return math.prod(self.shape[1:])
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """The part [start, stop) of a flattened parameter, and where it lies in a shard's buffer."""
+    @property
+    def part_elements(self) -> int:
+        """Number of elements that each shard's part has room for."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // self.shards) * self.row_elements
 
-    slot: Slot
-    start: int
-    stop: int
-    offset: int
+    def interval(self, shard: int) -> tuple[int, int]:
+        """First element and end of a shard's part, in the flattened parameter."""
+        part, elements = self.part_elements, self.elements
+        return min(shard * part, elements), min((shard + 1) * part, elements)
+
+    def view(self, elements: torch.Tensor) -> torch.Tensor:
+        """Whole rows `[n x row_elements]` as memory has them, in the parameter's shape `[n, ...]`."""
+        if not self.shape:
+            return elements.view(())
+        sizes = [self.shape[dim] for dim in self.order[1:]]
+        rows = elements.numel() // self.row_elements if self.row_elements else self.shape[0]
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return elements.view(rows, *sizes).permute(back)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketLayout:
     """The slots of one bucket and how it is cut.
 
     Attributes:
         slots: One per parameter, in the order of the buffer.
-        shards: Number of equal shards.
-        elements: Length of the buffer; a multiple of `shards` x `ALIGNMENT`.
+        shards: Number of shards.
+        elements: Length of the buffer of weights.
+        packed_elements: Length of one shard's parts, one after another.
     """
 
     slots: tuple[Slot, ...]
     shards: int
     elements: int
+    packed_elements: int
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[str, tuple[int, ...]]], shards: int) -> BucketLayout:
-        """Lays parameters (name, shape) one after another, to be cut into `shards`."""
-        slots, end = [], 0
-        for name, shape in parameters:
-            slots.append(Slot(name, shape, end))
-            end = _round_up(end + slots[-1].elements, ALIGNMENT)
-        return cls(tuple(slots), shards, _round_up(end, shards * ALIGNMENT))
+    def of(
+        cls, parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]], shards: int
+    ) -> BucketLayout:
+        """Lays parameters (name, shape, order of dims in memory) one after another, to be cut into `shards`."""
+        slots, end, packed = [], 0, 0
+        for name, shape, order in parameters:
+            slot = Slot(name, shape, order, shards, end, packed)
+            slots.append(slot)
+            end = _round_up(end + shards * slot.part_elements, ALIGNMENT)
+            packed = _round_up(packed + slot.part_elements, ALIGNMENT)
+        return cls(tuple(slots), shards, end, packed)
 
     @property
-    def shard_elements(self) -> int:
-        """Number of elements of one shard."""
-        return self.elements // self.shards
+    def gradient_elements(self) -> int:
+        """Length of the buffer of gradients: behind them every rank says which it had."""
+        return self.elements + self.shards * len(self.slots)
 
-    def pieces(self, shard: int) -> list[Interval]:
-        """What shard number `shard` holds of the parameters, in the order of the buffer.
+    @cached_property
+    def stripes(self) -> Sequence[tuple[int, int]]:
+        """First element of each parameter in the buffer, and elements of a shard's part."""
+        return [(slot.offset, slot.part_elements) for slot in self.slots if slot.elements]
 
-        A shard of padding alone holds an empty piece of the first parameter: optimizers refuse a rank that
-        owns nothing.
-        """
-        first = shard * self.shard_elements
-        last = first + self.shard_elements
-        pieces = []
-        for slot in self.slots:
-            start, stop = max(first, slot.offset), min(last, slot.offset + slot.elements)
-            if start < stop:
-                pieces.append(Interval(slot, start - slot.offset, stop - slot.offset, start - first))
-        return pieces or [Interval(self.slots[0], 0, 0, 0)]
+    @cached_property
+    def gradient_stripes(self) -> Sequence[tuple[int, int]]:
+        """The stripes of the buffer of gradients."""
+        return [*self.stripes, (self.elements, len(self.slots))]
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a buffer that stand for the parameters, in their shapes."""
+        return [slot.view(buffer[slot.offset : slot.offset + slot.elements]) for slot in self.slots]
+
+    def parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
+        """One shard's rows of every parameter in a buffer."""
+        return [
+            slot.view(buffer[slot.offset + start : slot.offset + stop])
+            for slot in self.slots
+            for start, stop in [slot.interval(shard)]
+        ]
+
+    def packed_parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
+        """One shard's rows of every parameter in a buffer `[packed_elements]` that has this shard alone."""
+        return [
+            slot.view(buffer[slot.packed : slot.packed + stop - start])
+            for slot in self.slots
+            for start, stop in [slot.interval(shard)]
+        ]
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The dims of a dense tensor from the outermost in memory to the innermost, such as those of channels_last.
+
+    As they are numbered, where the first dim is not the outermost or the tensor has gaps.
+    """
+    plain = tuple(range(tensor.dim()))
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        return plain
+    order = tuple(sorted(plain, key=lambda dim: tensor.stride(dim), reverse=True))
+    return order if order[0] == 0 and tensor.permute(order).is_contiguous() else plain
 
 
 def fill_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Variable
 
 from shoal.parallel.block_order import NO_BACKWARD
-from shoal.parallel.bucket import Owned
+from shoal.parallel.owned import Frozen, Owned
 from shoal.parallel.strategy import Setup, Strategy
 
 __all__ = ["naive"]
@@ -29,6 +29,7 @@ def naive(setup: Setup) -> Strategy:
 @final
 class _Naive(Strategy):
     def __init__(self, setup: Setup) -> None:
+        self._frozen = setup.frozen
         self._families = {name: family for family, names in setup.families for name in names}
         self._cuts = setup.cuts
         self._named = [named for named in setup.model.named_parameters() if named[1].requires_grad]
@@ -46,15 +47,27 @@ class _Naive(Strategy):
     def owned(self) -> Sequence[Owned]:
         """See `Strategy.owned`."""
         return [
-            Owned.of(
-                (name, tuple(parameter.shape)),
-                (0, parameter.numel()),
+            Owned(
+                name,
+                tuple(parameter.shape) if name not in self._cuts else self._cuts[name].shape,
+                0,
+                parameter.numel(),
                 parameter,
+                parameter.data,
                 self._families[name],
-                self._cuts,
+                self._cuts.get(name),
             )
             for name, parameter in self._named
         ]
+
+    @property
+    def frozen(self) -> Sequence[Frozen]:
+        """See `Strategy.frozen`."""
+        return self._frozen
+
+    @property
+    def stale(self) -> None:
+        """See `Strategy.stale`. The model's own parameters are what the optimizer changes."""
 
     def start_step(self) -> None:
         """See `Strategy.start_step`."""
@@ -83,6 +96,10 @@ class _Naive(Strategy):
         """See `Strategy.gathered`."""
         return nullcontext()
 
+    def unchanged(self) -> AbstractContextManager[None]:
+        """See `Strategy.unchanged`."""
+        return nullcontext()
+
     def clear(self) -> None:
         """See `Strategy.clear`. They are the parameters' own."""
 
@@ -105,9 +122,13 @@ class _Naive(Strategy):
 
     def _average(self) -> None:
         for name, parameter in self._named:
+            family = self._families[name]
+            has_one = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+            family.replicate.all_reduce(has_one, name).wait()
+            if has_one.item() == 0:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            family = self._families[name]
             family.replicate.all_reduce(parameter.grad, name).wait()
             parameter.grad.mul_(family.factor)
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
 
-from shoal.errors import TrainingError
+from shoal.errors import LayoutError, TrainingError
 from shoal.models import logits_of
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import set_auxiliary_scale
+from shoal.parallel.access import refuse_copies
 from shoal.parallel.axes import Axes
-from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.layout import Cut
+from shoal.parallel.norm import gradient_norm, scale_gradients
+from shoal.parallel.optimizers import follow_optimizers
+from shoal.parallel.owned import Frozen, as_sharded
 from shoal.parallel.pipeline import Loss, MicroBatch, Pipeline
 from shoal.parallel.positions import local_sequence, residual_positions
+from shoal.parallel.state import State
 from shoal.parallel.strategy import Strategy
 from shoal.parallel.whole import Whole
 from shoal.plan import Plan
@@ -27,16 +30,19 @@ __all__ = ["Parallel"]
 
 
 @final
-class Parallel:
+class Parallel(nn.Module):
     """A model laid over the ranks; `shoal.parallelize` makes one.
 
-    Call it like the model. After `backward()` the gradients of `parameters()` are averages over all
-    data-parallel ranks; after the optimizer's step the next call computes with the new weights.
+    It is used like the model. After `backward()` the gradients of `parameters()` are averages over all
+    data-parallel ranks; after the optimizer's step the next call computes with the new weights. Its
+    parameters and its `state_dict()` have the model's names and shapes, in fp32; what ranks share are
+    DTensors cut along their first dim, as FSDP2 has them.
 
     Attributes:
-        module: The model. Its own parameters are up to date within `gathered()`.
+        module: The model. Its own parameters are what computes; they are up to date within `gathered()`.
         plan: The Plan that was applied; its `split` says how many blocks each pipeline stage has.
         axes: The groups that it communicates over.
+        owned: What this rank owns, with where it lies in the whole parameters.
         frozen: What this rank has of the parameters that are not trained.
     """
 
@@ -48,27 +54,34 @@ class Parallel:
         strategies: Sequence[Strategy],
         *,
         whole: Whole,
-        frozen: Sequence[Frozen],
         cuts: Mapping[str, Cut],
+        device: torch.device,
         pipeline: Pipeline | None = None,
     ) -> None:
+        super().__init__()
         self.module = module
         self.plan = plan
         self.axes = axes
-        self.frozen = frozen
+        self.owned = [owned for strategy in strategies for owned in strategy.owned]
+        self.frozen = [frozen for strategy in strategies for frozen in strategy.frozen]
         self._whole = whole
         self._cuts = cuts
         self._strategies = strategies
-        self._owned = [owned for strategy in strategies for owned in strategy.owned]
+        self._state = State(module, whole, self.owned, self.frozen, cuts, axes)
         self._pipeline = pipeline
-        self._dtype = torch.bfloat16 if plan.precision == "bf16" else None
+        self._device = device
+        self._fixed = _fixed_parameters(module, self.frozen)
         self._has_dropout = hasattr(module, "dropout_keys") and any(
             isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
         )
+        follow_optimizers(module, self.owned, self.changed)
+        computing = set(module.parameters())
+        if not all(owned.parameter in computing for owned in self.owned):
+            refuse_copies(module, self._stale)
         self.set_micro_batches(1)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward; with precision=bf16, floating inputs are cast.
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's forward.
 
         In a pipeline it gives no gradients; the last stage gives its output, a tensor, to all ranks.
 
@@ -83,14 +96,14 @@ class Parallel:
         if self._pipeline is not None:
             output = self.evaluate(*inputs, **named)
             return self._pipeline.broadcast(None if output is None else logits_of(output))
-        return self._forward(*inputs, **named)
+        return self.module(*inputs, **named)
 
     @torch.no_grad()
     def evaluate(self, *inputs: Any, **named: Any) -> Any:
         """The model's output without gradients; in a pipeline where the last stage is, and None elsewhere."""
         if self._pipeline is None:
-            return self._forward(*inputs, **named)
-        return self._pipeline.forward(*map(self._cast, inputs))
+            return self.module(*inputs, **named)
+        return self._pipeline.forward(*inputs)
 
     def forward_backward(
         self,
@@ -112,9 +125,8 @@ class Parallel:
         """
         self.set_micro_batches(count)
         if self._pipeline is not None:
-            cast = ((self._cast(inputs), targets) for inputs, targets in micro_batches)
-            return self._pipeline.run(cast, count, loss, prepare)
-        total = torch.zeros((), device=next(self.module.parameters()).device)
+            return self._pipeline.run(micro_batches, count, loss, prepare)
+        total = torch.zeros((), device=self._device)
         for number in range(count):
             inputs, targets = next(micro_batches)
             prepare(number, inputs)
@@ -124,30 +136,134 @@ class Parallel:
                 part.backward()
         return total
 
-    def _forward(self, *inputs: Any, **named: Any) -> Any:
-        cast = {name: self._cast(value) for name, value in named.items()}
-        return self.module(*map(self._cast, inputs), **cast)
+    # -- what people know of modules ----------------------------------------------------------------
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """What to give the optimizer: the part of each parameter that this rank owns, in fp32.
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """What this rank's optimizer changes, and what is not trained, with the names that the model has.
 
-        Parts are flat where they are parts, so an optimizer must work element by element, as SGD and Adam do.
+        Args:
+            prefix: Put before the names.
+            recurse: Whether those of the model too; it has all of them.
+            remove_duplicate: Of a parameter with several names only the first is given, whatever this says.
         """
-        return (owned.parameter for owned in self.owned)
+        if not recurse:
+            return
+        prefix = prefix + "." if prefix else ""
+        here = {**self._fixed, **{each.name: each.parameter for each in self.owned}}
+        for name in self._whole.parameters:
+            if name in here:
+                yield prefix + name, here[name]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """As `parameters`, with the names of the whole parameters."""
-        return ((owned.name, owned.parameter) for owned in self.owned)
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
+        """This rank's part of the model by its names: trained parameters in fp32, as the optimizer has them.
 
-    @property
-    def owned(self) -> Sequence[Owned]:
-        """What this rank owns, with where it lies in the whole parameters."""
-        return self._owned
+        What ranks share are DTensors, which `torch.distributed.checkpoint` saves and loads. In a pipeline
+        each rank has the tensors of its stages.
+
+        Args:
+            destination: A dict to put it into; a new one by default.
+            prefix: Put before the names.
+            keep_vars: Has no meaning here: tensors are detached, in the memory where training keeps them.
+
+        Raises:
+            ModelError: Tensor or expert parallelism cuts parameters; see `full_state_dict`.
+        """
+        state = {} if destination is None else destination
+        state.update({prefix + key: tensor for key, tensor in self._state.named().items()})
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Takes up whole tensors, or what `state_dict` gave, on every rank; changes nothing if one does not fit.
+
+        Args:
+            state_dict: By the model's names; all of them on every rank, in a pipeline too.
+            strict: Whether names have to be the same.
+            assign: Must be False: training keeps its tensors where they are.
+
+        Returns:
+            `missing_keys` and `unexpected_keys`, as of any module.
+
+        Raises:
+            ModelError: A tensor has another shape, or names differ and `strict` is set.
+            LayoutError: `assign` was given.
+        """
+        if assign:
+            raise LayoutError(
+                "load_state_dict was given assign=True, which would replace tensors that ranks share",
+                possible="assign=False: values are copied to where training keeps them",
+                change="leave out assign",
+            )
+        missing, unexpected = self._state.load(state_dict, strict=strict)
+        self.changed()
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes up what `full_state_dict` gave, or any whole `state_dict` of the model; all ranks call it together.
+
+        Args:
+            state: On rank 0 the whole model; what other ranks give is not looked at.
+
+        Raises:
+            ModelError: Names or shapes are not the model's; nothing is changed then.
+        """
+        self._state.load_from_first(state)
+        self.changed()
+
+    def requires_grad_(self, requires_grad: bool = True) -> Parallel:
+        """Trains all parameters from now on, or none."""
+        for parameter in (*self.parameters(), *self.module.parameters()):
+            parameter.requires_grad_(requires_grad)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Parallel:
+        """Itself, if it is there already.
+
+        Raises:
+            LayoutError: It is to go to another device, or to get another type.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        if dtype is None and (device is None or torch.device(device).type == self._device.type):
+            return self
+        return self._apply(None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise LayoutError(
+            "a model that is laid over ranks was to change its device or its types",
+            possible="a move before shoal.parallelize; for bf16, precision=bf16 in the Plan",
+            change="move or cast the model before it is laid out",
+        )
+
+    def __deepcopy__(self, memory: dict[int, Any]) -> NoReturn:
+        raise LayoutError(
+            "a model that is laid over ranks was to be copied or pickled, and it stands for process groups",
+            possible="clones of named_parameters() for an average; full_state_dict() for a model of one device",
+            change="take one of these",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.__deepcopy__({})
+
+    # -- training -----------------------------------------------------------------------------------
+
+    def saved_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers of the `state_dict`, as this rank has them."""
+        return self._whole.buffers_of(self.module)
 
     def buffers_to_save(self) -> dict[str, torch.Tensor]:
         """The buffers of which this rank is the one to save them."""
-        saved = self.module.state_dict()
-        return {name: saved[name] for name in self._whole.buffers if name in self._whole.mine}
+        return {name: each for name, each in self.saved_buffers().items() if name in self._whole.mine}
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within it the caller changes no weights, so that several forwards need not gather them anew."""
+        with ExitStack() as stack:
+            for strategy in self._strategies:
+                stack.enter_context(strategy.unchanged())
+            yield
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -169,17 +285,20 @@ class Parallel:
         split = self.axes.sequence.size // self.axes.cp.size
         set_auxiliary_scale(self.module, 1 / (number * split))
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets all gradients, also those within a step that is given up between its micro-batches.
 
         After a whole step the optimizer's own `zero_grad` does as much.
+
+        Args:
+            set_to_none: Gradients become None whatever this says: an optimizer then leaves alone what gets none.
         """
         if self._pipeline is not None:
             self._pipeline.clear()
         for strategy in self._strategies:
             strategy.clear()
         for owned in self.owned:
-            owned.parameter.grad = None
+            owned.give(None)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -204,7 +323,9 @@ class Parallel:
         """
         keeps = self.axes.world.index == 0
         state = {}
-        parts = self._whole.gather(self.module, self.owned, self.frozen, self._cuts, self.axes.world)
+        parts = self._whole.gather(
+            self.module, self.owned, self.frozen, self._cuts, self.axes.world, self._device
+        )
         for key, tensor in parts:
             if keeps:
                 state[key] = tensor.to("cpu", copy=True)
@@ -251,18 +372,7 @@ class Parallel:
 
     def gradient_norm(self) -> float:
         """The Euclidean norm of the whole averaged gradient; the same on every rank."""
-        graded = [owned for owned in self.owned if owned.parameter.grad is not None]
-        device = next(self.module.parameters()).device
-        squares = torch.zeros((), dtype=torch.float64, device=device)
-        if graded:
-            norms = torch._foreach_norm([_gradient(owned) for owned in graded])
-            each = torch.stack(list(norms)).double().square()
-            copies = [owned.family.copies for owned in graded]
-            if max(copies) > 1:
-                each /= torch.tensor(copies, device=device)
-            squares = each.sum()
-        self.axes.parts.all_reduce(squares, "gradient norm").wait()
-        return math.sqrt(squares.item())
+        return gradient_norm(self.owned, self.axes.parts, self._device)
 
     def clip_gradients(self, limit: float) -> float:
         """Scales the whole gradient down to the norm `limit` if it is above it.
@@ -272,16 +382,20 @@ class Parallel:
         """
         norm = self.gradient_norm()
         if norm > limit:
-            gradients = [owned.parameter.grad for owned in self.owned if owned.parameter.grad is not None]
-            torch._foreach_mul_(gradients, limit / norm)
+            scale_gradients(self.owned, limit / norm)
         return norm
 
-    def _cast(self, value: Any) -> Any:
-        if self._dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(self._dtype)
-        return value
+    def _stale(self) -> str | None:
+        """Why the model's own parameters are not what their owners have; None if they are."""
+        return next((each.stale for each in self._strategies if each.stale is not None), None)
 
 
-def _gradient(owned: Owned) -> torch.Tensor:
-    assert owned.parameter.grad is not None
-    return owned.parameter.grad
+def _fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained, as `named_parameters` shows them."""
+    named = dict(module.named_parameters())
+    return {
+        each.name: named[each.name]
+        if each.shard is None
+        else nn.Parameter(as_sharded(each.local, each.shape, each.shard), requires_grad=False)
+        for each in frozen
+    }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import final
 
 from shoal.parallel.blocks import groups_by_size
-from shoal.parallel.bucket import Owned
 from shoal.parallel.gradient import GradientReduction, GradientSum
+from shoal.parallel.owned import Frozen, Owned
 from shoal.parallel.strategy import Setup, Strategy
 from shoal.parallel.update import WeightUpdate
 
@@ -30,13 +30,18 @@ class ResidentWeights(Strategy):
     def __init__(self, setup: Setup, *, finish: Callable[[GradientSum], None], sums_stay: bool) -> None:
         grouped = setup.buckets(partial(groups_by_size, capacity=setup.bucket), resident=True)
         buckets = [bucket for _, bucket in grouped]
-        users = [[setup.blocks[index] for index in group.blocks] for group, _ in grouped]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
+        self._frozen = setup.frozen
         self._sums_stay = sums_stay
-        self._update = WeightUpdate(setup.entry or setup.model, list(zip(users, buckets, strict=True))[::-1])
+        self._update = WeightUpdate(setup.entry or setup.model, buckets[::-1])
         self._accumulating = False
+        self._step: ExitStack | None = None
         self._reduction = GradientReduction(
-            buckets, finish=finish, on_complete=GradientReduction.reduce_complete, on_end=self._on_end
+            buckets,
+            finish=finish,
+            on_complete=GradientReduction.reduce_complete,
+            on_end=self._on_end,
+            waits=setup.axes.cp.size == 1 and setup.axes.ep.size == 1,
         )
 
     @property
@@ -44,9 +49,22 @@ class ResidentWeights(Strategy):
         """See `Strategy.owned`."""
         return self._owned
 
+    @property
+    def frozen(self) -> Sequence[Frozen]:
+        """See `Strategy.frozen`."""
+        return self._frozen
+
+    @property
+    def stale(self) -> str | None:
+        """See `Strategy.stale`."""
+        return None if self._update.is_fresh else "may be from before their owners' last change"
+
     def start_step(self) -> None:
         """See `Strategy.start_step`."""
         self._update.start()
+        if self._step is None:
+            self._step = ExitStack()
+            self._step.enter_context(self._update.unchanged())
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -80,17 +98,28 @@ class ResidentWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
-        self._update.finish()
-        yield
+        self._update.refresh()
+        with self._update.unchanged():
+            yield
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """See `Strategy.unchanged`."""
+        return self._update.unchanged()
 
     def clear(self) -> None:
         """See `Strategy.clear`."""
         self._reduction.clear()
+        self.changed()
 
     def changed(self) -> None:
         """See `Strategy.changed`."""
+        if self._step is not None:
+            self._step.close()
+            self._step = None
         self._update.mark()
 
     def _on_end(self) -> None:
-        if not self._accumulating:  # the optimizer's step comes next
-            self._update.mark()
+        if self._accumulating or self._reduction.is_paused:
+            self._update.keep()
+        else:  # the optimizer's step comes next
+            self.changed()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -94,7 +95,8 @@ class StageChain:
         For inputs of other shapes than before the stages are run once, by all ranks of the axis.
         """
         if _shapes_of(inputs) not in self._forms:
-            with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            devices = [self._device] if self._device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices), _kept_buffers(self._entries.values()):
                 self.forward(inputs)
         return self._forms[_shapes_of(inputs)]
 
@@ -128,6 +130,22 @@ class StageChain:
 
     def _send(self, number: int, output: Tensor) -> None:
         self._axis.send(output.contiguous(), self._placement[number], f"activation:{number}").wait()
+
+
+@contextmanager
+def _kept_buffers(entries: Iterable[Entry]) -> Iterator[None]:
+    """A forward within it leaves no trace in buffers, such as the statistics of a batch norm."""
+    modules = {module for entry in entries for module in entry.stage.module.modules()}
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for module, name, buffer, values in before:
+        buffer.copy_(values)
+        module._buffers[name] = buffer
 
 
 def _shapes_of(inputs: Any) -> tuple[torch.Size, ...]:

@@ -12,8 +12,9 @@ from torch import nn
 
 from shoal.parallel.axes import Axes, Family
 from shoal.parallel.blocks import Group, Run, parameter_runs
-from shoal.parallel.bucket import Bucket, Fill, Frozen, Owned
+from shoal.parallel.bucket import Bucket, Fill
 from shoal.parallel.layout import Cut
+from shoal.parallel.owned import Frozen, Owned
 
 __all__ = ["Setup", "Strategy"]
 
@@ -35,6 +36,7 @@ class Setup:
         experts: Names of the parameters of experts, of which this rank has some.
         tied: Names of the parameters that the first and the last pipeline stage share, on different ranks.
         lent: Names of the parameters that another stage of this rank uses too.
+        in_fp32: Names of the parameters that compute in fp32 whatever `dtype` is.
         names: Names of the model's parameters that the strategy is for; None for all.
         entry: The module whose forward is that of all these parameters; None for the model.
     """
@@ -50,6 +52,7 @@ class Setup:
     experts: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
     lent: frozenset[str] = frozenset()
+    in_fp32: frozenset[str] = frozenset()
     names: frozenset[str] | None = None
     entry: nn.Module | None = None
 
@@ -64,67 +67,79 @@ class Setup:
 
     @property
     def families(self) -> Sequence[tuple[Family, frozenset[str]]]:
-        """What parameters are kept over, with the names of these parameters."""
-        kinds: dict[Family, set[str]] = {}
+        """What trained parameters are kept over, with the names of these parameters."""
+        return [(family, names) for family, _, names in self._kinds(are_trained=True)]
+
+    def _kinds(self, *, are_trained: bool) -> Sequence[tuple[Family, torch.dtype, frozenset[str]]]:
+        """What parameters are kept over, and the type that they compute in, with their names."""
+        kinds: dict[tuple[Family, torch.dtype], set[str]] = {}
         for name, parameter in self.named:
-            if parameter.requires_grad:
-                kinds.setdefault(self._family(name), set()).add(name)
-        return [(family, frozenset(names)) for family, names in kinds.items()]
+            if parameter.requires_grad == are_trained and parameter.is_floating_point():
+                kinds.setdefault((self._family(name, parameter), self.dtype_of(name)), set()).add(name)
+        return [(family, dtype, frozenset(names)) for (family, dtype), names in kinds.items()]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The type that a parameter computes in."""
+        return torch.float32 if name in self.in_fp32 else self.dtype
 
     @property
     def frozen(self) -> Sequence[Frozen]:
-        """What this rank has of the parameters that are not trained."""
+        """What this rank has of the parameters that are not trained and not in buckets: all of them."""
         return [
             self._frozen(name, parameter) for name, parameter in self.named if not parameter.requires_grad
         ]
 
     def buckets(
-        self, grouped: Callable[[Sequence[Run]], Sequence[Group]], *, resident: bool
+        self, grouped: Callable[[Sequence[Run]], Sequence[Group]], *, resident: bool, are_trained: bool = True
     ) -> list[tuple[Group, Bucket]]:
-        """All trained parameters in buckets, each of one family, in the order in which backward ends them.
+        """Parameters in buckets, each of one family and type, in the order in which backward ends them.
 
         A bucket ends with its parameter that the model registers first, and forward uses first.
 
         Args:
             grouped: Makes the groups of a family.
             resident: See `Bucket`.
+            are_trained: Whether of the parameters that are trained, or of the floating ones that are not.
         """
         groups = [
-            (family, group)
-            for family, names in self.families
+            (family, dtype, group)
+            for family, dtype, names in self._kinds(are_trained=are_trained)
             for group in grouped(parameter_runs(self.model, self.blocks, names))
         ]
         position = {name: index for index, (name, _) in enumerate(self.named)}
-        groups.sort(key=lambda each: min(position[name] for name, _ in each[1].parameters), reverse=True)
+        groups.sort(key=lambda each: min(position[name] for name, _ in each[2].parameters), reverse=True)
         return [
             (
                 group,
                 Bucket(
-                    f"bucket {number}",
+                    f"bucket {number}" if are_trained else f"frozen bucket {number}",
                     group.parameters,
                     family=family,
-                    dtype=self.dtype,
+                    dtype=dtype,
                     resident=resident,
                     fill=self.fill,
                     cuts=self.cuts,
                 ),
             )
-            for number, (family, group) in enumerate(groups)
+            for number, (family, dtype, group) in enumerate(groups)
         ]
 
     def _frozen(self, name: str, parameter: nn.Parameter) -> Frozen:
         cut = self.cuts.get(name)
-        family = self._family(name)
+        family = self._family(name, parameter)
         is_first = family.shard.index == 0 and family.is_first
-        return Frozen(name, tuple(parameter.shape) if cut is None else cut.shape, parameter, cut, is_first)
+        shape = tuple(parameter.shape) if cut is None else cut.shape
+        return Frozen(name, shape, 0, parameter.detach(), cut, is_first)
 
-    def _family(self, name: str) -> Family:
+    def _family(self, name: str, parameter: nn.Parameter) -> Family:
         axes = self.axes
         if name in self.experts:
             return axes.experts
         dense, partial, whole = (
             axes.between_ends if name in self.tied else (axes.dense, axes.partial, axes.whole)
         )
+        if parameter.dim() == 0 and axes.uncut is not None and name not in self.tied:
+            return axes.uncut
         if axes.tp.size == 1 or name in self.cuts:
             return dense
         return partial if name in self.narrowed else whole
@@ -141,6 +156,16 @@ class Strategy(ABC):
     @abstractmethod
     def owned(self) -> Sequence[Owned]:
         """What this rank's optimizer changes."""
+
+    @property
+    @abstractmethod
+    def frozen(self) -> Sequence[Frozen]:
+        """What this rank has of the parameters that are not trained."""
+
+    @property
+    @abstractmethod
+    def stale(self) -> str | None:
+        """Why the model's own parameters are not what their owners have; None if they are."""
 
     @abstractmethod
     def start_step(self) -> None:
@@ -170,6 +195,10 @@ class Strategy(ABC):
     @abstractmethod
     def gathered(self) -> AbstractContextManager[None]:
         """Within it, every parameter of the model is whole and up to date."""
+
+    @abstractmethod
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Within it nobody changes what is owned, so that weights need not be gathered in every forward."""
 
     @abstractmethod
     def clear(self) -> None:

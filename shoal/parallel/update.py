@@ -1,72 +1,139 @@
-"""Bringing weights that stay in memory up to date after the optimizer has changed its parts of them."""
+"""Bringing weights that stay in memory up to date after their owners have changed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from shoal.parallel.access import watch
+from shoal.parallel.block_order import in_backward
 from shoal.parallel.bucket import Bucket
 
 __all__ = ["WeightUpdate"]
 
 
 class WeightUpdate:
-    """Gathers every bucket's weights at the first forward after a change, overlapped with that forward.
+    """Gathers every bucket's weights in a forward, overlapped with it.
 
-    All gathers start when the model's forward begins, or before it by `start`. The root's are waited for
-    there, and so come first; a block's where the block begins.
+    What changes the owners' parts cannot be seen: optimizers and users write into them in many ways. So every
+    forward begins with a gather, as FSDP2's does, but for those between which nobody has reason to write: the
+    micro-batches of a step, and whatever runs within `unchanged`.
+
+    All gathers start when the model's forward begins, or before it by `start`, and each is waited for where a
+    weight of its bucket is used first. Weights may also be used outside of the model's forward, by another
+    method of it. Then a pass over the model begins where a module is used that has been used before.
 
     Args:
         model: The whole model.
-        buckets: Each with the blocks that its parameters belong to, none for the root; in forward order.
-
-    A forward may also come between a backward and the optimizer's step. So the weights count as out of date
-    for as long as there are gradients that a step could still use.
+        buckets: In forward order.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[tuple[Sequence[nn.Module], Bucket]]) -> None:
-        self._root = [bucket for blocks, bucket in buckets if not blocks]
-        self._buckets = [*self._root, *(bucket for blocks, bucket in buckets if blocks)]
-        self._stale = False
+    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+        self._buckets = [bucket for bucket in buckets if not bucket.is_current]
+        self._is_fresh = False  # gathered, and nobody has had reason to write since
+        self._is_used = True  # by a forward since it was gathered, without a backward after it
+        self._under_way = False
+        self._unchanged = 0
+        self._forwards = 0  # of the model, one within another
+        self._seen: set[int] = set()
+        if not self._buckets:
+            return
+        bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         model.register_forward_pre_hook(self._before_model)
-        model.register_forward_hook(self._after_model)
-        for blocks, bucket in buckets:
-            for block in blocks:
-                block.register_forward_pre_hook(self._before_block(bucket))
+        model.register_forward_hook(self._after_model, always_call=True)
+        for number, module in enumerate(model.modules()):
+            own = [bucket_of[each] for each in module._parameters.values() if each in bucket_of]
+            if own:
+                watch(module, self._before_use(number, list(dict.fromkeys(own))), self._is_forward_open)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether weights are ever out of date."""
+        return bool(self._buckets)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether all weights are what their owners had when these were last likely to change."""
+        return not self._buckets or (self._is_fresh and not self._under_way)
 
     def mark(self) -> None:
         """Says that the owners' parts have changed, or are about to."""
-        self._stale = True
+        self._finish()
+        self._is_fresh = False
 
-    def finish(self) -> None:
+    def keep(self) -> None:
+        """Says that a backward has ended after which the owners' parts do not change yet."""
+        self._is_used = False
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within it the owners' parts do not change."""
+        self._unchanged += 1
+        try:
+            yield
+        finally:
+            self._unchanged -= 1
+
+    def refresh(self) -> None:
         """Brings all weights up to date now."""
-        self.start()
-        for bucket in self._buckets:
-            bucket.finish_gather()
+        self._gather()
+        self._finish()
 
     def start(self) -> None:
-        """Starts the gathers, if there is something to gather."""
-        if self._stale:
-            self._stale = any(
-                owned.parameter.grad is not None for bucket in self._buckets for owned in bucket.owned
-            )
+        """Starts the gathers, if somebody may have written since the last ones."""
+        if not self._is_fresh or (self._is_used and not self._unchanged):
+            self._gather()
+
+    def _gather(self) -> None:
+        for bucket in self._buckets:
+            bucket.start_gather()
+        self._is_fresh = self._under_way = True
+        self._is_used = False
+        self._seen.clear()
+
+    def _finish(self) -> None:
+        if self._under_way:
             for bucket in self._buckets:
-                bucket.start_gather()
+                bucket.finish_gather()
+            self._under_way = False
 
     def _before_model(self, module: nn.Module, arguments: Any) -> None:
-        self.start()
-        for bucket in self._root:
-            bucket.finish_gather()
+        if in_backward():
+            return
+        self._forwards += 1
+        if self._forwards == 1:
+            self.start()
 
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        for bucket in self._buckets:  # of blocks that this forward left out
-            bucket.finish_gather()
+        if in_backward():
+            return
+        self._forwards -= 1
+        self._finish()  # what this forward left out
+        self._is_used = True
 
-    @staticmethod
-    def _before_block(bucket: Bucket) -> Any:
-        def wait(module: nn.Module, arguments: Any) -> None:
-            bucket.finish_gather()
+    def _is_forward_open(self) -> bool:
+        return self._forwards > 0 or (self._is_used and torch.is_grad_enabled())
+
+    def _before_use(self, number: int, buckets: Sequence[Bucket]) -> Callable[[], None]:
+        def wait() -> None:
+            if self._under_way:
+                for bucket in buckets:
+                    bucket.finish_gather()
+            if not self._forwards:
+                self._outside(number)
 
         return wait
+
+    def _outside(self, number: int) -> None:
+        """A module is used while the model's own forward is not running."""
+        if in_backward():
+            return
+        if number in self._seen:
+            self._is_used = True
+        self.start()
+        self._finish()
+        self._seen.add(number)

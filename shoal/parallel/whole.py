@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from shoal.parallel.axes import Axes
-from shoal.parallel.bucket import Frozen, Owned
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
+from shoal.parallel.owned import Frozen, Owned
 from shoal.parallel.pieces import Pieces
 from shoal.parallel.stage_chain import Form
 
@@ -35,17 +35,21 @@ class Whole:
     keys: Mapping[str, str]
 
     @classmethod
-    def of(cls, model: nn.Module, pieces: Pieces | None, axes: Axes, frozen: torch.dtype) -> Whole:
+    def of(
+        cls, model: nn.Module, pieces: Pieces | None, axes: Axes, frozen: Callable[[str], torch.dtype]
+    ) -> Whole:
         """Describes a model that is still whole.
 
         Args:
             model: It.
             pieces: Its stages, if it is cut into some.
             axes: What it is laid over.
-            frozen: The type that floating parameters get that are not trained.
+            frozen: From the name of a floating parameter that is not trained to the type that it gets.
         """
         names = {parameter: name for name, parameter in model.named_parameters()}
-        parameters = {name: Form(tuple(each.shape), _dtype_of(each, frozen)) for each, name in names.items()}
+        parameters = {
+            name: Form(tuple(each.shape), _dtype_of(each, frozen(name))) for each, name in names.items()
+        }
         saved = model.state_dict(keep_vars=True)
         keys = {key: names[value] for key, value in saved.items() if value in names}
         buffers = {
@@ -59,6 +63,15 @@ class Whole:
         }
         return cls(parameters, buffers, frozenset(mine), keys)
 
+    def form_of(self, key: str) -> Form:
+        """The form of a tensor of the `state_dict`."""
+        return self.parameters[self.keys[key]] if key in self.keys else self.buffers[key]
+
+    def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The buffers that are saved, as a rank has them, by their names in the `state_dict`."""
+        named = dict(model.named_buffers(remove_duplicate=False))
+        return {key: named[key] for key in self.buffers if key in named}
+
     def gather(
         self,
         model: nn.Module,
@@ -66,6 +79,7 @@ class Whole:
         frozen: Sequence[Frozen],
         cuts: Mapping[str, Cut],
         world: Axis,
+        device: torch.device,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor of the `state_dict`, one after another, the same on every rank.
 
@@ -77,24 +91,23 @@ class Whole:
             frozen: What it has of the others.
             cuts: Of the parameters of which this rank has a block, which one; by name.
             world: All ranks, which go through it together.
+            device: Where the tensors are made.
         """
-        device = next(model.parameters()).device
         held: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for frozen_part in frozen:
             if frozen_part.is_first_copy:
-                held.setdefault(frozen_part.name, []).append((0, frozen_part.parameter.detach()))
+                held.setdefault(frozen_part.name, []).append((frozen_part.start, frozen_part.local))
         for part in owned:
             if part.family.is_first:
-                held.setdefault(part.name, []).append((part.start, part.parameter.detach()))
-        saved = model.state_dict()
-        for key in self.mine:
-            held[key] = [(0, saved[key])]
+                held.setdefault(part.name, []).append((part.start, part.local))
+        for key, buffer in self.buffers_of(model).items():
+            if key in self.mine:
+                held[key] = [(0, buffer)]
         known: dict[str, torch.Tensor] = {}
         for key in (*self.keys, *self.buffers):
             name = self.keys.get(key, key)
             if name not in known:
-                form = self.parameters[name] if key in self.keys else self.buffers[key]
-                whole = _summed(form, held.get(name, []), cuts.get(name), device)
+                whole = _summed(self.form_of(key), held.get(name, []), cuts.get(name), device)
                 world.all_reduce(whole, f"whole {name}").wait()
                 known = {name: whole}  # a tied one follows at once, or is gathered anew
             yield key, known[name]

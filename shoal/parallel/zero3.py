@@ -21,8 +21,9 @@ import torch
 
 from shoal.parallel.block_order import BlockOrder, Visits
 from shoal.parallel.blocks import groups_by_block
-from shoal.parallel.bucket import Bucket, Owned
+from shoal.parallel.bucket import Bucket
 from shoal.parallel.gradient import GradientReduction, GradientSum
+from shoal.parallel.owned import Frozen, Owned
 from shoal.parallel.strategy import Setup, Strategy
 
 __all__ = ["zero3"]
@@ -36,16 +37,25 @@ def zero3(setup: Setup) -> Strategy:
 @final
 class _ShardedWeights(Strategy):
     def __init__(self, setup: Setup) -> None:
-        # The positions of buckets, by block; the last are the root's.
+        # The positions of buckets whose gradients are reduced, by block; the last are the root's.
         self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
-        self._buckets: list[Bucket] = []
+        held: list[list[Bucket]] = [[] for _ in self._positions]
+        trained: list[Bucket] = []
         for position, (group, bucket) in enumerate(setup.buckets(groups_by_block, resident=False)):
             self._positions[group.blocks[0] if group.blocks else -1].append(position)
-            self._buckets.append(bucket)
-        self._blocks = [[self._buckets[position] for position in held] for held in self._positions]
-        self._root = self._blocks.pop()
+            held[group.blocks[0] if group.blocks else -1].append(bucket)
+            trained.append(bucket)
+        fixed = [each for each in setup.frozen if not each.local.is_floating_point()]
+        for group, bucket in setup.buckets(groups_by_block, resident=False, are_trained=False):
+            held[group.blocks[0] if group.blocks else -1].append(bucket)
+            fixed += bucket.frozen
+        self._frozen = fixed
+        *self._blocks, self._root = held
+        self._buckets = [bucket for buckets in held for bucket in buckets]
         self._lent = [bucket for bucket in self._root if _has_any(bucket, setup.lent)]
-        self._owned = [owned for bucket in self._buckets for owned in bucket.owned]
+        self._owned = [owned for bucket in trained for owned in bucket.owned]
+        self._pinned: set[int] = set()  # blocks, by the forward that runs
+        self._read: set[int] = set()  # blocks that were pinned in a forward whose backward is to come
         self._held_open = 0
         self._on_hold = False
         self._is_walking_back = False
@@ -59,19 +69,35 @@ class _ShardedWeights(Strategy):
             leave_backward=self._leave,
             settle=self._settle,
             recompute=lambda block: self._gather(self._blocks[block]),
+            pin=self._pin,
+            use_root=lambda: self._gather(self._root),
         )
         self._order = BlockOrder(setup.entry or setup.model, setup.blocks, visits)
         self._reduction = GradientReduction(
-            self._buckets,
+            trained,
             finish=GradientSum.give_and_free,
             before_end=self._end_backward,
-            on_end=self._drop_own,
+            on_end=self._end_reduction,
         )
 
     @property
     def owned(self) -> Sequence[Owned]:
         """See `Strategy.owned`."""
         return self._owned
+
+    @property
+    def frozen(self) -> Sequence[Frozen]:
+        """See `Strategy.frozen`."""
+        return self._frozen
+
+    @property
+    def stale(self) -> str | None:
+        """See `Strategy.stale`."""
+        return None if self._held_open else "are there only while a forward or a backward needs them"
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """See `Strategy.unchanged`. Weights are gathered in every forward all the same."""
+        return nullcontext()
 
     def start_step(self) -> None:
         """See `Strategy.start_step`."""
@@ -120,6 +146,7 @@ class _ShardedWeights(Strategy):
         self._is_walking_back = False
         self._order.clear()
         self._reduction.clear()
+        self._read.clear()
 
     def changed(self) -> None:
         """See `Strategy.changed`. Weights are gathered anew in every forward."""
@@ -140,8 +167,9 @@ class _ShardedWeights(Strategy):
             self._start(self._blocks[block + 1])
 
     def _leave(self, block: int) -> None:
-        for bucket in self._blocks[block] if block < len(self._blocks) else ():
-            self._drop(bucket)
+        if block < len(self._blocks) and block not in self._pinned and block not in self._read:
+            for bucket in self._blocks[block]:
+                self._drop(bucket)
 
     def _end_forward(self) -> None:
         if not torch.is_grad_enabled():
@@ -151,6 +179,8 @@ class _ShardedWeights(Strategy):
         self._is_walking_back = True
         self._reduction.begin()
         self._gather(self._root)  # another forward or backward may have freed it meanwhile
+        for block in sorted(self._read):
+            self._gather(self._blocks[block])
 
     def _come_backward(self, block: int) -> None:
         self._gather(self._blocks[block])
@@ -158,6 +188,8 @@ class _ShardedWeights(Strategy):
             self._start(self._blocks[block - 1])
 
     def _settle(self, block: int) -> None:
+        if block in self._read:
+            return  # where in backward its gradients are complete is not known: they are reduced at its end
         if block < len(self._blocks):
             self._reduction.reduce(self._positions[block])
         else:
@@ -168,6 +200,16 @@ class _ShardedWeights(Strategy):
         if not is_another_stage_s:
             self._order.end_backward()
         self._is_walking_back = False
+
+    def _pin(self, block: int) -> None:
+        self._pinned.add(block)
+        if torch.is_grad_enabled():
+            self._read.add(block)
+
+    def _end_reduction(self) -> None:
+        if not self._reduction.is_paused:
+            self._read.clear()
+            self._drop_own()
 
     # -- what the visits do -------------------------------------------------------------------------
 
@@ -187,11 +229,13 @@ class _ShardedWeights(Strategy):
             bucket.drop_weights()
 
     def _drop_own(self) -> None:
+        self._pinned.clear()
         for bucket in self._buckets:
             if bucket not in self._lent:
                 self._drop(bucket)
 
     def _drop_all(self) -> None:
+        self._pinned.clear()
         for bucket in self._buckets:
             self._drop(bucket)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import Piece, Region
-from shoal.parallel import Axis, Frozen, Owned, Parallel
+from shoal.parallel import Axis, Frozen, Owned, Parallel, local_part
 
 __all__ = ["fixed_pieces", "make_optimizer_state", "pieces_to_load", "pieces_to_save"]
 
@@ -47,7 +47,7 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Pie
 def pieces_to_load(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Piece]:
     """What this rank reads, into the memory where training keeps it."""
     pieces = [piece for owned in parallel.owned for piece in _pieces_of(owned, optimizer, every_step=True)]
-    return pieces + _buffer_pieces(parallel.module) + [_frozen_piece(frozen) for frozen in parallel.frozen]
+    return pieces + _fixed(parallel.saved_buffers()) + [_frozen_piece(frozen) for frozen in parallel.frozen]
 
 
 def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool = False) -> Iterator[Piece]:
@@ -58,7 +58,8 @@ def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool =
     region = _region(owned)
 
     def part(prefix: str, tensor: torch.Tensor) -> Piece:
-        return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, tensor.detach(), region)
+        flat = local_part(tensor).detach().view(-1)
+        return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, flat, region)
 
     yield part("model", parameter)
     state = optimizer.state[parameter]
@@ -89,8 +90,8 @@ def _fixed(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
 
 
 def _frozen_piece(frozen: Frozen) -> Piece:
-    tensor = frozen.parameter.detach()
-    return Piece(f"fixed/{frozen.name}", frozen.shape, 0, tensor.numel(), tensor, _region(frozen))
+    flat, start = frozen.local.view(-1), frozen.start
+    return Piece(f"fixed/{frozen.name}", frozen.shape, start, start + flat.numel(), flat, _region(frozen))
 
 
 def _region(part: Owned | Frozen) -> Region | None:

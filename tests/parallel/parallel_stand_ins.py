@@ -69,7 +69,7 @@ def evaluate(text):
 def owned_parts(parallel):
     """Copies of what a rank owns, as `assembled` takes them."""
     return [
-        (each.name, each.shape, each.start, each.stop, each.cut, each.parameter.detach().clone())
+        (each.name, each.shape, each.start, each.stop, each.cut, each.local.detach().clone())
         for each in parallel.owned
     ]
 

@@ -25,7 +25,7 @@ def accumulate_without_zeroing(text):
     parallel = parallelize(transformer(), text)
     for _ in range(2):
         one_step(parallel, tokens(dist.get_rank()))
-    return [(owned.name, owned.start, owned.parameter.grad.flatten()) for owned in parallel.owned]
+    return [(owned.name, owned.start, owned.gradient.flatten()) for owned in parallel.owned]
 
 
 @pytest.mark.parametrize("shard", SHARDS)
@@ -158,9 +158,9 @@ def storages(text):
     for parameter in parallel.module.parameters():
         seen[parameter.untyped_storage().data_ptr()] = parameter.untyped_storage().nbytes()
     weights = sum(seen.values())
-    owned = sum(owned.parameter.numel() for owned in parallel.owned)
+    owned = sum(owned.local.numel() for owned in parallel.owned)
     gradients = {
-        owned.parameter.grad.untyped_storage().data_ptr(): owned.parameter.grad for owned in parallel.owned
+        owned.gradient.untyped_storage().data_ptr(): owned.gradient for owned in parallel.owned
     }
     return weights, owned, sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
 

@@ -189,7 +189,7 @@ def gradients_of_a_step(text):
     pairs = [(part[:, :-1], part[:, 1:]) for part in tokens.split(len(tokens) // 4)]
     parallel.forward_backward(iter(pairs), len(pairs), next_token_loss)
     return [
-        (each.name, each.shape, each.start, each.stop, each.cut, each.parameter.grad.clone())
+        (each.name, each.shape, each.start, each.stop, each.cut, each.gradient.clone())
         for each in parallel.owned
     ]
 

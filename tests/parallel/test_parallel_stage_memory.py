@@ -78,7 +78,7 @@ def states_held(text):
     states = [each for kept in optimizer.state.values() for each in kept.values() if each.ndim]
     weights = [each for each in parallel.module.parameters() if not each.is_meta]
     gradients = {"none": weights, "zero1": weights}.get(
-        parallel.plan.shard, [owned.parameter for owned in parallel.owned]
+        parallel.plan.shard, [owned.local for owned in parallel.owned]
     )
     return sum(each.nbytes for each in (*states, *weights, *gradients))
 

@@ -137,8 +137,8 @@ def a_rank_of_its_own(_: str) -> Iterator[None]:
         norm = clip_gradients(self, limit)
         if dist.get_rank() == dist.get_world_size() - 1:
             for owned in self.owned:
-                if owned.name == "blocks.1.feed_forward.up.weight" and owned.parameter.grad is not None:
-                    owned.parameter.grad[:1] *= 1.5
+                if owned.name == "blocks.1.feed_forward.up.weight" and owned.gradient is not None:
+                    owned.gradient[:1] *= 1.5
         return norm
 
     with patch.object(Parallel, "clip_gradients", spoiling):

@@ -184,7 +184,7 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
                     _fragment(owned, gradient * factor)
                     for owned, gradient in zip(parallel.owned, clipped, strict=True)
                 ],
-                parameters=[_fragment(owned, owned.parameter) for owned in parallel.owned],
+                parameters=[_fragment(owned, owned.local) for owned in parallel.owned],
             )
         )
     return steps
@@ -252,7 +252,7 @@ def _fragment(owned: Owned, values: torch.Tensor) -> Fragment:
 
 
 def _gradient_of(owned: Owned) -> torch.Tensor:
-    return torch.zeros_like(owned.parameter) if owned.parameter.grad is None else owned.parameter.grad
+    return torch.zeros_like(owned.local) if owned.gradient is None else owned.gradient
 
 
 @contextmanager

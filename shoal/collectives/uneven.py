@@ -1,0 +1,61 @@
+"""All-gather and reduce-scatter of parts of different sizes, made of a rooted collective for each part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+
+from shoal.collectives.operands import require_size
+from shoal.collectives.work import Several
+
+__all__ = ["all_gather_uneven", "reduce_scatter_uneven"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def all_gather_uneven(
+    group: dist.ProcessGroup, outputs: Tensors, tensor: torch.Tensor, opts: Any
+) -> dist.Work:
+    """Gives every rank of the group everybody's tensor.
+
+    Args:
+        group: Of the backend "shoal".
+        outputs: One for each rank.
+        tensor: This rank's.
+        opts: c10d's options, for the timeout.
+    """
+    rank = group.rank()
+    require_size(outputs[rank], tensor.numel(), "this rank's part of the output of all_gather")
+    outputs[rank].copy_(tensor.view_as(outputs[rank]))
+    rooted = c10d.BroadcastOptions()
+    rooted.timeout = opts.timeout
+    works = []
+    for rooted.rootRank, output in enumerate(outputs):
+        works.append(group.broadcast([output], rooted))
+    return Several(works, [outputs])
+
+
+def reduce_scatter_uneven(
+    group: dist.ProcessGroup, output: torch.Tensor, parts: Tensors, opts: Any
+) -> dist.Work:
+    """Reduces a list of tensors over the group; rank i gets the i-th.
+
+    Args:
+        group: Of the backend "shoal".
+        output: This rank's result.
+        parts: One for each rank.
+        opts: c10d's options, for the timeout and the reduction.
+    """
+    rank = group.rank()
+    require_size(output, parts[rank].numel(), "the output of reduce_scatter")
+    rooted = c10d.ReduceOptions()
+    rooted.timeout, rooted.reduceOp = opts.timeout, opts.reduceOp
+    copies = [part.clone() for part in parts]
+    works = []
+    for rooted.rootRank, copy in enumerate(copies):
+        works.append(group.reduce([copy], rooted))
+    return Several(works, [output], lambda: output.copy_(copies[rank].view_as(output)))

@@ -1,0 +1,109 @@
+"""What a rank has of the model's parameters: what its optimizer changes, and what is not trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.parallel.axes import Family
+from shoal.parallel.communication import Axis
+from shoal.parallel.layout import Cut
+
+__all__ = ["Frozen", "Owned", "as_sharded", "local_part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """The part of one of the model's parameters that this rank's optimizer changes.
+
+    Attributes:
+        name: The parameter's name in the model.
+        shape: The whole parameter's shape.
+        start: First element of the part in the flattened parameter, or in its flattened block.
+        stop: Where the part ends.
+        parameter: What the optimizer is given, in fp32: where the ranks of `family.shard` share the
+            parameter, a DTensor over them, of the shape that the parameter has, cut along its first dim; else
+            an ordinary parameter, the model's own if it computes in fp32 too.
+        local: The part itself, `[rows, ...]`, in the memory of `parameter`.
+        family: What the parameter is sharded and summed over.
+        cut: The block of the parameter that the part is of; None if it is of all of it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    parameter: nn.Parameter
+    local: torch.Tensor
+    family: Family
+    cut: Cut | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the part begins with the parameter's first element."""
+        return self.start == 0 and (self.cut is None or self.cut.offset == 0)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The part's gradient, `[rows, ...]`; None if there is none."""
+        return None if self.parameter.grad is None else local_part(self.parameter.grad)
+
+    def give(self, gradient: torch.Tensor | None) -> None:
+        """Makes a tensor `[rows, ...]` the part's gradient, or forgets the one that it has."""
+        self.parameter.grad = None if gradient is None else _like(self.parameter, gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What this rank has of a parameter that is not trained: all of it, its block, or rows of these.
+
+    Attributes:
+        name: The parameter's name in the model.
+        shape: The whole parameter's shape.
+        start: First element of the part in the flattened parameter, or in its flattened block.
+        local: The part, in the type that computes; where nothing is sharded it is the model's own parameter.
+        cut: The block that it is of; None if it is of all of the parameter.
+        is_first_copy: Whether this is the first of the ranks that have the same.
+        shard: The ranks that share it; None if it is whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    local: torch.Tensor
+    cut: Cut | None
+    is_first_copy: bool
+    shard: Axis | None = None
+
+
+def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    """A DTensor of `shape` whose rows on this rank of the axis are `local`, in the same memory.
+
+    A tensor without dims, which cannot be cut, is the same on every rank.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes long, and few Plans need it
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    stride = tuple(local.stride())
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    placement = Shard(0) if shape else Replicate()
+    spec = DTensorSpec(axis.mesh(local.device.type), (placement,), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: the local part of a DTensor, any other tensor as it is."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """A tensor with this rank's part of what is cut as `parameter` is."""
+    if not hasattr(parameter, "_local_tensor"):
+        return local
+    kind: Any = type(parameter)
+    gradient: torch.Tensor = kind(local, parameter._spec, requires_grad=False)
+    return gradient

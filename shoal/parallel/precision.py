@@ -1,0 +1,62 @@
+"""What computes in which type under precision=bf16.
+
+The rules are FSDP2's. Weights compute in bf16 and are kept in fp32 by their owners; floating inputs are cast
+to bf16 where they come to the model and to each block, within tuples, mappings and dataclasses too; buffers
+keep their types; gradients are summed in fp32. Two rules are added, for models that would stop with an error
+of types. A module with weights of its own casts what comes to it, as a positional buffer in fp32 makes an
+activation fp32. A module with running statistics, such as a batch norm, keeps its weights in fp32 beside
+them, as torch's autocast does: it takes bf16 and gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from shoal.parallel.nested import map_tensors
+
+__all__ = ["cast_inputs", "kept_in_fp32"]
+
+
+def kept_in_fp32(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that compute in fp32 whatever the Plan says."""
+    kept = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for parameter in module.parameters(recurse=False)
+    }
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in kept)
+
+
+def cast_inputs(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    """Has floating inputs cast to the type that computes, before the model, its blocks, and modules with weights.
+
+    Args:
+        model: Its weights may not be in that type yet.
+        blocks: Its repeated parts.
+        dtype: That computes.
+    """
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def before_any(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        return map_tensors(inputs, cast), map_tensors(named, cast)
+
+    def before_leaf(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        for each in inputs:
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype != dtype:
+                return map_tensors(inputs, cast)
+        return None
+
+    for module in dict.fromkeys((model, *blocks)):
+        module.register_forward_pre_hook(before_any, with_kwargs=True)
+    for module in set(model.modules()) - {model, *blocks}:
+        own = [each for each in module._parameters.values() if each is not None]
+        if any(each.is_floating_point() for each in own) and not isinstance(module, _NormBase):
+            module.register_forward_pre_hook(before_leaf)

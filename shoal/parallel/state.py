@@ -1,0 +1,185 @@
+"""The state of a model that is laid over ranks, as people know it from `state_dict` and `load_state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.errors import ModelError
+from shoal.parallel.axes import Axes
+from shoal.parallel.layout import Cut
+from shoal.parallel.owned import Frozen, Owned, as_sharded, local_part
+from shoal.parallel.whole import Whole
+
+__all__ = ["State"]
+
+
+class State:
+    """What this rank has of each tensor of a model's `state_dict`.
+
+    Args:
+        module: The model.
+        whole: What it was before it was laid over ranks.
+        owned: What this rank has of the trained parameters.
+        frozen: What it has of the others.
+        cuts: Of the parameters of which this rank has a block, which one; by name.
+        axes: What it is laid over.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        whole: Whole,
+        owned: Sequence[Owned],
+        frozen: Sequence[Frozen],
+        cuts: Mapping[str, Cut],
+        axes: Axes,
+    ) -> None:
+        self._module = module
+        self._whole = whole
+        self._owned = {each.name: each for each in owned}
+        self._frozen = {each.name: each for each in frozen}
+        self._cuts = cuts
+        self._axes = axes
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """This rank's `state_dict`: DTensors of what is sharded, in the memory where training keeps it.
+
+        Raises:
+            ModelError: Tensor or expert parallelism cuts parameters, of which a rank would give a block.
+        """
+        if self._cuts:
+            raise ModelError(
+                f"state_dict() would give blocks of parameters such as {next(iter(self._cuts))}, "
+                "which tensor or expert parallelism cuts",
+                possible="full_state_dict(), which gives rank 0 the whole model, or checkpoints by shoal.save",
+                change="call one of these",
+            )
+        state: dict[str, torch.Tensor] = {}
+        for key, name in self._whole.keys.items():
+            if name in self._owned:
+                state[key] = self._owned[name].parameter.detach()
+            elif name in self._frozen:
+                frozen = self._frozen[name]
+                sharded = frozen.shard is not None
+                state[key] = as_sharded(frozen.local, frozen.shape, frozen.shard) if sharded else frozen.local
+        return {**state, **self._whole.buffers_of(self._module)}
+
+    def load(self, given: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
+        """Takes up tensors, whole or cut as `named` gives them; changes nothing if one does not fit.
+
+        Args:
+            given: By the names of the `state_dict`. Every rank has all of them.
+            strict: Whether names have to be the same.
+
+        Returns:
+            The names that are missing, and those that the model does not have.
+
+        Raises:
+            ModelError: A tensor has another shape, or names differ and `strict` is set.
+        """
+        missing, unexpected = self._require_fit(
+            {key: _shape_of(value) for key, value in given.items()}, strict
+        )
+        for key, take in list(self._takers(given)):
+            take(given[key])
+        return missing, unexpected
+
+    def load_from_first(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Takes up whole tensors that rank 0 has; all ranks call it.
+
+        Raises:
+            ModelError: As `load`, on every rank.
+        """
+        world = self._axes.world
+        told: list[Any] = [{key: tuple(value.shape) for key, value in given.items()}]
+        if world.size > 1:
+            dist.broadcast_object_list(told, src=0)
+        shapes: dict[str, tuple[int, ...]] = told[0]
+        self._require_fit(shapes, strict=True)
+        takers = dict(self._takers(shapes))
+        for key in shapes:
+            form = self._whole.form_of(key)
+            tensor = torch.empty(form.shape, dtype=form.dtype, device=self._device)
+            if world.index == 0:
+                tensor.copy_(given[key])
+            world.broadcast(tensor, f"whole {key}").wait()
+            if key in takers:
+                takers[key](tensor)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._owned.values())).local.device
+
+    def _require_fit(
+        self, shapes: Mapping[str, tuple[int, ...]], strict: bool
+    ) -> tuple[list[str], list[str]]:
+        wanted = {*self._whole.keys, *self._whole.buffers}
+        missing = [key for key in (*self._whole.keys, *self._whole.buffers) if key not in shapes]
+        unexpected = [key for key in shapes if key not in wanted]
+        if strict and (missing or unexpected):
+            parts = [f"lacks {_some(missing)}"] * bool(missing) + [
+                f"has {_some(unexpected)}, which the model has not"
+            ] * bool(unexpected)
+            raise ModelError(
+                f"the state {' and '.join(parts)}",
+                possible="the names of the model's own state_dict()",
+                change="give the whole state of this model, or strict=False",
+            )
+        for key, shape in shapes.items():
+            if key in wanted and shape != self._whole.form_of(key).shape:
+                raise ModelError(
+                    f"the state's {key} has the shape {list(shape)}",
+                    possible=f"the model's, {list(self._whole.form_of(key).shape)}",
+                    change="give the state of this model",
+                )
+        return missing, unexpected
+
+    def _takers(self, keys: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], None]]]:
+        """For each key of which this rank has something, what takes up its part of a tensor."""
+        buffers = self._whole.buffers_of(self._module)
+        for key in keys:
+            name = self._whole.keys.get(key)
+            if name in self._owned:
+                owned = self._owned[name]
+                yield key, self._taker(owned.local, owned.start, self._cuts.get(name))
+            elif name in self._frozen:
+                frozen = self._frozen[name]
+                yield key, self._taker(frozen.local, frozen.start, self._cuts.get(name))
+            elif key in buffers:
+                yield key, buffers[key].copy_
+
+    def _taker(self, local: torch.Tensor, start: int, cut: Cut | None) -> Callable[[Any], None]:
+        @torch.no_grad()
+        def take(value: Any) -> None:
+            own = local_part(value)
+            if own is not value and own.shape == local.shape and cut is None:
+                local.copy_(own)
+                return
+            whole = value if own is value else value.full_tensor()
+            block = whole if cut is None else cut.of(whole)
+            local.copy_(_rows(block, start, local))
+
+        return take
+
+
+def _rows(block: torch.Tensor, start: int, local: torch.Tensor) -> torch.Tensor:
+    """The rows of a block that begin with element `start`, as many as `local` has."""
+    if not local.dim():
+        return block
+    row = block[0].numel() if len(block) else 0
+    first = start // row if row else 0
+    return block[first : first + len(local)]
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
