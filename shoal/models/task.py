@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Task", "is_batch_dependent", "map_tensors", "rows"]
+__all__ = ["Task", "batch_normalizations", "map_tensors", "rows", "sample_count"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,17 +40,15 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **map_tensors(function, held))
     if isinstance(value, Mapping):
         return {key: map_tensors(function, each) for key, each in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, each) for each in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(function, each) for each in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(
-            value, **{name: map_tensors(function, each) for name, each in held.items()}
-        )
     return value
 
 
@@ -59,6 +57,14 @@ def rows(batch: Any, start: int, stop: int) -> Any:
     return map_tensors(lambda tensor: tensor[start:stop], batch)
 
 
-def is_batch_dependent(module: nn.Module) -> bool:
-    """Whether a sample's output depends on the samples beside it, as batch normalization makes it."""
-    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in module.modules())
+def sample_count(batch: Any) -> int:
+    """Samples in a batch: the length of its first tensor's dim 0; 0 if there is no tensor with one."""
+    lengths: list[int] = []
+    map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.ndim else 0), batch)
+    return next(iter(lengths), 0)
+
+
+def batch_normalizations(module: nn.Module) -> list[str]:
+    """The names of the layers that normalize a sample by those beside it, and keep running statistics."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return [name for name, each in module.named_modules() if isinstance(each, kind)]

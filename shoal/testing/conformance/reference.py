@@ -4,8 +4,7 @@ The device sees the micro-batches that the ranks see, one after the other, and a
 fp32. So batch normalization normalizes the same rows, and the weights have to agree. What a forward changes,
 such as running statistics, each rank has for itself: the device keeps buffers for each of them.
 
-In bf16 the optimizer's weights are fp32, and a copy of the module computes: with its parameters, floating
-inputs and floating buffers in bf16. Only batch normalization stays in fp32, as its kernels want.
+In bf16 the optimizer's weights are fp32, and a copy of the module computes, cast by `shoal.models.precision`.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from shoal.models.task import Task, map_tensors
+from shoal.models import SingleDevice, Task, cast_module
 from shoal.testing.conformance.case import PRECISIONS
 from shoal.testing.conformance.training import (
     CLIP,
@@ -32,29 +30,7 @@ from shoal.testing.conformance.training import (
 )
 from shoal.testing.zoo.vectors import BATCH
 
-__all__ = ["Plain", "train_alone"]
-
-
-@final
-class Plain:
-    """A module as a Task's loss takes it.
-
-    Args:
-        module: The module.
-        dtype: What floating inputs are cast to.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self.module = module
-        self._dtype = dtype
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output."""
-        inputs, named = map_tensors(self._cast, (inputs, named))
-        return self.module(*inputs, **named)
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+__all__ = ["train_alone"]
 
 
 def train_alone(task: Task, precision: str, ranks: int, *, compute: str = "") -> Training:
@@ -70,9 +46,8 @@ def train_alone(task: Task, precision: str, ranks: int, *, compute: str = "") ->
     master = task.build()
     module = copy.deepcopy(master)
     dtype = PRECISIONS[compute or precision]
-    if dtype != torch.float32:
-        _cast(module, dtype)
-    model = Plain(module, dtype)
+    cast_module(module, dtype)
+    model = SingleDevice(module, dtype)
     optimizer = make_optimizer((each for each in master.parameters() if each.requires_grad), precision)
     buffers = [_copies(master) for _ in range(ranks)]
     losses: list[list[float]] = [[] for _ in range(ranks)]
@@ -100,7 +75,7 @@ def train_alone(task: Task, precision: str, ranks: int, *, compute: str = "") ->
 
 def _forward(
     task: Task,
-    model: Plain,
+    model: SingleDevice,
     buffers: dict[str, Tensor],
     step: int,
     rank: int,
@@ -128,16 +103,6 @@ def _add_gradients(module: nn.Module, master: nn.Module, ranks: int) -> None:
             part = own.grad.float() / ranks
             whole.grad = part if whole.grad is None else whole.grad + part
             own.grad = None
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Gives the parameters and buffers that compute their type."""
-    for each in module.modules():
-        if isinstance(each, nn.modules.batchnorm._BatchNorm):
-            continue
-        for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False)):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
 
 
 def _show(master: nn.Module, module: nn.Module) -> None:
