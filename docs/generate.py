@@ -2,8 +2,8 @@
 
 What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example, the keys of
 the configuration, the settings of a Plan, the layers, the steps and bytes of collectives and their options,
-what a rank sends, what pipeline schedules cost, the cost model and what it says of Plans. A test holds the
-pages to it.
+what a rank sends, what pipeline schedules cost, the cost model and what it says of Plans, what becomes of the
+zoo. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ from shoal.layers import LAYERS, TORCH_FREE
 from shoal.models import preset, preset_names
 from shoal.plan import CHOICES, Plan
 from shoal.plan.schedules import NAMES
+from shoal.testing import conformance
+from shoal.testing.zoo import ENTRIES
 from shoal.train import TrainConfig
 from shoal.units import format_bytes, format_count
 
@@ -75,6 +77,7 @@ def _part(name: str) -> str:
         "presets": _presets,
         "schedules compared": _schedules,
         "slowest of many": lambda: _table(*slowest_rows()),
+        "the zoo": _zoo,
         "what a rank sends": _sent,
         **{f"model of shoal.cost.{name}": partial(_model, name) for name in MODELLED},
         **{f"choosing: {name}": partial(_chosen, rows) for name, rows in CHOOSING.items()},
@@ -188,6 +191,12 @@ def _sent() -> str:
         values = [bytes_sent(formula, shape, ranks=ranks, tokens=tokens, width=2) for formula in formulas]
         rows.append([f"`{strategy}`", *(f"`{formula}`" for formula in formulas), *map(format_bytes, values)])
     return _table(["", "forward", "backward", "example: forward", "backward"], rows)
+
+
+def _zoo() -> str:
+    """What becomes of every entry; a test trains them all, and holds this to it."""
+    cases = conformance.all_cases(ENTRIES)
+    return _table(*conformance.table({case: conformance.expected(case) for case in cases}, ENTRIES))
 
 
 def _schedules() -> str:

@@ -19,19 +19,21 @@ from shoal.plan import Plan
 from shoal.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
-    from shoal.train.comparison import Deviation, Trial, Verdict, Walk
+    from shoal.train.comparison import AnyTrial, Deviation, Verdict, Walk
 
 __all__ = ["add_parser", "run", "tell"]
 
 _REFUSED, _STOPPED = 2, 130
 _LEAST_BATCH = 8
+_ZOO = "shoal.testing.zoo:"
 
 _DESCRIPTION = """\
-Trains the same model on the same random tokens on one device and under a Plan, and compares loss, gradients,
-gradient norm and parameters step by step. The bound of each deviation is measured: it is a multiple of how
-far the training on one device departs from itself when its sums are made in another order and in higher
-precision. Local ranks are started; under torchrun or srun it joins the ranks that are there. Torch's own
-dropout is turned off, since its masks depend on the layout; that of Shoal's models takes part.
+Trains the same model on the same samples on one device and under a Plan, and compares loss, gradients,
+gradient norm and parameters step by step. Samples are random tokens; a factory that gives a Task of
+shoal.models says itself what its batches and its loss are. The bound of each deviation is measured: it is a
+multiple of how far the training on one device departs from itself when its sums are made in another order
+and in higher precision. Local ranks are started; under torchrun or srun it joins the ranks that are there.
+Torch's own dropout is turned off, since its masks depend on the layout; that of Shoal's models takes part.
 
 Exit codes: 0 all pass; 1 one computes something else, or did not end; 2 something given cannot work;
 130 stopped.
@@ -63,7 +65,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--ranks", metavar="N", type=int, help="how many; with --all 2 by default, else as the Plan says"
     )
-    parser.add_argument("--model", metavar="NAME", default="tiny", help="as for shoal train (default tiny)")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        default="tiny",
+        help="as for shoal train (default tiny), a factory of a Task, or zoo:NAME",
+    )
     parser.add_argument(
         "--option",
         metavar="KEY=VALUE",
@@ -78,7 +85,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=int,
         help="sequences in a step (default: two micro-batches a rank and pipeline stage, 8 or more)",
     )
-    parser.add_argument("--sequence", metavar="N", type=int, default=32, help="tokens (default 32)")
+    parser.add_argument("--sequence", metavar="N", type=int, help="tokens (default 32)")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and tokens (default 0)")
     parser.add_argument(
         "--precision", default="fp32", help="of the Plans of --all: fp32 or bf16 (default fp32)"
@@ -133,7 +140,7 @@ def _be_silent(verdict: Verdict) -> None:
 def _walk(args: argparse.Namespace, there: int | None) -> Walk:
     """What is asked for, once it is certain that it can be."""
     from shoal.train import TrainConfig, load_config, resolve
-    from shoal.train.comparison import Trial, Walk, covering, with_axes
+    from shoal.train.comparison import Walk, covering, trial_of, with_axes
 
     _require_all(args)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
@@ -144,12 +151,13 @@ def _walk(args: argparse.Namespace, there: int | None) -> Walk:
         unit = max(1, ranks)
     else:
         unit = plan.dp * plan.pp * (plan.microbatch or 1)
-    trial = Trial(
-        model=args.model,
-        model_options=options,
+    model = args.model.replace("zoo:", _ZOO, 1) if args.model.startswith("zoo:") else args.model
+    trial = trial_of(
+        model,
+        options,
+        sizes={"batch": args.batch, "sequence": args.sequence},
+        default_batch=_default_batch(unit),
         steps=args.steps,
-        batch=args.batch if args.batch is not None else _default_batch(unit),
-        sequence=args.sequence,
         seed=args.seed,
     )
     require = trial.require_possible()
@@ -202,7 +210,7 @@ def _in_two(plan: Plan, batch: int) -> Plan:
     return plan.replace(microbatch=local // 2 if local % 2 == 0 else local)
 
 
-def _conclude(args: argparse.Namespace, trial: Trial, verdicts: list[Verdict]) -> int:
+def _conclude(args: argparse.Namespace, trial: AnyTrial, verdicts: list[Verdict]) -> int:
     """Prints what is left to be told, and gives the exit code."""
     counts = {
         outcome: sum(verdict.outcome == outcome for verdict in verdicts)
@@ -223,10 +231,9 @@ def _conclude(args: argparse.Namespace, trial: Trial, verdicts: list[Verdict]) -
     return 1 if counts["failed"] or counts["broken"] else 0
 
 
-def _table(trial: Trial, verdict: Verdict) -> str:
+def _table(trial: AnyTrial, verdict: Verdict) -> str:
     lines = [
-        f"{verdict.plan} against one device: {trial.model}, {trial.batch} sequences of {trial.sequence} "
-        f"tokens, seed {trial.seed}",
+        f"{verdict.plan} against one device: {trial.model}, {trial.size}, seed {trial.seed}",
         "relative deviation / what rounding explains",
         f"{'step':>4}  {'loss':>17}  {'gradient norm':>17}  {'gradient':>17}  {'parameter':>17}",
     ]
@@ -241,6 +248,12 @@ def _table(trial: Trial, verdict: Verdict) -> str:
         lines.append(
             "passed: rounding explains every deviation; "
             f"the largest is {_share_of_bound(verdict)} of its bound"
+        )
+    statistics = trial.statistics()
+    if statistics:
+        lines.append(
+            "not compared: running statistics, of which each rank has those of its own rows, in "
+            + ", ".join(statistics)
         )
     return "\n".join(lines)
 

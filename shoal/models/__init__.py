@@ -2,17 +2,19 @@
 
 `TransformerConfig` is a shape, `preset` names the known ones, `Transformer` is the module. `build` turns
 the `model` of a configuration (a preset, a factory, a Hugging Face folder) into a module; the trainer
-calls it, then trains on `next_token_loss`. `generate` samples from what was trained. `trace` makes a
-Workload of any module, for the planner.
+calls it, then trains on `next_token_loss`. A `Task` is a module with inputs and a loss of its own. `generate`
+samples from what was trained. `trace` makes a Workload of any module, for the planner.
 """
 
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
-from shoal.models.loading import build
+from shoal.models.loading import build, build_or_task
 from shoal.models.loss import logits_of, next_token_loss
+from shoal.models.precision import SingleDevice, cast_module
 from shoal.models.presets import preset, preset_names
 from shoal.models.sampling import generate
+from shoal.models.task import Task, batch_normalizations, map_tensors, rows, sample_count
 from shoal.models.trace import trace
 from shoal.models.transformer import Block, Transformer
 
@@ -20,15 +22,23 @@ __all__ = [
     "Block",
     "Dropout",
     "Mixture",
+    "SingleDevice",
+    "Task",
     "Transformer",
     "TransformerConfig",
     "auxiliary_loss",
+    "batch_normalizations",
     "build",
+    "build_or_task",
+    "cast_module",
     "generate",
     "logits_of",
+    "map_tensors",
     "next_token_loss",
     "preset",
     "preset_names",
+    "rows",
+    "sample_count",
     "set_auxiliary_scale",
     "token_keys",
     "trace",

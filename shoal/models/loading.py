@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.errors import MissingExtraError, ModelError, nearest
+from shoal.errors import MissingExtraError, ModelError, UserError, nearest
 from shoal.models.config import TransformerConfig
 from shoal.models.presets import preset
+from shoal.models.task import Task
 from shoal.models.transformer import Transformer
 
-__all__ = ["build"]
+__all__ = ["build", "build_or_task"]
 
 
 def build(
@@ -52,6 +53,20 @@ def build(
         ModelError: The spec names nothing, an override fits nothing, or what it names is no module.
         MissingExtraError: `hf:` without the extra `hf`.
     """
+    return _required(spec, build_or_task(spec, overrides=overrides, device=device))
+
+
+def build_or_task(
+    spec: str,
+    *,
+    overrides: Mapping[str, object] | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module | Task:
+    """As `build`, but a factory may also return a Task, which says what the model's inputs and loss are.
+
+    Raises:
+        UserError: As `build` does.
+    """
     changes = dict(overrides or {})
     if spec.startswith("hf:"):
         return _from_hugging_face(Path(spec.removeprefix("hf:")), changes, torch.device(device))
@@ -62,24 +77,30 @@ def build(
         return Transformer(config)
 
 
-def _from_factory(spec: str, arguments: dict[str, Any], device: torch.device) -> nn.Module:
+def _from_factory(spec: str, arguments: dict[str, Any], device: torch.device) -> nn.Module | Task:
     factory = _find_factory(spec)
     try:
         with device:
-            model = factory(**arguments)
+            made = factory(**arguments)
+    except UserError:
+        raise
     except Exception as error:
         raise ModelError(
             f"the factory {spec} raised {type(error).__name__}: {error}",
             possible=f"a call {_signature(factory)} that returns a torch.nn.Module",
             change="correct the factory, or the arguments given to it",
         ) from error
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"the factory {spec} returned {type(model).__name__}, which is not a torch.nn.Module",
-            possible="a function or class that gives a torch.nn.Module",
-            change="return the module from it",
-        )
-    return model
+    return made if isinstance(made, Task) else _required(spec, made)
+
+
+def _required(spec: str, made: object) -> nn.Module:
+    if isinstance(made, nn.Module):
+        return made
+    raise ModelError(
+        f"the factory {spec} returned {type(made).__name__}, which is not a torch.nn.Module",
+        possible="a function or class that gives a torch.nn.Module; `shoal check` also takes a Task",
+        change="return the module from it",
+    )
 
 
 def _find_factory(spec: str) -> Callable[..., object]:

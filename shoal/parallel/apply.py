@@ -238,7 +238,7 @@ def require_trainable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(
-                f"{name} is an embedding with sparse=True, whose sparse gradients ranks cannot sum in buckets",
+                f"the embedding {name} has sparse=True, and ranks sum dense gradients only",
                 possible="embeddings with sparse=False",
                 change=f"make {name} with sparse=False",
             )

@@ -2,9 +2,10 @@
 
 The rules are FSDP2's. Weights compute in bf16 and are kept in fp32 by their owners; floating inputs are cast
 to bf16 where they come to the model and to each block, within tuples, mappings and dataclasses too; buffers
-keep their types; gradients are summed in fp32. Two rules are added, for models that would stop with an error
+keep their types; gradients are summed in fp32. Three rules are added, for models that would stop with an error
 of types. A module with weights of its own casts what comes to it, as a positional buffer in fp32 makes an
-activation fp32. A module with running statistics, such as a batch norm, keeps its weights in fp32 beside
+activation fp32. A parametrization's buffers, such as those of a spectral norm, get the type of the weight that they make. A module
+with running statistics, such as a batch norm, keeps its weights in fp32 beside
 them, as torch's autocast does: it takes bf16 and gives it.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
 
 from shoal.parallel.nested import map_tensors
 
@@ -54,9 +56,19 @@ def cast_inputs(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtyp
                 return map_tensors(inputs, cast)
         return None
 
+    for module in model.modules():
+        if isinstance(module, ParametrizationList):
+            _cast_buffers(module, dtype)
     for module in dict.fromkeys((model, *blocks)):
         module.register_forward_pre_hook(before_any, with_kwargs=True)
     for module in set(model.modules()) - {model, *blocks}:
         own = [each for each in module._parameters.values() if each is not None]
         if any(each.is_floating_point() for each in own) and not isinstance(module, _NormBase):
             module.register_forward_pre_hook(before_leaf)
+
+
+def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
+    for each in module.modules():
+        for name, buffer in each._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                each._buffers[name] = buffer.to(dtype)

@@ -45,6 +45,29 @@ class Dying(Same):
 """
 
 
+TASK = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shoal.models import Task
+
+
+def task():
+    return Task(build=lambda: nn.Linear(4, 2), batch=batch, loss=loss)
+
+
+def batch(number):
+    generator = torch.Generator().manual_seed(number)
+    inputs = torch.randn(8, 4, generator=generator)
+    return {"inputs": inputs, "targets": inputs[:, :2].sin()}
+
+
+def loss(model, batch):
+    return F.mse_loss(model(batch["inputs"]).float(), batch["targets"])
+"""
+
+
 def check(*words, folder=None, launcher=CHECK):
     return subprocess.run(
         [*launcher, *words],
@@ -88,6 +111,20 @@ def test_a_model_that_differs_between_ranks_fails_with_what_departs(tmp_path):
     assert "failed: step 1: the gradient of embed.weight departs by " in done.stdout
 
 
+def test_an_entry_of_the_zoo_passes_and_what_is_not_compared_is_told():
+    done = check("--plan=dp=2,shard=zero3", "--model=zoo:batch_norm", "--steps=1")
+    assert done.returncode == 0, done.stderr
+    assert "against one device: shoal.testing.zoo:batch_norm, 16 samples" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("not compared: running statistics")
+
+
+def test_a_task_of_ones_own_is_checked(tmp_path):
+    (tmp_path / "tasks_to_check.py").write_text(TASK)
+    done = check("--plan=dp=2,shard=zero2,microbatch=2", "--model=tasks_to_check:task", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "passed: " in done.stdout
+
+
 def test_a_rank_that_dies_breaks_its_plan_alone(tmp_path):
     (tmp_path / "models_to_check.py").write_text(MODELS)
     done = check(
@@ -118,6 +155,8 @@ def test_under_torchrun_it_joins_the_ranks_that_are_there_and_rank_0_prints():
         (["--plan=dp=2", "--option=layrs=3"], "did you mean 'layers'"),
         (["--plan=dp=2", "--option=layers"], "has no value"),
         (["--plan=dp=2", "--sequence=1000"], "longer than the context"),
+        (["--plan=dp=2", "--model=zoo:batch_nrm"], "did you mean 'batch_norm'"),
+        (["--plan=pp=2", "--model=zoo:lora"], "pp=2 was given"),
         (["--all", "--ranks=0"], "0 ranks"),
         (["--all", "--batch=3"], "batch of 3 does not divide"),
         (["--all", "--axes=2"], "more than 1 degrees above 1"),

@@ -1,22 +1,25 @@
 """Whether a Plan computes the same training as one device: what `shoal check` does.
 
-Nouns: Trial (what is trained both ways), Yardstick (the one-device reference, and how far from it rounding
-leads), Comparison (holds one Plan after another against it), Verdict (what became of a Plan), Departure (what
-differs first, and what that looks like). The command line calls `compare_locally`, or `compare_here` on ranks
-that another launcher started.
+Nouns: Trial and TaskTrial (what is trained both ways: on tokens, or a Task), Yardstick (the one-device
+reference, and how far from it rounding leads), Comparison (holds one Plan after another against it), Verdict
+(what became of a Plan), Departure (what differs first, and what that looks like). The command line calls
+`compare_locally`, or `compare_here` on ranks that another launcher started.
 """
 
 from shoal.train.comparison.choice import covering, with_axes
+from shoal.train.comparison.task_trial import AnyTrial, TaskTrial, trial_of
 from shoal.train.comparison.trial import Trial
 from shoal.train.comparison.verdict import Departure, Deviation, StepReport, Verdict
 from shoal.train.comparison.walk import Comparison, Walk, compare_here, compare_locally
 from shoal.train.comparison.yardstick import Yardstick
 
 __all__ = [
+    "AnyTrial",
     "Comparison",
     "Departure",
     "Deviation",
     "StepReport",
+    "TaskTrial",
     "Trial",
     "Verdict",
     "Walk",
@@ -24,5 +27,6 @@ __all__ = [
     "compare_here",
     "compare_locally",
     "covering",
+    "trial_of",
     "with_axes",
 ]

@@ -1,22 +1,23 @@
 """The same training on one device, written as plainly as it can be: what every Plan is held against.
 
-It shares no code with `shoal.parallel` or the Trainer: one model, one loop, the weights cast to the type that
-computes in each forward, their gradients summed in the type of the optimizer.
+It shares no code with `shoal.parallel` or the Trainer: the optimizer's weights, one loop, and a model in the
+type that computes, whose gradients are summed in the type of the optimizer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call
+from torch import nn
 
-from shoal.models import logits_of, set_auxiliary_scale
+from shoal.models import SingleDevice, cast_module, logits_of, map_tensors, set_auxiliary_scale
 from shoal.models.dropout import token_keys
+from shoal.train.comparison.task_trial import AnyTrial, TaskTrial
 from shoal.train.comparison.trace import Forward, Trace
 from shoal.train.comparison.trial import OPTIMIZER, Trial
 from shoal.train.schedule import learning_rate
@@ -32,7 +33,8 @@ class Step:
     """What one optimizer step computed.
 
     Attributes:
-        losses: Of every token, before the step: `[batch, seq]`, in double precision on the CPU.
+        losses: Of every token, before the step: `[batch, seq]`, in double precision on the CPU. Of a Task:
+            `[batch]`, for each sample the mean over its micro-batch.
         norm: Of the whole gradient, before clipping.
         gradients: By the parameter's name, before clipping; on the CPU.
         parameters: As well, after the step.
@@ -75,24 +77,20 @@ class Alone:
         device: Where.
     """
 
-    def __init__(self, trial: Trial, sums: Sums, device: torch.device) -> None:
+    def __init__(self, trial: AnyTrial, sums: Sums, device: torch.device) -> None:
         self._trial = trial
         self._sums = sums
-        self._device = device
         self._model = trial.build_with_values(device)
-        self._samples = trial.samples(self._model)
-        dealt = itertools.chain.from_iterable(map(trial.batch_of, range(trial.steps)))
-        self._places = {index: place for place, index in enumerate(dealt)}
-        self._fixed = {
-            name: parameter.detach()
-            for name, parameter in self._model.named_parameters()
-            if not parameter.requires_grad
+        self._trained = {
+            name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad
         }
         self._masters = {
-            name: parameter.detach().to(sums.master).requires_grad_()
-            for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad
+            name: parameter.detach().to(sums.master, copy=True).requires_grad_()
+            for name, parameter in self._trained.items()
         }
+        cast_module(self._model, sums.compute)
+        losses = _TaskLosses if isinstance(trial, TaskTrial) else _TokenLosses
+        self._losses: Callable[[Sequence[int]], torch.Tensor] = losses(trial, self._model, sums, device)  # type: ignore[arg-type]
 
     def run(self) -> list[Step]:
         """All steps, from the first values."""
@@ -127,31 +125,32 @@ class Alone:
         """Leaves the gradient of the mean loss over these samples at the masters.
 
         Returns:
-            The loss of every token, `[len(indices), seq]`, in double precision on the CPU.
+            The losses as `Step` has them, of these samples.
         """
         sums = self._sums
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self._trained[name].copy_(master)
         moved = [*indices[sums.rotated :], *indices[: sums.rotated]]
         micro = [moved[start : start + sums.microbatch] for start in range(0, len(moved), sums.microbatch)]
         told = []
         for chosen in micro:
-            inputs, targets = (part.to(self._device) for part in self._samples.batch(np.array(chosen)))
-            self._set_dropout(chosen, inputs.shape[1])
             share = len(chosen) / len(moved)
             set_auxiliary_scale(self._model, share)
-            weights = {name: m.to(sums.compute) for name, m in {**self._fixed, **self._masters}.items()}
-            logits = logits_of(functional_call(self._model, weights, (inputs,)))
-            wide = torch.promote_types(logits.dtype, torch.float32)
-            losses = F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), reduction="none")
+            losses = self._losses(chosen)
             (losses.mean() * share).backward()
-            told.append(losses.detach().double().cpu().view(len(chosen), -1))
+            self._take_gradients()
+            told.append(losses.detach().double().cpu())
         return torch.cat(told).roll(sums.rotated, 0)
 
-    def _set_dropout(self, chosen: Sequence[int], sequence: int) -> None:
-        """Gives models that take keys the masks that these samples have under every layout."""
-        if hasattr(self._model, "dropout_keys"):
-            places = torch.tensor([self._places[index] for index in chosen], device=self._device)
-            positions = torch.arange(sequence, device=self._device)
-            self._model.dropout_keys = token_keys(self._trial.seed, 0, places, positions)
+    def _take_gradients(self) -> None:
+        """Adds what backward left at the model to the masters' gradients."""
+        for name, master in self._masters.items():
+            gradient = self._trained[name].grad
+            if gradient is not None:
+                wide = gradient.to(master.dtype)
+                master.grad = wide if master.grad is None else master.grad.add_(wide)
+                self._trained[name].grad = None
 
     def traced(self, indices: Sequence[int]) -> Forward:
         """What the layers give for these samples, in their order; not to be used again."""
@@ -164,7 +163,49 @@ class Alone:
         return {name: _gradient_of(master) for name, master in self._masters.items()}
 
 
-def gradients_of(trial: Trial, indices: Sequence[int], device: torch.device) -> Tensors:
+class _TokenLosses:
+    """From samples of a Trial to the losses of their tokens, `[batch, seq]`."""
+
+    def __init__(self, trial: Trial, model: nn.Module, sums: Sums, device: torch.device) -> None:
+        self._seed = trial.seed
+        self._model = model
+        self._device = device
+        self._samples = trial.samples(model)
+        dealt = itertools.chain.from_iterable(map(trial.batch_of, range(trial.steps)))
+        self._places = {index: place for place, index in enumerate(dealt)}
+
+    def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
+        """A forward of these samples."""
+        inputs, targets = (part.to(self._device) for part in self._samples.batch(np.array(chosen)))
+        self._set_dropout(chosen, inputs.shape[1])
+        logits = logits_of(self._model(inputs))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses = F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), reduction="none")
+        return losses.view(len(chosen), -1)
+
+    def _set_dropout(self, chosen: Sequence[int], sequence: int) -> None:
+        """Gives models that take keys the masks that these samples have under every layout."""
+        if hasattr(self._model, "dropout_keys"):
+            places = torch.tensor([self._places[index] for index in chosen], device=self._device)
+            positions = torch.arange(sequence, device=self._device)
+            self._model.dropout_keys = token_keys(self._seed, 0, places, positions)
+
+
+class _TaskLosses:
+    """From samples of a Task to the mean loss over them, for each of them, `[batch]`."""
+
+    def __init__(self, trial: TaskTrial, model: nn.Module, sums: Sums, device: torch.device) -> None:
+        self._samples = trial.samples()
+        self._model = SingleDevice(model, sums.compute)
+        self._device = device
+
+    def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
+        """A forward of these samples."""
+        part = map_tensors(lambda tensor: tensor.to(self._device), self._samples.rows(chosen))
+        return self._samples.task.loss(self._model, part).expand(len(chosen))
+
+
+def gradients_of(trial: AnyTrial, indices: Sequence[int], device: torch.device) -> Tensors:
     """The gradient of the mean loss over some samples, with the first values, in fp32."""
     alone = Alone(trial, Sums(torch.float32, torch.float32, max(1, len(indices))), device)
     alone.backward(indices)

@@ -17,7 +17,7 @@ import torch
 from shoal.plan import AXES, Mesh
 from shoal.train.comparison.alone import Step, gradients_of
 from shoal.train.comparison.laid_out import Copy, Fragment, RankStep, copies, places
-from shoal.train.comparison.trial import Trial
+from shoal.train.comparison.task_trial import AnyTrial
 
 __all__ = ["Evidence", "explain_gradient", "explain_norm", "explain_parameter", "explain_samples"]
 
@@ -40,7 +40,7 @@ class Evidence:
         reference: What one device computed.
     """
 
-    trial: Trial
+    trial: AnyTrial
     mesh: Mesh
     step: int
     wanted: Sequence[int]

@@ -23,7 +23,19 @@ from shoal.train.comparison.trial import OPTIMIZER, RandomTokens, Trial
 from shoal.train.comparison.under_way import ForwardUnderWay
 from shoal.train.trainer import Trainer
 
-__all__ = ["Copy", "Fragment", "RankStep", "copies", "distinct", "places", "trace_under", "train_under"]
+__all__ = [
+    "Copy",
+    "Fragment",
+    "RankStep",
+    "copies",
+    "distinct",
+    "fragment_of",
+    "gradient_of",
+    "groups_freed",
+    "places",
+    "trace_under",
+    "train_under",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +165,7 @@ def _laid_out(
         recorder=recorder,
         sequence=trial.sequence,
     )
-    with _groups_freed(trainer.parallel):
+    with groups_freed(trainer.parallel):
         try:
             yield trainer, samples
         finally:
@@ -166,7 +178,7 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
     clipped: list[torch.Tensor] = []
 
     def note(*_: Any) -> None:
-        clipped[:] = [_gradient_of(owned).detach().clone() for owned in parallel.owned]
+        clipped[:] = [gradient_of(owned).detach().clone() for owned in parallel.owned]
 
     trainer.optimizer.register_step_pre_hook(note)
     accumulation = trainer.plan.microbatches_of(batch)
@@ -181,10 +193,10 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
                 norm=result.gradient_norm,
                 samples=[index for batch in consumed for index in batch],
                 gradients=[
-                    _fragment(owned, gradient * factor)
+                    fragment_of(owned, gradient * factor)
                     for owned, gradient in zip(parallel.owned, clipped, strict=True)
                 ],
-                parameters=[_fragment(owned, owned.local) for owned in parallel.owned],
+                parameters=[fragment_of(owned, owned.local) for owned in parallel.owned],
             )
         )
     return steps
@@ -245,18 +257,20 @@ def _unpickled(where: tuple[Any, ...], values: NDArray[np.float32]) -> Fragment:
     return Fragment(name, shape, block, start, stop, torch.from_numpy(values))
 
 
-def _fragment(owned: Owned, values: torch.Tensor) -> Fragment:
+def fragment_of(owned: Owned, values: torch.Tensor) -> Fragment:
+    """The values that this rank has of a parameter, or of its gradient."""
     block = None if owned.cut is None else (owned.cut.dim, owned.cut.offset, owned.cut.length)
     held = values.detach().flatten().cpu().clone()
     return Fragment(owned.name, tuple(owned.shape), block, owned.start, owned.stop, held)
 
 
-def _gradient_of(owned: Owned) -> torch.Tensor:
+def gradient_of(owned: Owned) -> torch.Tensor:
+    """The gradient of what this rank owns; zero if there is none."""
     return torch.zeros_like(owned.local) if owned.gradient is None else owned.gradient
 
 
 @contextmanager
-def _groups_freed(parallel: Parallel) -> Iterator[None]:
+def groups_freed(parallel: Parallel) -> Iterator[None]:
     """Within it the groups of the Plan's axes are there; after it only the default group is."""
     try:
         yield

@@ -13,12 +13,12 @@ from torch import nn
 
 from shoal.data.permutation import order
 from shoal.errors import ConfigError, ModelError
-from shoal.models import Transformer, build
+from shoal.models import Transformer, batch_normalizations, build
 from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan
 from shoal.train.config import OptimizerConfig
 
-__all__ = ["OPTIMIZER", "RandomTokens", "Trial"]
+__all__ = ["OPTIMIZER", "RandomTokens", "Trial", "require_counts", "without_dropout"]
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="constant-then-decay", warmup=0, decay=0.0, eps=1e-3)
 """AdamW as in training, but for `eps`. With training's 1e-8 the first step is the gradient's sign, which
@@ -50,13 +50,12 @@ class Trial:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("batch", 1), ("sequence", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} was given",
-                    possible=f"a whole number from {least}",
-                    change=f"give a larger --{name}",
-                )
+        require_counts(self, steps=1, batch=1, sequence=1, seed=0)
+
+    @property
+    def size(self) -> str:
+        """How large a step is, in words."""
+        return f"{self.batch} sequences of {self.sequence} tokens"
 
     def build(self, device: torch.device | str) -> nn.Module:
         """The model; a preset comes without values if `device` is "meta".
@@ -70,10 +69,7 @@ class Trial:
         torch.manual_seed(self.seed)
         model = build(self.model, overrides=self.model_options, device=device)
         require_trainable(model)
-        for module in model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
-                module.p = 0.0
-        return model
+        return without_dropout(model)
 
     def build_with_values(self, device: torch.device | str) -> nn.Module:
         """The model as training starts from it, whole on one device."""
@@ -86,6 +82,14 @@ class Trial:
     def build_for_layout(self, device: torch.device) -> nn.Module:
         """The model as `shoal train` gives it to `shoal.parallelize`."""
         return self.build(device if ":" in self.model else "meta")
+
+    def statistics(self) -> list[str]:
+        """The names of the model's layers of batch normalization."""
+        return batch_normalizations(self.build("cpu" if ":" in self.model else "meta"))
+
+    def depends_on_micro_batches(self) -> bool:
+        """Whether the loss of a sample depends on the samples beside it in a micro-batch."""
+        return bool(self.statistics())
 
     def samples(self, model: nn.Module) -> RandomTokens:
         """One epoch of samples for the model, as many as all steps take."""
@@ -148,6 +152,29 @@ class RandomTokens:
         self.asked.append(indices.tolist())
         windows = self._tokens[torch.from_numpy(indices)]
         return windows[:, :-1], windows[:, 1:]
+
+
+def require_counts(given: object, **least: int) -> None:
+    """Checks that attributes are no less than what is said of each.
+
+    Raises:
+        ConfigError: One is.
+    """
+    for name, number in least.items():
+        if getattr(given, name) < number:
+            raise ConfigError(
+                f"{name}={getattr(given, name)} was given",
+                possible=f"a whole number from {number}",
+                change=f"give a larger --{name}",
+            )
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """The model with torch's own dropout turned off, since its masks depend on the layout."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return model
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -19,7 +19,7 @@ from shoal.train.comparison.diagnosis import (
 )
 from shoal.train.comparison.forward import Fault
 from shoal.train.comparison.laid_out import Copy, Fragment, RankStep, copies, distinct
-from shoal.train.comparison.trial import Trial
+from shoal.train.comparison.task_trial import AnyTrial
 from shoal.train.comparison.yardstick import Yardstick, relative, scales_of, vector_deviation
 
 __all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
@@ -109,7 +109,7 @@ class Verdict:
     reason: str = ""
 
 
-def judge(trial: Trial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequence[RankStep]]) -> Verdict:
+def judge(trial: AnyTrial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequence[RankStep]]) -> Verdict:
     """Holds what all ranks computed against the reference.
 
     Args:

@@ -18,6 +18,8 @@ from shoal.errors import TrainingError, UserError, WorkerError
 from shoal.plan import Mesh, Plan
 from shoal.train.comparison.forward import ForwardReference, first_fault
 from shoal.train.comparison.laid_out import RankStep, trace_under, train_under
+from shoal.train.comparison.task_trial import AnyTrial, TaskTrial
+from shoal.train.comparison.task_under_plan import train_task_under
 from shoal.train.comparison.trial import Trial
 from shoal.train.comparison.verdict import Verdict, judge, may_be_of_forward, with_fault
 from shoal.train.comparison.yardstick import Yardstick
@@ -44,10 +46,10 @@ class Comparison:
         device: What this rank computes on.
     """
 
-    def __init__(self, trial: Trial, device: torch.device) -> None:
+    def __init__(self, trial: AnyTrial, device: torch.device) -> None:
         self._trial = trial
         self._device = device
-        self._yardsticks: dict[str, Yardstick] = {}
+        self._yardsticks: dict[tuple[str, int | None], Yardstick] = {}
         self._forwards: dict[str, ForwardReference] = {}
 
     def check(self, plan: Plan) -> Verdict | None:
@@ -59,10 +61,10 @@ class Comparison:
         ranks = _gathered(self._trained(plan))
         verdict = None if ranks is None else self._judged(plan, ranks)
         # Also keeps ranks together: the first one's reference takes longer than groups wait to be formed.
-        if _told(verdict is not None and may_be_of_forward(verdict)):
+        if _told(verdict is not None and may_be_of_forward(verdict)) and isinstance(self._trial, Trial):
             traces = _gathered(trace_under(self._trial, plan, self._device))
             if traces is not None and verdict is not None:
-                reference = self._forward_reference(plan.precision)
+                reference = self._forward_reference(self._trial, plan.precision)
                 verdict = with_fault(verdict, first_fault(self._trial, Mesh.of(plan), traces, reference))
             if dist.is_initialized():
                 dist.barrier()
@@ -70,6 +72,8 @@ class Comparison:
 
     def _trained(self, plan: Plan) -> Trained:
         try:
+            if isinstance(self._trial, TaskTrial):
+                return train_task_under(self._trial, plan, self._device), None
             return train_under(self._trial, plan, self._device), None
         except UserError as error:
             return [], Verdict(str(plan), "refused", reason=str(error))
@@ -80,17 +84,19 @@ class Comparison:
         for _, ended in ranks:
             if ended is not None:
                 return ended
-        return judge(self._trial, plan, self._yardstick(plan.precision), [steps for steps, _ in ranks])
+        return judge(self._trial, plan, self._yardstick(plan), [steps for steps, _ in ranks])
 
-    def _forward_reference(self, precision: str) -> ForwardReference:
+    def _forward_reference(self, trial: Trial, precision: str) -> ForwardReference:
         if precision not in self._forwards:
-            self._forwards[precision] = ForwardReference.measure(self._trial, precision, self._device)
+            self._forwards[precision] = ForwardReference.measure(trial, precision, self._device)
         return self._forwards[precision]
 
-    def _yardstick(self, precision: str) -> Yardstick:
-        if precision not in self._yardsticks:
-            self._yardsticks[precision] = Yardstick.measure(self._trial, precision, self._device)
-        return self._yardsticks[precision]
+    def _yardstick(self, plan: Plan) -> Yardstick:
+        microbatch = plan.with_microbatch_for(self._trial.batch).microbatch
+        key = plan.precision, microbatch if self._trial.depends_on_micro_batches() else None
+        if key not in self._yardsticks:
+            self._yardsticks[key] = Yardstick.measure(self._trial, key[0], self._device, key[1])
+        return self._yardsticks[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +109,7 @@ class Walk:
         device: "auto", "cpu" or "cuda".
     """
 
-    trial: Trial
+    trial: AnyTrial
     plans: Sequence[Plan]
     device: str = "auto"
 

@@ -6,6 +6,9 @@ the samples moved round, so that every sum over samples is made in another order
 width. What lies as far from the reference as these do is explained by rounding. A Plan may lie `MULTIPLE`
 times as far, and `FLOOR` units in the last place: the other ways are few, and a Plan cuts sums that they do
 not, such as those inside a matrix product.
+
+A Task may compute something else for samples that come in other micro-batches, as batch normalization does.
+Then every way sees the micro-batches that the Plan makes, and adds them in another order.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.train.comparison.alone import Alone, Step, Sums, Tensors
-from shoal.train.comparison.trial import Trial
+from shoal.train.comparison.task_trial import AnyTrial
 
 __all__ = [
     "FLOOR",
@@ -75,25 +78,29 @@ class Yardstick:
     bounds: list[Bounds]
 
     @classmethod
-    def measure(cls, trial: Trial, precision: str, device: torch.device) -> Yardstick:
+    def measure(
+        cls, trial: AnyTrial, precision: str, device: torch.device, microbatch: int | None = None
+    ) -> Yardstick:
         """Trains on one device, once as the reference and then in the other ways.
 
         Args:
             trial: What is trained.
             precision: Of the Plans that are to be compared: fp32 or bf16.
             device: Where.
+            microbatch: Samples of a micro-batch, if all ways are to see the same micro-batches.
         """
         compute, wider = TYPES[precision]
         batch, single = trial.batch, torch.float32
         half = max(1, batch // 2)
-        steps = Alone(trial, Sums(compute, single, batch), device).run()
+        ways = [
+            Sums(compute, single, 1, rotated=1 % batch),
+            Sums(compute, single, half, rotated=half // 2),
+        ]
+        if microbatch is not None:
+            ways = [Sums(compute, single, microbatch, rotated=microbatch % batch)]
+        steps = Alone(trial, Sums(compute, single, microbatch or batch), device).run()
         others = [
-            Alone(trial, sums, device).run()
-            for sums in (
-                Sums(compute, single, 1, rotated=1 % batch),
-                Sums(compute, single, half, rotated=half // 2),
-                Sums(wider, wider, batch),
-            )
+            Alone(trial, sums, device).run() for sums in (*ways, Sums(wider, wider, microbatch or batch))
         ]
         return cls(steps, [_bounds(step, alike) for step, *alike in zip(steps, *others, strict=True)])
 

@@ -1,0 +1,29 @@
+"""Trains entries of the zoo under Shoal's library face and on one device, and holds one against the other.
+
+Nouns: Case (an entry, a sharding, a precision), Training (what a training left behind), Outcome (whether a
+Case agrees with one device, is refused by a named error, or fails). `outcomes` runs Cases on the ranks of a
+RankPool, `expected` says what has to become of them, `table` tells it. The tests and the docs call these.
+"""
+
+from shoal.testing.conformance.case import PRECISIONS, SHARDINGS, Case
+from shoal.testing.conformance.expected import all_cases, expected, table
+from shoal.testing.conformance.outcome import Outcome, judge
+from shoal.testing.conformance.reference import train_alone
+from shoal.testing.conformance.run import outcomes
+from shoal.testing.conformance.training import Training
+from shoal.testing.conformance.under_plan import train_under
+
+__all__ = [
+    "PRECISIONS",
+    "SHARDINGS",
+    "Case",
+    "Outcome",
+    "Training",
+    "all_cases",
+    "expected",
+    "judge",
+    "outcomes",
+    "table",
+    "train_alone",
+    "train_under",
+]

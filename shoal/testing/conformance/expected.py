@@ -1,0 +1,61 @@
+"""What has to become of every Case, and the table that tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from shoal.models.task import Task
+from shoal.testing.conformance.case import PRECISIONS, SHARDINGS, Case
+from shoal.testing.conformance.outcome import Outcome
+
+__all__ = ["all_cases", "expected", "table"]
+
+_REFUSED: Mapping[str, str] = {
+    "sparse_embedding": "ModelError: the embedding embed has sparse=True",
+}
+"""Entries that are refused under every sharding: the error and what was given, as it says it."""
+
+
+def all_cases(entries: Iterable[str]) -> list[Case]:
+    """Every entry under every sharding in every precision."""
+    return [
+        Case(entry, sharding, precision)
+        for entry in entries
+        for sharding in SHARDINGS
+        for precision in PRECISIONS
+    ]
+
+
+def expected(case: Case) -> Outcome:
+    """What has to become of a Case."""
+    words = _REFUSED.get(case.entry)
+    return Outcome("agrees") if words is None else Outcome("refused", words)
+
+
+def table(
+    outcomes: Mapping[Case, Outcome], entries: Mapping[str, Callable[[], Task]]
+) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of a table: entry by entry, what is special, and what became of it.
+
+    Args:
+        outcomes: Of `all_cases` of some entries.
+        entries: The zoo, by name.
+    """
+    rows = []
+    for name in dict.fromkeys(case.entry for case in outcomes):
+        special = next(iter((entries[name].__doc__ or "").splitlines()), "")
+        cells = [
+            _cell([outcomes[Case(name, sharding, each)] for each in PRECISIONS]) for sharding in SHARDINGS
+        ]
+        rows.append([f"`{name}`", special, *cells])
+    return ["model", "what is special", *(f"`{sharding}`" for sharding in SHARDINGS)], rows
+
+
+def _cell(by_precision: list[Outcome]) -> str:
+    told = [
+        outcome.kind if outcome.kind == "agrees" else f"{outcome.kind}: {outcome.text}"
+        for outcome in by_precision
+    ]
+    if len(set(told)) == 1:
+        return told[0]
+    return "; ".join(f"{precision} {text}" for precision, text in zip(PRECISIONS, told, strict=True))
