@@ -58,7 +58,7 @@ def watch(module: nn.Module, before: Callable[[], object], is_forward_open: Call
     Args:
         module: Owns the parameters.
         before: Called when the module is called, one of its parameters is read, or they are listed.
-        is_forward_open: Whether a forward runs, or has run whose backward is to come: only then is listing them
+        is_forward_open: Whether a forward runs, or has run since the last backward: only then is listing them
             a use.
     """
     module._parameters = _Watched(module._parameters, before, is_forward_open)

@@ -93,6 +93,7 @@ class BlockOrder:
         self._backward = NO_BACKWARD
         self._walks = 0  # with gradients, in the forwards since the last backward
         self._walks_back = 0
+        self._is_open = False  # a forward runs, or has run since the last backward
         model.register_forward_pre_hook(self._before_model)
         model.register_forward_hook(self._after_model)
         model.register_forward_hook(self._leave_model, always_call=True)
@@ -116,12 +117,14 @@ class BlockOrder:
             self._begin_backward()
         self._walk_back(-1)
         self._backward = NO_BACKWARD
+        self._is_open = False
 
     def clear(self) -> None:
         """Forgets a backward that did not end, and the forwards before it."""
         self._backward = NO_BACKWARD
         self._walks = self._walks_back = 0
         self._running = [0] * self._end
+        self._is_open = False
 
     # -- forward ------------------------------------------------------------------------------------
 
@@ -143,7 +146,7 @@ class BlockOrder:
         return come
 
     def _is_forward_open(self) -> bool:
-        return self._forwards > 0 or (self._walks > 0 and not self._walks_back and torch.is_grad_enabled())
+        return self._is_open
 
     def _use_of_block(self, index: int) -> Callable[[], None]:
         def use() -> None:
@@ -186,6 +189,7 @@ class BlockOrder:
 
     def _begin_walk(self) -> None:
         self._forward_at = -1
+        self._is_open = True
         self._running = [0] * self._end
         self._outside.clear()
         if torch.is_grad_enabled():

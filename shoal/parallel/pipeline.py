@@ -265,7 +265,7 @@ class Pipeline:
         """Sums the gradients of what the first and the last stage share, which each has from its own use."""
         for here in self._stages.values():
             for owned in here.strategy.owned:
-                gradient = owned.parameter.grad
+                gradient = owned.gradient
                 if owned.family.twins is not None and gradient is not None:
                     owned.family.twins.all_reduce(gradient, owned.name).wait()
 

@@ -33,7 +33,7 @@ class ResidentWeights(Strategy):
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._frozen = setup.frozen
         self._sums_stay = sums_stay
-        self._update = WeightUpdate(setup.entry or setup.model, buckets[::-1])
+        self._update = WeightUpdate(setup.entry or setup.model, setup.model, buckets[::-1])
         self._accumulating = False
         self._step: ExitStack | None = None
         self._reduction = GradientReduction(

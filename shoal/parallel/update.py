@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from shoal.parallel.access import watch
@@ -28,14 +27,15 @@ class WeightUpdate:
     method of it. Then a pass over the model begins where a module is used that has been used before.
 
     Args:
-        model: The whole model.
+        entry: The module whose forward is that of all the buckets' parameters.
+        model: The model that owns them.
         buckets: In forward order.
     """
 
-    def __init__(self, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, entry: nn.Module, model: nn.Module, buckets: Sequence[Bucket]) -> None:
         self._buckets = [bucket for bucket in buckets if not bucket.is_current]
         self._is_fresh = False  # gathered, and nobody has had reason to write since
-        self._is_used = True  # by a forward since it was gathered, without a backward after it
+        self._is_used = False  # by a forward since it was gathered, without a backward after it
         self._under_way = False
         self._unchanged = 0
         self._forwards = 0  # of the model, one within another
@@ -43,8 +43,8 @@ class WeightUpdate:
         if not self._buckets:
             return
         bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        model.register_forward_pre_hook(self._before_model)
-        model.register_forward_hook(self._after_model, always_call=True)
+        entry.register_forward_pre_hook(self._before_model)
+        entry.register_forward_hook(self._after_model, always_call=True)
         for number, module in enumerate(model.modules()):
             own = [bucket_of[each] for each in module._parameters.values() if each in bucket_of]
             if own:
@@ -116,7 +116,7 @@ class WeightUpdate:
         self._is_used = True
 
     def _is_forward_open(self) -> bool:
-        return self._forwards > 0 or (self._is_used and torch.is_grad_enabled())
+        return self._forwards > 0 or self._is_used
 
     def _before_use(self, number: int, buckets: Sequence[Bucket]) -> Callable[[], None]:
         def wait() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from shoal.errors import ModelError, PlanError, TrainingError
+from shoal.errors import LayoutError, ModelError, PlanError, TrainingError
 from shoal.models import Transformer, next_token_loss
 from shoal.parallel import parallelize
 
@@ -119,7 +119,7 @@ def test_reentrant_recompute_is_refused():
     for block in model.blocks:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=True)
     parallel = parallelize(model, "")
-    with pytest.raises(TrainingError, match="use_reentrant=False"):
+    with pytest.raises(LayoutError, match="use_reentrant=False"):
         one_step(parallel, tokens())
 
 
@@ -159,9 +159,7 @@ def storages(text):
         seen[parameter.untyped_storage().data_ptr()] = parameter.untyped_storage().nbytes()
     weights = sum(seen.values())
     owned = sum(owned.local.numel() for owned in parallel.owned)
-    gradients = {
-        owned.gradient.untyped_storage().data_ptr(): owned.gradient for owned in parallel.owned
-    }
+    gradients = {owned.gradient.untyped_storage().data_ptr(): owned.gradient for owned in parallel.owned}
     return weights, owned, sum(gradient.untyped_storage().nbytes() for gradient in gradients.values())
 
 
@@ -323,8 +321,9 @@ def test_a_model_that_is_discarded_is_freed(ranks, settings):
 
 
 def test_dropped_weights_read_as_nan_with_their_shape():
-    parallel = parallelize(transformer(), "shard=zero3")
-    weight = parallel.module.blocks[0].feed_forward.up.weight
+    model = transformer()
+    weight = model.blocks[0].feed_forward.up.weight
+    parallel = parallelize(model, "shard=zero3")
     assert weight.shape == (48, 32)
     assert weight.isnan().all()
     with parallel.gathered():
