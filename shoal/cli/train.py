@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.elastic import World, find_world
+    from shoal.elastic import RankLog, World, find_world, keep_output
     from shoal.train import check, choose_device
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
@@ -86,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     check(job)
     choose_device(job.config, job.plan.ranks - 1)
     if job.plan.ranks == 1:
-        return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
+        with keep_output(RankLog(job.path / "log", 0, 1)):
+            return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
     return _on_local_ranks(job)
 
 
@@ -114,7 +115,8 @@ def _on_local_ranks(job: Job) -> int:
         file.write(pickle.dumps(job))
         file.flush()
         try:
-            return launch([sys.executable, "-m", "shoal.train", file.name], job.plan.ranks)
+            command = [sys.executable, "-m", "shoal.train", file.name]
+            return launch(command, job.plan.ranks, logs=job.path / "log")
         except WorkerError as error:
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()

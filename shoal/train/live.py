@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TextIO
 
+from shoal.elastic import TERMINAL
 from shoal.run import Run
 from shoal.simulate import measured_timeline
 from shoal.timeline import explain
@@ -30,7 +31,8 @@ class LiveLine:
         self._steps = steps
         self._every = every
         self._stream = sys.stderr if stream is None else stream
-        self._overwrite = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        is_terminal = self._stream.isatty() or (stream is None and TERMINAL in os.environ)
+        self._overwrite = is_terminal and os.environ.get("TERM") != "dumb"
         self._begin: tuple[int, float] | None = None
         self._shown = False
 
