@@ -43,7 +43,7 @@ file, such as dgx-h100:64; without a number it has as many devices as the Plan h
 {_MFU}.
 One rank stands for all that differ from it along other axes than the pipeline's.
 
-Exit codes: 0; 2 something given cannot work, or the Plan does not fit in memory. That prediction is printed too.
+Exit codes: 0; 2 something given cannot work, or the Plan does not fit in memory (and is predicted).
 """
 
 
@@ -120,11 +120,12 @@ def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanE
     fullest = max(summary["memory"], key=lambda each: each["peak_bytes"])
     needed, there = (format_bytes(round(size)) for size in (fullest["peak_bytes"], summary["device_memory"]))
     largest = max(fullest["parts"], key=lambda part: fullest["parts"][part])
+    words = f"--model {args.model} --cluster {args.cluster} --batch {args.batch}"
     return PlanError(
         f"the Plan does not fit: place {fullest['place']} needs {needed}, most of it {largest}, and a device "
         f"has {there}",
         possible="shard=zero3, tp, pp, a smaller microbatch, recompute=full, or more devices",
-        change=f"take a Plan from: shoal plan --model {args.model} --cluster {args.cluster} --batch {args.batch}",
+        change=f"take a Plan from: shoal plan {words}",
     )
 
 
