@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import sys
 import tempfile
@@ -76,13 +75,15 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     from shoal.elastic import RankLog, World, find_world, keep_output
-    from shoal.train import check, choose_device
+    from shoal.train import check, choose_device, nothing_left_to_do
 
-    sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
     if world is not None:
         return _as_rank(world, lambda: _checked_job(args, world.ranks))
     job = _job(args, None)
+    if text := nothing_left_to_do(job):
+        print(text, file=sys.stderr)
+        return 0
     check(job)
     choose_device(job.config, job.plan.ranks - 1)
     if job.plan.ranks == 1:
@@ -141,13 +142,13 @@ def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
 
 def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     """What the command line asks for, for the ranks that are there; None where they are to be started."""
-    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, resolve
+    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, located, resolve
 
     resume = find_resume(args.resume, args.directory)
     before = resume.run.description if resume is not None else {}
     named = {"plan": args.plan, "cluster": args.cluster}
     settings = [*args.settings, *(f'{key}="{value}"' for key, value in named.items() if value is not None)]
-    config = load_config(args.config, settings, before.get("config"))
+    config = located(load_config(args.config, settings, before.get("config")), before.get("config"))
     if ranks is None:
         as_before = before.get("world_size") if config.plan == before.get("config", {}).get("plan") else None
         ranks = choose_ranks(config, args.nproc if args.nproc is not None else as_before)

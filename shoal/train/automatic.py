@@ -10,11 +10,12 @@ import torch
 from shoal.cluster import Cluster
 from shoal.cost.suited import workload_on
 from shoal.errors import ConfigError, UserError
-from shoal.models import Transformer, build
+from shoal.models import Transformer
 from shoal.parallel import require_layout
 from shoal.plan import Plan
 from shoal.planner import choose
 from shoal.train.config import TrainConfig
+from shoal.train.located import build_model
 from shoal.workload import transformer_shape
 
 __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan"]
@@ -64,9 +65,7 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
         ClusterError: The host's GPUs are unknown.
         PlanError: No Plan for so many ranks is legal, or fits.
     """
-    model = build(
-        config.model, overrides=config.model_options, device="meta" if ":" not in config.model else "cpu"
-    )
+    model = build_model(config, "meta" if ":" not in config.model else "cpu")
     if not isinstance(model, Transformer):
         raise ConfigError(
             f'plan = "{AUTOMATIC}" was given for {config.model}, whose work is not known before it runs',

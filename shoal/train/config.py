@@ -95,6 +95,8 @@ class TrainConfig(_Section):
     """A preset, `package.module:function`, or `hf:PATH`."""
     model_options: dict[str, Any] = {}
     """Changes to the preset, or arguments of the function."""
+    model_folder: str = ""
+    """Where the module of `package.module:function` is looked for first: the folder that the run began in."""
     data: DataConfig = DataConfig()
     """What text."""
     plan: str = ""
