@@ -9,7 +9,7 @@ import time
 from typing import TextIO
 
 from shoal.elastic import TERMINAL
-from shoal.run import Run
+from shoal.run import Run, tokens_per_second
 from shoal.simulate import measured_timeline
 from shoal.timeline import explain
 from shoal.train.trainer import StepResult
@@ -79,9 +79,10 @@ def summary(run: Run) -> str:
     lines = [
         f"run         {run.path}",
         f"model       {model['name']}, {parameters} parameters, Plan {described['plan']}",
-        f"steps       {len(trained)}, {format_count(tokens)} tokens in {format_seconds(seconds)}, "
-        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s",
+        f"steps       {len(trained)}, {format_count(tokens)} tokens in {format_seconds(seconds)}",
     ]
+    if (rate := tokens_per_second(metrics, described.get("since_step"))) is not None:
+        lines.append(f"tokens/s    {rate:,.0f} in the median step")
     if trained:
         lines.append(f"loss        {trained[0]['loss']:.3f} at first, {trained[-1]['loss']:.3f} at last")
     if validated:

@@ -73,7 +73,7 @@ def test_progress_is_on_stderr_and_the_summary_on_stdout(trained):
     for name, (out, err, _) in ended.items():
         run = Run.open(folder / name)
         assert [line.split()[0] for line in out.splitlines()] == [
-            *("run", "model", "steps", "loss", "validation", "step", "next")
+            *("run", "model", "steps", "tokens/s", "loss", "validation", "step", "next")
         ]
         assert f"Plan {run.description['plan']}" in out
         assert f"{run.metrics()[-1]['validation_loss']:.3f} nats a byte" in out
@@ -102,6 +102,16 @@ def test_the_run_can_be_reported(trained, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert summary["steps"] == STEPS
     assert sorted(summary["breakdown"]["ranks"]) == ["0", "1"]
+
+
+def test_the_summary_and_the_report_tell_the_same_speed(trained, capsys):
+    folder, ended = trained
+    assert main(["report", str(folder / "local")]) == 0
+    told = [
+        next(line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("tokens/s "))
+        for text in (ended["local"][0], capsys.readouterr().out)
+    ]
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(
