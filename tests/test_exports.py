@@ -3,6 +3,9 @@
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,13 @@ def test_shoal_exports_its_names_from_their_homes():
     assert shoal.Trainer is importlib.import_module("shoal.train").Trainer
     assert shoal.parallelize is importlib.import_module("shoal.parallel").parallelize
     assert set(shoal.__all__) <= set(dir(shoal))
+
+
+def test_the_version_is_that_of_the_package_and_needs_no_torch():
+    program = "import sys, shoal; print(shoal.__version__); sys.exit('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == shoal.__version__ == version("shoal")
+    assert "__version__" in dir(shoal)
 
 
 def test_a_name_that_shoal_does_not_have_is_an_attribute_error():

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     check = verify if args.action == "verify" else check_sizes
     rows = [_row(path, check) for path in resolve(args.path)]
     print(json.dumps([asdict(row) for row in rows], indent=2) if args.json else _table(rows))
+    if args.action == "verify" and not args.json:
+        print(f"\n{_verdict(rows)}")
     return 1 if any(row.problem for row in rows) else 0
 
 
@@ -93,6 +95,20 @@ def _row(path: Path, check: Callable[[Path], object]) -> _Row:
     except CorruptCheckpointError as error:
         return replace(row, problem=str(error))
     return row
+
+
+def _verdict(rows: list[_Row]) -> str:
+    """One line that says whether all is sound, and else what can still be used."""
+    corrupt = [row.step for row in rows if row.problem]
+    sound = [row for row in rows if not row.problem]
+    if not corrupt:
+        size = format_bytes(sum(row.bytes or 0 for row in sound))
+        files = sum(row.files or 0 for row in sound)
+        what = f"the checkpoint of step {rows[0].step}" if len(rows) == 1 else f"all {len(rows)} checkpoints"
+        return f"SOUND: {what}, {size} in {files} files, every byte as it was written"
+    steps = f"step{'s' if len(corrupt) > 1 else ''} {', '.join(map(str, corrupt))}"
+    left = f"the newest sound one is that of step {sound[0].step}" if sound else "none is sound"
+    return f"CORRUPT: {len(corrupt)} of {len(rows)} checkpoints, {steps}; {left}"
 
 
 def _table(rows: list[_Row]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         command.add_parser(commands)
     parsed = parser.parse_args(arguments)
+    # torch, imported later, warns of name services that it does not need and of stores that close.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         code: int = parsed.run(parsed)
     except ShoalError as error:

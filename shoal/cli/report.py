@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text, words
@@ -16,7 +16,7 @@ from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import table_of
 from shoal.cluster import Cluster
 from shoal.errors import RunError, UserError
-from shoal.run import Run, json_number
+from shoal.run import Run, json_number, tokens_per_second
 from shoal.simulate import StageTimes, measured_timeline, recorded_cluster, stage_times
 from shoal.timeline import Breakdown, Timeline, explain, write_chrome_trace
 from shoal.units import format_count
@@ -25,7 +25,6 @@ __all__ = ["add_parser", "run", "summarise"]
 
 _DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
 _WORKS = ("forward", "backward", "input", "weight")
-_WARM_UP_STEPS = 2
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -138,13 +137,7 @@ def _speed(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any])
 
     The description gives the FLOP of a token forward and backward, and the peak of one device.
     """
-    since = description.get("since_step") or 0
-    rates = [
-        values["tokens_per_second"]
-        for values in metrics
-        if "tokens_per_second" in values and values["step"] >= since
-    ]
-    total = median(rates[_WARM_UP_STEPS:] or rates) if rates else None
+    total = tokens_per_second(metrics, description.get("since_step"))
     world_size = description.get("world_size")
     flops_per_token = (description.get("model") or {}).get("flops_per_token")
     peak_flops = (description.get("device") or {}).get("peak_flops")
@@ -221,7 +214,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
                 )
             )
     if summary["tokens_per_second"] is not None:
-        rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
+        rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f} in the median step"))
     if summary["tokens_per_second_per_device"] is not None:
         rows.append(("tokens/s/device", f"{summary['tokens_per_second_per_device']:,.0f}"))
     if summary["mfu"] is not None:

@@ -15,7 +15,7 @@ from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summa
 from shoal.cli.table import paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
 from shoal.cli.workload import open_workload
-from shoal.errors import UserError
+from shoal.errors import PlanError, UserError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ file, such as dgx-h100:64; without a number it has as many devices as the Plan h
 {_MFU}.
 One rank stands for all that differ from it along other axes than the pipeline's.
 
-Exit codes: 0; 2 something given cannot work.
+Exit codes: 0; 2 something given cannot work, or the Plan does not fit in memory (and is predicted).
 """
 
 
@@ -74,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the prediction.
 
     Raises:
-        PlanError: The Plan cannot be read, or does not fit the devices, the batch or the model.
+        PlanError: The Plan cannot be read, or does not fit the devices, the batch or the model, or memory:
+            the last after the prediction was printed.
         ModelError: There is no such model.
         ClusterError: There is no such cluster, or it does not say what offloading goes by.
         ConfigError: There is nothing of that name to offload, or no such place.
@@ -110,7 +111,22 @@ def run(args: argparse.Namespace) -> int:
         print(_text(summary) + (f"\n\n{long_run_text(run)}" if run is not None else ""))
         if args.offload is not None:
             print(f"\n{offload_text(summary['offload'])}")
+    if not summary["fits"]:
+        raise _does_not_fit(summary, args)
     return 0
+
+
+def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanError:
+    fullest = max(summary["memory"], key=lambda each: each["peak_bytes"])
+    needed, there = (format_bytes(round(size)) for size in (fullest["peak_bytes"], summary["device_memory"]))
+    largest = max(fullest["parts"], key=lambda part: fullest["parts"][part])
+    words = f"--model {args.model} --cluster {args.cluster} --batch {args.batch}"
+    return PlanError(
+        f"the Plan does not fit: place {fullest['place']} needs {needed}, most of it {largest}, and a device "
+        f"has {there}",
+        possible="shard=zero3, tp, pp, a smaller microbatch, recompute=full, or more devices",
+        change=f"take a Plan from: shoal plan {words}",
+    )
 
 
 def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
@@ -153,6 +169,7 @@ def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, 
             }
             for each in memory
         ],
+        "fits": all(each.fits(cluster) for each in memory),
         "device_memory": cluster.device.memory,
         "breakdown": breakdown_summary(simulation.breakdown, None),
         "exchanges": traffic_summary(traffic, simulation.exposed(traffic.rank)),
@@ -175,7 +192,7 @@ def _text(summary: Mapping[str, Any]) -> str:
 
 def _heading(summary: Mapping[str, Any]) -> str:
     fullest = max(summary["memory"], key=lambda each: each["peak_bytes"])
-    fits = "fits" if fullest["fits"] else "DOES NOT FIT"
+    fits = "fits" if summary["fits"] else "DOES NOT FIT"
     rows = [
         ("model", f"{summary['model']}, {format_count(summary['parameters'])} parameters"),
         ("plan", summary["plan"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pickle
 import sys
 import tempfile
@@ -75,18 +74,21 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.elastic import World, find_world
-    from shoal.train import check, choose_device
+    from shoal.elastic import RankLog, World, find_world, keep_output
+    from shoal.train import check, choose_device, nothing_left_to_do
 
-    sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
     if world is not None:
         return _as_rank(world, lambda: _checked_job(args, world.ranks))
     job = _job(args, None)
+    if text := nothing_left_to_do(job):
+        print(text, file=sys.stderr)
+        return 0
     check(job)
     choose_device(job.config, job.plan.ranks - 1)
     if job.plan.ranks == 1:
-        return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
+        with keep_output(RankLog(job.path / "log", 0, 1)):
+            return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
     return _on_local_ranks(job)
 
 
@@ -114,7 +116,8 @@ def _on_local_ranks(job: Job) -> int:
         file.write(pickle.dumps(job))
         file.flush()
         try:
-            return launch([sys.executable, "-m", "shoal.train", file.name], job.plan.ranks)
+            command = [sys.executable, "-m", "shoal.train", file.name]
+            return launch(command, job.plan.ranks, logs=job.path / "log")
         except WorkerError as error:
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()
@@ -139,13 +142,13 @@ def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
 
 def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     """What the command line asks for, for the ranks that are there; None where they are to be started."""
-    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, resolve
+    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, located, resolve
 
     resume = find_resume(args.resume, args.directory)
     before = resume.run.description if resume is not None else {}
     named = {"plan": args.plan, "cluster": args.cluster}
     settings = [*args.settings, *(f'{key}="{value}"' for key, value in named.items() if value is not None)]
-    config = load_config(args.config, settings, before.get("config"))
+    config = located(load_config(args.config, settings, before.get("config")), before.get("config"))
     if ranks is None:
         as_before = before.get("world_size") if config.plan == before.get("config", {}).get("plan") else None
         ranks = choose_ranks(config, args.nproc if args.nproc is not None else as_before)

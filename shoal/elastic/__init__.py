@@ -4,18 +4,22 @@ Nouns: World (the ranks that this process is one of), Outcome (how a rank ended)
 calls `launch` where nobody else started ranks; the trainer's processes call `join` and `run_rank`.
 """
 
-from shoal.elastic.launch import launch
+from shoal.elastic.launch import TERMINAL, launch
 from shoal.elastic.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.elastic.output import RankLog, keep_output
 from shoal.elastic.worker import StopSignal, run_rank
 from shoal.elastic.world import World, find_world, join
 
 __all__ = [
     "EXIT_STOPPED",
+    "TERMINAL",
     "Outcome",
+    "RankLog",
     "StopSignal",
     "World",
     "find_world",
     "join",
+    "keep_output",
     "launch",
     "root_cause",
     "run_rank",

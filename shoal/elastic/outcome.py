@@ -11,7 +11,7 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,15 +65,19 @@ class Outcome:
         return [cls(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json"))]
 
 
-def root_cause(outcomes: Sequence[Outcome], exit_codes: Mapping[int, int]) -> WorkerError:
+def root_cause(
+    outcomes: Sequence[Outcome], exit_codes: Mapping[int, int], stopped: Collection[int] = ()
+) -> WorkerError:
     """The failure that came before the others.
 
     In this order: the earliest error outside of a collective, a rank that a signal killed, a rank that ended
-    without a word, the earliest error in a collective.
+    without a word, a rank that is stopped, the earliest error in a collective.
 
     Args:
         outcomes: What ranks left.
-        exit_codes: Of the ranks that failed; negative for a signal, as `subprocess` gives them.
+        exit_codes: Of the ranks that failed by themselves, not of those that were ended because of it;
+            negative for a signal, as `subprocess` gives them.
+        stopped: Ranks whose processes were stopped, not ended, when the others failed.
     """
     failures = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: outcome.when)
     for outcome in failures:
@@ -87,6 +91,11 @@ def root_cause(outcomes: Sequence[Outcome], exit_codes: Mapping[int, int]) -> Wo
             number = signal.Signals(-code)
             return WorkerError(rank, f"killed by {number.name}{_HINTS.get(number, '')}")
         return WorkerError(rank, f"its process ended with exit code {code}", exit_code=1)
+    if stopped:
+        lost = "; ".join(f"rank {outcome.rank}: {outcome.error}" for outcome in failures[:1])
+        return WorkerError(
+            min(stopped), f"its process was stopped (by SIGSTOP, Ctrl-Z or a debugger); {lost}", exit_code=1
+        )
     return _as_error(failures[0])
 
 

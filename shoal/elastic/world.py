@@ -107,6 +107,8 @@ def join(
             rank=world.rank,
             world_size=world.ranks,
             timeout=timedelta(seconds=timeout),
+            # NCCL otherwise guesses the device from the rank, and warns that it does.
+            device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
         host, port = world.master

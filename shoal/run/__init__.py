@@ -6,5 +6,6 @@ commands open one. The spans, metrics and tensors in it are written by `record` 
 
 from shoal.run.directory import Run, default_path
 from shoal.run.metrics import json_number, metrics_line, read_metrics
+from shoal.run.speed import tokens_per_second
 
-__all__ = ["Run", "default_path", "json_number", "metrics_line", "read_metrics"]
+__all__ = ["Run", "default_path", "json_number", "metrics_line", "read_metrics", "tokens_per_second"]

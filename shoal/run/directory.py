@@ -4,7 +4,7 @@ run.json                what ran: configuration, Plan, model, versions, seed; th
 metrics.jsonl           one object a step
 timeline/rank-*.jsonl   the Timeline of each rank
 checkpoints/step-*/     saved states
-log/                    what loggers write, such as TensorBoard's events
+log/                    what each rank of a local run printed, and what loggers write
 """
 
 from __future__ import annotations

@@ -14,7 +14,17 @@ from shoal.train.config import (
     load_config,
 )
 from shoal.train.execute import choose_device, execute
-from shoal.train.job import Job, Resume, check, choose_path, choose_ranks, find_resume, resolve
+from shoal.train.job import (
+    Job,
+    Resume,
+    check,
+    choose_path,
+    choose_ranks,
+    find_resume,
+    nothing_left_to_do,
+    resolve,
+)
+from shoal.train.located import located
 from shoal.train.restore import load_model
 from shoal.train.schedule import learning_rate
 from shoal.train.trainer import StepResult, Trainer
@@ -38,5 +48,7 @@ __all__ = [
     "learning_rate",
     "load_config",
     "load_model",
+    "located",
+    "nothing_left_to_do",
     "resolve",
 ]

@@ -6,16 +6,18 @@ import os
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from shoal.cluster import Cluster
 from shoal.cost.suited import workload_on
-from shoal.errors import ConfigError, UserError
-from shoal.models import Transformer, build
+from shoal.errors import ConfigError, ModelError, UserError
+from shoal.models import Transformer, next_token_loss, trace
 from shoal.parallel import require_layout
 from shoal.plan import Plan
 from shoal.planner import choose
 from shoal.train.config import TrainConfig
-from shoal.workload import transformer_shape
+from shoal.train.located import build_model
+from shoal.workload import Workload, transformer_shape
 
 __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan"]
 
@@ -60,22 +62,13 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
         cluster: The machines; None for what is known of this host's GPUs, or a laptop.
 
     Raises:
-        ConfigError: The model is none of Shoal's transformers.
+        ConfigError: The model's work cannot be traced.
         ClusterError: The host's GPUs are unknown.
         PlanError: No Plan for so many ranks is legal, or fits.
     """
-    model = build(
-        config.model, overrides=config.model_options, device="meta" if ":" not in config.model else "cpu"
-    )
-    if not isinstance(model, Transformer):
-        raise ConfigError(
-            f'plan = "{AUTOMATIC}" was given for {config.model}, whose work is not known before it runs',
-            possible="Shoal's own transformers",
-            change="choose a Plan, such as dp=2,shard=zero1",
-        )
+    model = build_model(config, "meta" if ":" not in config.model else "cpu")
     found = _this_host(config, ranks) if cluster is None else cluster
-    shape = transformer_shape(model.config.model_dump(), config.model).replace(seq=config.sequence)
-    choice = choose(workload_on(found, shape), found, config.batch, limit=_LOOKED_AT)
+    choice = choose(_workload(config, model, found), found, config.batch, limit=_LOOKED_AT)
     passed_over = []
     for candidate in choice.candidates:
         try:
@@ -86,6 +79,31 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
             return Resolved(candidate.plan, found, tuple(passed_over))
     plain = Plan(dp=ranks).with_microbatch_for(config.batch)
     return Resolved(plain, found, tuple(passed_over))
+
+
+def _workload(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Workload:
+    """The work of the model: a transformer of Shoal's is known by its shape, any other is traced.
+
+    It is traced in the precision that Plans for the cluster have: the one that the device is fastest in.
+    """
+    if isinstance(model, Transformer):
+        shape = transformer_shape(model.config.model_dump(), config.model).replace(seq=config.sequence)
+        return workload_on(cluster, shape)
+    tokens = torch.zeros(1, config.sequence, dtype=torch.long)
+    try:
+        return trace(
+            model.train(),
+            tokens,
+            lambda output: next_token_loss(output, tokens),
+            precision=max(("fp32", "bf16"), key=lambda name: cluster.device.peak.get(name, 0.0)),
+            device="cuda" if torch.cuda.is_available() and not cluster.cores else "cpu",
+        )
+    except ModelError as error:
+        raise ConfigError(
+            f'plan = "{AUTOMATIC}" was given for {config.model}, whose work is not known: {error.given}',
+            possible=f"a model that can be traced: {error.possible}",
+            change="choose a Plan, such as dp=2,shard=zero1",
+        ) from error
 
 
 def _this_host(config: TrainConfig, ranks: int) -> Cluster:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shoal.data import DataConfig
-from shoal.errors import ConfigError, nearest
+from shoal.errors import ConfigError
+from shoal.train.key_guess import guess_key
 
 __all__ = [
     "CheckpointConfig",
@@ -94,6 +95,8 @@ class TrainConfig(_Section):
     """A preset, `package.module:function`, or `hf:PATH`."""
     model_options: dict[str, Any] = {}
     """Changes to the preset, or arguments of the function."""
+    model_folder: str = ""
+    """Where the module of `package.module:function` is looked for first: the folder that the run began in."""
     data: DataConfig = DataConfig()
     """What text."""
     plan: str = ""
@@ -209,11 +212,9 @@ def _config_error(error: ValidationError) -> ConfigError:
     key = ".".join(path)
     if problem["type"] == "extra_forbidden":
         beside = _keys_beside(path)
-        everywhere = list(_all_keys(TrainConfig))
-        guess = nearest(key, [".".join([*path[:-1], name]) for name in beside]) or nearest(key, everywhere)
-        elsewhere = [name for name in everywhere if name.split(".")[-1] == path[-1]]
+        keys = [*TrainConfig.model_fields, *_all_keys(TrainConfig)]
         return ConfigError(
-            f"there is no key {key!r}{guess or (f' (did you mean {elsewhere[0]!r}?)' if elsewhere else '')}",
+            f"there is no key {key!r}{guess_key(key, keys)}",
             possible=", ".join(beside),
             change=f"correct or remove {key!r}",
         )

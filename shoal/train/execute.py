@@ -30,13 +30,15 @@ from shoal.cluster import peak_flops
 from shoal.data import Corpus, prepare
 from shoal.elastic import EXIT_STOPPED, StopSignal, World, join
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, DataError, ModelError
-from shoal.models import Transformer, build
+from shoal.models import Transformer
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
 from shoal.train.automatic import PassedOver
 from shoal.train.config import TrainConfig, describe_config
-from shoal.train.job import Job, Resume
+from shoal.train.job import Job, Resume, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
+from shoal.train.located import build_model
+from shoal.train.rate_change import rate_change_of
 from shoal.train.trainer import StepResult, Trainer
 from shoal.units import format_count
 
@@ -81,6 +83,11 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
     exchange: Exchange = ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
     try:
         job: Job = exchange.all_gather_object(first_choice)[0]
+        done: str = exchange.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
+        if done:
+            if world.rank == 0:
+                print(done, file=sys.stderr)
+            return 0
         return _Execution(job, world, device, exchange).run(stop)
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
@@ -209,6 +216,10 @@ class _Execution:
             self._require_same_data(path)
             self._load(path)
             self._say(f"goes on from {path}")
+            if self._is_first and (
+                text := rate_change_of(resume.run, self._config, self._trainer.step_count)
+            ):
+                self._say(text)
 
     def _load(self, path: Path) -> None:
         try:
@@ -314,8 +325,8 @@ def _build_model(config: TrainConfig, device: torch.device) -> nn.Module:
     """A preset is built without memory, for `parallelize` to fill; others as their makers build them."""
     if ":" in config.model:
         torch.manual_seed(config.seed)
-        return build(config.model, overrides=config.model_options, device=device)
-    return build(config.model, overrides=config.model_options, device="meta")
+        return build_model(config, device)
+    return build_model(config, "meta")
 
 
 def _describe(

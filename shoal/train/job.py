@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import checkpoints
+from shoal.checkpoint import SingleProcess, checkpoints, newest_verified, step_of
 from shoal.cluster import Cluster
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
-from shoal.models import Transformer, build
+from shoal.models import Transformer
 from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan, parse_settings
 from shoal.record import TensorBoardLogger
@@ -22,8 +22,18 @@ from shoal.run import Run, default_path
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.config import TrainConfig
+from shoal.train.located import build_model
 
-__all__ = ["Job", "Resume", "check", "choose_path", "choose_ranks", "find_resume", "resolve"]
+__all__ = [
+    "Job",
+    "Resume",
+    "check",
+    "choose_path",
+    "choose_ranks",
+    "find_resume",
+    "nothing_left_to_do",
+    "resolve",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +205,40 @@ def choose_path(directory: Path | None, resume: Resume | None, config: TrainConf
     return path
 
 
+def nothing_left_to_do(job: Job) -> str:
+    """Says that the run has made all the steps that it is to make; empty if there are steps to make.
+
+    Reads the checkpoint in full: one that is corrupt does not count, and its steps are made again.
+    """
+    if job.resume is None or not job.goes_on:
+        return ""
+    last = newest_verified(_saved_at_the_end(job, job.resume), SingleProcess(), lambda text: None)
+    if last is None:
+        return ""
+    made, asked = step_of(last), job.config.steps
+    return (
+        f"{job.path} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing was "
+        f"started. To train on: shoal train --resume {job.path} --set steps=N, with N above {made}"
+    )
+
+
+def _saved_at_the_end(job: Job, resume: Resume) -> list[Path]:
+    """The checkpoints that a job may take up and that leave it no steps to make, newest first."""
+    found = checkpoints(resume.run.checkpoints) if resume.checkpoint is None else [resume.checkpoint]
+    return [path for path in found if step_of(path) >= job.config.steps]
+
+
+def _require_steps_to_make(job: Job) -> None:
+    """Refuses a new run that begins at its end."""
+    if job.resume is not None and not job.goes_on and (found := _saved_at_the_end(job, job.resume)):
+        made = step_of(found[0])
+        raise ConfigError(
+            f"{found[0]} has made {made} steps, and steps={job.config.steps} leaves none to make",
+            possible="steps counts from the beginning, those of the checkpoint included",
+            change=f"set steps to more than {made}, or begin from an earlier checkpoint",
+        )
+
+
 def check(job: Job) -> Corpus:
     """Refuses what would fail in the ranks: data, model, or both together; prepares the data on the way.
 
@@ -202,14 +246,13 @@ def check(job: Job) -> Corpus:
         UserError: Something cannot work.
     """
     config = job.config
+    _require_steps_to_make(job)
     corpus = prepare(config.data)
     for split in ("train", "validation"):
         corpus.samples(split, config.sequence)
     if config.record.tensorboard:
         TensorBoardLogger(job.path / "log")
-    model = build(
-        config.model, overrides=config.model_options, device="meta" if ":" not in config.model else "cpu"
-    )
+    model = build_model(config, "meta" if ":" not in config.model else "cpu")
     require_trainable(model)
     require_layout(model, job.plan, config.sequence)
     if isinstance(model, Transformer):

@@ -8,7 +8,8 @@ import sys
 import time
 from typing import TextIO
 
-from shoal.run import Run
+from shoal.elastic import TERMINAL
+from shoal.run import Run, tokens_per_second
 from shoal.simulate import measured_timeline
 from shoal.timeline import explain
 from shoal.train.trainer import StepResult
@@ -30,7 +31,8 @@ class LiveLine:
         self._steps = steps
         self._every = every
         self._stream = sys.stderr if stream is None else stream
-        self._overwrite = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        is_terminal = self._stream.isatty() or (stream is None and TERMINAL in os.environ)
+        self._overwrite = is_terminal and os.environ.get("TERM") != "dumb"
         self._begin: tuple[int, float] | None = None
         self._shown = False
 
@@ -77,9 +79,10 @@ def summary(run: Run) -> str:
     lines = [
         f"run         {run.path}",
         f"model       {model['name']}, {parameters} parameters, Plan {described['plan']}",
-        f"steps       {len(trained)}, {format_count(tokens)} tokens in {format_seconds(seconds)}, "
-        f"{tokens / max(seconds, 1e-9):,.0f} tokens/s",
+        f"steps       {len(trained)}, {format_count(tokens)} tokens in {format_seconds(seconds)}",
     ]
+    if (rate := tokens_per_second(metrics, described.get("since_step"))) is not None:
+        lines.append(f"tokens/s    {rate:,.0f} in the median step")
     if trained:
         lines.append(f"loss        {trained[0]['loss']:.3f} at first, {trained[-1]['loss']:.3f} at last")
     if validated:

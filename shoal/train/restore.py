@@ -9,9 +9,9 @@ from torch import nn
 
 from shoal.checkpoint import Piece, SingleProcess, load, newest_verified, resolve
 from shoal.errors import CheckpointError
-from shoal.models import build
 from shoal.run import Run
 from shoal.train.config import TrainConfig, load_config
+from shoal.train.located import build_model
 from shoal.train.state import fixed_pieces
 
 __all__ = ["load_model"]
@@ -38,7 +38,7 @@ def load_model(path: Path, say: Callable[[str], object]) -> tuple[nn.Module, Tra
     checkpoint = newest_verified(resolve(path), alone, say)
     if checkpoint is None:
         raise CheckpointError(f"{path} has no checkpoint that is sound")
-    model = build(config.model, overrides=config.model_options)
+    model = build_model(config, "cpu")
     trained = [
         Piece.whole(f"model/{name}", parameter.detach())
         for name, parameter in model.named_parameters()

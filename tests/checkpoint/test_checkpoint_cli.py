@@ -68,8 +68,23 @@ def test_verify_names_a_flipped_byte_which_ls_does_not_look_for(
     assert shoal("ls", str(run_directory)) == 0
     capsys.readouterr()
     assert shoal("verify", str(run_directory)) == 1
-    assert f"corrupt: {path / SHARD} is not what was written" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"corrupt: {path / SHARD} is not what was written" in out
+    verdict = "CORRUPT: 1 of 2 checkpoints, step 100; the newest sound one is that of step 200"
+    assert out.splitlines()[-1] == verdict
     assert shoal("verify", str(run_directory / "checkpoints" / "step-00000200")) == 0
+
+
+def test_verify_ends_with_a_verdict(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("verify", str(run_directory)) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("SOUND: all 2 checkpoints, ")
+    assert shoal("verify", str(run_directory / "checkpoints" / "step-00000200")) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("SOUND: the checkpoint of step 200, ")
+    for path in (run_directory / "checkpoints").iterdir():
+        flip(path / SHARD, -1)
+    assert shoal("verify", str(run_directory)) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "CORRUPT: 2 of 2 checkpoints, steps 200, 100; none is sound"
 
 
 @pytest.mark.parametrize("action", ["ls", "verify"])

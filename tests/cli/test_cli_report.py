@@ -72,7 +72,7 @@ def test_the_parts_are_printed_with_their_shares(run: Run, capsys: pytest.Captur
     assert ["other", "1.000000", "10.0%"] in rows
     assert ["step", "10.000000", "100.0%"] in rows
     assert ["all_reduce", "1", "7.451GiB", "4.000000", "4.000000", "2", "GB/s"] in rows
-    assert ["tokens/s", "1,000"] in rows
+    assert ["tokens/s", "1,000", "in", "the", "median", "step"] in rows
     assert ["tokens/s/device", "500"] in rows
 
 

@@ -35,10 +35,33 @@ def test_json_has_the_figures_of_the_library(capsys):
     assert found["tokens_per_second"] == pytest.approx(16 * found["sequence"] / simulated.seconds)
     assert found["tokens_per_second_per_device"] == pytest.approx(found["tokens_per_second"] / 8)
     assert found["mfu"] == simulated.mfu
+    assert found["fits"] is True
     assert sum(found["breakdown"]["parts"].values()) == pytest.approx(found["breakdown"]["wall"])
     assert [each["place"] for each in found["memory"]] == [0, 1]
     for each in found["memory"]:
         assert each["peak_bytes"] == pytest.approx(sum(each["parts"].values()))
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_plan_that_does_not_fit_is_predicted_and_ends_with_exit_code_2(capsys, form):
+    words = (
+        "--plan",
+        "dp=8,precision=bf16",
+        "--model",
+        "llama3-70b",
+        "--cluster",
+        "dgx-h100",
+        "--batch",
+        "16",
+    )
+    assert main(["simulate", *words, *form]) == 2
+    captured = capsys.readouterr()
+    if form:
+        assert json.loads(captured.out)["fits"] is False
+    else:
+        assert "DOES NOT FIT" in captured.out
+    assert captured.err.startswith("shoal: the Plan does not fit: place 0 needs 1.")
+    assert "shoal plan --model llama3-70b --cluster dgx-h100 --batch 16" in captured.err
 
 
 def test_the_text_says_time_rate_convention_memory_and_where_the_time_goes(capsys):

@@ -73,12 +73,16 @@ def test_progress_is_on_stderr_and_the_summary_on_stdout(trained):
     for name, (out, err, _) in ended.items():
         run = Run.open(folder / name)
         assert [line.split()[0] for line in out.splitlines()] == [
-            *("run", "model", "steps", "loss", "validation", "step", "next")
+            *("run", "model", "steps", "tokens/s", "loss", "validation", "step", "next")
         ]
         assert f"Plan {run.description['plan']}" in out
         assert f"{run.metrics()[-1]['validation_loss']:.3f} nats a byte" in out
         assert f"step {STEPS}/{STEPS}" in err
         assert "\x1b" not in out + err  # there is no terminal
+        assert not any(word in err for word in ("[W", "Warning", "torch/"))  # remarks of torch
+    kept = (folder / "local" / "log" / "rank-00000.log").read_text()
+    assert f"step {STEPS}/{STEPS}" in kept
+    assert ended["local"][0] in kept
 
 
 def test_what_was_learnt_is_sampled_and_the_same_each_time(trained, capsys):
@@ -98,6 +102,16 @@ def test_the_run_can_be_reported(trained, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert summary["steps"] == STEPS
     assert sorted(summary["breakdown"]["ranks"]) == ["0", "1"]
+
+
+def test_the_summary_and_the_report_tell_the_same_speed(trained, capsys):
+    folder, ended = trained
+    assert main(["report", str(folder / "local")]) == 0
+    told = [
+        next(line.split(maxsplit=1)[1] for line in text.splitlines() if line.startswith("tokens/s "))
+        for text in (ended["local"][0], capsys.readouterr().out)
+    ]
+    assert told[0] == told[1]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +164,9 @@ def test_a_model_from_the_users_folder_is_trained_and_sampled(ranks, tiny_run, o
     words = ["train", *settings, "--set", "model_options.width=4", "--set", "steps=3", "--nproc", "1"]
     assert ranks.run(train_here, 1, [*words, "--run", "run"], own_folder) == [0]
     assert main(["sample", "run", "--tokens", "5"]) == 0
-    assert Run.open("run").description["model"]["parameters"] == 2 * 256 * 4 + 256
+    run = Run.open("run")
+    assert run.description["model"]["parameters"] == 2 * 256 * 4 + 256
+    assert "step 3/3" in (run.log / "rank-00000.log").read_text()
 
 
 def test_without_arguments_ranks_are_as_many_as_cores_and_share_the_batch(tiny_run, monkeypatch):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -28,22 +28,21 @@ def meet():
 """
 
 
-def launched(program, count, environment):
+def launched(program, count, environment, logs):
     """Launches a Python program as ranks; its exit code or its error, and whether a variable was left."""
-    before, level = dict(os.environ), logging.getLogger("torch.distributed").level
+    before = dict(os.environ)
     command = [sys.executable, "-S", "-c", PRELUDE + program]
-    try:
-        return launch(command, count, environment), None, os.environ == before
-    except WorkerError as error:
-        return error.exit_code, error, os.environ == before
-    finally:
-        logging.getLogger("torch.distributed").setLevel(level)
+    with patch("shoal.elastic.launch._END", 0.5):
+        try:
+            return launch(command, count, environment, logs=logs), None, os.environ == before
+        except WorkerError as error:
+            return error.exit_code, error, os.environ == before
 
 
 @pytest.fixture
 def run(ranks):
-    return lambda program, count=2, environment=None: ranks.run(
-        launched, 1, program, count, {} if environment is None else environment, timeout=60
+    return lambda program, count=2, environment=None, logs=None: ranks.run(
+        launched, 1, program, count, {} if environment is None else environment, logs, timeout=60
     )[0]
 
 
@@ -93,6 +92,69 @@ end(1, error="CommunicationError: of rank 0", in_collective=True)
 """
     code, error, _ = run(program)
     assert (code, error.rank, error.reason) == (2, 1, "PlanError: of rank 1")
+
+
+def test_a_rank_that_is_stopped_is_the_cause_of_the_failure_that_another_finds(run):
+    program = """
+meet()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+time.sleep(0.2)
+end(1, error="CommunicationError: rank 1 has given no sign of life", in_collective=True)
+"""
+    code, error, _ = run(program)
+    assert (code, error.rank) == (1, 1)
+    assert "stopped" in error.reason
+    assert "rank 0: CommunicationError: rank 1 has given no sign of life" in error.reason
+
+
+def test_a_rank_that_the_launcher_had_to_kill_is_not_the_cause(run):
+    program = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+meet()
+if rank == 1:
+    time.sleep(60)
+end(1, error="CommunicationError: rank 1 has given no sign of life", in_collective=True)
+"""
+    code, error, _ = run(program)
+    assert (code, error.rank) == (1, 0)
+    assert error.reason == "CommunicationError: rank 1 has given no sign of life"
+
+
+def test_the_store_in_which_local_ranks_meet_is_out_of_reach_of_other_machines(run, tmp_path):
+    program = f"""
+def listening(table):
+    rows = [line.split() for line in open(f"/proc/net/{{table}}")][1:]
+    return [row[1] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port]
+port = int(os.environ["MASTER_PORT"])
+with open({str(tmp_path / "listening")!r}, "w") as file:
+    json.dump([listening("tcp"), listening("tcp6")], file)
+"""
+    assert run(program, 1)[0] == 0
+    tcp, tcp6 = json.loads((tmp_path / "listening").read_text())
+    assert [address.partition(":")[0] for address in tcp] == ["0100007F"]  # 127.0.0.1
+    assert tcp6 == []
+
+
+def test_what_each_rank_prints_is_kept_from_the_beginning_of_its_run(run, tmp_path):
+    logs = tmp_path / "run" / "log"
+    program = f"""
+print("early words of", rank, flush=True)
+meet()
+if rank == 0:
+    os.makedirs({str(logs)!r}, exist_ok=True)
+print("late words of", rank, file=sys.stderr)
+if rank == 1:
+    os.kill(os.getpid(), 11)
+"""
+    for count in (1, 2):
+        assert run(program, logs=logs)[1].rank == 1
+        for rank in range(2):
+            text = (logs / f"rank-{rank:05d}.log").read_text()
+            assert text.count(f"early words of {rank}\nlate words of {rank}\n") == count
+            assert f"words of {1 - rank}" not in text
+    assert run(program, logs=tmp_path / "nothing" / "log")[1].rank == 1
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_ranks_that_all_saved_after_a_signal_to_them_are_stopped_and_not_failed(run):

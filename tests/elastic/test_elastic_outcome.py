@@ -76,6 +76,23 @@ def test_a_rank_that_died_is_the_cause_among_losses_and_those_ended_because_of_i
     assert root_cause(outcomes, codes).rank == dead
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "codes", "rank", "reason"),
+    [
+        ([collective(0, 1.0)], {0: 1}, 1, "stopped"),
+        ([collective(0, 1.0), collective(2, 2.0)], {0: 1, 2: 1}, 1, "CommunicationError: of 0"),
+        # what failed by itself comes before
+        ([own(0, 1.0)], {0: 1}, 0, "ValueError"),
+        ([collective(0, 1.0)], {0: 1, 2: KILL}, 2, "SIGKILL"),
+        ([collective(0, 1.0)], {0: 1, 2: 3}, 2, "exit code 3"),
+    ],
+)
+def test_a_rank_that_is_stopped_is_the_cause_of_losses_in_collectives(outcomes, codes, rank, reason):
+    error = root_cause(outcomes, codes, stopped=[1])
+    assert error.rank == rank
+    assert reason in error.reason
+
+
 def test_a_users_mistake_keeps_its_words_and_exit_code_and_has_no_traceback():
     error = PlanError("given", possible="possible", change="change")
     outcome = Outcome.of_error(2, error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 from elastic_stand_ins import Program, shoal, shoal_here, steps_made
@@ -46,6 +48,7 @@ def programs(tmp_path_factory, tiny_run):
         "stopped": start(tmp_path_factory.mktemp("stopped"), tiny_run),
         "killed": start(tmp_path_factory.mktemp("killed"), tiny_run, "--set", "checkpoint.every=2"),
         "raises": start(tmp_path_factory.mktemp("raises"), tiny_run, "--set", "model=failing:Model"),
+        "frozen": start(tmp_path_factory.mktemp("frozen"), tiny_run, "--set", "timeout=30"),
     }
     yield started
     for program, _ in started.values():
@@ -57,6 +60,11 @@ def program(tmp_path, tiny_run):
     program, run = start(tmp_path, tiny_run)
     yield program, run
     program.kill()
+
+
+def state_of(process):
+    """As Linux abbreviates it: T is stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def failures(program):
@@ -115,6 +123,35 @@ def test_a_rank_that_raises_is_named_with_its_error_and_traceback(programs):
     assert program.stdout == ""
     assert program.leaves_no_process()
     assert steps_made(run.path) == 3
+
+
+def test_a_rank_that_is_stopped_is_named_as_those_that_missed_it_found(programs):
+    program, run = programs["frozen"]
+    program.wait_until(lambda: steps_made(run.path) > 2)
+    os.kill(program.ranks()[1], signal.SIGSTOP)
+    assert program.end() == 1
+    first = failures(program)[0]
+    assert first.startswith("shoal: rank 1 failed: its process was stopped")
+    assert "rank 1 has given no sign of life for 5 s" in first
+    assert program.leaves_no_process()
+    begins = [(run.log / f"rank-{rank:05d}.log").read_text().partition("\n")[0] for rank in range(2)]
+    assert [begin.partition(", ")[2] for begin in begins] == ["rank 0 of 2", "rank 1 of 2"]
+    assert "step 20/1000000  loss" in (run.log / "rank-00000.log").read_text()
+
+
+@pytest.mark.long
+def test_control_z_stops_all_ranks_until_the_run_is_continued(program):
+    program, run = program
+    program.wait_until(lambda: steps_made(run.path) > 2)
+    program.signal(signal.SIGTSTP)
+    program.wait_until(lambda: [state_of(process) for process in program.ranks().values()] == ["T", "T"])
+    made = steps_made(run.path)
+    time.sleep(8)  # longer than ranks wait for a sign of life
+    assert steps_made(run.path) == made
+    program.signal(signal.SIGCONT)
+    program.wait_until(lambda: steps_made(run.path) > made + 2)
+    program.signal(signal.SIGTERM)
+    assert program.end() == EXIT_STOPPED
 
 
 @pytest.mark.long

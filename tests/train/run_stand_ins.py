@@ -7,6 +7,8 @@ import io
 import os
 import resource
 import signal
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -45,6 +47,18 @@ def shoal_as_rank(arguments: Sequence[str], folder: Path, port: int) -> Ended:
     }
     with environment_of({name: str(value) for name, value in environment.items()}):
         return shoal(arguments, folder)
+
+
+def shoal_in_a_process_that_saw_no_model(arguments: Sequence[str], folder: Path) -> Ended:
+    """Runs the program where neither modules nor folders of earlier runs are known."""
+    before = sys.path[:]
+    sys.path[:] = [entry for entry in before if not entry.startswith(tempfile.gettempdir())]
+    for name in [name for name in sys.modules if name.endswith("_at_home")]:
+        del sys.modules[name]
+    try:
+        return shoal(arguments, folder)
+    finally:
+        sys.path[:] = before
 
 
 def shoal_on_a_full_disk(arguments: Sequence[str], folder: Path, largest_file: int) -> Ended:

@@ -4,13 +4,18 @@ import os
 from dataclasses import asdict
 
 import pytest
+import torch
+from torch import nn
 
 from shoal.cluster import Cluster
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.models import build
+from shoal.models.presets import preset
 from shoal.parallel import require_layout
 from shoal.run import Run
+from shoal.simulate import simulate
 from shoal.train import TrainConfig, automatic, choose_ranks, resolve
+from shoal.workload import shape, workload_of
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -37,12 +42,70 @@ def test_an_unknown_cluster_is_refused():
         resolve(TrainConfig(plan="auto", cluster="dgx-h1000"), 2)
 
 
-def test_a_model_of_the_users_own_is_refused():
-    config = TrainConfig(
-        model="torch.nn:Linear", model_options={"in_features": 4, "out_features": 4}, plan="auto"
-    )
-    with pytest.raises(ConfigError, match="whose work is not known"):
-        resolve(config, 2)
+class Chain(nn.Module):
+    """Blocks of one product each, for which no layout within a layer is declared."""
+
+    def __init__(self, width=64, branches=False):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, width), nn.Linear(width, 256)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.branches = branches
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = torch.tanh(block(hidden))
+            if self.branches and hidden.sum() > 0:
+                break
+        return self.head(hidden)
+
+
+def own(ranks, **values):
+    config = TrainConfig(model=f"{__name__}:Chain", plan="auto", batch=8, sequence=32, **values)
+    return config, resolve(config, ranks).plan
+
+
+@pytest.mark.parametrize("cluster", ["", "dgx-h100"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_work_of_a_model_of_the_users_own_is_traced(ranks, cluster):
+    config, plan = own(ranks, cluster=cluster, device="cpu")
+    plan.require_ranks(ranks)
+    require_layout(Chain(), plan, config.sequence)
+    assert plan.tp == plan.cp == 1  # which it has no declaration for
+
+
+def test_a_larger_model_of_the_users_own_gets_another_plan():
+    plans = {own(4, model_options={"width": width}, cluster="dgx-h100")[1] for width in (32, 16384)}
+    assert len(plans) == 2
+
+
+def test_a_model_that_cannot_be_traced_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match="raised") as caught:
+        own(2, model_options={"branches": True}, device="cpu")
+    assert caught.value.given.startswith('plan = "auto" was given for ')
+    assert caught.value.change == "choose a Plan, such as dp=2,shard=zero1"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_hugging_face_model_gets_a_plan_as_good_as_the_transformer_of_its_shape(ranks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    same = preset("125m")
+    transformers.LlamaConfig(
+        vocab_size=same.vocab_size,
+        num_hidden_layers=same.layers,
+        hidden_size=same.hidden,
+        num_attention_heads=same.heads,
+        num_key_value_heads=same.kv_heads,
+        intermediate_size=same.ffn,
+        max_position_embeddings=same.seq,
+        tie_word_embeddings=same.tie_embeddings,
+    ).save_pretrained(tmp_path / "llama")
+    common = {"plan": "auto", "batch": 16, "sequence": 512, "cluster": "dgx-h100"}
+    plan = resolve(TrainConfig(model=f"hf:{tmp_path / 'llama'}", **common), ranks).plan
+    best = resolve(TrainConfig(model="125m", **common), ranks).plan
+    work, cluster = workload_of(shape("125m").replace(seq=512)), Cluster.preset("dgx-h100", ranks)
+    seconds = [simulate(work, cluster, each, 16).seconds for each in (plan, best)]
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.05)
 
 
 def test_the_machines_are_this_hosts_cores_where_none_are_named(monkeypatch):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.train import TrainConfig, load_config
+from shoal.train import TrainConfig, key_guess, load_config
 
 
 def refusal(*settings, file=None):
@@ -74,6 +74,20 @@ def test_a_setting_is_read_as_toml_and_else_as_text(setting, read):
         ("record.timelin", "record.timeline"),
         ("learning_rate", "optimizer.learning_rate"),
         ("data.warmup", "optimizer.warmup"),
+        # what other trainers call it
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.LR", "optimizer.learning_rate"),
+        ("optimizer.wd", "optimizer.weight_decay"),
+        ("optimizer.grad_clip", "optimizer.clip"),
+        ("max_grad_norm", "optimizer.clip"),
+        ("optimizer.warmup_steps", "optimizer.warmup"),
+        ("batch_size", "batch"),
+        ("max_steps", "steps"),
+        ("seq_len", "sequence"),
+        ("save_every", "checkpoint.every"),
+        # the section counts less than the name
+        ("optimizer.stps", "steps"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(wrong, meant):
@@ -81,6 +95,17 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(wrong, meant):
     assert repr(wrong) in error.given
     assert f"did you mean {meant!r}" in error.given
     assert wrong in error.change
+
+
+@pytest.mark.parametrize("wrong", ["optimizer.momentum", "qqq", "data.xyz"])
+def test_a_key_that_is_like_none_gets_no_guess(wrong):
+    assert "did you mean" not in refusal(f"{wrong}=1").given
+
+
+def test_every_name_of_other_trainers_leads_to_a_key_that_is_there():
+    for meant, names in key_guess._ALSO_KNOWN_AS.items():
+        for name in names:
+            assert f"did you mean {meant!r}" in refusal(f"{name}=1").given
 
 
 def test_an_unknown_key_of_a_file_is_refused_too(tmp_path):

@@ -8,7 +8,12 @@ import socket
 
 import pytest
 import torch
-from run_stand_ins import shoal, shoal_as_rank, shoal_on_a_full_disk
+from run_stand_ins import (
+    shoal,
+    shoal_as_rank,
+    shoal_in_a_process_that_saw_no_model,
+    shoal_on_a_full_disk,
+)
 
 from shoal.checkpoint import checkpoints, step_of
 from shoal.data import prepare
@@ -178,9 +183,51 @@ def test_resume_auto_begins_a_run_and_then_goes_on_with_it(train, tmp_path):
 def test_a_run_that_has_made_all_its_steps_has_nothing_to_go_on_with(train, tmp_path):
     train("--run", "run", *settings(steps=2))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    _, out, _ = train("--resume", "run")
-    assert "validation" in out
+    described = (tmp_path / "run" / "run.json").read_bytes()
+    for words, on in ((("--resume", "run"), 1), (("--resume", "auto", "--run", "run"), 2)):
+        _, out, err = train(*words, on=on)
+        assert out == ""
+        assert err.startswith("run is complete: 2 of 2 steps are made, and step-00000002 is sound")
+        assert "started" in err
+        assert len(err.splitlines()) == 1
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+    assert (tmp_path / "run" / "run.json").read_bytes() == described
+
+
+def test_a_new_run_that_would_begin_at_its_end_is_refused(train, tmp_path):
+    train("--run", "run", *settings(steps=2))
+    saved = checkpoints(tmp_path / "run" / "checkpoints")[0]
+    _, _, err = train("--resume", str(saved), "--run", "other", code=2)
+    assert "leaves none to make" in err
+    assert not (tmp_path / "other").exists()
+
+
+def test_more_steps_on_resume_say_what_becomes_of_the_learning_rate(train, tmp_path):
+    train("--run", "run", *settings(steps=6, optimizer__warmup=1))
+    _, _, err = train("--resume", "run", *settings(steps=60, optimizer__warmup=1))
+    told = next(line for line in err.splitlines() if "learning rate was" in line)
+    rates = [values["learning_rate"] for values in Run.open(tmp_path / "run").metrics()]
+    assert f"was {rates[5]:.3g} at step 6" in told
+    assert f"is {rates[6]:.3g} at step 7, since steps went from 6 to 60" in told
+    assert "--set optimizer.schedule=constant-then-decay" in err
+
+
+def test_a_run_can_be_resumed_and_sampled_from_another_folder(ranks, tiny_run, tmp_path):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
+    elsewhere.mkdir()
+    (home / "models_at_home.py").write_text(FAILING)
+    (home / "words.txt").write_text("a ring of fish turns as one " * 200)
+    kept = [setting for setting in tiny_run[1::2] if not setting.startswith(("model_options", "data.source"))]
+    words = [word for setting in kept for word in ("--set", setting)]
+    words += settings(
+        model="models_at_home:Model", steps=2, model_options__fails_at=0, data__source="words.txt"
+    )
+    assert ranks.run(shoal, 1, ["train", *words, "--nproc", "1", "--run", "run"], home)[0][0] == 0
+    for arguments in (["train", "--resume", "../home/run", "--set", "steps=4"], ["sample", "../home/run"]):
+        code, _, err = ranks.run(shoal_in_a_process_that_saw_no_model, 1, arguments, elsewhere)[0]
+        assert code == 0, err
+    assert sorted(losses(Run.open(home / "run"))) == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("change", [{"sequence": 16}, {"seed": 1}, {"data__validation_fraction": 0.3}])

@@ -1,0 +1,89 @@
+"""A configuration whose paths hold in any folder, so that a run can be resumed and sampled from anywhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.models import build
+from shoal.train.config import TrainConfig
+
+__all__ = ["build_model", "located"]
+
+_HUGGING_FACE = "hf:"
+
+
+def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> TrainConfig:
+    """The configuration with absolute paths.
+
+    What does not exist stays as it was given, for the error that will name it.
+
+    Args:
+        config: As it was given in the current folder.
+        before: The configuration of the run that is resumed, whose paths are absolute.
+    """
+    data = config.data
+    sources = tuple(_absolute(source) for source in data.sources)
+    return config.model_copy(
+        update={
+            "model": _HUGGING_FACE + _absolute(config.model.removeprefix(_HUGGING_FACE))
+            if config.model.startswith(_HUGGING_FACE)
+            else config.model,
+            "model_folder": _model_folder(config, before or {}),
+            "cluster": _absolute_cluster(config.cluster),
+            "data": data.model_copy(
+                update={
+                    "source": sources[0] if isinstance(data.source, str) else sources,
+                    "tokenizer": _absolute(data.tokenizer),
+                    "cache": None if data.cache is None else data.cache.absolute(),
+                }
+            ),
+        }
+    )
+
+
+def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
+    """Builds the model of a configuration; its module is looked for in `model_folder` first.
+
+    Raises:
+        ModelError: As of `shoal.models.build`.
+        MissingExtraError: As there.
+    """
+    if config.model_folder and config.model_folder not in sys.path[:1]:
+        sys.path.insert(0, config.model_folder)
+    return build(config.model, overrides=config.model_options, device=device)
+
+
+def _model_folder(config: TrainConfig, before: Mapping[str, Any]) -> str:
+    if ":" not in config.model or config.model.startswith(_HUGGING_FACE):
+        return ""
+    recorded = before.get("model_folder", "")
+    is_given = config.model_folder != recorded
+    if config.model_folder and (is_given or config.model == before.get("model")):
+        return str(Path(config.model_folder).expanduser().absolute())
+    return os.getcwd()
+
+
+def _absolute(text: str) -> str:
+    """The absolute path of a file or folder that is there; else the text, which may be no path."""
+    path = Path(text).expanduser()
+    return str(path.absolute()) if text and path.exists() and not _is_word(text) else text
+
+
+def _is_word(text: str) -> bool:
+    """Whether it has a meaning of its own, whatever files there are."""
+    return text in ("stdlib", "bytes") or text.startswith("ids:")
+
+
+def _absolute_cluster(text: str) -> str:
+    name, colon, number = text.rpartition(":")
+    if not colon:
+        name, number = text, ""
+    is_file = name.endswith(".toml") or "/" in name
+    return _absolute(name) + colon + number if is_file else text

@@ -1,0 +1,98 @@
+"""What a resumed run tells of its learning rate, where another course of it was asked for."""
+
+from __future__ import annotations
+
+import math
+
+from shoal.run import Run
+from shoal.train.config import OptimizerConfig, TrainConfig, load_config
+from shoal.train.schedule import learning_rate, scaled_peak
+
+__all__ = ["describe_rate_change", "rate_change_of"]
+
+_COURSE = ("learning_rate", "schedule", "warmup", "decay", "final", "scaling", "reference_batch")
+_JUMP = 1.1  # a larger ratio of two rates is no detail of the course
+
+
+def rate_change_of(run: Run, now: TrainConfig, made: int) -> str:
+    """Says how the learning rate of a run goes on that is resumed; empty where its course is as it was.
+
+    Args:
+        run: The run as it was.
+        now: The configuration that it goes on with.
+        made: How many steps were made.
+    """
+    rates = {values["step"]: values.get("learning_rate") for values in run.metrics()}
+    return describe_rate_change(load_config(base=run.description["config"]), now, made, rates.get(made))
+
+
+def describe_rate_change(before: TrainConfig, now: TrainConfig, made: int, last: float | None = None) -> str:
+    """Says how the learning rate goes on, and how it could; empty where its course is as it was.
+
+    Args:
+        before: The configuration that the run had.
+        now: The configuration that it goes on with.
+        made: How many steps were made.
+        last: The learning rate of the last of them, if it was recorded.
+    """
+    changes = _changes(before, now)
+    if last is None:
+        last = _rate(before, made - 1)
+    if not changes and math.isclose(last, _rate(now, made - 1), rel_tol=1e-6):
+        return ""
+    following = _rate(now, made)
+    text = (
+        f"the learning rate was {last:.3g} at step {made}, the last that was made, and is {following:.3g} at "
+        f"step {made + 1}"
+    )
+    if changes:
+        text += f", since {' and '.join(changes)}"
+    if max(following, last) <= _JUMP * min(following, last):
+        return text
+    offer = _settings_to_go_on_from(last, now, made)
+    if offer is not None:
+        settings, end = offer
+        text += f"\n  to go on from {last:.3g} instead, and end at {end:.3g}: {settings}"
+    return f"warning: {text}" if following > last else text
+
+
+def _rate(config: TrainConfig, step: int) -> float:
+    return learning_rate(config.optimizer, step=step, steps=config.steps, batch=config.batch)
+
+
+def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
+    """What the learning rate follows from and that changed, in words."""
+    pairs = {
+        f"optimizer.{name}": (getattr(before.optimizer, name), getattr(now.optimizer, name))
+        for name in _COURSE
+    }
+    pairs["steps"] = (before.steps, now.steps)
+    if now.optimizer.scaling != "none":
+        pairs["batch"] = (before.batch, now.batch)
+    return [f"{name} went from {old} to {new}" for name, (old, new) in pairs.items() if old != new]
+
+
+def _settings_to_go_on_from(rate: float, config: TrainConfig, made: int) -> tuple[str, float] | None:
+    """Settings under which the next rate is `rate` and falls at the end, with the last one; None if none do.
+
+    The rate stays constant up to a linear decay, which is how a run can be made longer again and again
+    (Hägele et al., arXiv:2405.18392).
+    """
+    factor = scaled_peak(config.optimizer, config.batch) / config.optimizer.learning_rate
+    left = config.steps - 1 - made
+    decay = min(config.optimizer.decay, math.floor(1000 * left / config.steps) / 1000)
+    course = {
+        "learning_rate": float(f"{rate / factor:.6g}"),
+        "schedule": "constant-then-decay",
+        "decay": decay,
+    }
+    changed = OptimizerConfig.model_validate(config.optimizer.model_dump() | course)
+    offered = config.model_copy(update={"optimizer": changed})
+    if not math.isclose(_rate(offered, made), rate, rel_tol=0.01):
+        return None
+    settings = [
+        f"--set optimizer.{name}={value}"
+        for name, value in course.items()
+        if value != getattr(config.optimizer, name)
+    ]
+    return " ".join(settings), _rate(offered, config.steps - 1)
