@@ -81,22 +81,30 @@ class Slot:
     @property
     def part_elements(self) -> int:
         """Number of elements that each shard's part has room for."""
-        rows = self.shape[0] if self.shape else 1
-        return -(-rows // self.shards) * self.row_elements
+        return -(-self._all_rows // self.shards) * self.row_elements
 
     def interval(self, shard: int) -> tuple[int, int]:
         """First element and end of a shard's part, in the flattened parameter."""
-        part, elements = self.part_elements, self.elements
-        return min(shard * part, elements), min((shard + 1) * part, elements)
+        rows = self.rows(shard)
+        return rows.start * self.row_elements, rows.stop * self.row_elements
 
-    def view(self, elements: torch.Tensor) -> torch.Tensor:
-        """Whole rows `[n x row_elements]` as memory has them, in the parameter's shape `[n, ...]`."""
+    def rows(self, shard: int) -> range:
+        """The rows of a shard's part."""
+        part = -(-self._all_rows // self.shards)
+        return range(min(shard * part, self._all_rows), min((shard + 1) * part, self._all_rows))
+
+    @property
+    def _all_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+    def view(self, buffer: torch.Tensor, first: int, rows: range | None = None) -> torch.Tensor:
+        """Some rows in the parameter's shape `[rows, ...]`, all by default, from element `first` of a buffer on."""
+        count = self._all_rows if rows is None else len(rows)
+        elements = buffer[first : first + count * self.row_elements]
         if not self.shape:
             return elements.view(())
-        sizes = [self.shape[dim] for dim in self.order[1:]]
-        rows = elements.numel() // self.row_elements if self.row_elements else self.shape[0]
         back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return elements.view(rows, *sizes).permute(back)
+        return elements.view(count, *(self.shape[dim] for dim in self.order[1:])).permute(back)
 
 
 @dataclass(frozen=True)
@@ -145,23 +153,17 @@ class BucketLayout:
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a buffer that stand for the parameters, in their shapes."""
-        return [slot.view(buffer[slot.offset : slot.offset + slot.elements]) for slot in self.slots]
+        return [slot.view(buffer, slot.offset) for slot in self.slots]
 
     def parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
         """One shard's rows of every parameter in a buffer."""
         return [
-            slot.view(buffer[slot.offset + start : slot.offset + stop])
-            for slot in self.slots
-            for start, stop in [slot.interval(shard)]
+            slot.view(buffer, slot.offset + slot.interval(shard)[0], slot.rows(shard)) for slot in self.slots
         ]
 
     def packed_parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
         """One shard's rows of every parameter in a buffer `[packed_elements]` that has this shard alone."""
-        return [
-            slot.view(buffer[slot.packed : slot.packed + stop - start])
-            for slot in self.slots
-            for start, stop in [slot.interval(shard)]
-        ]
+        return [slot.view(buffer, slot.packed, slot.rows(shard)) for slot in self.slots]
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
-from shoal.parallel import Batch, apply, device_memory, parallelize
+from shoal.parallel import Batch, apply, device_memory, local_part, parallelize
 from shoal.parallel.piece_memory import with_memory
 from shoal.parallel.pieces import Room, cut_pieces
 from shoal.parallel.stage_costs import computed_costs
@@ -75,7 +75,8 @@ def states_held(text):
     pairs = ((each[:, :-1], each[:, 1:]) for each in mine)
     parallel.forward_backward(pairs, len(mine), next_token_loss)
     optimizer.step()
-    states = [each for kept in optimizer.state.values() for each in kept.values() if each.ndim]
+    kept = [each for state in optimizer.state.values() for each in state.values() if each.ndim]
+    states = [local_part(each) for each in kept]
     weights = [each for each in parallel.module.parameters() if not each.is_meta]
     gradients = {"none": weights, "zero1": weights}.get(
         parallel.plan.shard, [owned.local for owned in parallel.owned]
