@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.errors import LayoutError
 
-__all__ = ["refuse_copies", "watch"]
+__all__ = ["refuse_copies", "watch", "watch_calls"]
 
 
 class _Watched(dict[str, Any]):
@@ -53,15 +53,19 @@ class _Watched(dict[str, Any]):
 def watch(module: nn.Module, before: Callable[[], object], is_forward_open: Callable[[], bool]) -> None:
     """Has `before` called before any of a module's own parameters is used; its children's are theirs.
 
-    Parameters that were read earlier, and are kept elsewhere, are seen where they are used in its forward.
+    Of parameters that were read earlier, and are kept elsewhere, as recurrent layers do, `watch_calls` tells.
 
     Args:
         module: Owns the parameters.
-        before: Called when the module is called, one of its parameters is read, or they are listed.
+        before: Called when one of its parameters is read, or they are listed.
         is_forward_open: Whether a forward runs, or has run since the last backward: only then is listing them
             a use.
     """
     module._parameters = _Watched(module._parameters, before, is_forward_open)
+
+
+def watch_calls(module: nn.Module, before: Callable[[], object]) -> None:
+    """Has `before` called before each forward of a module."""
 
     def come(module: nn.Module, arguments: Any) -> None:
         before()

@@ -33,7 +33,7 @@ class ResidentWeights(Strategy):
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._frozen = setup.frozen
         self._sums_stay = sums_stay
-        self._update = WeightUpdate(setup.entry or setup.model, setup.model, buckets[::-1])
+        self._update = WeightUpdate(setup.entry or setup.model, setup.model, setup.blocks, buckets[::-1])
         self._accumulating = False
         self._step: ExitStack | None = None
         self._reduction = GradientReduction(
@@ -41,7 +41,9 @@ class ResidentWeights(Strategy):
             finish=finish,
             on_complete=GradientReduction.reduce_complete,
             on_end=self._on_end,
-            waits=setup.axes.cp.size == 1 and setup.axes.ep.size == 1,
+            # Sums that stay have memory anyway; only sums over replicas would then begin late.
+            waits=setup.axes.cp.size == setup.axes.ep.size == 1
+            and (not sums_stay or setup.axes.dense.replicate.size > 1),
         )
 
     @property

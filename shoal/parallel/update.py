@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from shoal.parallel.access import watch
+from shoal.parallel.access import watch, watch_calls
 from shoal.parallel.block_order import in_backward
 from shoal.parallel.bucket import Bucket
 
@@ -29,10 +29,14 @@ class WeightUpdate:
     Args:
         entry: The module whose forward is that of all the buckets' parameters.
         model: The model that owns them.
+        blocks: Its repeated parts; all of a block is waited for where the block is called, so that a block that
+            is compiled has one place to wait.
         buckets: In forward order.
     """
 
-    def __init__(self, entry: nn.Module, model: nn.Module, buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self, entry: nn.Module, model: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]
+    ) -> None:
         self._buckets = [bucket for bucket in buckets if not bucket.is_current]
         self._is_fresh = False  # gathered, and nobody has had reason to write since
         self._is_used = False  # by a forward since it was gathered, without a backward after it
@@ -45,15 +49,16 @@ class WeightUpdate:
         bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         entry.register_forward_pre_hook(self._before_model)
         entry.register_forward_hook(self._after_model, always_call=True)
+        in_blocks = {module for block in blocks for module in block.modules()}
+        for block in blocks:
+            watch_calls(block, self._before_use(-1, _own(block.modules(), bucket_of)))
         for number, module in enumerate(model.modules()):
-            own = [bucket_of[each] for each in module._parameters.values() if each in bucket_of]
+            own = _own([module], bucket_of)
             if own:
-                watch(module, self._before_use(number, list(dict.fromkeys(own))), self._is_forward_open)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether weights are ever out of date."""
-        return bool(self._buckets)
+                before = self._before_use(number, own)
+                watch(module, before, self._is_forward_open)
+                if module not in in_blocks or isinstance(module, nn.RNNBase):
+                    watch_calls(module, before)
 
     @property
     def is_fresh(self) -> bool:
@@ -63,7 +68,7 @@ class WeightUpdate:
     def mark(self) -> None:
         """Says that the owners' parts have changed, or are about to."""
         self._finish()
-        self._is_fresh = False
+        self._is_fresh = self._is_used = False
 
     def keep(self) -> None:
         """Says that a backward has ended after which the owners' parts do not change yet."""
@@ -123,7 +128,7 @@ class WeightUpdate:
             if self._under_way:
                 for bucket in buckets:
                     bucket.finish_gather()
-            if not self._forwards:
+            if not self._forwards and number >= 0:
                 self._outside(number)
 
         return wait
@@ -137,3 +142,9 @@ class WeightUpdate:
         self.start()
         self._finish()
         self._seen.add(number)
+
+
+def _own(modules: Iterable[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket]) -> list[Bucket]:
+    """The buckets of the modules' own parameters."""
+    own = (each for module in modules for each in module._parameters.values() if each in bucket_of)
+    return list(dict.fromkeys(bucket_of[each] for each in own))
