@@ -1,5 +1,6 @@
 # make train    sets up .venv, and trains a small transformer on the source of Python's standard library
-# make test     sets up .venv with what development needs, and passes every check that CI makes
+# make test     sets up .venv with what development needs, and passes every check that CI makes but the next
+# make test-oldest  runs what depends on torch and transformers with the oldest releases that pyproject.toml allows
 #
 # What a target needs is set up once: a second call does no set-up work again.
 
@@ -9,7 +10,13 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 EXTRAS := dev,hf,parquet,tensorboard
 
-.PHONY: train test test-long lint bench clean
+# Where PyPI has torch for CUDA alone, as on Linux on x86-64, this venv takes 5 GB.
+OLDEST := .venv-oldest
+OLDEST_TESTS := tests/models tests/parallel tests/checkpoint/test_checkpoint_reshard.py \
+  tests/collectives/test_pytorch_calls.py tests/collectives/test_pytorch_features.py \
+  tests/train/test_train_trainer.py
+
+.PHONY: train test test-long test-oldest lint bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
@@ -19,6 +26,9 @@ test: lint
 
 test-long: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
+
+test-oldest: $(OLDEST)/.ready
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest $(OLDEST_TESTS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check
@@ -37,7 +47,13 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	$(INSTALL) --editable '.[$(EXTRAS)]'
 	@touch $@ $(VENV)/.ready
 
-$(VENV)/bin/python:
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt $(CORE) | $(OLDEST)/bin/python
+	@echo "installing Shoal, and the oldest PyTorch and transformers for it, into $(OLDEST) (once, some minutes)"
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints-oldest.txt --editable '.[dev,hf]'
+	@touch $@
+
+$(VENV)/bin/python $(OLDEST)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "make: there is no $(PYTHON). Install it: sudo apt-get install python3 python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -45,8 +61,8 @@ $(VENV)/bin/python:
 	       "Install one: sudo apt-get install python3.11 python3.11-venv; then: make PYTHON=python3.11"; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	  echo "make: $(PYTHON) has no venv. Install it: sudo apt-get install python3-venv"; exit 1; }
-	@echo "making $(VENV)"
-	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@echo "making $(@:/bin/python=)"
+	@$(PYTHON) -m venv $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -96,12 +96,20 @@ def _vocabulary(model: Any, config: Any) -> tuple[str | None, str | None]:
     return modules[id(embedding)] if looks_up else None, modules[id(head)] if multiplies else None
 
 
-def _planned(model: nn.Module, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The plan's word for each child, by name of the module that holds it. In the plan `*` is a number."""
+def _planned(model: Any, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The plan's word for each child, by name of the module that holds it. In the plan `*` is a number.
+
+    What a plan says of the embedding and the head is left out: `_vocabulary` looks at these. Some releases of
+    transformers name the embedding when weights are tied, others never do.
+    """
     prefix = getattr(model, "base_model_prefix", "")
     base = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     styles = {base + pattern: style for pattern, style in plan.items()}
-    members = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    members = [
+        name for name, module in model.named_modules() if not any(module is each for each in vocabulary)
+    ]
+    members += [name for name, _ in model.named_parameters()]
     planned: dict[str, dict[str, str]] = {}
     for member in members:
         style = styles.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", member))

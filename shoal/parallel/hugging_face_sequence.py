@@ -19,7 +19,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, final
 
@@ -32,6 +31,7 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.blocks import find_blocks
 from shoal.parallel.communication import Axis
 from shoal.parallel.hugging_face import splits_attention
+from shoal.parallel.named_layers import matching_modules
 from shoal.parallel.tensor_layout import Split, TensorLayout
 
 __all__ = [
@@ -70,10 +70,9 @@ def split_stream(model: Any, layout: TensorLayout, axes: Axes) -> None:
     find_blocks(model.base_model)[0].register_forward_pre_hook(
         partial(_own_part, axis=axes.tp), with_kwargs=True
     )
-    for name, module in model.named_modules():
-        for pattern, split in layout.splits.items():
-            if fnmatchcase(name, pattern) and splits_attention(split):
-                _StandIn(axes.tp.size).put_before(module, split)
+    for _, module, split in matching_modules(model, layout):
+        if splits_attention(split):
+            _StandIn(axes.tp.size).put_before(module, split)
 
 
 def attend_over_ranks(

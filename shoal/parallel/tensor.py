@@ -13,7 +13,6 @@ Which layer is split how stands in a `TensorLayout`, by patterns of module names
 from __future__ import annotations
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,10 +24,18 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.deferred import Deferral
 from shoal.parallel.hugging_face import fit_heads, has_tensor_plan, layout_of_hugging_face
 from shoal.parallel.layout import Cut
+from shoal.parallel.named_layers import (
+    full_name,
+    linear_layer,
+    matching_modules,
+    require_divisible,
+    require_whole_parts,
+    vocabulary_weight,
+)
 from shoal.parallel.products import column_products, row_product
 from shoal.parallel.tensor_layout import Split, TensorLayout
 from shoal.parallel.vocabulary import SplitLogits, embed_rows
-from shoal.plan import Plan, divisors
+from shoal.plan import Plan
 
 __all__ = ["TensorCuts", "cut_tensors", "layout_of", "tensor_parallel"]
 
@@ -89,28 +96,32 @@ def cut_tensors(model: nn.Module, layout: TensorLayout, plan: Plan, index: int) 
             possible="tensor=plain, or a model and a layout that let the sequence be split",
             change="add tensor=plain",
         )
-    for name, module, split in _matches(model, layout):
+    for name, module, split in matching_modules(model, layout):
+        require_whole_parts(module, name, split)
         for child, units in split.columns.items():
-            layer = _linear(module, name, child)
+            layer, full = linear_layer(module, name, child), full_name(name, child)
             for kind, parameter in layer.named_parameters(recurse=False):
-                full = f"{name}.{child}.{kind}"
                 shape = tuple(parameter.shape)
                 if size > units and size % units == 0:
                     length = shape[0] // units
-                    result.narrowed[full] = (index * units // size * length, length)
+                    result.narrowed[f"{full}.{kind}"] = (index * units // size * length, length)
                 else:
-                    _require_divisible(f"{name}.{child}", units, size)
+                    require_divisible(full, units, size)
                     length = shape[0] // size
-                    result.cuts[full] = Cut(shape, 0, index * length, length)
+                    result.cuts[f"{full}.{kind}"] = Cut(shape, 0, index * length, length)
         for child, units in split.rows.items():
-            layer = _linear(module, name, child)
-            _require_divisible(f"{name}.{child}", units, size)
+            layer, full = linear_layer(module, name, child), full_name(name, child)
+            require_divisible(full, units, size)
             shape = tuple(layer.weight.shape)
             length = shape[1] // size
-            result.cuts[f"{name}.{child}.weight"] = Cut(shape, 1, index * length, length)
-    for name in filter(None, (layout.embedding, layout.head)):
-        _require_module(model, name)
-        shape = tuple(model.get_submodule(name).weight.shape)  # type: ignore[arg-type]
+            result.cuts[f"{full}.weight"] = Cut(shape, 1, index * length, length)
+    vocabulary = []
+    if layout.embedding is not None:
+        vocabulary.append((layout.embedding, vocabulary_weight(model, layout.embedding, nn.Embedding)))
+    if layout.head is not None:
+        vocabulary.append((layout.head, vocabulary_weight(model, layout.head, nn.Linear)))
+    for name, weight in vocabulary:
+        shape = tuple(weight.shape)
         rows = -(-shape[0] // size)
         first = min(index * rows, shape[0])
         if (size - 1) * rows >= shape[0]:
@@ -145,11 +156,11 @@ def tensor_parallel(
     common: dict[str, Any] = {"axis": axis, "sequence": sequence, "overlap": overlap, "deferral": deferral}
     columned: Any = partial(column_products, **common)
     rowed: Any = partial(row_product, **common)
-    for name, module, split in _matches(model, layout):
+    for name, module, split in matching_modules(model, layout):
         fit_heads(module, split, axis.size)
         columns = _Columns(
             [module.get_submodule(child) for child in split.columns],
-            [cuts.narrowed.get(f"{name}.{child}.weight") for child in split.columns],
+            [cuts.narrowed.get(f"{full_name(name, child)}.weight") for child in split.columns],
             columned,
         )
         for index, child in enumerate(split.columns):
@@ -218,45 +229,3 @@ def _embed(layer: Any, axis: Axis, first_row: int, tokens: Tensor, *, sequence: 
 def _unembed(layer: Any, products: Any, axis: Axis, cut: Cut, hidden: Tensor) -> SplitLogits:
     (local,) = products(hidden, [layer.weight])
     return SplitLogits(local, axis, cut.offset, cut.shape[0])
-
-
-def _matches(model: nn.Module, layout: TensorLayout) -> Iterator[tuple[str, nn.Module, Split]]:
-    for pattern, split in layout.splits.items():
-        found = [pair for pair in model.named_modules() if fnmatchcase(pair[0], pattern)]
-        if not found:
-            raise PlanError(
-                f"the layout names {pattern}, and {type(model).__name__} has no such module",
-                possible="patterns of the names in named_modules()",
-                change="correct the pattern, or leave it out",
-            )
-        yield from ((name, module, split) for name, module in found)
-
-
-def _require_module(model: nn.Module, name: str) -> None:
-    if name not in dict(model.named_modules()):
-        raise PlanError(
-            f"the layout names {name}, and {type(model).__name__} has no such module",
-            possible="names in named_modules()",
-            change="correct the name",
-        )
-
-
-def _linear(module: nn.Module, name: str, child: str) -> nn.Linear:
-    layer = getattr(module, child, None)
-    if not isinstance(layer, nn.Linear):
-        raise PlanError(
-            f"the layout splits {name}.{child}, which is a {type(layer).__name__}",
-            possible="nn.Linear layers",
-            change="correct the name, or leave it out of the layout",
-        )
-    return layer
-
-
-def _require_divisible(name: str, units: int, size: int) -> None:
-    if units % size:
-        fitting = ", ".join(str(each) for each in divisors(units) if each <= 64)
-        raise PlanError(
-            f"tp={size} does not divide the {units} parts of {name}",
-            possible=f"tp of {fitting}",
-            change="choose one of these",
-        )

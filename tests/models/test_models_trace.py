@@ -323,9 +323,14 @@ def hugging_face(kind, **changes):
 
 def test_hugging_faces_llama_has_the_work_of_the_built_in_transformer():
     found, expected = traced(hugging_face("Llama"), 8), traced(built(configuration()), 8)
+    angles = (
+        4 * 8 * 2 / 2
+    )  # before transformers 5.20, both samples share a product [4, 1] [1, 8] of rotary angles
+    assert found.embedding.flop in (0, angles)
     for one, other in zip(found.pieces, expected.pieces, strict=True):
         for name in ("flop", "parameters", "joins", "tables"):
-            assert getattr(one, name) == getattr(other, name), (one.name, name)
+            if (one.name, name) != ("embedding", "flop"):
+                assert getattr(one, name) == getattr(other, name), (one.name, name)
     assert (found.heads, found.kv_heads) == (expected.heads, expected.kv_heads)
     assert all(attention.causal and attention.fused for attention in found.layers[0].attentions)
 

@@ -77,6 +77,17 @@ def test_a_vocabulary_is_split_where_that_is_all(ranks, alone, kind, changes, ex
     check(ranks, alone, kind, "tp=2,tensor=plain", **changes)
 
 
+def test_a_plan_may_name_the_embedding_or_leave_it_out():
+    model = build("llama", {"tie_word_embeddings": True})
+    plan = {word: style for word, style in model.config.base_model_tp_plan.items() if word != "embed_tokens"}
+    model.config.base_model_tp_plan = plan
+    left_out = layout_of_hugging_face(model)
+    model.config.base_model_tp_plan = plan | {
+        "embed_tokens": "embedding_rowwise"
+    }  # transformers 5.15 to 5.20
+    assert layout_of_hugging_face(model) == left_out
+
+
 def gathered_logits(plan):
     parallel = parallelize(build("llama", {}), plan)
     return logits_of(parallel(torch.arange(SEQ)[None], attention_mask=PADDED)).detach()

@@ -124,9 +124,7 @@ def go_through_states(plan, folder):
     }
 
 
-@pytest.mark.parametrize(
-    "plan", [*(f"dp=2,shard={shard}" for shard in SHARDS), "dp=2,shard=zero1,precision=bf16"]
-)
+@pytest.mark.parametrize("settings", [*(f"shard={shard}" for shard in SHARDS), "shard=zero1,precision=bf16"])
 def test_states_are_saved_and_loaded_by_every_way_that_people_know(ranks, settings):
     with tempfile.TemporaryDirectory() as folder:
         for outcomes in ranks.run(go_through_states, 2, f"dp=2,{settings}", folder):
