@@ -14,6 +14,7 @@ from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
 from shoal.checkpoint.save import save
+from shoal.checkpoint.shard import dtype_named
 from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "TensorRecord",
     "check_sizes",
     "checkpoints",
+    "dtype_named",
     "latest",
     "load",
     "newest_verified",

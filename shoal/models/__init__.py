@@ -9,7 +9,7 @@ Workload of any module, for the planner.
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
-from shoal.models.loading import build
+from shoal.models.loading import build, find_factory
 from shoal.models.loss import logits_of, next_token_loss
 from shoal.models.presets import preset, preset_names
 from shoal.models.sampling import generate
@@ -24,6 +24,7 @@ __all__ = [
     "TransformerConfig",
     "auxiliary_loss",
     "build",
+    "find_factory",
     "generate",
     "logits_of",
     "next_token_loss",

@@ -20,7 +20,7 @@ from shoal.models.config import TransformerConfig
 from shoal.models.presets import preset
 from shoal.models.transformer import Transformer
 
-__all__ = ["build"]
+__all__ = ["build", "find_factory"]
 
 
 def build(
@@ -63,7 +63,7 @@ def build(
 
 
 def _from_factory(spec: str, arguments: dict[str, Any], device: torch.device) -> nn.Module:
-    factory = _find_factory(spec)
+    factory = find_factory(spec)
     try:
         with device:
             model = factory(**arguments)
@@ -82,7 +82,12 @@ def _from_factory(spec: str, arguments: dict[str, Any], device: torch.device) ->
     return model
 
 
-def _find_factory(spec: str) -> Callable[..., object]:
+def find_factory(spec: str) -> Callable[..., object]:
+    """What `package.module:function` names.
+
+    Raises:
+        ModelError: There is no such module, or no such function in it.
+    """
     module_name, _, function_name = spec.partition(":")
     module = _import(module_name)
     factory: object = getattr(module, function_name, None)

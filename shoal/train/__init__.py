@@ -16,8 +16,9 @@ from shoal.train.config import (
 from shoal.train.execute import choose_device, execute
 from shoal.train.job import Job, Resume, check, choose_path, choose_ranks, find_resume, resolve
 from shoal.train.restore import load_model
+from shoal.train.result import StepResult
 from shoal.train.schedule import learning_rate
-from shoal.train.trainer import StepResult, Trainer
+from shoal.train.trainer import Trainer
 
 __all__ = [
     "CheckpointConfig",

@@ -22,6 +22,7 @@ from shoal.run import Run, default_path
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.config import TrainConfig
+from shoal.train.optimizer import require_factories
 
 __all__ = ["Job", "Resume", "check", "choose_path", "choose_ranks", "find_resume", "resolve"]
 
@@ -211,6 +212,7 @@ def check(job: Job) -> Corpus:
         config.model, overrides=config.model_options, device="meta" if ":" not in config.model else "cpu"
     )
     require_trainable(model)
+    require_factories(config.optimizer)
     require_layout(model, job.plan, config.sequence)
     if isinstance(model, Transformer):
         _require_fit(config, corpus, model.config.vocab_size, model.config.seq, "seq")

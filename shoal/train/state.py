@@ -1,72 +1,127 @@
 """The state of training as the pieces of a checkpoint, and back.
 
-model/NAME                a trained parameter, fp32
-fixed/NAME                a parameter that is not trained, or a buffer
-optimizer/KEY/NAME        Adam's averages, each shaped as its parameter
-rank/R/random.KIND        the states of random generators, for a resume with the same ranks
+model/NAME                   a trained parameter, fp32
+fixed/NAME                   a parameter that is not trained, or a buffer
+optimizer/KEY/NAME           a state of the optimizer for each element of a parameter, shaped as the parameter
+optimizer-tensor/KEY/NAME    a state of another shape, such as a count of steps
+optimizer-number/KEY/NAME    a state that is a number of Python
+rank/R/buffer/NAME           a buffer that differs between ranks, for a resume under the same Plan
+rank/R/random.KIND           the states of random generators, as well
+
+What a parameter has in the optimizer's state is found there, not known: any optimizer's is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from shoal.checkpoint import Piece, Region
+from shoal.checkpoint import Exchange, Piece, Region, TensorRecord, dtype_named
+from shoal.errors import CheckpointError
 from shoal.parallel import Axis, Frozen, Owned, Parallel
 
-__all__ = ["fixed_pieces", "make_optimizer_state", "pieces_to_load", "pieces_to_save"]
+__all__ = [
+    "differing_buffers",
+    "fixed_pieces",
+    "local",
+    "optimizer_to_load",
+    "pieces_to_load",
+    "pieces_to_save",
+    "saved_buffers",
+]
 
-_AVERAGES = ("exp_avg", "exp_avg_sq")
-
-
-def make_optimizer_state(optimizer: torch.optim.AdamW) -> None:
-    """Gives every parameter the state that its first step would, so that a checkpoint can be read into it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+_ELEMENTS, _TENSOR, _NUMBER = "optimizer", "optimizer-tensor", "optimizer-number"
 
 
-def pieces_to_save(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Piece]:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    held: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return held.detach()
+
+
+def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Piece]:
     """What this rank writes: together the ranks write each element once.
 
     Replicas hold the same; each of them writes a part, of about the same size.
+
+    Raises:
+        CheckpointError: The optimizer keeps what a checkpoint cannot hold.
     """
-    mine = _share(parallel.owned)
-    pieces = [piece for owned in mine for piece in _pieces_of(owned, optimizer)]
+    pieces = []
+    for owned in _share(parallel.owned):
+        if owned.start < owned.stop:
+            pieces.append(_part(owned, f"model/{owned.name}", owned.parameter))
+            pieces += _pieces_of_state(owned, optimizer.state.get(owned.parameter, {}))
     pieces += _fixed(parallel.buffers_to_save())
     return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
 
 
-def pieces_to_load(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Piece]:
-    """What this rank reads, into the memory where training keeps it."""
-    pieces = [piece for owned in parallel.owned for piece in _pieces_of(owned, optimizer, every_step=True)]
+def pieces_to_load(parallel: Parallel) -> list[Piece]:
+    """What this rank reads of the model, into the memory where training keeps it."""
+    pieces = [
+        _part(owned, f"model/{owned.name}", owned.parameter)
+        for owned in parallel.owned
+        if owned.start < owned.stop
+    ]
     return pieces + _buffer_pieces(parallel.module) + [_frozen_piece(frozen) for frozen in parallel.frozen]
 
 
-def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool = False) -> Iterator[Piece]:
-    parameter = owned.parameter
-    if owned.start == owned.stop:
-        return
+def optimizer_to_load(
+    parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, TensorRecord]
+) -> tuple[list[Piece], Callable[[], None]]:
+    """Gives the optimizer a state as it was saved, without its values.
 
-    region = _region(owned)
+    Args:
+        parallel: The model.
+        optimizer: Forgets what it has.
+        saved: The tensors of the checkpoint.
 
-    def part(prefix: str, tensor: torch.Tensor) -> Piece:
-        return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, tensor.detach(), region)
+    Returns:
+        The pieces to read into it, and what to call when they were read.
+    """
+    by_name: dict[str, list[tuple[str, str, TensorRecord]]] = {}
+    for path, record in saved.items():
+        kind, _, rest = path.partition("/")
+        key, _, name = rest.partition("/")
+        if kind in (_ELEMENTS, _TENSOR, _NUMBER):
+            by_name.setdefault(name, []).append((kind, key, record))
+    on_device = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    optimizer.state.clear()
+    pieces: list[Piece] = []
+    numbers: list[tuple[dict[str, Any], str]] = []
+    for owned in parallel.owned:
+        if owned.start == owned.stop or owned.parameter not in on_device:
+            continue
+        for kind, key, record in by_name.get(owned.name, ()):
+            state, dtype = optimizer.state[owned.parameter], dtype_named(record.dtype)
+            path = f"{kind}/{key}/{owned.name}"
+            if kind == _ELEMENTS:
+                state[key] = torch.zeros_like(owned.parameter, dtype=dtype, requires_grad=False)
+                pieces.append(_part(owned, path, state[key]))
+                continue
+            # As in torch's `load_state_dict`, counts of steps stay on the CPU unless a kernel reads them.
+            is_count = kind == _NUMBER or (key == "step" and not on_device[owned.parameter])
+            device = torch.device("cpu") if is_count else owned.parameter.device
+            state[key] = torch.zeros(record.shape, dtype=dtype, device=device)
+            pieces.append(Piece.whole(path, state[key]))
+            if kind == _NUMBER:
+                numbers.append((state, key))
 
-    yield part("model", parameter)
-    state = optimizer.state[parameter]
-    for key in _AVERAGES:
-        yield part(f"optimizer/{key}", state[key])
-    # One number for the whole parameter: the owner of its first element writes it, all owners read it.
-    if owned.is_first or every_step:
-        yield Piece(f"optimizer/step/{owned.name}", (), 0, 1, state["step"])
+    def finish() -> None:
+        for state, key in numbers:
+            state[key] = state[key].item()
+
+    return pieces, finish
 
 
 def fixed_pieces(model: nn.Module) -> list[Piece]:
@@ -79,9 +134,71 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
     return frozen + _buffer_pieces(model)
 
 
+def differing_buffers(model: nn.Module, exchange: Exchange) -> dict[str, torch.Tensor]:
+    """The saved buffers of this rank that another rank has with other values, as BatchNorm's statistics.
+
+    All ranks call it together.
+    """
+    mine = saved_buffers(model)
+    digests = {name: _digest(buffer) for name, buffer in mine.items()}
+    everyone = exchange.all_gather_object(digests)
+    return {
+        name: buffer
+        for name, buffer in mine.items()
+        if any(other.get(name, digests[name]) != digests[name] for other in everyone)
+    }
+
+
+def _digest(buffer: torch.Tensor) -> bytes:
+    held = buffer.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(held.numpy().tobytes(), digest_size=16).digest()
+
+
+def _pieces_of_state(owned: Owned, state: Mapping[str, Any]) -> Iterator[Piece]:
+    """Of what there is once for a parameter, the owner of its first element writes it."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and local(value).shape == local(owned.parameter).shape:
+            yield _part(owned, f"{_ELEMENTS}/{key}/{owned.name}", value)
+        elif isinstance(value, torch.Tensor):
+            if value.dim() and not _is_whole(owned):
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of shape {list(value.shape)} for a part of {owned.name}, "
+                    "which says nothing of the other parts: such an optimizer needs a Plan with shard=none"
+                )
+            if owned.is_first:
+                yield Piece.whole(f"{_TENSOR}/{key}/{owned.name}", local(value).contiguous())
+        elif isinstance(value, (bool, int, float)):
+            dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
+            if owned.is_first:
+                yield Piece.whole(f"{_NUMBER}/{key}/{owned.name}", torch.tensor(value, dtype=dtype))
+        elif value is not None:
+            raise CheckpointError(
+                f"the optimizer keeps a {type(value).__name__} as {key!r} of {owned.name}, and a checkpoint "
+                "holds tensors and numbers"
+            )
+
+
+def _part(owned: Owned, path: str, tensor: torch.Tensor) -> Piece:
+    held = local(tensor)
+    return Piece(path, owned.shape, owned.start, owned.stop, held.contiguous(), _region(owned))
+
+
+def _is_whole(owned: Owned) -> bool:
+    return owned.cut is None and owned.stop - owned.start == math.prod(owned.shape)
+
+
 def _buffer_pieces(model: nn.Module) -> list[Piece]:
-    saved: dict[str, torch.Tensor] = model.state_dict()
-    return _fixed({name: saved[name] for name, _ in model.named_buffers() if name in saved})
+    return _fixed(saved_buffers(model))
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model that belong to its state, by name."""
+    passing = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer.detach() for name, buffer in model.named_buffers() if name not in passing}
 
 
 def _fixed(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
