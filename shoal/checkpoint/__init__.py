@@ -6,7 +6,7 @@ checkpoint holds, and the hash of every file), Exchange (the ranks that save or 
 """
 
 from shoal.checkpoint.directory import checkpoints, resolve, step_of
-from shoal.checkpoint.exchange import Exchange, ProcessGroupExchange, SingleProcess
+from shoal.checkpoint.exchange import Exchange, ProcessGroupExchange, SingleProcess, attempt_together
 from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
 from shoal.checkpoint.load import load
 from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
@@ -30,6 +30,7 @@ __all__ = [
     "SingleProcess",
     "StoredPiece",
     "TensorRecord",
+    "attempt_together",
     "check_sizes",
     "checkpoints",
     "dtype_named",

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from shoal.checkpoint import Exchange, Piece, load, read_manifest, save
+from shoal.checkpoint import Exchange, Piece, attempt_together, load, read_manifest, save
 from shoal.errors import CheckpointError
 from shoal.parallel import Parallel
 from shoal.train.randomness import begin_anew, random_state, set_random_state
@@ -62,7 +62,12 @@ class SavedTraining:
         Raises:
             CheckpointError: It could not be written; training can go on.
         """
-        pieces = pieces_to_save(self._parallel, self._optimizer)
+        pieces: list[Piece] = []
+        attempt_together(
+            self._exchange,
+            f"cannot save step {step} in {directory}",
+            lambda: pieces.extend(pieces_to_save(self._parallel, self._optimizer)),
+        )
         pieces += self._of_rank(differing_buffers(self._parallel.module, self._exchange), random_state())
         settings = [
             {key: value for key, value in now.items() if before.get(key) != value}
