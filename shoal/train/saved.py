@@ -68,7 +68,9 @@ class SavedTraining:
             f"cannot save step {step} in {directory}",
             lambda: pieces.extend(pieces_to_save(self._parallel, self._optimizer)),
         )
-        pieces += self._of_rank(differing_buffers(self._parallel.module, self._exchange), random_state())
+        pieces += self._of_rank(
+            differing_buffers(saved_buffers(self._parallel.module), self._exchange), random_state()
+        )
         settings = [
             {key: value for key, value in now.items() if before.get(key) != value}
             for now, before in zip(_settings_of(self._optimizer), self._settings, strict=True)
@@ -87,7 +89,9 @@ class SavedTraining:
             CheckpointError: It does not fit the model or the optimizer.
         """
         self._parallel.zero_grad()
-        state = load(checkpoint, pieces_to_load(self._parallel), self._exchange)
+        wanted = pieces_to_load(self._parallel)
+        state = load(checkpoint, wanted.pieces, self._exchange)
+        wanted.finish()
         self._parallel.changed()
         name = type(self._optimizer).__name__
         if state["optimizer"] != name:
@@ -96,15 +100,15 @@ class SavedTraining:
                 "go on with the same optimizer, or begin a run from the weights"
             )
         saved = read_manifest(checkpoint).tensors
-        pieces, finish = optimizer_to_load(self._parallel, self._optimizer, saved)
+        wanted = optimizer_to_load(self._parallel, self._optimizer, saved)
         is_same_layout = all(state[key] == value for key, value in self._layout.items())
         random = random_state()
         if is_same_layout:
             of_rank = self._of_rank(saved_buffers(self._parallel.module), random)
             # Only buffers that differ are saved, and the state may be from a machine without CUDA.
-            pieces += [piece for piece in of_rank if piece.name in saved]
-        load(checkpoint, pieces, self._exchange)
-        finish()
+            wanted.pieces += [piece for piece in of_rank if piece.name in saved]
+        load(checkpoint, wanted.pieces, self._exchange)
+        wanted.finish()
         for group, settings in zip(self._optimizer.param_groups, state["settings"], strict=False):
             group.update(settings)
         if is_same_layout:

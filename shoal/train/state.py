@@ -16,6 +16,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from shoal.errors import CheckpointError
 from shoal.parallel import Axis, Frozen, Owned, Parallel
 
 __all__ = [
+    "ToLoad",
     "differing_buffers",
     "fixed_pieces",
     "local",
@@ -62,28 +65,52 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list
     return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
 
 
-def pieces_to_load(parallel: Parallel) -> list[Piece]:
-    """What this rank reads of the model, into the memory where training keeps it."""
-    pieces = [
-        _part(owned, f"model/{owned.name}", owned.parameter)
-        for owned in parallel.owned
-        if owned.start < owned.stop
-    ]
-    return pieces + _buffer_pieces(parallel.module) + [_frozen_piece(frozen) for frozen in parallel.frozen]
+@dataclass(slots=True)
+class ToLoad:
+    """What this rank reads.
+
+    Attributes:
+        pieces: Into the memory where training keeps it, or into memory of their own.
+        after: What is to be done when they were read.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    after: list[Callable[[], object]] = field(default_factory=list)
+
+    def add_part(self, owned: Owned, path: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor that is laid out as what this rank owns of a parameter."""
+        held = local(tensor)
+        read = held.contiguous()
+        self.pieces.append(_part(owned, path, read))
+        if read is not held:  # such as channels_last
+            self.after.append(partial(held.copy_, read))
+
+    def finish(self) -> None:
+        """To be called when the pieces were read."""
+        for action in self.after:
+            action()
+
+
+def pieces_to_load(parallel: Parallel) -> ToLoad:
+    """What this rank reads of the model."""
+    wanted = ToLoad()
+    for owned in parallel.owned:
+        if owned.start < owned.stop:
+            wanted.add_part(owned, f"model/{owned.name}", owned.parameter)
+    wanted.pieces += _fixed(saved_buffers(parallel.module))
+    wanted.pieces += [_frozen_piece(frozen) for frozen in parallel.frozen]
+    return wanted
 
 
 def optimizer_to_load(
     parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, TensorRecord]
-) -> tuple[list[Piece], Callable[[], None]]:
-    """Gives the optimizer a state as it was saved, without its values.
+) -> ToLoad:
+    """Gives the optimizer a state as it was saved, without its values, which are to be read.
 
     Args:
         parallel: The model.
         optimizer: Forgets what it has.
         saved: The tensors of the checkpoint.
-
-    Returns:
-        The pieces to read into it, and what to call when they were read.
     """
     by_name: dict[str, list[tuple[str, str, TensorRecord]]] = {}
     for path, record in saved.items():
@@ -97,8 +124,7 @@ def optimizer_to_load(
         for parameter in group["params"]
     }
     optimizer.state.clear()
-    pieces: list[Piece] = []
-    numbers: list[tuple[dict[str, Any], str]] = []
+    wanted = ToLoad()
     for owned in parallel.owned:
         if owned.start == owned.stop or owned.parameter not in on_device:
             continue
@@ -107,21 +133,20 @@ def optimizer_to_load(
             path = f"{kind}/{key}/{owned.name}"
             if kind == _ELEMENTS:
                 state[key] = torch.zeros_like(owned.parameter, dtype=dtype, requires_grad=False)
-                pieces.append(_part(owned, path, state[key]))
+                wanted.add_part(owned, path, state[key])
                 continue
             # As in torch's `load_state_dict`, counts of steps stay on the CPU unless a kernel reads them.
             is_count = kind == _NUMBER or (key == "step" and not on_device[owned.parameter])
             device = torch.device("cpu") if is_count else owned.parameter.device
             state[key] = torch.zeros(record.shape, dtype=dtype, device=device)
-            pieces.append(Piece.whole(path, state[key]))
+            wanted.pieces.append(Piece.whole(path, state[key]))
             if kind == _NUMBER:
-                numbers.append((state, key))
+                wanted.after.append(partial(_as_number, state, key))
+    return wanted
 
-    def finish() -> None:
-        for state, key in numbers:
-            state[key] = state[key].item()
 
-    return pieces, finish
+def _as_number(state: dict[str, Any], key: str) -> None:
+    state[key] = state[key].item()
 
 
 def fixed_pieces(model: nn.Module) -> list[Piece]:
@@ -131,15 +156,14 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     ]
-    return frozen + _buffer_pieces(model)
+    return frozen + _fixed(saved_buffers(model))
 
 
-def differing_buffers(model: nn.Module, exchange: Exchange) -> dict[str, torch.Tensor]:
-    """The saved buffers of this rank that another rank has with other values, as BatchNorm's statistics.
+def differing_buffers(mine: Mapping[str, torch.Tensor], exchange: Exchange) -> dict[str, torch.Tensor]:
+    """Of this rank's buffers those that another rank has with other values, as BatchNorm's statistics.
 
     All ranks call it together.
     """
-    mine = saved_buffers(model)
     digests = {name: _digest(buffer) for name, buffer in mine.items()}
     everyone = exchange.all_gather_object(digests)
     return {
@@ -185,10 +209,6 @@ def _part(owned: Owned, path: str, tensor: torch.Tensor) -> Piece:
 
 def _is_whole(owned: Owned) -> bool:
     return owned.cut is None and owned.stop - owned.start == math.prod(owned.shape)
-
-
-def _buffer_pieces(model: nn.Module) -> list[Piece]:
-    return _fixed(saved_buffers(model))
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

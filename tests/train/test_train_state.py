@@ -100,12 +100,12 @@ def test_every_rank_reads_back_all_that_it_owns(shapes, shards, replicas):
             saved[f"optimizer-tensor/step/parameter{number}"] = TensorRecord("F32", (), ())
             saved[f"optimizer/exp_avg/parameter{number}"] = TensorRecord("F32", shape, ())
             saved[f"optimizer-number/beats/parameter{number}"] = TensorRecord("I64", (), ())
-        pieces, finish = optimizer_to_load(parallel, optimizer, saved)
+        wanted = optimizer_to_load(parallel, optimizer, saved)
         read = {
             (piece.name, piece.start, piece.stop): piece.tensor
-            for piece in [*pieces_to_load(parallel), *pieces]
+            for piece in [*pieces_to_load(parallel).pieces, *wanted.pieces]
         }
-        finish()
+        wanted.finish()
         for owned in filter(lambda owned: owned.start < owned.stop, parallel.owned):
             state = optimizer.state[owned.parameter]
             for kind, tensor in (("model", owned.parameter), ("optimizer/exp_avg", state["exp_avg"])):
