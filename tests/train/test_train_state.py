@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.checkpoint import TensorRecord
-from shoal.parallel import Frozen, Owned
-from shoal.parallel.layout import BucketLayout
 from shoal.train.randomness import random_state, set_random_state
 from shoal.train.state import optimizer_to_load, pieces_to_load, pieces_to_save
 
@@ -38,31 +36,50 @@ class FrozenPart(nn.Module):
 
 
 def rank_of(shapes, shards, replicas, shard, replica):
-    """A rank's part of parameters of these shapes in one bucket, and its optimizer."""
-    names = [(f"parameter{number}", shape) for number, shape in enumerate(shapes)]
+    """A rank's rows of parameters of these shapes, as `Parallel` tells of them, and its optimizer."""
     family = SimpleNamespace(replicate=Place(replicas, replica), twins=None)
-    owned = [
-        Owned(
-            piece.slot.name,
-            piece.slot.shape,
-            piece.start,
-            piece.stop,
-            nn.Parameter(torch.zeros(size)),
-            family,
+    owned = []
+    for number, shape in enumerate(shapes):
+        rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        first, last = (min(place * -(-rows // shards), rows) for place in (shard, shard + 1))
+        held = nn.Parameter(torch.zeros(last - first, *shape[1:]) if shape else torch.zeros(last - first))
+        owned.append(
+            SimpleNamespace(
+                name=f"parameter{number}",
+                shape=shape,
+                start=first * row,
+                stop=last * row,
+                parameter=held,
+                local=held.detach(),
+                family=family,
+                cut=None,
+                is_first=first == 0,
+            )
         )
-        for piece in BucketLayout.of(names, shards).pieces(shard)
-        for size in [piece.stop - piece.start]
-    ]
-    axes = SimpleNamespace(world=Place(shards * replicas, replica * shards + shard))
-    parameters = [each.parameter for each in owned] or [nn.Parameter(torch.zeros(1))]
+    is_first = shard == replica == 0
+    parameters = [each.parameter for each in owned]
     optimizer = torch.optim.AdamW(parameters, fused=True)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     module = FrozenPart()
-    frozen = [Frozen("scale", (3,), module.scale, None, axes.world.index == 0)]
-    buffers = {"mean": module.mean} if axes.world.index == 0 else {}
-    parallel = SimpleNamespace(owned=owned, frozen=frozen, module=module, buffers_to_save=lambda: buffers)
+    frozen = SimpleNamespace(
+        name="scale",
+        shape=(3,),
+        start=0,
+        parameter=module.scale,
+        local=module.scale.detach(),
+        cut=None,
+        is_first_copy=is_first,
+    )
+    buffers = {"mean": module.mean}
+    parallel = SimpleNamespace(
+        owned=owned,
+        frozen=[frozen],
+        module=module,
+        buffers_to_save=lambda: buffers if is_first else {},
+        saved_buffers=lambda: buffers,
+    )
     return parallel, optimizer
 
 
