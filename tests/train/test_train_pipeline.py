@@ -78,7 +78,15 @@ def trainer_of(kind, plan, **options):
 def states_of(trainer):
     """Whole parameters and optimizer states on rank 0, by the export and by what ranks own."""
     parts = [
-        (each.name, each.shape, each.start, each.stop, each.cut, key, value.detach().clone().flatten())
+        (
+            each.name,
+            each.shape,
+            each.start,
+            each.stop,
+            each.cut,
+            key,
+            getattr(value, "_local_tensor", value).detach().clone().flatten(),
+        )
         for each in trainer.parallel.owned
         for key, value in {
             "value": each.parameter,
