@@ -62,10 +62,9 @@ def explain_not_finite(
     parallel: Parallel,
     passed: Passed,
     norm: float,
-    *,
-    names: Sequence[str],
     loader: Loader[Any],
     position: int,
+    names: Sequence[str],
     exchange: Exchange,
 ) -> str:
     """What was not finite; all ranks call it together, with gradients as backward left them, or clipped.
@@ -74,9 +73,9 @@ def explain_not_finite(
         parallel: The model.
         passed: What the step's forwards gave.
         norm: Of the gradient.
-        names: Of all parameters, in the model's order.
         loader: Knows which samples there were.
         position: Where the batch begins in all data.
+        names: Of all parameters, in the model's order.
         exchange: All ranks.
     """
     dp, microbatch = parallel.axes.dp, parallel.plan.microbatch

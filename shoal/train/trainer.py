@@ -40,8 +40,7 @@ __all__ = ["Trainer"]
 class Trainer:
     """Trains a model on data under a Plan. All ranks make one and call its methods together.
 
-    On a CPU the process keeps the memory that tensors free, and so stays as large as its largest step was:
-    see `shoal.collectives.keep_freed_memory`.
+    On a CPU the process keeps the memory that tensors free: see `shoal.collectives.keep_freed_memory`.
 
     A step whose loss or gradient is not finite is left out: weights, the optimizer's state and buffers stay
     as they were, and the next step takes the next batch. `optimizer.skip` says how many in a row.
@@ -52,33 +51,29 @@ class Trainer:
 
     Args:
         model: As `shoal.parallelize` takes it.
-        data: Samples, or a map-style dataset; what a batch may be, and what of it the model and the loss get,
-            is said in `shoal.train.micro_batch`.
+        data: Samples, or a map-style dataset. `shoal.train.micro_batch` says what a batch may be.
         plan: A Plan or its text form.
         batch: Samples in one optimizer step, over all ranks.
         steps: Optimizer steps in all, which the learning rate's course needs to know.
         loss: From the model's output and the targets to the mean loss of a micro-batch. By default the loss
             in the output if batches are mappings, else `shoal.models.next_token_loss`.
         optimizer: The optimizer, its learning rate, clipping, and how many steps may be skipped.
-        make_optimizer: Makes the optimizer in place of the one that `optimizer` names, and is called as
-            `torch.optim.SGD` is: with groups of named parameters, `lr`, and `optimizer.options`.
-        schedule: From the number of a step, from 0, to the share of the highest learning rate, in place of
-            the schedule that `optimizer` names.
+        make_optimizer: In place of the optimizer that `optimizer` names; called as `torch.optim.SGD` is, with
+            groups of named parameters, `lr`, and `optimizer.options`.
+        schedule: In place of the schedule that `optimizer` names: from the number of a step, from 0, to the
+            share of the highest learning rate.
         counted: From the targets of a micro-batch, or from the micro-batch if it is a mapping, to how many
-            elements its mean loss is a mean over. By default targets of integers count where they are not
-            -100, and others one a sample.
+            elements its mean loss is over. By default integers count that are not -100, others one a sample.
         seed: Fixes the order of samples, what they and the model draw at random, and the first weights of a
             model on the meta device.
         device: What this rank computes on.
         recorder: Where spans go.
         sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
-        workers: Processes that prepare data on this rank. With none, data that draws at random is prepared in
-            the thread that trains, other data in a thread beside it.
+        workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
         run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
-        on_step: Called with each step's result.
-        on_validation: Called with the number of steps made and the values of each validation.
-        on_save: Called with the path of each checkpoint.
+        on_step: Called with each step's result; `on_validation` with the steps made and the values of each
+            validation, `on_save` with the path of each checkpoint.
 
     Attributes:
         parallel: The model as it is laid over the ranks.
@@ -133,8 +128,8 @@ class Trainer:
             keep_freed_memory()
         record = None
         if run is not None:
-            tokens = None if sequence is None else batch * sequence
-            settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": tokens}
+            settings: dict[str, Any] = {"plan": str(self.plan), "seed": seed}
+            settings["tokens_per_step"] = None if sequence is None else batch * sequence
             record = RunRecord(Path(run), self.exchange, model, self._device, settings, recorder)
             recorder = record.recorder
         self._listeners = Listeners(record, on_step, on_validation, on_save)
@@ -215,16 +210,13 @@ class Trainer:
     def evaluate(
         self, samples: Any, count: int, functions: Mapping[str, Evaluation] | None = None
     ) -> dict[str, float]:
-        """The mean loss over the first `count` samples, and the means of functions; dropout is off.
+        """The mean `loss` over the first `count` samples, and the means of functions; dropout is off.
 
         Args:
             samples: Samples, or a map-style dataset.
             count: How many; all if there are fewer.
             functions: By name, from the model's output and the targets to a mean over the elements that
                 count. A batch that is a mapping and gives the loss itself takes the targets' place.
-
-        Returns:
-            `loss`, and what each function gives.
         """
         with self._recorder.span(Kind.VALIDATION):
             values = evaluate(
@@ -301,13 +293,7 @@ class Trainer:
     def _leave_out(self, passed: Passed, norm: float) -> str:
         """Undoes what the step did; gives the reason."""
         reason = explain_not_finite(
-            self.parallel,
-            passed,
-            norm,
-            names=self._names,
-            loader=self._loader,
-            position=self.position,
-            exchange=self.exchange,
+            self.parallel, passed, norm, self._loader, self.position, self._names, self.exchange
         )
         self.parallel.zero_grad()
         self._buffers.put_back()
