@@ -1,4 +1,4 @@
-"""shoal.Trainer with a model and data of one's own, a checkpoint, and the Timeline explained.
+"""shoal.Trainer with a model and data of one's own: a Run with metrics, a checkpoint and a Timeline.
 
 python examples/03_trainer.py FOLDER, or torchrun --nproc-per-node 2 examples/03_trainer.py FOLDER
 """
@@ -12,9 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal import Plan, Trainer
-from shoal.data import MapSamples
 from shoal.elastic import World, find_world, join
-from shoal.record import SpanRecorder
 from shoal.timeline import Timeline, explain
 from shoal.train import OptimizerConfig
 
@@ -27,32 +25,31 @@ def main(folder: Path) -> None:
 
     torch.manual_seed(0)
     inputs = torch.randn(1024, 8)
-    samples = MapSamples(TensorDataset(inputs, inputs.sort().values))  # pairs of inputs and targets
-    recorder = SpanRecorder(folder / "timeline" / f"rank-{world.rank:05d}.jsonl", world.rank)
+    data = TensorDataset(inputs, inputs.sort().values)  # pairs of inputs and targets
     trainer = Trainer(
         nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)),
-        samples,
+        data,
         Plan(dp=world.ranks, shard="zero2"),
         batch=32,
         steps=STEPS,
         loss=F.mse_loss,
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup=10),
-        recorder=recorder,
+        run=folder,
     )
     while trainer.step_count < STEPS:
         result = trainer.step()
         if world.rank == 0 and result.step % 20 == 0:
             print(f"step {result.step}  loss {result.loss:.3f}")
-    checkpoint = trainer.save(folder / "checkpoints", {})
+    checkpoint = trainer.save()
     trainer.load(checkpoint)  # as a run that goes on would
-    loss = trainer.validate(samples, 256)
+    loss = trainer.validate(data, 256)
     trainer.close()
-    recorder.close()
 
     if world.rank == 0:
         parts = explain(Timeline(Timeline.read(folder / "timeline").of(0))).parts
         print(f"saved {checkpoint}, loss {loss:.3f}")
         print(f"a step takes {parts.wall * 1e3:.2f} ms, of which {parts.compute / parts.wall:.0%} is compute")
+        print(f"shoal report {folder} tells more")
 
 
 if __name__ == "__main__":

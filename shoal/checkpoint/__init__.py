@@ -6,7 +6,7 @@ checkpoint holds, and the hash of every file), Exchange (the ranks that save or 
 """
 
 from shoal.checkpoint.directory import checkpoints, resolve, step_of
-from shoal.checkpoint.exchange import Exchange, ProcessGroupExchange, SingleProcess
+from shoal.checkpoint.exchange import Exchange, ProcessGroupExchange, SingleProcess, attempt_together
 from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
 from shoal.checkpoint.load import load
 from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
@@ -14,6 +14,7 @@ from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
 from shoal.checkpoint.save import save
+from shoal.checkpoint.shard import dtype_named
 from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
 
 __all__ = [
@@ -29,8 +30,10 @@ __all__ = [
     "SingleProcess",
     "StoredPiece",
     "TensorRecord",
+    "attempt_together",
     "check_sizes",
     "checkpoints",
+    "dtype_named",
     "latest",
     "load",
     "newest_verified",

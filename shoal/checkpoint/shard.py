@@ -13,7 +13,7 @@ from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 
-__all__ = ["describe", "write_shard"]
+__all__ = ["describe", "dtype_named", "write_shard"]
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
@@ -33,6 +33,11 @@ _DTYPES: dict[torch.dtype, str] = {
     torch.uint8: "U8",
 }
 """Names of the safetensors format: https://huggingface.co/docs/safetensors."""
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that a manifest names."""
+    return next(dtype for dtype, called in _DTYPES.items() if called == name)
 
 
 def describe(file: str, pieces: Sequence[Piece]) -> dict[str, TensorRecord]:

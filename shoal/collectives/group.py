@@ -229,7 +229,7 @@ class ProcessGroup(NamedGroup):
         )  # fmt: skip
 
     def all_gather_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
-        """Gives every rank everybody's parts of the tensors in a buffer, in place; all ranks are on one host."""
+        """Gives every rank everybody's parts of the tensors in a buffer, in place, on one host."""
         return self._run(
             "all_gather", buffer, buffer, _ALL_GATHER, [buffer],
             nbytes=bytes_of(buffer), whole=0, slot=0, stripes=stripes,

@@ -4,20 +4,23 @@ A Tokenizer turns text into ids. `prepare` turns what a DataConfig names (files,
 library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
 fixed-length window of a split. A Loader deals samples out: one global order, a function of seed and
 epoch only, whose whole state is the global position, so that a run continues on any number of ranks.
-A Prefetcher prepares the next micro-batches in a thread. `train/` and users' own loops call this.
+A Feed makes the next micro-batches ahead where that is sound. `train/` and users' own loops call this.
 """
 
 from shoal.data.config import DataConfig
 from shoal.data.corpus import Corpus, Split, prepare
+from shoal.data.feed import Feed, open_feed
+from shoal.data.generators import key_of, seed_generators
 from shoal.data.loader import Loader
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher
-from shoal.data.samples import MapSamples, Samples, TokenSamples
+from shoal.data.samples import MapSamples, Samples, TokenSamples, all_targets_count, as_samples, fetch
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
     "Corpus",
     "DataConfig",
+    "Feed",
     "Loader",
     "MapSamples",
     "Prefetcher",
@@ -25,7 +28,13 @@ __all__ = [
     "Split",
     "TokenSamples",
     "Tokenizer",
+    "all_targets_count",
+    "as_samples",
+    "fetch",
+    "key_of",
+    "open_feed",
     "open_tokenizer",
     "order",
     "prepare",
+    "seed_generators",
 ]

@@ -8,8 +8,9 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.generators import key_of
 from shoal.data.permutation import order
-from shoal.data.samples import Samples
+from shoal.data.samples import Samples, fetch
 from shoal.errors import ConfigError, DataError, PlanError
 
 __all__ = ["Loader"]
@@ -70,6 +71,24 @@ class Loader(Generic[Batch]):
             position += stop - start
         return np.concatenate(parts)
 
+    def keys(self, position: int, count: int) -> list[int]:
+        """What seeds the generators for each sample there: a function of seed, epoch and index."""
+        size = len(self.samples)
+        places = range(position, position + count)
+        return [
+            key_of(self.seed, place // size, int(index))
+            for place, index in zip(places, self.indices(position, count), strict=True)
+        ]
+
+    def fetch(self, position: int, count: int) -> Batch:
+        """The samples at the global positions `[position, position + count)`, joined; see `fetch`.
+
+        Raises:
+            DataError: They may draw at random, and this is a thread beside the one that trains.
+        """
+        indices = self.indices(position, count)
+        return fetch(self.samples, indices, lambda: self.keys(position, count))
+
     def accumulation(self, ranks: int, microbatch: int) -> int:
         """How many micro-batches each rank takes for one batch.
 
@@ -114,10 +133,19 @@ class Loader(Generic[Batch]):
             ValueError: `rank` is not in `range(ranks)`.
         """
         accumulation = self.accumulation(ranks, microbatch)
+        starts = [self.start(position, j, rank, ranks, microbatch) for j in range(accumulation)]
+        return (self.fetch(start, microbatch) for start in starts)
+
+    @staticmethod
+    def start(position: int, number: int, rank: int, ranks: int, microbatch: int) -> int:
+        """The global position at which micro-batch `number` of one rank starts; see `microbatches`.
+
+        Raises:
+            ValueError: `rank` is not in `range(ranks)`.
+        """
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not in range({ranks})")
-        starts = (position + (j * ranks + rank) * microbatch for j in range(accumulation))
-        return (self.samples.batch(self.indices(start, microbatch)) for start in starts)
+        return position + (number * ranks + rank) * microbatch
 
     def stream(self, position: int, rank: int, ranks: int, microbatch: int) -> Iterator[Batch]:
         """The micro-batches of one rank for batch after batch from `position` on, without end.

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from shoal.data.generators import shared_with_training
+
 __all__ = ["Prefetcher"]
 
 Item = TypeVar("Item")
@@ -76,7 +78,8 @@ class Prefetcher(Generic[Item]):
         try:
             items = iter(source)
             while self._has_room():
-                item = next(items)
+                with shared_with_training():
+                    item = next(items)
                 with self._changed:
                     if not self._finished:
                         self._ready.append(item)

@@ -1,18 +1,32 @@
-"""Samples: what one row of a batch is made from."""
+"""Samples: what one row of a batch is made from.
+
+Beside what `Samples` asks for, an object may say two things of itself by attributes that are true:
+`deterministic`, that its `batch` draws nothing from a global random generator, so that a thread may fetch
+ahead; and `all_targets_count`, that none of its targets is -100, so that each micro-batch counts alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, final
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
+from shoal.data.generators import generators_put_aside, key_of, refuse_here, seed_generators
 from shoal.errors import ConfigError, DataError
 
-__all__ = ["MapSamples", "Samples", "TokenSamples"]
+__all__ = [
+    "MapSamples",
+    "Samples",
+    "TokenSamples",
+    "all_targets_count",
+    "as_samples",
+    "fetch",
+    "is_deterministic",
+]
 
 Batch_co = TypeVar("Batch_co", covariant=True)
 
@@ -44,6 +58,9 @@ class TokenSamples:
         ConfigError: `sequence` is not positive.
         DataError: The stream is shorter than one sample.
     """
+
+    deterministic = True
+    all_targets_count = True
 
     def __init__(self, tokens: NDArray[np.integer], sequence: int) -> None:
         if sequence < 1:
@@ -98,15 +115,28 @@ class MapDataset(Protocol):
 class MapSamples:
     """Any map-style dataset as Samples.
 
+    Each item is made with torch's, numpy's and Python's global generators seeded for it, so that random
+    augmentations are the same in a run that goes on, on any number of ranks; so is each batch's `collate`.
+    Therefore items of a dataset that may draw are read in the thread that trains, or in processes (see
+    `open_feed`); those of one that draws nothing in a thread of their own.
+
     Args:
         dataset: Has `__len__` and `__getitem__`.
         collate: Joins a list of items into a batch; by default as `torch.utils.data.DataLoader` does.
+        deterministic: Whether neither draws from a global generator. None: what is known of the dataset; a
+            list or a `TensorDataset` with the default `collate` draws nothing.
 
     Raises:
         DataError: `dataset` is not map-style, or is empty.
     """
 
-    def __init__(self, dataset: MapDataset, *, collate: Callable[[list[Any]], Any] = default_collate) -> None:
+    def __init__(
+        self,
+        dataset: MapDataset,
+        *,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        deterministic: bool | None = None,
+    ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(
                 f"a {type(dataset).__name__} cannot be read in any order, so it cannot be resumed",
@@ -121,10 +151,78 @@ class MapSamples:
             )
         self._dataset = dataset
         self._collate = collate
+        draws_nothing = type(dataset) in (list, tuple, TensorDataset) and collate is default_collate
+        self.deterministic = draws_nothing if deterministic is None else deterministic
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def batch(self, indices: NDArray[np.int64]) -> Any:
-        """The items at `indices`, `[batch]`, collated."""
-        return self._collate([self._dataset[int(index)] for index in indices])
+    def batch(self, indices: NDArray[np.int64], keys: Sequence[int] | None = None) -> Any:
+        """The items at `indices`, `[batch]`, collated.
+
+        Args:
+            indices: Which items.
+            keys: Of each item, what the global generators are seeded by before it is made; None: not seeded.
+        """
+        if keys is None:
+            return self._collate([self._dataset[int(index)] for index in indices])
+        items = []
+        for index, key in zip(indices, keys, strict=True):
+            seed_generators(key)
+            items.append(self._dataset[int(index)])
+        seed_generators(key_of(*keys))
+        return self._collate(items)
+
+
+def as_samples(data: Any) -> Samples[Any]:
+    """Data as Samples: Samples as they are, any map-style dataset as `MapSamples`.
+
+    Raises:
+        DataError: It is neither.
+    """
+    # A dataset of the package `datasets` has a method `batch` of another meaning.
+    is_hugging_face = type(data).__module__.partition(".")[0] == "datasets"
+    if hasattr(data, "batch") and hasattr(data, "__len__") and not is_hugging_face:
+        return cast(Samples[Any], data)
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        return MapSamples(data)
+    raise DataError(
+        f"a {type(data).__name__} was given as data, whose samples cannot be asked for by number",
+        possible="a map-style dataset such as a TensorDataset or a list, a shoal.data.MapSamples with a "
+        "collate of its own, or an object with __len__ and batch(indices)",
+        change="give one of these; for a loader or a stream, the dataset behind it or a list of its items",
+    )
+
+
+def all_targets_count(samples: Samples[Any]) -> bool:
+    """Whether samples say that none of their targets is -100."""
+    return bool(getattr(samples, "all_targets_count", False))
+
+
+def is_deterministic(samples: Samples[Any]) -> bool:
+    """Whether samples say that they draw nothing from a global random generator."""
+    return bool(getattr(samples, "deterministic", False))
+
+
+def fetch(
+    samples: Samples[Batch_co], indices: NDArray[np.int64], keys: Callable[[], Sequence[int]]
+) -> Batch_co:
+    """The samples at `indices`, with generators that their keys seed where they may draw.
+
+    Args:
+        samples: What to ask.
+        indices: Which samples, `[batch]`.
+        keys: Gives one for each, if they are needed. Of samples that are no `MapSamples`, all keys together
+            seed the whole batch.
+
+    Raises:
+        DataError: They may draw, and this is a thread beside the one that trains.
+    """
+    if is_deterministic(samples):
+        return samples.batch(indices)
+    refuse_here(type(samples).__name__)
+    with generators_put_aside():
+        if isinstance(samples, MapSamples):
+            return cast(Batch_co, samples.batch(indices, keys()))
+        seed_generators(key_of(*keys()))
+        return samples.batch(indices)

@@ -9,12 +9,13 @@ samples from what was trained. `trace` makes a Workload of any module, for the p
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
-from shoal.models.loading import build, build_or_task
+from shoal.models.loading import build, build_or_task, find_factory
 from shoal.models.loss import logits_of, next_token_loss
+from shoal.models.nested import map_tensors, tensors_in
 from shoal.models.precision import SingleDevice, cast_module
 from shoal.models.presets import preset, preset_names
 from shoal.models.sampling import generate
-from shoal.models.task import Task, batch_normalizations, map_tensors, rows, sample_count
+from shoal.models.task import Task, batch_normalizations, rows, sample_count
 from shoal.models.trace import trace
 from shoal.models.transformer import Block, Transformer
 
@@ -31,6 +32,7 @@ __all__ = [
     "build",
     "build_or_task",
     "cast_module",
+    "find_factory",
     "generate",
     "logits_of",
     "map_tensors",
@@ -40,6 +42,7 @@ __all__ = [
     "rows",
     "sample_count",
     "set_auxiliary_scale",
+    "tensors_in",
     "token_keys",
     "trace",
 ]

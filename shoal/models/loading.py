@@ -21,7 +21,7 @@ from shoal.models.presets import preset
 from shoal.models.task import Task
 from shoal.models.transformer import Transformer
 
-__all__ = ["build", "build_or_task"]
+__all__ = ["build", "build_or_task", "find_factory"]
 
 
 def build(
@@ -78,7 +78,7 @@ def build_or_task(
 
 
 def _from_factory(spec: str, arguments: dict[str, Any], device: torch.device) -> nn.Module | Task:
-    factory = _find_factory(spec)
+    factory = find_factory(spec)
     try:
         with device:
             made = factory(**arguments)
@@ -103,7 +103,12 @@ def _required(spec: str, made: object) -> nn.Module:
     )
 
 
-def _find_factory(spec: str) -> Callable[..., object]:
+def find_factory(spec: str) -> Callable[..., object]:
+    """What `package.module:function` names.
+
+    Raises:
+        ModelError: There is no such module, or no such function in it.
+    """
     module_name, _, function_name = spec.partition(":")
     module = _import(module_name)
     factory: object = getattr(module, function_name, None)

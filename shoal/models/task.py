@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["Task", "batch_normalizations", "map_tensors", "rows", "sample_count"]
+from shoal.models.nested import map_tensors, tensors_in
+
+__all__ = ["Task", "batch_normalizations", "rows", "sample_count"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,27 +32,6 @@ class Task:
     loss: Callable[[Any, Any], torch.Tensor]
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """`value` with `function` of each tensor in it; what is no tensor stays as it is.
-
-    Args:
-        function: Called with each tensor.
-        value: A tensor, or dicts, lists, tuples and dataclasses of them, nested to any depth.
-    """
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **map_tensors(function, held))
-    if isinstance(value, Mapping):
-        return {key: map_tensors(function, each) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, each) for each in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(function, each) for each in value)
-    return value
-
-
 def rows(batch: Any, start: int, stop: int) -> Any:
     """The samples `start` to `stop` of a batch."""
     return map_tensors(lambda tensor: tensor[start:stop], batch)
@@ -59,9 +39,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
 
 def sample_count(batch: Any) -> int:
     """Samples in a batch: the length of its first tensor's dim 0; 0 if there is no tensor with one."""
-    lengths: list[int] = []
-    map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.ndim else 0), batch)
-    return next(iter(lengths), 0)
+    return next((len(tensor) if tensor.ndim else 0 for tensor in tensors_in(batch)), 0)
 
 
 def batch_normalizations(module: nn.Module) -> list[str]:

@@ -74,7 +74,7 @@ def watch_calls(module: nn.Module, before: Callable[[], object]) -> None:
 
 
 def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
-    """Refuses copies and `load_state_dict` of a module whose weights come from owners, and `state_dict` where they are stale.
+    """Refuses copies and `load_state_dict` of a module, and `state_dict` where its weights are stale.
 
     Args:
         module: With its children.
@@ -83,8 +83,8 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
 
     def refuse(memory: dict[int, Any]) -> NoReturn:
         raise LayoutError(
-            "a model whose weights come from several ranks was to be copied; the copy would have old weights or none",
-            possible="clones of named_parameters() for an average; full_state_dict() for a model of one device",
+            "a model whose weights come from several ranks was to be copied, with old weights or none",
+            possible="clones of named_parameters() for an average; full_state_dict() for a whole model",
             change="take one of these from what shoal.parallelize returned",
         )
 
@@ -106,6 +106,6 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
         )
 
     for each in module.modules():
-        each.__deepcopy__ = refuse
+        setattr(each, "__deepcopy__", refuse)  # noqa: B010, which types of modules do not know
         each.register_state_dict_pre_hook(before_state)
         each.register_load_state_dict_pre_hook(before_load)

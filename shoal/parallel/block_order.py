@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
+from shoal.models.nested import tensors_in
 from shoal.parallel.access import watch
-from shoal.parallel.nested import tensors_in
 
 __all__ = ["NO_BACKWARD", "BlockOrder", "Visits", "in_backward"]
 

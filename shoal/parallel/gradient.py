@@ -155,7 +155,7 @@ class GradientSum:
             self._views = layout.views(self._buffer)
 
     def _with_carried(self, index: int, part: torch.Tensor) -> torch.Tensor:
-        """With the gradient of before, and what this backward left at the owned part itself, as a penalty does."""
+        """Adds the gradient of before, and what a penalty left at the owned part in this backward."""
         if self.bucket.whole:
             return part
         for other in (self._carried[index], self.bucket.owned[index].gradient):

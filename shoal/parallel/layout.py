@@ -1,10 +1,11 @@
-"""How parameters lie in the buffer of a bucket, and which rows of them belong to which shard: arithmetic only.
+"""How parameters lie in the buffer of a bucket, and which of their rows belong to which shard.
 
-A bucket is one flat buffer that holds several parameters one after another, each contiguous. A parameter is cut
-along its first dim: with n shards, shard i has the i-th of n equal parts of its rows, as `torch.chunk` and
-DTensor's `Shard(0)` cut them, so that the last shards may have fewer rows or none. In the buffer every parameter
-has room for n whole parts: a stripe, which collectives move as one (`shoal.collectives.Stripes`). Each parameter
-starts at a multiple of `ALIGNMENT` elements, so that it is as well aligned as a tensor of its own.
+A bucket is one flat buffer that holds several parameters one after another, each contiguous. A parameter is
+cut along its first dim: with n shards, shard i has the i-th of n equal parts of its rows, as `torch.chunk`
+and DTensor's `Shard(0)` cut them, so that the last shards may have fewer rows or none. In the buffer every
+parameter has room for n whole parts: a stripe, which collectives move as one (`shoal.collectives.Stripes`).
+Each parameter starts at a multiple of `ALIGNMENT` elements, so that it is as well aligned as a tensor of its
+own.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Slot:
         return self.shape[0] if self.shape else 1
 
     def view(self, buffer: torch.Tensor, first: int, rows: range | None = None) -> torch.Tensor:
-        """Some rows in the parameter's shape `[rows, ...]`, all by default, from element `first` of a buffer on."""
+        """Rows `[rows, ...]`, all by default, that lie in a buffer from element `first` on."""
         count = self._all_rows if rows is None else len(rows)
         elements = buffer[first : first + count * self.row_elements]
         if not self.shape:
@@ -127,7 +128,7 @@ class BucketLayout:
     def of(
         cls, parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]], shards: int
     ) -> BucketLayout:
-        """Lays parameters (name, shape, order of dims in memory) one after another, to be cut into `shards`."""
+        """Lays parameters (name, shape, order of dims in memory) one after another, for `shards`."""
         slots, end, packed = [], 0, 0
         for name, shape, order in parameters:
             slot = Slot(name, shape, order, shards, end, packed)
@@ -167,7 +168,7 @@ class BucketLayout:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dims of a dense tensor from the outermost in memory to the innermost, such as those of channels_last.
+    """The dims of a dense tensor from the outermost in memory to the innermost, as of channels_last.
 
     As they are numbered, where the first dim is not the outermost or the tensor has gaps.
     """

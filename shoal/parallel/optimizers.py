@@ -24,12 +24,12 @@ _CHANGED = "_shoal_changed"
 
 
 def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callable[[], None]) -> None:
-    """Has a step of an optimizer that was made before its model was laid out refused, and other steps told of.
+    """Refuses steps of an optimizer that was made before its model was laid out, and tells of other steps.
 
     Args:
         module: The model.
         owned: What optimizers may change.
-        changed: Called after a step of an optimizer that has some of it; a bound method, which is not kept alive.
+        changed: Called after a step of an optimizer that has some of it; a bound method, not kept alive.
     """
     given = {each.parameter for each in owned}
     for name, parameter in module.named_parameters():
@@ -46,8 +46,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             name = getattr(parameter, _COMPUTES, None)
             if name is not None and parameter.requires_grad:
                 raise LayoutError(
-                    f"{type(optimizer).__name__} has the model's own parameter {name}, which only computes: it "
-                    "gets no gradient, and what is written to it is lost",
+                    f"{type(optimizer).__name__} has the model's own parameter {name}, which only computes: "
+                    "it gets no gradient, and what is written to it is lost",
                     possible="an optimizer of the parameters() of what shoal.parallelize returned",
                     change="make the optimizer after shoal.parallelize, from its parameters()",
                 )

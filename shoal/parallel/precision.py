@@ -2,11 +2,11 @@
 
 The rules are FSDP2's. Weights compute in bf16 and are kept in fp32 by their owners; floating inputs are cast
 to bf16 where they come to the model and to each block, within tuples, mappings and dataclasses too; buffers
-keep their types; gradients are summed in fp32. Three rules are added, for models that would stop with an error
-of types. A module with weights of its own casts what comes to it, as a positional buffer in fp32 makes an
-activation fp32. A parametrization's buffers, such as those of a spectral norm, get the type of the weight that they make. A module
-with running statistics, such as a batch norm, keeps its weights in fp32 beside
-them, as torch's autocast does: it takes bf16 and gives it.
+keep their types; gradients are summed in fp32. Three rules are added, for models that would stop with an
+error of types. A module with weights of its own casts what comes to it, as a positional buffer in fp32 makes
+an activation fp32. A parametrization's buffers, such as those of a spectral norm, get the type of the weight
+that they make. A module with running statistics, such as a batch norm, keeps its weights in fp32 beside them,
+as torch's autocast does: it takes bf16 and gives it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shoal.parallel.nested import map_tensors
+from shoal.models.nested import map_tensors
 
 __all__ = ["cast_inputs", "kept_in_fp32"]
 
@@ -36,7 +36,7 @@ def kept_in_fp32(model: nn.Module) -> frozenset[str]:
 
 
 def cast_inputs(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """Has floating inputs cast to the type that computes, before the model, its blocks, and modules with weights.
+    """Casts floating inputs to the type that computes, of the model, its blocks, and modules with weights.
 
     Args:
         model: Its weights may not be in that type yet.
@@ -48,12 +48,12 @@ def cast_inputs(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtyp
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def before_any(module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        return map_tensors(inputs, cast), map_tensors(named, cast)
+        return map_tensors(cast, inputs), map_tensors(cast, named)
 
     def before_leaf(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         for each in inputs:
             if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype != dtype:
-                return map_tensors(inputs, cast)
+                return map_tensors(cast, inputs)
         return None
 
     for module in model.modules():

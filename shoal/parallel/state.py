@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class State:
             raise ModelError(
                 f"state_dict() would give blocks of parameters such as {next(iter(self._cuts))}, "
                 "which tensor or expert parallelism cuts",
-                possible="full_state_dict(), which gives rank 0 the whole model, or checkpoints by shoal.save",
+                possible="full_state_dict() for the whole model on rank 0, or shoal.save",
                 change="call one of these",
             )
         state: dict[str, torch.Tensor] = {}
@@ -65,8 +66,9 @@ class State:
                 state[key] = self._owned[name].parameter.detach()
             elif name in self._frozen:
                 frozen = self._frozen[name]
-                sharded = frozen.shard is not None
-                state[key] = as_sharded(frozen.local, frozen.shape, frozen.shard) if sharded else frozen.local
+                state[key] = frozen.local
+                if frozen.shard is not None:
+                    state[key] = as_sharded(frozen.local, frozen.shape, frozen.shard)
         return {**state, **self._whole.buffers_of(self._module)}
 
     def load(self, given: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
@@ -151,7 +153,7 @@ class State:
                 frozen = self._frozen[name]
                 yield key, self._taker(frozen.local, frozen.start, self._cuts.get(name))
             elif key in buffers:
-                yield key, buffers[key].copy_
+                yield key, partial(_copy, buffers[key])
 
     def _taker(self, local: torch.Tensor, start: int, cut: Cut | None) -> Callable[[Any], None]:
         @torch.no_grad()
@@ -174,6 +176,10 @@ def _rows(block: torch.Tensor, start: int, local: torch.Tensor) -> torch.Tensor:
     row = block[0].numel() if len(block) else 0
     first = start // row if row else 0
     return block[first : first + len(local)]
+
+
+def _copy(into: torch.Tensor, value: torch.Tensor) -> None:
+    into.copy_(value)
 
 
 def _shape_of(value: Any) -> tuple[int, ...]:

@@ -29,8 +29,8 @@ class WeightUpdate:
     Args:
         entry: The module whose forward is that of all the buckets' parameters.
         model: The model that owns them.
-        blocks: Its repeated parts; all of a block is waited for where the block is called, so that a block that
-            is compiled has one place to wait.
+        blocks: Its repeated parts; all of a block is waited for where the block is called, so that a block
+            that is compiled has one place to wait.
         buckets: In forward order.
     """
 
@@ -146,5 +146,5 @@ class WeightUpdate:
 
 def _own(modules: Iterable[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket]) -> list[Bucket]:
     """The buckets of the modules' own parameters."""
-    own = (each for module in modules for each in module._parameters.values() if each in bucket_of)
-    return list(dict.fromkeys(bucket_of[each] for each in own))
+    held = (each for module in modules for each in module._parameters.values() if each is not None)
+    return list(dict.fromkeys(bucket_of[each] for each in held if each in bucket_of))

@@ -26,8 +26,9 @@ from shoal.train.job import (
 )
 from shoal.train.located import located
 from shoal.train.restore import load_model
+from shoal.train.result import StepResult
 from shoal.train.schedule import learning_rate
-from shoal.train.trainer import StepResult, Trainer
+from shoal.train.trainer import Trainer
 
 __all__ = [
     "CheckpointConfig",

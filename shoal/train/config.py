@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from shoal.data import DataConfig
 from shoal.errors import ConfigError
 from shoal.train.key_guess import guess_key
 
 __all__ = [
+    "OPTIMIZERS",
+    "SCHEDULES",
     "CheckpointConfig",
     "OptimizerConfig",
     "RecordConfig",
@@ -25,7 +27,15 @@ __all__ = [
 ]
 
 
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion")
+"""Those that have a name of their own."""
+SCHEDULES = ("cosine", "constant-then-decay")
+"""As well."""
+
 _Decay = Annotated[float, Field(ge=0, lt=1)]
+_Limit = Annotated[
+    Annotated[float, Field(gt=0)] | None, BeforeValidator(lambda given: None if given == "off" else given)
+]
 
 
 class _Section(BaseModel):
@@ -33,16 +43,23 @@ class _Section(BaseModel):
 
 
 class OptimizerConfig(_Section):
-    """AdamW and the course of its learning rate."""
+    """The optimizer, the course of its learning rate, and what it is kept from."""
 
+    name: str = "adamw"
+    """adamw, sgd, adafactor or lion, or a factory `package.module:function` that is called with groups of
+    parameters, `lr` and `options`, as the classes of `torch.optim` are."""
+    options: dict[str, Any] = {}
+    """More arguments of the optimizer, such as { momentum = 0.9 } of sgd."""
     learning_rate: float = Field(default=2e-3, gt=0)
     """The highest learning rate, for a batch of `reference_batch`."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
     """How the learning rate grows with batch / reference_batch."""
     reference_batch: int = Field(default=16, gt=0)
     """The batch that `learning_rate` was found for."""
-    schedule: Literal["cosine", "constant-then-decay"] = "cosine"
-    """After warm-up: a half cosine, or constant and a linear decay at the end."""
+    schedule: str = "cosine"
+    """After warm-up: cosine, which is half of one; or constant-then-decay, with a linear decay at the end.
+    Or `package.module:function`, which is called with a step from 0 and the number of steps, and gives the
+    share of the highest learning rate; then there is no other warm-up."""
     warmup: int = Field(default=50, ge=0)
     """Steps in which the learning rate grows linearly from zero."""
     decay: float = Field(default=0.2, ge=0, le=1)
@@ -50,13 +67,30 @@ class OptimizerConfig(_Section):
     final: float = Field(default=0.1, ge=0, le=1)
     """The last learning rate, as a share of the highest."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
-    """Decay of Adam's averages of gradients and of their squares."""
+    """Decay of adamw's averages of gradients and of their squares."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the squares."""
+    """What adamw adds to the root of the squares."""
     weight_decay: float = Field(default=0.1, ge=0)
-    """Decoupled decay of matrices; vectors, such as norms and biases, do not decay."""
-    clip: float = Field(default=1.0, gt=0)
-    """Largest norm of the whole gradient."""
+    """Decay of matrices, decoupled in adamw and lion; vectors, such as norms and biases, do not decay."""
+    clip: _Limit = 1.0
+    """Largest norm of the whole gradient; off for none."""
+    skip: int = Field(default=10, ge=0)
+    """How many steps in a row may be left out because the loss or the gradient is not finite; one more ends
+    the training. 0 ends it at the first."""
+
+    @field_validator("schedule")
+    @classmethod
+    def _is_known_or_named(cls, schedule: str) -> str:
+        if schedule not in SCHEDULES and ":" not in schedule:
+            raise ValueError(f"{', '.join(SCHEDULES)} or package.module:function")
+        return schedule
+
+    @field_validator("name")
+    @classmethod
+    def _is_an_optimizer(cls, name: str) -> str:
+        if name not in OPTIMIZERS and ":" not in name:
+            raise ValueError(f"{', '.join(OPTIMIZERS)} or package.module:function")
+        return name
 
 
 class ValidationConfig(_Section):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
@@ -26,10 +24,16 @@ from shoal.checkpoint import (
     retain,
     verify,
 )
-from shoal.cluster import peak_flops
 from shoal.data import Corpus, prepare
 from shoal.elastic import EXIT_STOPPED, StopSignal, World, join
-from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, DataError, ModelError
+from shoal.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpointError,
+    DataError,
+    ModelError,
+    TrainingError,
+)
 from shoal.models import Transformer
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
@@ -39,7 +43,9 @@ from shoal.train.job import Job, Resume, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import build_model
 from shoal.train.rate_change import rate_change_of
-from shoal.train.trainer import StepResult, Trainer
+from shoal.train.result import StepResult
+from shoal.train.run_record import describe_device, describe_versions
+from shoal.train.trainer import Trainer
 from shoal.units import format_count
 
 __all__ = ["choose_device", "execute"]
@@ -144,7 +150,7 @@ class _Execution:
             stop.heed()
             self._say(self._opening())
             while self._trainer.step_count < self._config.steps:
-                result = self._trainer.step(stop=stop.received is not None)
+                result = self._step(stop)
                 self._tell(result)
                 if result.stop and result.step < self._config.steps:
                     path = self._save()
@@ -165,6 +171,16 @@ class _Execution:
             self._trainer.close()
             self._recorder.close()
             self._loggers.close()
+
+    def _step(self, stop: StopSignal) -> StepResult:
+        """Makes a step. Where too many were skipped, the state behind them is saved: a resume does not meet
+        them again."""
+        try:
+            return self._trainer.step(stop=stop.received is not None)
+        except TrainingError:
+            with contextlib.suppress(CheckpointError):
+                self._trainer.save(self._run.checkpoints, {"data": self._data})
+            raise
 
     def _do_what_is_due(self) -> None:
         step, last = self._trainer.step_count, self._config.steps
@@ -246,17 +262,9 @@ class _Execution:
     def _tell(self, result: StepResult) -> None:
         if not self._is_first:
             return
-        self._loggers.log(
-            result.step,
-            {
-                "loss": result.loss,
-                "gradient_norm": result.gradient_norm,
-                "learning_rate": result.learning_rate,
-                "tokens": result.tokens,
-                "step_seconds": result.seconds,
-                "tokens_per_second": result.tokens / result.seconds,
-            },
-        )
+        self._loggers.log(result.step, result.values())
+        if result.skipped:
+            self._say(f"step {result.step} is skipped: it has {result.skipped}")
         self._live.show(result)
 
     def _opening(self) -> str:
@@ -332,7 +340,6 @@ def _build_model(config: TrainConfig, device: torch.device) -> nn.Module:
 def _describe(
     job: Job, world: World, model: nn.Module, device: torch.device, loss_unit: str
 ) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if isinstance(model, Transformer):
         flops = model.config.flops_per_token(job.config.sequence)
@@ -348,16 +355,8 @@ def _describe(
         "seed": job.config.seed,
         "config": job.config.model_dump(mode="json"),
         "model": {"name": job.config.model, "parameters": parameters, "flops_per_token": flops},
-        "device": {
-            "type": device.type,
-            "name": name,
-            "peak_flops": peak_flops(name, job.plan.precision) if device.type == "cuda" else None,
-        },
+        "device": describe_device(device, job.plan),
         "tokens_per_step": job.config.batch * job.config.sequence,
         "loss_unit": loss_unit,
-        "versions": {
-            "shoal": version("shoal"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": describe_versions(),
     }

@@ -23,6 +23,7 @@ from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.config import TrainConfig
 from shoal.train.located import build_model
+from shoal.train.optimizer import require_factories
 
 __all__ = [
     "Job",
@@ -254,6 +255,7 @@ def check(job: Job) -> Corpus:
         TensorBoardLogger(job.path / "log")
     model = build_model(config, "meta" if ":" not in config.model else "cpu")
     require_trainable(model)
+    require_factories(config.optimizer)
     require_layout(model, job.plan, config.sequence)
     if isinstance(model, Transformer):
         _require_fit(config, corpus, model.config.vocab_size, model.config.seq, "seq")

@@ -12,7 +12,7 @@ from shoal.elastic import TERMINAL
 from shoal.run import Run, tokens_per_second
 from shoal.simulate import measured_timeline
 from shoal.timeline import explain
-from shoal.train.trainer import StepResult
+from shoal.train.result import StepResult
 from shoal.units import format_count, format_seconds
 
 __all__ = ["LiveLine", "summary"]
@@ -85,6 +85,8 @@ def summary(run: Run) -> str:
         lines.append(f"tokens/s    {rate:,.0f} in the median step")
     if trained:
         lines.append(f"loss        {trained[0]['loss']:.3f} at first, {trained[-1]['loss']:.3f} at last")
+    if skipped := sum(bool(values.get("skipped")) for values in trained):
+        lines.append(f"skipped     {skipped} steps, whose loss or gradient was not finite")
     if validated:
         loss, unit = validated[-1]["validation_loss"], described["loss_unit"]
         lines.append(f"validation  {loss:.3f} {unit}")

@@ -1,4 +1,4 @@
-"""The states of all random generators that a data set or a model may draw from, as tensors of fixed size."""
+"""The random generators that a model may draw from: seeds, and states as tensors of fixed size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,24 @@ import random
 import numpy as np
 import torch
 
-__all__ = ["random_state", "set_random_state"]
+from shoal.data import key_of, seed_generators
+
+__all__ = ["begin_anew", "random_state", "set_random_state"]
+
+
+def begin_anew(seed: int, step: int, place: int) -> None:
+    """Seeds all generators from what a run knows under any Plan.
+
+    Args:
+        seed: The run's.
+        step: Optimizer steps made.
+        place: This rank's place among those with other data. Ranks with the same data, as those of tp and pp,
+            are seeded alike: what they compute of the same hidden states, such as dropout, has to agree.
+    """
+    key = key_of(seed, step, place)
+    seed_generators(key)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(key)
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, final
 
+import torch
+
+from shoal.models import find_factory
 from shoal.train.config import OptimizerConfig
 
-__all__ = ["learning_rate", "scaled_peak"]
+__all__ = ["RateCourse", "Schedule", "learning_rate", "scaled_peak"]
+
+Schedule = Callable[[int], float]
+"""From the number of a step, from 0, to the share of the highest learning rate."""
 
 
 def scaled_peak(config: OptimizerConfig, batch: int) -> float:
@@ -20,7 +28,7 @@ def scaled_peak(config: OptimizerConfig, batch: int) -> float:
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, steps: int, batch: int) -> float:
-    """The learning rate of step number `step`, from 0, of `steps`.
+    """The learning rate of step number `step`, from 0, of `steps`, by one of the schedules that have a name.
 
     It grows linearly over the warm-up, reaching its peak at the first step behind it, and ends at
     `final` x peak with the last step: by half a cosine (Loshchilov and Hutter, arXiv:1608.03983), or
@@ -40,3 +48,48 @@ def learning_rate(config: OptimizerConfig, *, step: int, steps: int, batch: int)
     else:
         share = 1.0 - progress
     return peak * (config.final + (1.0 - config.final) * share)
+
+
+@final
+class RateCourse:
+    """Sets the learning rates of an optimizer's groups, step by step.
+
+    A group whose factory gave it a learning rate of its own keeps the ratio to the others.
+
+    Args:
+        optimizer: As its factory made it: each group has its highest learning rate.
+        config: Names the schedule.
+        steps: Optimizer steps in all.
+        batch: Samples in a step.
+        schedule: In place of what the configuration names.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        config: OptimizerConfig,
+        *,
+        steps: int,
+        batch: int,
+        schedule: Schedule | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._config = config
+        self._steps = steps
+        self._batch = batch
+        self._peak = scaled_peak(config, batch)
+        self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        self._schedule = schedule
+        if schedule is None and ":" in config.schedule:
+            named: Callable[..., Any] = find_factory(config.schedule)
+            self._schedule = lambda step: named(step, steps)
+
+    def set(self, step: int) -> float:
+        """Sets the learning rates of step number `step`, from 0; gives that of a group of the usual rate."""
+        if self._schedule is not None:
+            rate = self._peak * float(self._schedule(step))
+        else:
+            rate = learning_rate(self._config, step=step, steps=self._steps, batch=self._batch)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = rate if peak == self._peak else peak * (rate / self._peak)
+        return rate

@@ -1,73 +1,144 @@
 """The state of training as the pieces of a checkpoint, and back.
 
-model/NAME                a trained parameter, fp32
-fixed/NAME                a parameter that is not trained, or a buffer
-optimizer/KEY/NAME        Adam's averages, each shaped as its parameter
-rank/R/random.KIND        the states of random generators, for a resume with the same ranks
+model/NAME                   a trained parameter, fp32
+fixed/NAME                   a parameter that is not trained, or a buffer
+optimizer/KEY/NAME           a state of the optimizer for each element of a parameter, shaped as the parameter
+optimizer-tensor/KEY/NAME    a state of another shape, such as a count of steps
+optimizer-number/KEY/NAME    a state that is a number of Python
+rank/R/buffer/NAME           a buffer that differs between ranks, for a resume under the same Plan
+rank/R/random.KIND           the states of random generators, as well
+
+What a parameter has in the optimizer's state is found there, not known: any optimizer's is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.checkpoint import Piece, Region
+from shoal.checkpoint import Exchange, Piece, Region, TensorRecord, dtype_named
+from shoal.errors import CheckpointError
 from shoal.parallel import Axis, Frozen, Owned, Parallel, local_part
 
-__all__ = ["fixed_pieces", "make_optimizer_state", "pieces_to_load", "pieces_to_save"]
+__all__ = [
+    "ToLoad",
+    "differing_buffers",
+    "fixed_pieces",
+    "optimizer_to_load",
+    "pieces_to_load",
+    "pieces_to_save",
+    "saved_buffers",
+]
 
-_AVERAGES = ("exp_avg", "exp_avg_sq")
-
-
-def make_optimizer_state(optimizer: torch.optim.AdamW) -> None:
-    """Gives every parameter the state that its first step would, so that a checkpoint can be read into it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+_ELEMENTS, _TENSOR, _NUMBER = "optimizer", "optimizer-tensor", "optimizer-number"
 
 
-def pieces_to_save(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Piece]:
+def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Piece]:
     """What this rank writes: together the ranks write each element once.
 
     Replicas hold the same; each of them writes a part, of about the same size.
+
+    Raises:
+        CheckpointError: The optimizer keeps what a checkpoint cannot hold.
     """
-    mine = _share(parallel.owned)
-    pieces = [piece for owned in mine for piece in _pieces_of(owned, optimizer)]
+    pieces = []
+    for owned in _share(parallel.owned):
+        if owned.start < owned.stop:
+            pieces.append(_part(owned, f"model/{owned.name}", owned.parameter))
+            pieces += _pieces_of_state(owned, optimizer.state.get(owned.parameter, {}))
     pieces += _fixed(parallel.buffers_to_save())
     return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
 
 
-def pieces_to_load(parallel: Parallel, optimizer: torch.optim.AdamW) -> list[Piece]:
-    """What this rank reads, into the memory where training keeps it."""
-    pieces = [piece for owned in parallel.owned for piece in _pieces_of(owned, optimizer, every_step=True)]
-    return pieces + _fixed(parallel.saved_buffers()) + [_frozen_piece(frozen) for frozen in parallel.frozen]
+@dataclass(slots=True)
+class ToLoad:
+    """What this rank reads.
+
+    Attributes:
+        pieces: Into the memory where training keeps it, or into memory of their own.
+        after: What is to be done when they were read.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    after: list[Callable[[], object]] = field(default_factory=list)
+
+    def add_part(self, owned: Owned, path: str, tensor: torch.Tensor) -> None:
+        """Adds a tensor that is laid out as what this rank owns of a parameter."""
+        held = local_part(tensor).detach()
+        read = held.contiguous()
+        self.pieces.append(_part(owned, path, read))
+        if read is not held:  # such as channels_last
+            self.after.append(partial(held.copy_, read))
+
+    def finish(self) -> None:
+        """To be called when the pieces were read."""
+        for action in self.after:
+            action()
 
 
-def _pieces_of(owned: Owned, optimizer: torch.optim.AdamW, *, every_step: bool = False) -> Iterator[Piece]:
-    parameter = owned.parameter
-    if owned.start == owned.stop:
-        return
+def pieces_to_load(parallel: Parallel) -> ToLoad:
+    """What this rank reads of the model."""
+    wanted = ToLoad()
+    for owned in parallel.owned:
+        if owned.start < owned.stop:
+            wanted.add_part(owned, f"model/{owned.name}", owned.parameter)
+    wanted.pieces += _fixed(parallel.saved_buffers())
+    wanted.pieces += [_frozen_piece(frozen) for frozen in parallel.frozen]
+    return wanted
 
-    region = _region(owned)
 
-    def part(prefix: str, tensor: torch.Tensor) -> Piece:
-        flat = local_part(tensor).detach().view(-1)
-        return Piece(f"{prefix}/{owned.name}", owned.shape, owned.start, owned.stop, flat, region)
+def optimizer_to_load(
+    parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, TensorRecord]
+) -> ToLoad:
+    """Gives the optimizer a state as it was saved, without its values, which are to be read.
 
-    yield part("model", parameter)
-    state = optimizer.state[parameter]
-    for key in _AVERAGES:
-        yield part(f"optimizer/{key}", state[key])
-    # One number for the whole parameter: the owner of its first element writes it, all owners read it.
-    if owned.is_first or every_step:
-        yield Piece(f"optimizer/step/{owned.name}", (), 0, 1, state["step"])
+    Args:
+        parallel: The model.
+        optimizer: Forgets what it has.
+        saved: The tensors of the checkpoint.
+    """
+    by_name: dict[str, list[tuple[str, str, TensorRecord]]] = {}
+    for path, record in saved.items():
+        kind, _, rest = path.partition("/")
+        key, _, name = rest.partition("/")
+        if kind in (_ELEMENTS, _TENSOR, _NUMBER):
+            by_name.setdefault(name, []).append((kind, key, record))
+    on_device = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    optimizer.state.clear()
+    wanted = ToLoad()
+    for owned in parallel.owned:
+        if owned.start == owned.stop or owned.parameter not in on_device:
+            continue
+        for kind, key, record in by_name.get(owned.name, ()):
+            state, dtype = optimizer.state[owned.parameter], dtype_named(record.dtype)
+            path = f"{kind}/{key}/{owned.name}"
+            if kind == _ELEMENTS:
+                state[key] = torch.zeros_like(owned.parameter, dtype=dtype, requires_grad=False)
+                wanted.add_part(owned, path, state[key])
+                continue
+            # As in torch's `load_state_dict`, counts of steps stay on the CPU unless a kernel reads them.
+            is_count = kind == _NUMBER or (key == "step" and not on_device[owned.parameter])
+            device = torch.device("cpu") if is_count else owned.parameter.device
+            state[key] = torch.zeros(record.shape, dtype=dtype, device=device)
+            wanted.pieces.append(Piece.whole(path, state[key]))
+            if kind == _NUMBER:
+                wanted.after.append(partial(_as_number, state, key))
+    return wanted
+
+
+def _as_number(state: dict[str, Any], key: str) -> None:
+    state[key] = state[key].item()
 
 
 def fixed_pieces(model: nn.Module) -> list[Piece]:
@@ -77,12 +148,69 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     ]
-    return frozen + _buffer_pieces(model)
+    return frozen + _fixed(saved_buffers(model))
 
 
-def _buffer_pieces(model: nn.Module) -> list[Piece]:
-    saved: dict[str, torch.Tensor] = model.state_dict()
-    return _fixed({name: saved[name] for name, _ in model.named_buffers() if name in saved})
+def differing_buffers(mine: Mapping[str, torch.Tensor], exchange: Exchange) -> dict[str, torch.Tensor]:
+    """Of this rank's buffers those that another rank has with other values, as BatchNorm's statistics.
+
+    All ranks call it together.
+    """
+    digests = {name: _digest(buffer) for name, buffer in mine.items()}
+    everyone = exchange.all_gather_object(digests)
+    return {
+        name: buffer
+        for name, buffer in mine.items()
+        if any(other.get(name, digests[name]) != digests[name] for other in everyone)
+    }
+
+
+def _digest(buffer: torch.Tensor) -> bytes:
+    held = buffer.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(held.numpy().tobytes(), digest_size=16).digest()
+
+
+def _pieces_of_state(owned: Owned, state: Mapping[str, Any]) -> Iterator[Piece]:
+    """Of what there is once for a parameter, the owner of its first element writes it."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and local_part(value).shape == owned.local.shape:
+            yield _part(owned, f"{_ELEMENTS}/{key}/{owned.name}", value)
+        elif isinstance(value, torch.Tensor):
+            if value.dim() and not _is_whole(owned):
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of shape {list(value.shape)} for a part of {owned.name}, "
+                    "which says nothing of the other parts: such an optimizer needs a Plan with shard=none"
+                )
+            if owned.is_first:
+                yield Piece.whole(f"{_TENSOR}/{key}/{owned.name}", local_part(value).detach().contiguous())
+        elif isinstance(value, (bool, int, float)):
+            dtype = {bool: torch.bool, int: torch.int64, float: torch.float64}[type(value)]
+            if owned.is_first:
+                yield Piece.whole(f"{_NUMBER}/{key}/{owned.name}", torch.tensor(value, dtype=dtype))
+        elif value is not None:
+            raise CheckpointError(
+                f"the optimizer keeps a {type(value).__name__} as {key!r} of {owned.name}, and a checkpoint "
+                "holds tensors and numbers"
+            )
+
+
+def _part(owned: Owned, path: str, tensor: torch.Tensor) -> Piece:
+    held = local_part(tensor).detach()
+    return Piece(path, owned.shape, owned.start, owned.stop, held.contiguous(), _region(owned))
+
+
+def _is_whole(owned: Owned) -> bool:
+    return owned.cut is None and owned.stop - owned.start == math.prod(owned.shape)
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a model that belong to its state, by name."""
+    passing = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer.detach() for name, buffer in model.named_buffers() if name not in passing}
 
 
 def _fixed(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
@@ -90,7 +218,7 @@ def _fixed(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
 
 
 def _frozen_piece(frozen: Frozen) -> Piece:
-    flat, start = frozen.local.view(-1), frozen.start
+    flat, start = frozen.local.contiguous().view(-1), frozen.start
     return Piece(f"fixed/{frozen.name}", frozen.shape, start, start + flat.numel(), flat, _region(frozen))
 
 

@@ -4,125 +4,139 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.checkpoint import (
-    Exchange,
-    Piece,
-    ProcessGroupExchange,
-    SingleProcess,
-    load,
-    read_manifest,
-    save,
-)
+from shoal.checkpoint import Exchange, ProcessGroupExchange, SingleProcess
 from shoal.collectives import keep_freed_memory
-from shoal.data import Loader, Prefetcher, Samples
-from shoal.errors import TrainingError
-from shoal.models import next_token_loss
+from shoal.data import Loader, as_samples
 from shoal.parallel import Batch, Parallel, parallelize
 from shoal.plan import Plan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
+from shoal.train.buffers import ChangingBuffers
 from shoal.train.config import OptimizerConfig
-from shoal.train.randomness import random_state, set_random_state
-from shoal.train.schedule import learning_rate
-from shoal.train.state import make_optimizer_state, pieces_to_load, pieces_to_save
+from shoal.train.evaluate import Evaluation, evaluate
+from shoal.train.listeners import Listeners
+from shoal.train.micro_batch import Counted, Loss, Reader
+from shoal.train.not_finite import Skips, explain_not_finite
+from shoal.train.optimizer import OptimizerFactory, build_optimizer
+from shoal.train.passes import Passed, Passes
+from shoal.train.randomness import begin_anew
+from shoal.train.result import StepResult
+from shoal.train.run_record import RunRecord
+from shoal.train.saved import SavedTraining
+from shoal.train.schedule import RateCourse, Schedule
 
-__all__ = ["StepResult", "Trainer"]
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one optimizer step did.
-
-    Attributes:
-        step: Its number, from 1.
-        loss: Mean over the batch, before the step.
-        gradient_norm: Of the whole gradient, before clipping.
-        learning_rate: That the step was made with.
-        tokens: Elements of the inputs, over all ranks.
-        seconds: Wall time.
-        stop: Whether a rank asked to stop.
-    """
-
-    step: int
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    tokens: int
-    seconds: float
-    stop: bool
+__all__ = ["Trainer"]
 
 
 @final
 class Trainer:
     """Trains a model on data under a Plan. All ranks make one and call its methods together.
 
-    On a CPU the process keeps the memory that tensors free, and so stays as large as its largest step was:
-    see `shoal.collectives.keep_freed_memory`.
+    On a CPU the process keeps the memory that tensors free: see `shoal.collectives.keep_freed_memory`.
+
+    A step whose loss or gradient is not finite is left out: weights, the optimizer's state and buffers stay
+    as they were, and the next step takes the next batch. `optimizer.skip` says how many in a row.
+
+    Buffers that follow a rank's own data, as BatchNorm's statistics do, differ between ranks. A checkpoint
+    keeps each rank's and restores them under the same Plan; under another all ranks begin with those of one.
+    `synchronise_buffers` gives all ranks their mean after each step.
 
     Args:
         model: As `shoal.parallelize` takes it.
-        data: Pairs of inputs and targets.
+        data: Samples, or a map-style dataset. `shoal.train.micro_batch` says what a batch may be.
         plan: A Plan or its text form.
         batch: Samples in one optimizer step, over all ranks.
         steps: Optimizer steps in all, which the learning rate's course needs to know.
-        loss: From the model's output and the targets to the mean loss of a micro-batch.
-        optimizer: AdamW and its learning rate.
-        seed: Fixes the order of samples, and the first weights of a model on the meta device.
+        loss: From the model's output and the targets to the mean loss of a micro-batch. By default the loss
+            in the output if batches are mappings, else `shoal.models.next_token_loss`.
+        optimizer: The optimizer, its learning rate, clipping, and how many steps may be skipped.
+        make_optimizer: In place of the optimizer that `optimizer` names; called as `torch.optim.SGD` is, with
+            groups of named parameters, `lr`, and `optimizer.options`.
+        schedule: In place of the schedule that `optimizer` names: from the number of a step, from 0, to the
+            share of the highest learning rate.
+        counted: From the targets of a micro-batch, or from the micro-batch if it is a mapping, to how many
+            elements its mean loss is over. By default integers count that are not -100, others one a sample.
+        seed: Fixes the order of samples, what they and the model draw at random, and the first weights of a
+            model on the meta device.
         device: What this rank computes on.
         recorder: Where spans go.
         sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
+        workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
+        synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
+        run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
+        on_step: Called with each step's result; `on_validation` with the steps made and the values of each
+            validation, `on_save` with the path of each checkpoint.
 
     Attributes:
         parallel: The model as it is laid over the ranks.
-        optimizer: AdamW over what this rank owns.
-        step_count: Optimizer steps made.
+        optimizer: Over what this rank owns.
+        step_count: Optimizer steps made, those that were skipped included.
         position: Samples consumed, over all ranks; the state of the data.
+        skips: How many steps were skipped.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
+        ConfigError: The optimizer cannot be made.
+        DataError: The data cannot be read by number.
+        RunError: The directory of the Run holds something else.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        data: Samples[Pair],
+        data: Any,
         plan: Plan | str,
         *,
         batch: int,
         steps: int,
-        loss: Loss = next_token_loss,
+        loss: Loss | None = None,
         optimizer: OptimizerConfig | None = None,
+        make_optimizer: OptimizerFactory | None = None,
+        schedule: Schedule | None = None,
+        counted: Counted | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
         recorder: Recorder | None = None,
         sequence: int | None = None,
+        workers: int = 0,
+        synchronise_buffers: bool = False,
+        run: Path | str | None = None,
+        on_step: Callable[[StepResult], object] | None = None,
+        on_validation: Callable[[int, Mapping[str, float]], object] | None = None,
+        on_save: Callable[[Path], object] | None = None,
     ) -> None:
+        samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self.plan = plan.with_microbatch_for(batch)
         self.config = optimizer if optimizer is not None else OptimizerConfig()
         self.steps = steps
         self.step_count = 0
         self.position = 0
+        self.skips = Skips(self.config.skip)
+        self._seed = seed
+        self._synchronise_buffers = synchronise_buffers
         self._device = torch.device(device)
         if self._device.type == "cpu":
             keep_freed_memory()
+        record = None
+        if run is not None:
+            settings: dict[str, Any] = {"plan": str(self.plan), "seed": seed}
+            settings["tokens_per_step"] = None if sequence is None else batch * sequence
+            record = RunRecord(Path(run), self.exchange, model, self._device, settings, recorder)
+            recorder = record.recorder
+        self._listeners = Listeners(record, on_step, on_validation, on_save)
         self._recorder = recorder if recorder is not None else NullRecorder()
-        self._loss = loss
-        self._seed = seed
-        self._loader = Loader(data, seed=seed, batch_size=batch)
+        self._names = [name for name, _ in model.named_parameters()]
+        self._reader = Reader(model, loss, counted)
+        self._loader = Loader(samples, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
             model,
             self.plan,
@@ -131,14 +145,18 @@ class Trainer:
             device=self._device,
             recorder=self._recorder,
         )
-        self.optimizer = _make_optimizer(self.parallel, self.config)
-        dp = self.parallel.axes.dp
-        assert self.plan.microbatch is not None
-        self._accumulation = self._loader.accumulation(dp.size, self.plan.microbatch)
-        self.parallel.set_micro_batches(self._accumulation)
-        self._stream: Prefetcher[Pair] | None = None
-        # What a model of the user draws from torch differs between ranks with other data.
-        torch.manual_seed(seed * 1_000_003 + self.parallel.axes.data.index)
+        if record is not None:
+            record.settle(self.parallel.plan)
+        self.optimizer = build_optimizer(self.parallel, self.config, batch, make_optimizer)
+        self._saved = SavedTraining(
+            self.parallel, self.optimizer, plan=str(self.plan), seed=seed, exchange=self.exchange
+        )
+        self._rates = RateCourse(self.optimizer, self.config, steps=steps, batch=batch, schedule=schedule)
+        self._buffers = ChangingBuffers(self.parallel.module)
+        self._passes = Passes(
+            self.parallel, self._loader, self._reader, self._recorder, workers=workers, device=self._device
+        )
+        begin_anew(seed, 0, self.parallel.axes.data.index)
 
     @property
     def exchange(self) -> Exchange:
@@ -146,207 +164,137 @@ class Trainer:
         return ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
 
     def step(self, *, stop: bool = False) -> StepResult:
-        """Makes one optimizer step.
+        """Makes one optimizer step, or skips it if its loss or its gradient is not finite.
 
         Args:
             stop: That this rank was asked to stop; all ranks learn of it in the result.
 
         Raises:
-            TrainingError: The loss or the gradient is not finite. The weights are those of the step before.
+            TrainingError: More steps in a row were skipped than `optimizer.skip` allows. The step counts as
+                skipped all the same: a state that is saved now goes on behind it.
+            RunError: The directory of the Run holds a run, of which no checkpoint was loaded.
         """
+        self._listeners.begin_step()
         began = time.perf_counter()
-        rate = learning_rate(
-            self.config, step=self.step_count, steps=self.steps, batch=self._loader.batch_size
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = self._rates.set(self.step_count)
+        self._buffers.begin_step()
         with self._recorder.step(self.step_count + 1):
-            loss, stopping, tokens = self._forward_and_backward(stop)
+            passed = self._passes.run(self.position, stop=stop)
             with self._recorder.span(Kind.OPTIMIZER):
-                norm = self.parallel.clip_gradients(self.config.clip)
-                self._require_finite(loss, norm)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                norm, is_finite = self._update(passed)
+            reason = "" if is_finite else self._leave_out(passed, norm)
+            self._buffers.end_step()
+            if self._synchronise_buffers and is_finite:
+                self._buffers.average(self.parallel.axes.data)
         self.step_count += 1
         self.position += self._loader.batch_size
-        return StepResult(
+        self.skips.note(reason)
+        result = StepResult(
             step=self.step_count,
-            loss=loss,
+            loss=passed.loss,
             gradient_norm=norm,
             learning_rate=rate,
-            tokens=tokens * self.parallel.axes.data.size,
+            tokens=passed.tokens * self.parallel.axes.data.size,
             seconds=time.perf_counter() - began,
-            stop=stopping,
+            stop=passed.stop,
+            skipped=reason,
         )
+        self._listeners.stepped(result)
+        self.skips.require_progress(self.step_count, reason)
+        return result
 
-    def validate(self, samples: Samples[Pair], count: int) -> float:
+    def validate(self, samples: Any, count: int) -> float:
         """The mean loss over the first `count` samples; dropout is off."""
-        count = min(count, len(samples))
-        dp, micro = self.parallel.axes.dp, self.plan.microbatch
-        assert micro is not None
-        total = torch.zeros(2, dtype=torch.float64)
-        was_training = self.parallel.module.training
-        self.parallel.module.eval()
-        with self._recorder.span(Kind.VALIDATION), torch.no_grad():
-            # Every rank runs as many forwards, since sharded weights are gathered in each of them.
-            for start in range(0, count, dp.size * micro):
-                first = start + dp.index * micro
-                held = max(0, min(count - first, micro))
-                indices = np.arange(first, first + held) if held else np.arange(1)
-                inputs, targets = self._to_device(samples.batch(indices))
-                output = self.parallel.evaluate(inputs)
-                if output is not None:
-                    loss = self._loss(output, targets)
-                    total += torch.tensor([held * loss.item(), held], dtype=torch.float64)
-        self.parallel.module.train(was_training)
-        total = total.to(self._device)
-        self.parallel.axes.world.all_reduce(total, "validation").wait()
-        return float(total[0] / total[1])
+        return self.evaluate(samples, count)["loss"]
 
-    def save(self, directory: Path, extra: Mapping[str, Any]) -> Path:
+    def evaluate(
+        self, samples: Any, count: int, functions: Mapping[str, Evaluation] | None = None
+    ) -> dict[str, float]:
+        """The mean `loss` over the first `count` samples, and the means of functions; dropout is off.
+
+        Args:
+            samples: Samples, or a map-style dataset.
+            count: How many; all if there are fewer.
+            functions: By name, from the model's output and the targets to a mean over the elements that
+                count. A batch that is a mapping and gives the loss itself takes the targets' place.
+        """
+        with self._recorder.span(Kind.VALIDATION):
+            values = evaluate(
+                self.parallel,
+                as_samples(samples),
+                count,
+                reader=self._reader,
+                functions=functions or {},
+                seed=self._seed,
+                device=self._device,
+            )
+        self._listeners.validated(self.step_count, values)
+        return values
+
+    def save(self, directory: Path | None = None, extra: Mapping[str, Any] | None = None) -> Path:
         """Saves a checkpoint of the state into a directory of checkpoints.
 
         Args:
-            directory: On a file system that all ranks see.
+            directory: On a file system that all ranks see; by default that of the Run.
             extra: A JSON object to keep with it.
 
         Raises:
             CheckpointError: It could not be written; training can go on.
+            ConfigError: There is neither a directory nor a Run.
         """
-        exchange = self.exchange
-        make_optimizer_state(self.optimizer)
-        pieces = pieces_to_save(self.parallel, self.optimizer)
-        pieces += [
-            Piece.whole(f"rank/{exchange.rank}/random.{name}", tensor)
-            for name, tensor in random_state().items()
-        ]
+        if directory is None:
+            directory = self._listeners.checkpoints
         state = {
-            **extra,
+            **(extra or {}),
             "step": self.step_count,
             "position": self.position,
-            "plan": str(self.plan),
-            "ranks": exchange.size,
+            "skipped": [self.skips.total, self.skips.in_a_row],
         }
         with self._recorder.span(Kind.CHECKPOINT):
-            return save(directory, self.step_count, pieces, state, exchange)
+            path = self._saved.save(directory, self.step_count, state)
+        self._listeners.saved(path)
+        return path
 
     def load(self, checkpoint: Path) -> Mapping[str, Any]:
         """Takes up the state of a checkpoint, which any number of ranks under any Plan may have saved.
 
-        With the same ranks, training goes on bitwise as it would have; with others, torch's random
-        generators, which Shoal's own models do not use, begin anew.
+        Under the same Plan training goes on bitwise as it would have. Under another, torch's, numpy's and
+        Python's generators, which Shoal's own models do not use, begin anew from the run's seed and the step;
+        and buffers that differed between ranks begin with those of one.
 
         Returns:
             What was kept with it.
+
+        Raises:
+            CheckpointError: It does not fit the model or the optimizer.
         """
-        exchange = self.exchange
-        make_optimizer_state(self.optimizer)
-        self.parallel.zero_grad()
-        state = load(checkpoint, pieces_to_load(self.parallel, self.optimizer), exchange)
-        self.parallel.changed()
+        state = self._saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
-        self.close()
-        if state["ranks"] == exchange.size:
-            random = random_state()
-            wanted = [
-                Piece.whole(f"rank/{exchange.rank}/random.{name}", tensor) for name, tensor in random.items()
-            ]
-            saved = read_manifest(checkpoint).tensors  # it may be from a machine without CUDA
-            load(checkpoint, [piece for piece in wanted if piece.name in saved], exchange)
-            set_random_state(random)
+        self.skips.total, self.skips.in_a_row = state["skipped"]
+        self._passes.close()
+        self._listeners.loaded(self.step_count)
         return state
 
     def close(self) -> None:
-        """Ends the thread that prepares data; the next step starts another."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
+        """Ends what prepares data, which another step would begin anew, and the record of the Run."""
+        self._passes.close()
+        self._listeners.close()
 
-    def _forward_and_backward(self, stop: bool) -> tuple[float, bool, int]:
-        """Accumulates the gradient of a batch: its mean loss, whether any rank stops, this rank's tokens."""
-        if self._stream is None:
-            self._stream = self._open_stream()
-        if self.plan.pp > 1:
-            return self._run_pipeline(self._stream, stop)
-        world = self.parallel.axes.world
-        report = torch.zeros(2, device=self._device)
-        report[1] = float(stop)
-        tokens = 0
-        for remaining in reversed(range(self._accumulation)):
-            with self._recorder.span(Kind.DATA_WAIT):
-                inputs, targets = self._to_device(next(self._stream))
-            tokens += inputs.numel()
-            with self._recorder.span(Kind.FORWARD):
-                self._set_dropout(self._accumulation - 1 - remaining, inputs)
-                loss = self._loss(self.parallel(inputs), targets) / self._accumulation
-                report[0] += loss.detach()
-            if remaining:
-                with self._recorder.span(Kind.BACKWARD), self.parallel.accumulate():
-                    loss.backward()
-        # The report travels behind the last backward, and is there when that ends.
-        sent = world.all_reduce(report, "report")
-        with self._recorder.span(Kind.BACKWARD):
-            loss.backward()
-        sent.wait()
-        total, stopping = report.tolist()
-        return total / world.size, stopping > 0, tokens
+    def _update(self, passed: Passed) -> tuple[float, bool]:
+        """Steps the optimizer if all is finite; gives the gradient's norm, and whether it was."""
+        clip = self.config.clip
+        norm = self.parallel.gradient_norm() if clip is None else self.parallel.clip_gradients(clip)
+        is_finite = math.isfinite(passed.loss) and math.isfinite(norm)
+        if is_finite:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return norm, is_finite
 
-    def _run_pipeline(self, stream: Iterator[Pair], stop: bool) -> tuple[float, bool, int]:
-        """The same by the Plan's schedule."""
-        tokens = 0
-
-        def taken() -> Iterator[Pair]:
-            nonlocal tokens
-            while True:
-                with self._recorder.span(Kind.DATA_WAIT):
-                    pair = self._to_device(next(stream))
-                tokens += pair[0].numel()
-                yield pair
-
-        loss = self.parallel.forward_backward(taken(), self._accumulation, self._loss, self._set_dropout)
-        world = self.parallel.axes.world
-        report = torch.stack([loss, torch.tensor(float(stop), device=self._device)])
-        world.all_reduce(report, "report").wait()
-        total, stopping = report.tolist()
-        return total * self.plan.pp / world.size, stopping > 0, tokens
-
-    def _set_dropout(self, index: int, inputs: torch.Tensor) -> None:
-        """Fixes dropout's masks by the place of the samples of micro-batch `index` in all data."""
-        dp = self.parallel.axes.dp
-        first = self.position + (index * dp.size + dp.index) * len(inputs)
-        samples = torch.arange(first, first + len(inputs), device=self._device)
-        self.parallel.set_dropout(self._seed, samples, inputs)
-
-    def _open_stream(self) -> Prefetcher[Pair]:
-        dp = self.parallel.axes.dp
-        assert self.plan.microbatch is not None
-        return Prefetcher(self._loader.stream(self.position, dp.index, dp.size, self.plan.microbatch))
-
-    def _to_device(self, pair: Pair) -> Pair:
-        inputs, targets = (self.parallel.local_sequence(tensor) for tensor in pair)
-        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
-
-    def _require_finite(self, loss: float, norm: float) -> None:
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.parallel.zero_grad()
-            self.close()
-            raise TrainingError(
-                f"step {self.step_count + 1} has a loss of {loss} and a gradient norm of {norm}; "
-                "a lower optimizer.learning_rate or a longer optimizer.warmup may help"
-            )
-
-
-def _make_optimizer(parallel: Parallel, config: OptimizerConfig) -> torch.optim.AdamW:
-    matrices = [owned.parameter for owned in parallel.owned if len(owned.shape) >= 2]
-    vectors = [owned.parameter for owned in parallel.owned if len(owned.shape) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        fused=True,
-    )
+    def _leave_out(self, passed: Passed, norm: float) -> str:
+        """Undoes what the step did; gives the reason."""
+        reason = explain_not_finite(
+            self.parallel, passed, norm, self._loader, self.position, self._names, self.exchange
+        )
+        self.parallel.zero_grad()
+        self._buffers.put_back()
+        return reason

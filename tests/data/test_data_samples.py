@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from shoal.data import Loader, MapSamples, TokenSamples
+from shoal.data import Loader, MapSamples, TokenSamples, as_samples
 from shoal.errors import ConfigError, DataError
 
 
@@ -90,3 +90,13 @@ def test_a_dataset_without_random_access_or_without_samples_is_refused() -> None
         MapSamples(Endless())
     with pytest.raises(DataError, match="empty"):
         MapSamples([])
+
+
+def test_any_map_style_dataset_is_data_as_it_is() -> None:
+    dataset = TensorDataset(torch.arange(6))
+    assert as_samples(dataset).batch(np.array([4, 1]))[0].tolist() == [4, 1]
+    samples = TokenSamples(np.arange(100), 9)
+    assert as_samples(samples) is samples
+    with pytest.raises(DataError, match="a DataLoader was given as data") as caught:
+        as_samples(DataLoader(dataset))
+    assert "the dataset behind it" in caught.value.change

@@ -22,7 +22,6 @@ from shoal.parallel import StageLayout
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.train import OptimizerConfig, Trainer, load_model
-from shoal.train.state import make_optimizer_state
 
 VOCABULARY = 64
 
@@ -78,9 +77,16 @@ def trainer_of(kind, plan, **options):
 
 def states_of(trainer):
     """Whole parameters and optimizer states on rank 0, by the export and by what ranks own."""
-    make_optimizer_state(trainer.optimizer)
     parts = [
-        (each.name, each.shape, each.start, each.stop, each.cut, key, value.detach().clone().flatten())
+        (
+            each.name,
+            each.shape,
+            each.start,
+            each.stop,
+            each.cut,
+            key,
+            getattr(value, "_local_tensor", value).detach().clone().flatten(),
+        )
         for each in trainer.parallel.owned
         for key, value in {
             "value": each.parameter,

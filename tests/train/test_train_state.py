@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.parallel import Frozen, Owned
-from shoal.parallel.layout import BucketLayout
+from shoal.checkpoint import TensorRecord
 from shoal.train.randomness import random_state, set_random_state
-from shoal.train.state import make_optimizer_state, pieces_to_load, pieces_to_save
+from shoal.train.state import optimizer_to_load, pieces_to_load, pieces_to_save
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -37,29 +36,50 @@ class FrozenPart(nn.Module):
 
 
 def rank_of(shapes, shards, replicas, shard, replica):
-    """A rank's part of parameters of these shapes in one bucket, and its optimizer."""
-    names = [(f"parameter{number}", shape) for number, shape in enumerate(shapes)]
+    """A rank's rows of parameters of these shapes, as `Parallel` tells of them, and its optimizer."""
     family = SimpleNamespace(replicate=Place(replicas, replica), twins=None)
-    owned = [
-        Owned(
-            piece.slot.name,
-            piece.slot.shape,
-            piece.start,
-            piece.stop,
-            nn.Parameter(torch.zeros(size)),
-            family,
+    owned = []
+    for number, shape in enumerate(shapes):
+        rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+        first, last = (min(place * -(-rows // shards), rows) for place in (shard, shard + 1))
+        held = nn.Parameter(torch.zeros(last - first, *shape[1:]) if shape else torch.zeros(last - first))
+        owned.append(
+            SimpleNamespace(
+                name=f"parameter{number}",
+                shape=shape,
+                start=first * row,
+                stop=last * row,
+                parameter=held,
+                local=held.detach(),
+                family=family,
+                cut=None,
+                is_first=first == 0,
+            )
         )
-        for piece in BucketLayout.of(names, shards).pieces(shard)
-        for size in [piece.stop - piece.start]
-    ]
-    axes = SimpleNamespace(world=Place(shards * replicas, replica * shards + shard))
-    parameters = [each.parameter for each in owned] or [nn.Parameter(torch.zeros(1))]
+    is_first = shard == replica == 0
+    parameters = [each.parameter for each in owned]
     optimizer = torch.optim.AdamW(parameters, fused=True)
-    make_optimizer_state(optimizer)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
     module = FrozenPart()
-    frozen = [Frozen("scale", (3,), module.scale, None, axes.world.index == 0)]
-    buffers = {"mean": module.mean} if axes.world.index == 0 else {}
-    parallel = SimpleNamespace(owned=owned, frozen=frozen, module=module, buffers_to_save=lambda: buffers)
+    frozen = SimpleNamespace(
+        name="scale",
+        shape=(3,),
+        start=0,
+        parameter=module.scale,
+        local=module.scale.detach(),
+        cut=None,
+        is_first_copy=is_first,
+    )
+    buffers = {"mean": module.mean}
+    parallel = SimpleNamespace(
+        owned=owned,
+        frozen=[frozen],
+        module=module,
+        buffers_to_save=lambda: buffers if is_first else {},
+        saved_buffers=lambda: buffers,
+    )
     return parallel, optimizer
 
 
@@ -75,7 +95,7 @@ def test_the_ranks_save_each_element_of_the_state_once(shapes, shards, replicas)
 
     wanted = {"fixed/scale": (3,), "fixed/mean": (2, 2)}
     for number, shape in enumerate(shapes):
-        wanted[f"optimizer/step/parameter{number}"] = ()
+        wanted[f"optimizer-tensor/step/parameter{number}"] = ()
         for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
             wanted[f"{kind}/parameter{number}"] = shape
     assert sizes == wanted
@@ -92,16 +112,26 @@ def test_the_ranks_save_each_element_of_the_state_once(shapes, shards, replicas)
 def test_every_rank_reads_back_all_that_it_owns(shapes, shards, replicas):
     for shard in range(shards):
         parallel, optimizer = rank_of(shapes, shards, replicas, shard, replicas - 1)
+        saved = {}
+        for number, shape in enumerate(shapes):
+            saved[f"optimizer-tensor/step/parameter{number}"] = TensorRecord("F32", (), ())
+            saved[f"optimizer/exp_avg/parameter{number}"] = TensorRecord("F32", shape, ())
+            saved[f"optimizer-number/beats/parameter{number}"] = TensorRecord("I64", (), ())
+        wanted = optimizer_to_load(parallel, optimizer, saved)
         read = {
             (piece.name, piece.start, piece.stop): piece.tensor
-            for piece in pieces_to_load(parallel, optimizer)
+            for piece in [*pieces_to_load(parallel).pieces, *wanted.pieces]
         }
+        wanted.finish()
         for owned in filter(lambda owned: owned.start < owned.stop, parallel.owned):
             state = optimizer.state[owned.parameter]
             for kind, tensor in (("model", owned.parameter), ("optimizer/exp_avg", state["exp_avg"])):
                 piece = read[f"{kind}/{owned.name}", owned.start, owned.stop]
                 assert piece.data_ptr() == tensor.data_ptr()
-            assert read[f"optimizer/step/{owned.name}", 0, 1] is not None
+            step = read[f"optimizer-tensor/step/{owned.name}", 0, 1]
+            assert step.data_ptr() == state["step"].data_ptr()
+            assert state.keys() == {"step", "exp_avg", "beats"}
+            assert type(state["beats"]) is int
         assert ("fixed/scale", 0, 3) in read
 
 
@@ -130,16 +160,3 @@ def test_the_state_of_generators_has_the_same_shapes_at_all_times():
     torch.rand(1000)
     np.random.standard_normal(3)
     assert before == {name: (tensor.shape, tensor.dtype) for name, tensor in random_state().items()}
-
-
-def test_a_fresh_optimizer_has_the_state_that_its_first_step_would_make():
-    ours, theirs = (torch.optim.AdamW([nn.Parameter(torch.ones(4))], lr=0.1, fused=True) for _ in range(2))
-    make_optimizer_state(ours)
-    for optimizer in (ours, theirs):
-        parameter = optimizer.param_groups[0]["params"][0]
-        parameter.grad = torch.arange(4.0)
-        optimizer.step()
-    for key in ("step", "exp_avg", "exp_avg_sq"):
-        states = [next(iter(optimizer.state.values()))[key] for optimizer in (ours, theirs)]
-        assert torch.equal(*states)
-        assert states[0].dtype == states[1].dtype

@@ -137,7 +137,8 @@ def rank_here() -> int:
 
 
 def train_into_a_loss_that_is_not_finite(plan: str, rank: int, value: float) -> tuple[str, bool, int]:
-    trainer = make_trainer(plan, loss=FailingLoss(rank, value))
+    optimizer = OptimizerConfig(warmup=2, learning_rate=1e-2, skip=0)
+    trainer = make_trainer(plan, loss=FailingLoss(rank, value), optimizer=optimizer)
     trainer.step()
     trainer.step()
     before = weights(trainer)

@@ -19,7 +19,7 @@ from shoal.models import SingleDevice, cast_module, logits_of, map_tensors, set_
 from shoal.models.dropout import token_keys
 from shoal.train.comparison.task_trial import AnyTrial, TaskTrial
 from shoal.train.comparison.trace import Forward, Trace
-from shoal.train.comparison.trial import OPTIMIZER, Trial
+from shoal.train.comparison.trial import CLIP, OPTIMIZER, Trial
 from shoal.train.schedule import learning_rate
 
 __all__ = ["Alone", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
@@ -114,7 +114,7 @@ class Alone:
                 group["lr"] = rate
             losses = self.backward(trial.batch_of(number))
             gradients = {name: _gradient_of(master) for name, master in masters.items()}
-            norm = torch.nn.utils.clip_grad_norm_(masters.values(), OPTIMIZER.clip).item()
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP).item()
             optimizer.step()
             optimizer.zero_grad()
             parameters = {name: master.detach().cpu().clone() for name, master in masters.items()}

@@ -19,7 +19,7 @@ from shoal.parallel.stage_layout import parts_by_piece, stages_of
 from shoal.plan import Plan
 from shoal.record import Recorder
 from shoal.train.comparison.trace import RankTrace, Trace
-from shoal.train.comparison.trial import OPTIMIZER, RandomTokens, Trial
+from shoal.train.comparison.trial import CLIP, OPTIMIZER, RandomTokens, Trial
 from shoal.train.comparison.under_way import ForwardUnderWay
 from shoal.train.trainer import Trainer
 
@@ -185,7 +185,7 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
     steps = []
     for number in range(trainer.steps):
         result = trainer.step()
-        factor = max(1.0, result.gradient_norm / OPTIMIZER.clip)
+        factor = max(1.0, result.gradient_norm / CLIP)
         consumed = asked[number * accumulation : (number + 1) * accumulation]
         steps.append(
             RankStep(

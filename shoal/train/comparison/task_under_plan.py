@@ -12,7 +12,7 @@ from shoal.parallel import Parallel, parallelize
 from shoal.plan import Plan
 from shoal.train.comparison.laid_out import RankStep, fragment_of, gradient_of, groups_freed
 from shoal.train.comparison.task_trial import TaskSamples, TaskTrial
-from shoal.train.comparison.trial import OPTIMIZER
+from shoal.train.comparison.trial import CLIP, OPTIMIZER
 from shoal.train.schedule import learning_rate
 
 __all__ = ["train_task_under"]
@@ -54,7 +54,7 @@ def _steps(
                 loss.backward()
         data.all_reduce(total, "loss").wait()
         gradients = [fragment_of(owned, gradient_of(owned)) for owned in parallel.owned]
-        norm = parallel.clip_gradients(OPTIMIZER.clip)
+        norm = parallel.clip_gradients(CLIP)
         optimizer.step()
         optimizer.zero_grad()
         parameters = [fragment_of(owned, owned.local) for owned in parallel.owned]

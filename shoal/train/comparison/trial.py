@@ -18,9 +18,14 @@ from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan
 from shoal.train.config import OptimizerConfig
 
-__all__ = ["OPTIMIZER", "RandomTokens", "Trial", "require_counts", "without_dropout"]
+__all__ = ["CLIP", "OPTIMIZER", "RandomTokens", "Trial", "require_counts", "without_dropout"]
 
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, schedule="constant-then-decay", warmup=0, decay=0.0, eps=1e-3)
+CLIP = 1.0
+"""Largest norm of the whole gradient."""
+
+OPTIMIZER = OptimizerConfig(
+    learning_rate=1e-2, schedule="constant-then-decay", warmup=0, decay=0.0, eps=1e-3, clip=CLIP, skip=0
+)
 """AdamW as in training, but for `eps`. With training's 1e-8 the first step is the gradient's sign, which
 rounding decides where the gradient is near zero, and which hides a gradient that is a multiple of the right
 one. With an `eps` as large as gradients are, a step follows its gradient smoothly."""
@@ -138,6 +143,9 @@ class RandomTokens:
     Attributes:
         asked: The indices of every batch that was asked for, in order.
     """
+
+    deterministic = True
+    all_targets_count = True
 
     def __init__(self, vocabulary: int, count: int, sequence: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,146 @@
+"""The micro-batches of one rank, batch after batch, made ahead where that changes nothing.
+
+Where micro-batches are made:
+
+- in a thread, two or more ahead, if the samples say that they draw nothing at random;
+- in `workers` processes, ahead too, if workers are asked for;
+- else in the thread that trains, when they are asked for, as `torch.utils.data.DataLoader` does by default.
+
+All three give the same, since what a sample draws follows from (seed, epoch, index): see `generators.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Generic, Protocol, TypeVar, final
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from shoal.data.loader import Loader
+from shoal.data.prefetch import Prefetcher
+from shoal.data.samples import is_deterministic
+
+__all__ = ["Feed", "open_feed"]
+
+Item_co = TypeVar("Item_co", covariant=True)
+Item = TypeVar("Item")
+
+
+class Feed(Protocol[Item_co]):
+    """Micro-batches without end."""
+
+    def __iter__(self) -> Iterator[Item_co]: ...
+
+    def __next__(self) -> Item_co:
+        """The next micro-batch."""
+        ...
+
+    def close(self) -> None:
+        """Ends what prepares micro-batches. Calling it again does nothing."""
+        ...
+
+
+def open_feed(
+    loader: Loader[Item],
+    position: int,
+    rank: int,
+    ranks: int,
+    microbatch: int,
+    *,
+    ahead: int = 2,
+    workers: int = 0,
+) -> Feed[Item]:
+    """The micro-batches that `Loader.stream` gives, each made where it may be.
+
+    Args:
+        loader: Deals out the samples.
+        position: The global position at which the first batch starts.
+        rank: This rank's place along the data-parallel axis.
+        ranks: The whole data-parallel degree.
+        microbatch: Samples that one forward sees on one rank.
+        ahead: How many micro-batches may wait to be taken.
+        workers: Processes that make them; 0 for none. They are made as `DataLoader` makes its own.
+
+    Raises:
+        PlanError: The batch size is not a multiple of `ranks * microbatch`.
+        ValueError: `rank` is not in `range(ranks)`, or `ahead` is not positive.
+    """
+    if workers > 0:
+        return _Workers(loader, (position, rank, ranks, microbatch), ahead, workers)
+    stream = loader.stream(position, rank, ranks, microbatch)
+    return Prefetcher(stream, depth=ahead) if is_deterministic(loader.samples) else _Direct(stream)
+
+
+@final
+class _Direct(Generic[Item]):
+    """Makes each micro-batch when it is taken."""
+
+    def __init__(self, stream: Iterator[Item]) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return next(self._stream)
+
+    def close(self) -> None:
+        """Does nothing: there is nothing ahead."""
+
+
+@final
+class _Workers(Generic[Item]):
+    """Has processes make whole micro-batches, which torch's DataLoader starts, feeds and ends."""
+
+    def __init__(
+        self, loader: Loader[Item], place: tuple[int, int, int, int], ahead: int, workers: int
+    ) -> None:
+        position, rank, ranks, microbatch = place
+        loader.accumulation(ranks, microbatch)
+        self._iterator: Iterator[Any] | None = iter(
+            DataLoader(
+                _MicroBatches(loader, microbatch),
+                batch_size=None,
+                sampler=_starts(loader, position, rank, ranks, microbatch),  # type: ignore[arg-type]
+                num_workers=workers,
+                collate_fn=_as_it_is,
+                prefetch_factor=max(2, -(-ahead // workers)),
+                generator=torch.Generator(),  # else DataLoader would draw from training's
+            )
+        )
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._iterator is None:
+            raise StopIteration
+        item: Item = next(self._iterator)
+        return item
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._iterator = None
+
+
+class _MicroBatches(Dataset[Any]):
+    """Micro-batches by the position at which they start."""
+
+    def __init__(self, loader: Loader[Any], microbatch: int) -> None:
+        self._loader = loader
+        self._microbatch = microbatch
+
+    def __getitem__(self, start: int) -> Any:
+        return self._loader.fetch(start, self._microbatch)
+
+
+def _starts(loader: Loader[Any], position: int, rank: int, ranks: int, microbatch: int) -> Iterator[int]:
+    while True:
+        for number in range(loader.accumulation(ranks, microbatch)):
+            yield loader.start(position, number, rank, ranks, microbatch)
+        position += loader.batch_size
+
+
+def _as_it_is(item: Item) -> Item:
+    return item

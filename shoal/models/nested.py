@@ -1,0 +1,72 @@
+"""Tensors within mappings, sequences and dataclasses, as batches and the outputs of models hold them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors", "tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Each tensor of a structure, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The same structure with each tensor changed; what is no tensor stays as it is.
+
+    Args:
+        change: Called with each tensor.
+        value: A tensor, or dicts, lists, tuples and dataclasses of them, nested to any depth.
+
+    Returns:
+        `value` itself where `change` gives each tensor back; else a copy of the same class.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(change, each) for key, each in value.items()}
+        if all(items[key] is each for key, each in value.items()):
+            return value
+        return items if type(value) is dict else _with_items(value, items)
+    if isinstance(value, list | tuple):
+        parts = [map_tensors(change, each) for each in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _with_fields(value, change)
+    return value
+
+
+def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
+    result = copy.copy(value)
+    for key, each in items.items():
+        result[key] = each
+    return result
+
+
+def _with_fields(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    changed = {name: map_tensors(change, each) for name, each in held.items()}
+    if all(changed[name] is each for name, each in held.items()):
+        return value
+    result = copy.copy(value)
+    for name, each in changed.items():
+        object.__setattr__(result, name, each)  # also of a frozen one
+    return result

@@ -1,0 +1,85 @@
+"""Buffers that training changes, such as BatchNorm's statistics.
+
+Each rank's follow its own data. A step that is left out must not have changed them, so those that change are
+copied before each step. Which these are is seen in the first step, before which all are copied, and later by
+torch's count of changes; it does not count what BatchNorm's kernels do, so statistics are always among them.
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import nn
+
+from shoal.parallel import Axis
+
+__all__ = ["ChangingBuffers"]
+
+
+@final
+class ChangingBuffers:
+    """Remembers the buffers that steps change, and can put them back.
+
+    Args:
+        model: Whose.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._changing = {
+            place
+            for place, (module, _) in enumerate(self._places)
+            if getattr(module, "track_running_stats", False)
+        }
+        self._is_first = True
+        self._before: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def begin_step(self) -> None:
+        """Copies those that are known to change."""
+        held = {place: self._at(place) for place in range(len(self._places))}
+        self._versions = {
+            place: (buffer, buffer._version) for place, buffer in held.items() if buffer is not None
+        }
+        chosen = held if self._is_first else self._changing
+        self._before = {place: buffer.clone() for place in chosen if (buffer := held[place]) is not None}
+
+    def end_step(self) -> None:
+        """Learns which the step changed."""
+        for place, (buffer, version) in self._versions.items():
+            is_counted = self._at(place) is not buffer or buffer._version != version
+            if is_counted or (self._is_first and not torch.equal(buffer, self._before[place])):
+                self._changing.add(place)
+        self._is_first = False
+        self._before.clear()
+
+    def put_back(self) -> None:
+        """Undoes what the step did to them, before `end_step`."""
+        for place, before in self._before.items():
+            module, name = self._places[place]
+            original = self._versions[place][0]
+            original.copy_(before)
+            module._buffers[name] = original
+
+    @torch.no_grad()
+    def average(self, axis: Axis) -> None:
+        """Gives those of floating type that change the mean over the ranks of an axis, which all call it."""
+        chosen = [self._at(place) for place in sorted(self._changing)]
+        floating = [buffer for buffer in chosen if buffer is not None and buffer.is_floating_point()]
+        if axis.size == 1 or not floating:
+            return
+        flat = torch.cat([buffer.detach().float().flatten() for buffer in floating])
+        axis.all_reduce(flat, "buffers").wait()
+        flat /= axis.size
+        for buffer, mean in zip(floating, flat.split([each.numel() for each in floating]), strict=True):
+            buffer.copy_(mean.view(buffer.shape))
+
+    def _at(self, place: int) -> torch.Tensor | None:
+        module, name = self._places[place]
+        return module._buffers.get(name)

@@ -1,0 +1,79 @@
+"""Losses, and whatever else is asked for, over samples that are not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shoal.data import Samples, all_targets_count, fetch, key_of
+from shoal.parallel import Parallel
+from shoal.train.micro_batch import Reader
+
+__all__ = ["Evaluation", "evaluate"]
+
+Evaluation = Callable[[Any, Any], Any]
+"""From the model's output and the targets to a mean over those elements that the loss is a mean over."""
+
+_EPOCH = -1  # of what such samples draw at random, which is the same each time
+
+
+def evaluate(
+    parallel: Parallel,
+    samples: Samples[Any],
+    count: int,
+    *,
+    reader: Reader,
+    functions: Mapping[str, Evaluation],
+    seed: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """The means over the first `count` samples, of the loss and of functions; dropout is off.
+
+    Every rank calls it, and gets the same.
+
+    Args:
+        parallel: The model.
+        samples: What is held out.
+        count: How many of them; all if there are fewer.
+        reader: Makes micro-batches of them.
+        functions: By the name of what they give. With a batch that is a mapping and holds its loss, they get
+            the mapping in place of the targets.
+        seed: The run's.
+        device: What this rank computes on.
+    """
+    count = min(count, len(samples))
+    dp, micro = parallel.axes.dp, parallel.plan.microbatch
+    assert micro is not None
+    all_count = all_targets_count(samples)
+    total = torch.zeros(2 + len(functions), dtype=torch.float64)
+    was_training = parallel.module.training
+    parallel.module.eval()
+    with torch.no_grad(), parallel.unchanged():
+        # Every rank runs as many forwards, since sharded weights are gathered in each of them.
+        for start in range(0, count, dp.size * micro):
+            first = start + dp.index * micro
+            held = max(0, min(count - first, micro))
+            indices = np.arange(first, first + held) if held else np.arange(1)
+            batch = fetch(samples, indices, partial(_keys, seed, indices))
+            read = reader.read(batch, parallel, len(indices), all_count=all_count).to(device)
+            output = parallel.evaluate(*read.arguments, **read.named)
+            if output is None:
+                continue
+            targets = dict(read.named) if read.targets is None else read.targets
+            values = [read.mean_loss(output), *(each(output, targets) for each in functions.values())]
+            if held and read.counted:
+                means = torch.tensor([float(value) for value in values], dtype=torch.float64)
+                total += torch.cat([means, torch.ones(1)]) * read.counted
+    parallel.module.train(was_training)
+    total = total.to(device)
+    parallel.axes.world.all_reduce(total, "validation").wait()
+    return {name: float(value / total[-1]) for name, value in zip(("loss", *functions), total, strict=False)}
+
+
+def _keys(seed: int, indices: NDArray[np.int64]) -> list[int]:
+    return [key_of(seed, _EPOCH, int(index)) for index in indices]

@@ -1,0 +1,241 @@
+"""What the user's data gives for one forward, and what of it the model gets, and the loss.
+
+===========================  ==============================  =======================================
+a batch that is              the model gets                  the loss is
+===========================  ==============================  =======================================
+a pair, or a longer tuple    all but the last                `loss(output, last)`
+a mapping with `labels`      the mapping, by keywords        the output's `loss`
+the same, and a `loss`       the rest of it, by keywords     `loss(output, labels)`
+a mapping without `labels`   the mapping, by keywords        the output's, or `loss(output, mapping)`
+anything else                it                              the output's, or `loss(output, it)`
+===========================  ==============================  =======================================
+
+The first of a pair is given by keywords if it is a mapping, as several arguments if it is a tuple or a list.
+The `loss` of pairs is `next_token_loss` by default.
+
+A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. Where
+a Plan cuts these, the labels are shifted here, and `next_token_loss` gives the same loss of the parts.
+
+How many elements a mean loss is taken over: targets of integers count where they are not -100, all others one
+for each sample; `counted` says otherwise.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shoal.errors import ModelError, PlanError
+from shoal.models import next_token_loss
+from shoal.models.loss import IGNORED
+from shoal.models.nested import map_tensors, tensors_in
+from shoal.parallel import Parallel
+
+__all__ = ["Counted", "Loss", "MicroBatch", "Reader"]
+
+Loss = Callable[[Any, Any], torch.Tensor]
+"""From the model's output and the targets to the mean loss of a micro-batch."""
+
+Counted = Callable[[Any], Any]
+"""From the targets, or from a batch that is a mapping, to how many elements its mean loss is taken over."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward sees.
+
+    Attributes:
+        arguments: What the model gets by place.
+        named: What it gets by keywords.
+        targets: What the loss gets beside the output; None if the output holds its loss.
+        loss: Of the output and the targets; None if the output holds its loss.
+        counted: How many elements the mean loss is taken over.
+        may_differ: Whether another micro-batch may count otherwise.
+    """
+
+    arguments: tuple[Any, ...]
+    named: Mapping[str, Any]
+    targets: Any
+    loss: Loss | None
+    counted: float
+    may_differ: bool
+
+    @property
+    def first(self) -> torch.Tensor | None:
+        """The first tensor that the model gets: `input_ids`, if one is called so."""
+        ids = self.named.get("input_ids")
+        if isinstance(ids, torch.Tensor):
+            return ids
+        return next(tensors_in((self.arguments, self.named)), None)
+
+    @property
+    def tokens(self) -> int:
+        """Elements of that tensor."""
+        return 0 if self.first is None else self.first.numel()
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+
+        def moved(value: Any) -> Any:
+            return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+
+        return replace(
+            self, arguments=moved(self.arguments), named=moved(self.named), targets=moved(self.targets)
+        )
+
+    def mean_loss(self, output: Any) -> torch.Tensor:
+        """The mean loss over what counts.
+
+        Raises:
+            ModelError: The output should hold its loss, and does not.
+        """
+        if self.loss is not None:
+            return self.loss(output, self.targets)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor):
+            raise ModelError(
+                f"the model gave a {type(output).__name__} without a loss",
+                possible="a batch with `labels` of a model that computes its loss, or a loss of the output",
+                change="put labels into the batch, or give loss= to the Trainer",
+            )
+        return loss
+
+
+@final
+class Reader:
+    """Makes MicroBatches of what data gives.
+
+    Args:
+        model: Before it is laid over ranks.
+        loss: What the user gave.
+        counted: As well.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None, counted: Counted | None) -> None:
+        self._loss = loss
+        self._counted = counted
+        self._shifts = _shifts_labels(model)
+        self._name = type(model).__name__
+        self._takes = inspect.signature(model.forward)
+
+    def read(self, batch: Any, parallel: Parallel, samples: int, *, all_count: bool) -> MicroBatch:
+        """The micro-batch, cut to this rank's part of the sequences.
+
+        Args:
+            batch: What the data gave, on the host.
+            parallel: The model as it is laid over the ranks.
+            samples: How many samples it holds.
+            all_count: Whether the data says that no target is -100.
+
+        Raises:
+            PlanError: The Plan's pipeline cannot give the model what it needs.
+            ModelError: The model's forward does not take what the batch holds.
+        """
+        plan = parallel.plan
+        arguments, named, targets, loss = self._parts(batch, is_cut=plan.tp * plan.cp * plan.pp > 1)
+        self._require_taken(arguments, named)
+        if plan.pp > 1:
+            arguments, named = self._one_input(arguments, named, loss)
+        length = next((each.shape[1] for each in tensors_in((arguments, named)) if each.dim() > 1), None)
+
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dim() < 2 or tensor.shape[1] != length:
+                return tensor
+            return parallel.local_sequence(tensor)
+
+        if parallel.axes.cp.size > 1:
+            arguments, named, targets = map_tensors(part, (arguments, named, targets))
+            batch = map_tensors(part, batch)
+        count = self._count(batch, targets, loss)
+        if count is None or (all_count and self._counted is None):
+            return MicroBatch(arguments, named, targets, loss, samples, may_differ=False)
+        return MicroBatch(arguments, named, targets, loss, count, may_differ=True)
+
+    def _parts(self, batch: Any, *, is_cut: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any, Loss | None]:
+        if isinstance(batch, (tuple, list)) and len(batch) > 1 and not hasattr(batch, "_fields"):
+            *inputs, targets = batch
+            loss = next_token_loss if self._loss is None else self._loss
+            first = inputs[0]
+            if len(inputs) == 1 and isinstance(first, Mapping):
+                return (), dict(first), targets, loss
+            if len(inputs) == 1 and isinstance(first, (tuple, list)):
+                return tuple(first), {}, targets, loss
+            return tuple(inputs), {}, targets, loss
+        if isinstance(batch, Mapping):
+            rest = {key: value for key, value in batch.items() if key != "labels"}
+            labels = batch.get("labels")
+            if labels is None:
+                return (), rest, None if self._loss is None else batch, self._loss
+            if self._loss is not None:
+                return (), rest, labels, self._loss
+            if is_cut and self._shifts:
+                return (), rest, F.pad(labels, (0, 1), value=IGNORED)[..., 1:], next_token_loss
+            return (), dict(batch), None, None
+        if isinstance(batch, (tuple, list)) and len(batch) == 1:
+            batch = batch[0]
+        return (batch,), {}, None if self._loss is None else batch, self._loss
+
+    def _require_taken(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        try:
+            self._takes.bind(*arguments, **named)
+        except TypeError as error:
+            by_place = f"{len(arguments)} by place" if arguments else ""
+            raise ModelError(
+                f"{self._name} cannot be called with what the batch holds ({', '.join(named) or by_place}): "
+                f"{error}",
+                possible=f"{self._name}.forward{self._takes}",
+                change="give batches with these inputs: pairs of inputs and targets, or mappings by names "
+                "of the forward; a collate function of shoal.data.MapSamples makes them",
+            ) from None
+
+    def _one_input(
+        self, arguments: tuple[Any, ...], named: dict[str, Any], loss: Loss | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A pipeline's stages get one argument."""
+        given = [*arguments, *named.values()]
+        if len(given) == 1 and loss is not None:
+            return (given[0],), {}
+        if loss is None:
+            problem = f"{self._name} has no loss beside it, and the stages of a pipeline do not get labels"
+        else:
+            names = ", ".join(named) or "by place"
+            problem = f"{self._name} gets {len(given)} inputs ({names}), and a pipeline gives its stages one"
+        raise PlanError(
+            problem,
+            possible="batches of one input and its targets, such as input_ids and labels of a causal model, "
+            "or pairs and a loss",
+            change="leave the other inputs out of the batch, give loss=, or leave out pp",
+        )
+
+    def _count(self, batch: Any, targets: Any, loss: Loss | None) -> float | None:
+        """How many elements count; None if each sample does."""
+        if self._counted is not None:
+            return float(self._counted(batch if isinstance(batch, Mapping) else targets))
+        counted = targets
+        if loss is None and isinstance(batch, Mapping):
+            counted = batch.get("shift_labels")
+            if counted is None:
+                counted = batch.get("labels")
+                if self._shifts and isinstance(counted, torch.Tensor) and counted.dim() > 1:
+                    counted = counted[..., 1:]
+        if not isinstance(counted, torch.Tensor) or not _is_integer(counted):
+            return None
+        return float((counted != IGNORED).sum())
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Whether it is a model of transformers that predicts each label from the tokens before it."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(model, "loss_type") or getattr(config, "is_encoder_decoder", False):
+        return False
+    return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"

@@ -1,0 +1,141 @@
+"""Steps that are left out: why, in one sentence for all ranks, and how many may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.checkpoint import Exchange
+from shoal.data import Loader
+from shoal.errors import TrainingError
+from shoal.models.nested import tensors_in
+from shoal.parallel import Parallel, local_part
+from shoal.train.passes import Passed
+
+__all__ = ["Skips", "explain_not_finite"]
+
+_MOST_NAMED = 8
+
+
+@dataclass(slots=True)
+class Skips:
+    """How many steps were left out.
+
+    Attributes:
+        limit: How many may be, one after another.
+        total: In all.
+        in_a_row: Since the last step that was made.
+    """
+
+    limit: int
+    total: int = 0
+    in_a_row: int = 0
+
+    def note(self, reason: str) -> None:
+        """Notes a step, with why it was left out; empty if it was made."""
+        self.total += bool(reason)
+        self.in_a_row = self.in_a_row + 1 if reason else 0
+
+    def require_progress(self, step: int, reason: str) -> None:
+        """Ends the training once too many were left out.
+
+        Raises:
+            TrainingError: They were. Counting begins anew, for a state that goes on behind them.
+        """
+        if self.in_a_row <= self.limit:
+            return
+        count, self.in_a_row = self.in_a_row, 0
+        several = f"; it is the last of {count} such steps in a row" if count > 1 else ""
+        raise TrainingError(
+            f"step {step} has {reason}{several}, and optimizer.skip allows {self.limit or 'none'}. "
+            "The weights are those of the step before"
+        )
+
+
+def explain_not_finite(
+    parallel: Parallel,
+    passed: Passed,
+    norm: float,
+    loader: Loader[Any],
+    position: int,
+    names: Sequence[str],
+    exchange: Exchange,
+) -> str:
+    """What was not finite; all ranks call it together, with gradients as backward left them, or clipped.
+
+    Args:
+        parallel: The model.
+        passed: What the step's forwards gave.
+        norm: Of the gradient.
+        loader: Knows which samples there were.
+        position: Where the batch begins in all data.
+        names: Of all parameters, in the model's order.
+        exchange: All ranks.
+    """
+    dp, microbatch = parallel.axes.dp, parallel.plan.microbatch
+    assert microbatch is not None
+    suspects: list[int] = []
+    for number, loss in passed.losses.items():
+        if not torch.isfinite(loss).all():
+            suspects += _suspects(
+                loader, loader.start(position, number, dp.index, dp.size, microbatch), microbatch
+            )
+    gradients, weights = [], []
+    for owned in parallel.owned:
+        if owned.parameter.grad is not None and not _is_finite(owned.parameter.grad):
+            gradients.append(owned.name)
+        if not _is_finite(owned.parameter):
+            weights.append(owned.name)
+    told = exchange.all_gather_object((suspects, gradients, weights))
+    place = {name: number for number, name in enumerate(names)}
+
+    def of_all(which: int) -> list[Any]:
+        return list({each for rank in told for each in rank[which]})
+
+    samples = sorted(of_all(0))
+    graded, weighed = (sorted(of_all(which), key=lambda name: place.get(name, -1)) for which in (1, 2))
+    return _sentence(passed.loss, norm, samples, graded, weighed)
+
+
+def _sentence(loss: float, norm: float, samples: list[int], graded: list[str], weighed: list[str]) -> str:
+    parts = []
+    if not math.isfinite(loss):
+        where = f" at {_counted('sample', [str(each) for each in samples])} of the data" if samples else ""
+        nothing = "" if samples or graded else ", since no target of the batch counts"
+        parts.append(f"a loss of {loss}{where}{nothing}")
+    if graded:
+        ends = f"{graded[0]!r}" if len(graded) == 1 else f"{graded[0]!r} first and {graded[-1]!r} last"
+        what = "that is" if len(graded) == 1 else f"of {len(graded)} parameters that is"
+        parts.append(f"a gradient {what} not finite, {ends} in the model's order")
+    elif not math.isfinite(norm):
+        parts.append(f"a gradient whose norm is {norm}, though each element is finite")
+    if weighed:
+        parts.append(f"a weight that is not finite itself, {weighed[0]!r}, which no skipped step mends")
+    return "; ".join(parts)
+
+
+def _suspects(loader: Loader[Any], start: int, count: int) -> list[int]:
+    """The samples of a micro-batch whose loss is not finite: those with values that are not, or all."""
+    indices = loader.indices(start, count)
+    held = [
+        int(index)
+        for place, index in enumerate(indices)
+        if not all(_is_finite(tensor) for tensor in tensors_in(loader.fetch(start + place, 1)))
+    ]
+    return held or [int(index) for index in np.unique(indices)]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    held = local_part(tensor)
+    return not held.is_floating_point() or bool(torch.isfinite(held).all())
+
+
+def _counted(noun: str, items: Sequence[str]) -> str:
+    named = ", ".join(items[:_MOST_NAMED])
+    more = f" and {len(items) - _MOST_NAMED} more" if len(items) > _MOST_NAMED else ""
+    return f"{noun}{'s' if len(items) > 1 else ''} {named}{more}"

@@ -1,0 +1,217 @@
+"""The forwards and backwards of one step: the gradient of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+
+from shoal.data import Feed, Loader, all_targets_count, open_feed
+from shoal.parallel import Parallel
+from shoal.record import Recorder
+from shoal.timeline import Kind
+from shoal.train.micro_batch import MicroBatch, Reader
+from shoal.train.weight import Weights, nothing_of
+
+__all__ = ["Passed", "Passes"]
+
+
+@dataclass(slots=True)
+class Passed:
+    """What the forwards and backwards of a step gave.
+
+    Attributes:
+        loss: Mean over all of the batch that counts; NaN if nothing does.
+        stop: Whether a rank asked to stop.
+        tokens: Elements of the inputs, on this rank.
+        losses: By micro-batch, the mean loss of those that count, where this rank computed it.
+    """
+
+    loss: float = 0.0
+    stop: bool = False
+    tokens: int = 0
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@final
+class Passes:
+    """Makes the forwards and backwards of steps.
+
+    Args:
+        parallel: The model.
+        loader: Deals out the samples.
+        reader: Makes micro-batches of what the data gives.
+        recorder: Where spans go.
+        workers: Processes that prepare data.
+        device: What this rank computes on.
+
+    Raises:
+        PlanError: The batch cannot be shared evenly.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        loader: Loader[Any],
+        reader: Reader,
+        recorder: Recorder,
+        *,
+        workers: int,
+        device: torch.device,
+    ) -> None:
+        assert parallel.plan.microbatch is not None
+        self._parallel = parallel
+        self._loader = loader
+        self._reader = reader
+        self._recorder = recorder
+        self._workers = workers
+        self._device = device
+        self._microbatch = parallel.plan.microbatch
+        self._count = loader.accumulation(parallel.axes.dp.size, self._microbatch)
+        self._all_count = all_targets_count(loader.samples)
+        self._feed: Feed[Any] | None = None
+        parallel.set_micro_batches(self._count)
+
+    def run(self, position: int, *, stop: bool) -> Passed:
+        """Leaves the gradient of a batch at what the ranks own.
+
+        Args:
+            position: Where the batch begins in all data: that of the batch before, and its size more, unless
+                `close` was called between.
+            stop: That this rank was asked to stop.
+        """
+        passed = Passed()
+        micro_batches, weights = self._take(self._open_feed(position), passed)
+        total = self._with_pipeline if self._parallel.plan.pp > 1 else self._one_by_one
+        report = total(micro_batches, weights, passed, position, stop)
+        loss, stopping = report.tolist()
+        world = self._parallel.axes.world.size
+        is_empty = weights is not None and weights.total.item() == 0
+        passed.loss = float("nan") if is_empty else loss * self._parallel.plan.pp / world
+        passed.stop = stopping > 0
+        return passed
+
+    def close(self) -> None:
+        """Ends what prepares data; the next step begins it anew."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+    def _open_feed(self, position: int) -> Feed[Any]:
+        if self._feed is None:
+            dp = self._parallel.axes.dp
+            self._feed = open_feed(
+                self._loader,
+                position,
+                dp.index,
+                dp.size,
+                self._microbatch,
+                ahead=max(2, self._count),  # a step may take all of its micro-batches at once
+                workers=self._workers,
+            )
+        return self._feed
+
+    def _take(self, feed: Iterator[Any], passed: Passed) -> tuple[Iterator[MicroBatch], Weights | None]:
+        """This rank's micro-batches of the step, one by one, or all if they have to be counted before."""
+
+        def micro_batches() -> Iterator[MicroBatch]:
+            for _ in range(self._count):
+                with self._recorder.span(Kind.DATA_WAIT):
+                    read = self._reader.read(
+                        next(feed), self._parallel, self._microbatch, all_count=self._all_count
+                    )
+                passed.tokens += read.tokens
+                yield read
+
+        coming = micro_batches()
+        first = next(coming)
+        data = self._parallel.axes.data
+        if not first.may_differ:
+            return _joined([first], coming), None
+        held = [first, *coming]
+        return iter(held), Weights([each.counted for each in held], data, self._device)
+
+    def _one_by_one(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        weights: Weights | None,
+        passed: Passed,
+        position: int,
+        stop: bool,
+    ) -> torch.Tensor:
+        """Forward and backward of one micro-batch after another; the sum over ranks of loss and stop."""
+        report = torch.zeros(2, device=self._device)
+        report[1] = float(stop)
+        for number, micro_batch in enumerate(micro_batches):
+            here = micro_batch.to(self._device)
+            with self._recorder.span(Kind.FORWARD):
+                self._set_dropout(position, number, here.first)
+                output = self._parallel(*here.arguments, **here.named)
+                loss = self._share(weights, passed, number, here, output) / self._count
+                report[0] += loss.detach()
+                del output, here
+            if number + 1 < self._count:
+                with self._recorder.span(Kind.BACKWARD), self._parallel.accumulate():
+                    loss.backward()
+        # The report travels behind the last backward, and is there when that ends.
+        sent = self._parallel.axes.world.all_reduce(report, "report")
+        with self._recorder.span(Kind.BACKWARD):
+            loss.backward()
+        sent.wait()
+        return report
+
+    def _with_pipeline(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        weights: Weights | None,
+        passed: Passed,
+        position: int,
+        stop: bool,
+    ) -> torch.Tensor:
+        """The same by the Plan's schedule."""
+
+        def pairs() -> Iterator[tuple[Any, Any]]:
+            for number, micro_batch in enumerate(micro_batches):
+                here = micro_batch.to(self._device)
+                yield here.arguments[0], partial(self._share, weights, passed, number, here)
+
+        def loss_of(output: Any, share: Any) -> torch.Tensor:
+            loss: torch.Tensor = share(output)
+            return loss
+
+        loss = self._parallel.forward_backward(
+            pairs(), self._count, loss_of, partial(self._set_dropout, position)
+        )
+        report = torch.stack([loss, torch.tensor(float(stop), device=self._device)])
+        self._parallel.axes.world.all_reduce(report, "report").wait()
+        return report
+
+    def _share(
+        self, weights: Weights | None, passed: Passed, number: int, micro_batch: MicroBatch, output: Any
+    ) -> torch.Tensor:
+        """What a micro-batch adds to the mean loss over the micro-batches of all ranks."""
+        loss = micro_batch.mean_loss(output)
+        if weights is None:
+            passed.losses[number] = loss.detach()
+            return loss
+        if not micro_batch.counted:
+            return nothing_of(output, loss)
+        passed.losses[number] = loss.detach()
+        return loss * weights.of(number).to(loss.dtype)
+
+    def _set_dropout(self, position: int, number: int, inputs: Any) -> None:
+        """Fixes dropout's masks by the place of the samples of micro-batch `number` in all data."""
+        if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
+            return
+        dp = self._parallel.axes.dp
+        first = position + (number * dp.size + dp.index) * self._microbatch
+        samples = torch.arange(first, first + self._microbatch, device=self._device)
+        self._parallel.set_dropout(self._loader.seed, samples, inputs)
+
+
+def _joined(first: list[MicroBatch], rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    yield from first
+    yield from rest

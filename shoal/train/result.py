@@ -1,0 +1,44 @@
+"""What one optimizer step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["StepResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        step: Its number, from 1.
+        loss: Mean over the batch, before the step.
+        gradient_norm: Of the whole gradient, before clipping.
+        learning_rate: That the step was made with.
+        tokens: Elements of the inputs, over all ranks.
+        seconds: Wall time.
+        stop: Whether a rank asked to stop.
+        skipped: Why the step was left out, the weights being those before it; empty if it was made.
+    """
+
+    step: int
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    tokens: int
+    seconds: float
+    stop: bool
+    skipped: str = ""
+
+    def values(self) -> dict[str, float]:
+        """What a run's metrics keep of it."""
+        return {
+            "loss": self.loss,
+            "gradient_norm": self.gradient_norm,
+            "learning_rate": self.learning_rate,
+            "tokens": self.tokens,
+            "step_seconds": self.seconds,
+            "tokens_per_second": self.tokens / self.seconds,
+            "skipped": int(bool(self.skipped)),
+        }

@@ -1,0 +1,148 @@
+"""What a Trainer of the library leaves in a Run, for `shoal report` to explain."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from shoal.checkpoint import Exchange
+from shoal.cluster import peak_flops
+from shoal.errors import RunError, ShoalError
+from shoal.models import Transformer
+from shoal.plan import Plan
+from shoal.record import MetricsWriter, Recorder, SpanRecorder
+from shoal.run import Run
+
+__all__ = ["RunRecord", "describe_device", "describe_versions"]
+
+
+def describe_device(device: torch.device, plan: Plan) -> dict[str, Any]:
+    """What ranks compute on, as run.json has it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    peak = peak_flops(name, plan.precision) if device.type == "cuda" else None
+    return {"type": device.type, "name": name, "peak_flops": peak}
+
+
+def describe_versions() -> dict[str, str]:
+    """What a run was made with, as run.json has it."""
+    return {"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()}
+
+
+@final
+class RunRecord:
+    """The Run of a Trainer: rank 0 describes it and writes metrics, each rank its Timeline.
+
+    Args:
+        path: A directory that is absent or empty, or the Run that a checkpoint will be loaded of.
+        exchange: The ranks, which make it together.
+        model: Before it is laid over ranks.
+        device: What this rank computes on.
+        settings: What else the description shall hold.
+        recorder: Where spans go if not into the Run.
+
+    Attributes:
+        run: The Run.
+        recorder: Where spans go.
+
+    Raises:
+        RunError: On all ranks: the directory holds something else, or cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        exchange: Exchange,
+        model: nn.Module,
+        device: torch.device,
+        settings: Mapping[str, Any],
+        recorder: Recorder | None,
+    ) -> None:
+        self._exchange = exchange
+        self._device = device
+        self._described = _describe(path, exchange, model) | dict(settings)
+        self.run = Run(path)
+        self._goes_on = self._open_together()
+        say = print if exchange.rank == 0 else lambda text: None
+        self._owns_recorder = recorder is None
+        self.recorder: Recorder = recorder or SpanRecorder(
+            self.run.timeline_file(exchange.rank), exchange.rank, say=say
+        )
+        self._metrics = MetricsWriter(self.run.metrics_file, say=say) if exchange.rank == 0 else None
+
+    def settle(self, plan: Plan) -> None:
+        """Says what the Plan is, now that the model is laid out by it."""
+        self._described |= {"plan": str(plan)}
+        self._described["device"] = describe_device(self._device, plan)
+        if self._exchange.rank == 0 and not self._goes_on:
+            self.run.describe(self._described)
+
+    def loaded(self, step: int) -> None:
+        """Says that the Run goes on from a checkpoint, made after step number `step`."""
+        if self._goes_on and self._exchange.rank == 0:
+            before = self.run.description
+            is_same = all(
+                before.get(name) == self._described[name] for name in ("plan", "world_size", "device")
+            )
+            since = before.get("since_step") if is_same else step + 1
+            self.run.describe({**self._described, "created": before["created"], "since_step": since})
+        self._goes_on = False
+
+    def require_loaded(self) -> None:
+        """Refuses to begin anew where there is a Run.
+
+        Raises:
+            RunError: The directory held a Run, and no checkpoint was loaded.
+        """
+        if self._goes_on:
+            raise RunError(
+                f"{self.run.path} holds a run, and a new one would be written over it",
+                possible="a new directory, or the run's own Trainer with one of its checkpoints loaded",
+                change="give another run=, or load one of its checkpoints before the first step",
+            )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes values of a step."""
+        if self._metrics is not None:
+            self._metrics.log(step, values)
+
+    def close(self) -> None:
+        """Writes what is still buffered."""
+        if self._owns_recorder:
+            self.recorder.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _open_together(self) -> bool:
+        """Whether the Run was there before; rank 0 makes it otherwise."""
+        outcome: bool | ShoalError = False
+        if self._exchange.rank == 0:
+            try:
+                if (self.run.path / "run.json").is_file():
+                    outcome = True
+                else:
+                    Run.create(self.run.path, self._described)
+            except ShoalError as error:
+                outcome = error
+        told: bool | ShoalError = self._exchange.all_gather_object(outcome)[0]
+        if isinstance(told, ShoalError):
+            raise told
+        return told
+
+
+def _describe(path: Path, exchange: Exchange, model: nn.Module) -> dict[str, Any]:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = model.config.flops_per_token(model.config.seq) if isinstance(model, Transformer) else None
+    return {
+        "name": path.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "world_size": exchange.size,
+        "model": {"name": type(model).__name__, "parameters": parameters, "flops_per_token": flops},
+        "versions": describe_versions(),
+    }

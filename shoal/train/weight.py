@@ -1,0 +1,74 @@
+"""How much each micro-batch's mean loss counts for in the gradient of a step.
+
+The loss of a batch is the mean over all its elements that count: those of all micro-batches, on all ranks
+with other data. Each micro-batch gives the mean over its own. Gradients are averaged over micro-batches and
+ranks, so a micro-batch's mean is multiplied by `its count x micro-batches x ranks / the count of all`: by
+exactly 1 where all count alike. The counts are summed in one all-reduce of a number, which is under way
+during the first forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+
+from shoal.models.nested import tensors_in
+from shoal.parallel import Axis
+
+__all__ = ["Weights", "nothing_of"]
+
+
+@final
+class Weights:
+    """The factors of a step's micro-batches.
+
+    Args:
+        counts: Of this rank's micro-batches.
+        data: The ranks with other data, which all make one.
+        device: Where losses are.
+    """
+
+    def __init__(self, counts: Sequence[float], data: Axis, device: torch.device) -> None:
+        self._counts = counts
+        self._means = len(counts) * data.size
+        self._total = torch.tensor(float(sum(counts)), dtype=torch.float64, device=device)
+        self._pending = data.all_reduce(self._total, "counted")
+        self._is_there = False
+
+    def of(self, number: int) -> torch.Tensor:
+        """The factor of a micro-batch, fp64; it has to count at all."""
+        return self._counts[number] * self._means / self.total
+
+    @property
+    def total(self) -> torch.Tensor:
+        """How many elements count in the whole batch."""
+        if not self._is_there:
+            self._pending.wait()
+            self._is_there = True
+        return self._total
+
+
+def nothing_of(output: Any, loss: torch.Tensor) -> torch.Tensor:
+    """A loss of zero, whose backward goes through the model with zeros.
+
+    If nothing counts, the mean is 0 / 0, and its gradients may be too. The backward is needed all the same:
+    other ranks wait for what is communicated in it.
+    """
+    ends = [each for each in tensors_in(output) if each.requires_grad and each is not loss]
+    if not ends and hasattr(output, "logits"):
+        ends = [each for each in tensors_in(output.logits) if each.requires_grad]
+    result: torch.Tensor = _Nothing.apply(*(ends or [loss]))
+    return result
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*ends)
+        return torch.zeros((), device=ends[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(end) for end in ctx.saved_tensors)

@@ -1,0 +1,44 @@
+"""A Trainer of the library leaves a Run that `shoal report` reads, and tells of what it does."""
+
+from __future__ import annotations
+
+import json
+
+from library_run_stand_ins import go_on_with_it, leave_a_run, refusal_of
+
+from shoal.cli.main import main
+from shoal.run import Run
+
+
+def report(path, capsys):
+    assert main(["report", str(path), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_report_explains_a_run_of_the_library_and_callbacks_hear_of_it(ranks, tmp_path, capsys):
+    folder = tmp_path / "run"
+    for told in ranks.run(leave_a_run, 2, "dp=2,shard=zero1", folder):
+        assert told == {
+            "steps": [1, 2, 3, 4],
+            "validations": [(4, ["far", "loss"])],
+            "saved": ["step-00000004"],
+        }
+    found = report(folder, capsys)
+    assert found["plan"] == "dp=2,shard=zero1,microbatch=4"
+    assert found["steps"] == 4
+    assert found["validation_loss"]["last"]["step"] == 4
+    assert found["tokens_per_second"] > 0
+    assert sorted(map(int, found["breakdown"]["ranks"])) == [0, 1]
+    assert Run.open(folder).metrics()[-1]["far"] > 0
+
+    for message in ranks.run(go_on_with_it, 2, "dp=2,shard=zero3", folder):
+        assert "holds a run, and a new one would be written over it" in message
+    found = report(folder, capsys)
+    assert found["plan"] == "dp=2,shard=zero3,microbatch=4"
+    assert (found["steps"], found["since_step"]) == (5, 5)
+
+
+def test_a_directory_that_holds_something_else_is_refused_on_every_rank(ranks, tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    for message in ranks.run(refusal_of, 2, tmp_path):
+        assert "is there already, and a run does not write over what is there" in message
