@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from shoal.parallel.axes import Family
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
 
-__all__ = ["Frozen", "Owned", "as_sharded", "local_part"]
+__all__ = ["Frozen", "Owned", "as_sharded", "fixed_parameters", "local_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +108,14 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     kind: Any = type(parameter)
     gradient: torch.Tensor = kind(local, getattr(parameter, "_spec"), requires_grad=False)  # noqa: B009
     return gradient
+
+
+def fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained, as `named_parameters` shows them."""
+    named = dict(module.named_parameters())
+    return {
+        each.name: named[each.name]
+        if each.shard is None
+        else nn.Parameter(as_sharded(each.local, each.shape, each.shard), requires_grad=False)
+        for each in frozen
+    }

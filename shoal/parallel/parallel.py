@@ -18,7 +18,7 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.layout import Cut
 from shoal.parallel.norm import gradient_norm, scale_gradients
 from shoal.parallel.optimizers import follow_optimizers
-from shoal.parallel.owned import Frozen, as_sharded
+from shoal.parallel.owned import fixed_parameters
 from shoal.parallel.pipeline import Loss, MicroBatch, Pipeline
 from shoal.parallel.positions import local_sequence, residual_positions
 from shoal.parallel.state import State
@@ -70,7 +70,7 @@ class Parallel(nn.Module):
         self._state = State(module, whole, self.owned, self.frozen, cuts, axes)
         self._pipeline = pipeline
         self._device = device
-        self._fixed = _fixed_parameters(module, self.frozen)
+        self._fixed = fixed_parameters(module, self.frozen)
         self._has_dropout = hasattr(module, "dropout_keys") and any(
             isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
         )
@@ -388,14 +388,3 @@ class Parallel(nn.Module):
     def _stale(self) -> str | None:
         """Why the model's own parameters are not what their owners have; None if they are."""
         return next((each.stale for each in self._strategies if each.stale is not None), None)
-
-
-def _fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, nn.Parameter]:
-    """The parameters that are not trained, as `named_parameters` shows them."""
-    named = dict(module.named_parameters())
-    return {
-        each.name: named[each.name]
-        if each.shard is None
-        else nn.Parameter(as_sharded(each.local, each.shape, each.shard), requires_grad=False)
-        for each in frozen
-    }

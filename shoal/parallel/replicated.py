@@ -6,7 +6,7 @@ Distributed", arXiv:2006.15704). Each rank sends 2 P (d - 1) / d elements a step
 
 from __future__ import annotations
 
-from shoal.parallel.gradient import GradientSum
+from shoal.parallel.gradient_sum import GradientSum
 from shoal.parallel.resident import ResidentWeights
 from shoal.parallel.strategy import Setup, Strategy
 

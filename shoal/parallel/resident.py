@@ -8,7 +8,8 @@ from functools import partial
 from typing import final
 
 from shoal.parallel.blocks import groups_by_size
-from shoal.parallel.gradient import GradientReduction, GradientSum
+from shoal.parallel.gradient import GradientReduction
+from shoal.parallel.gradient_sum import GradientSum
 from shoal.parallel.owned import Frozen, Owned
 from shoal.parallel.strategy import Setup, Strategy
 from shoal.parallel.update import WeightUpdate

@@ -8,7 +8,7 @@ replicas.
 
 from __future__ import annotations
 
-from shoal.parallel.gradient import GradientSum
+from shoal.parallel.gradient_sum import GradientSum
 from shoal.parallel.resident import ResidentWeights
 from shoal.parallel.strategy import Setup, Strategy
 

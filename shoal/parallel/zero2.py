@@ -6,7 +6,7 @@ reduced. With several micro-batches in a step, the reduce-scatter is therefore d
 
 from __future__ import annotations
 
-from shoal.parallel.gradient import GradientSum
+from shoal.parallel.gradient_sum import GradientSum
 from shoal.parallel.resident import ResidentWeights
 from shoal.parallel.strategy import Setup, Strategy
 

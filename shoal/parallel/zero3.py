@@ -22,7 +22,8 @@ import torch
 from shoal.parallel.block_order import BlockOrder, Visits
 from shoal.parallel.blocks import groups_by_block
 from shoal.parallel.bucket import Bucket
-from shoal.parallel.gradient import GradientReduction, GradientSum
+from shoal.parallel.gradient import GradientReduction
+from shoal.parallel.gradient_sum import GradientSum
 from shoal.parallel.owned import Frozen, Owned
 from shoal.parallel.strategy import Setup, Strategy
 

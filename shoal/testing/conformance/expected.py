@@ -11,7 +11,7 @@ from shoal.testing.conformance.outcome import Outcome
 __all__ = ["all_cases", "expected", "table"]
 
 _REFUSED: Mapping[str, str] = {
-    "recompute_reentrant": "LayoutError: the model recomputes by torch.utils.checkpoint with",
+    "recompute_reentrant": "LayoutError: the model recomputes with use_reentrant=True",
     "sparse_embedding": "ModelError: the embedding embed has sparse=True",
 }
 """Entries that are refused under every sharding: the error and what was given, as it says it."""
