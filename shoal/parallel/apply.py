@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -100,6 +101,12 @@ def parallelize(
         plan = plan.replace(split=pieces.split)
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
     blocks = list(find_blocks(model) if blocks is None else blocks)
+    if plan.shard == "zero3" and not blocks:
+        warnings.warn(
+            f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from the "
+            "begin of a forward to the end of its backward; name its repeated parts: blocks=[...]",
+            stacklevel=2,
+        )
 
     split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}

@@ -10,7 +10,7 @@ from shoal.errors import ModelError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
 from shoal.plan import Plan
-from shoal.train.state import fixed_pieces, make_optimizer_state, pieces_to_load, pieces_to_save
+from shoal.train.state import fixed_pieces, pieces_to_load, pieces_to_save
 
 STEPS, BATCH, SEQ = 3, 4, 16
 DENSE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": SEQ}
@@ -136,15 +136,14 @@ def test_what_is_frozen_has_the_type_that_computes(ranks):
 def save_some(plan, shape, frozen, folder):
     parallel = parallelize(built(shape, frozen), plan)
     optimizer = torch.optim.AdamW(parallel.parameters())
-    make_optimizer_state(optimizer)
     return save(folder, 1, pieces_to_save(parallel, optimizer), {}, ProcessGroupExchange())
 
 
 def load_some(plan, shape, frozen, checkpoint):
     parallel = parallelize(built(shape, frozen, seed=4), plan)
-    optimizer = torch.optim.AdamW(parallel.parameters())
-    make_optimizer_state(optimizer)
-    load(checkpoint, pieces_to_load(parallel, optimizer), ProcessGroupExchange())
+    wanted = pieces_to_load(parallel)
+    load(checkpoint, wanted.pieces, ProcessGroupExchange())
+    wanted.finish()
     parallel.changed()
     return parallel.full_state_dict()
 

@@ -127,3 +127,8 @@ def test_ranks_that_meet_within_a_backward_need_not_have_the_same_gradients(rank
     """The buckets are small: several would be waited for before the meeting."""
     results = ranks.run(train_unevenly, 2, f"dp=2,shard={shard},bucket=16KiB", timeout=60)
     assert all(value is not None for result in results for value in result.values())
+
+
+def test_zero3_says_where_it_saves_no_memory():
+    with pytest.warns(UserWarning, match="blocks="):
+        parallelize(nn.Linear(2, 2), "shard=zero3")
