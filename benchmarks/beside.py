@@ -2,10 +2,10 @@
 
     git worktree add ../before COMMIT
     (cd ../before && PYTHON setup.py build_ext --inplace)
-    python benchmarks/beside.py ../before [--rounds 7] [--steps 10] [--only "shoal none,shoal zero3"] [--markdown]
+    python benchmarks/beside.py ../before [--rounds 7] [--steps 10] [--only "shoal none,shoal zero3"]
 
-Each round runs `step.py` once from each checkout, in turns, every other round in the reverse order; its figure is
-the median of its steps, and a ratio is taken in each round. Both use the packages of one environment.
+Each round runs `step.py` once from each checkout, every other round in the reverse order; its figure is the
+median of its steps, and a ratio is taken in each round. Both use the packages of one environment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,16 @@ def _round(checkout: Path, only: str, steps: int) -> dict[str, float]:
     """Median seconds of a step of each contestant, by the checkout's own `step.py`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "step.json"
-        command = [sys.executable, "benchmarks/step.py", "--rounds", "1", "--steps", str(steps), "--only", only]
+        command = [
+            sys.executable,
+            "benchmarks/step.py",
+            "--rounds",
+            "1",
+            "--steps",
+            str(steps),
+            "--only",
+            only,
+        ]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         subprocess.run(
             [*command, "--json", str(file)],

@@ -103,8 +103,8 @@ def parallelize(
     blocks = list(find_blocks(model) if blocks is None else blocks)
     if plan.shard == "zero3" and not blocks:
         warnings.warn(
-            f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from the "
-            "begin of a forward to the end of its backward; name its repeated parts: blocks=[...]",
+            f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from "
+            "the begin of a forward to the end of its backward; name its repeated parts: blocks=[...]",
             stacklevel=2,
         )
 
@@ -245,8 +245,8 @@ def require_trainable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(
-                f"the embedding {name} has sparse=True, and ranks sum dense gradients only",
-                possible="embeddings with sparse=False",
+                f"the embedding {name} has sparse=True",
+                possible="embeddings with sparse=False: ranks sum dense gradients",
                 change=f"make {name} with sparse=False",
             )
     for name, parameter in trained.items():

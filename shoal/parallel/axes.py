@@ -39,8 +39,8 @@ class Family:
         copies: How many ranks of `Axes.parts` hold the same.
         twins: The two ranks, of the first and the last pipeline stage, that hold the same besides and whose
             gradients are to be added up; None if there are none.
-        beside: The ranks over which the parameters of other families are sharded, where these cannot be; else
-            None.
+        mesh: The ranks over which optimizers see the parameters as DTensors; None if each rank's part is an
+            ordinary tensor. It is the same of all families, as optimizers work on lists of parameters.
     """
 
     shard: Axis
@@ -49,7 +49,7 @@ class Family:
     factor: float
     copies: int
     twins: Axis | None = None
-    beside: Axis | None = None
+    mesh: Axis | None = None
 
     @property
     def is_mean(self) -> bool:
@@ -146,8 +146,10 @@ class Axes:
         # Unsharded experts are not all in one rank of the data axis.
         spread = plan.ep if not is_sharded else 1
         replicate = axis("replicate", mesh.groups(*copied, "tp"))
-        partial = Family(shard, reduce, replicate, factor, plan.tp * spread)
-        dense = Family(shard, reduce, axis("replicate", mesh.groups(*copied)), factor, spread)
+        # Experts are shared by other ranks than the rest, which one list of DTensors cannot say.
+        shared = shard if shard.size > 1 and plan.ep == 1 else None
+        partial = Family(shard, reduce, replicate, factor, plan.tp * spread, mesh=shared)
+        dense = Family(shard, reduce, axis("replicate", mesh.groups(*copied)), factor, spread, mesh=shared)
         whole = replace(partial, factor=average)
         between_ends: list[Family] = []
         if are_ends_tied:
@@ -159,7 +161,7 @@ class Axes:
         if shard.size > 1:
             alone = axis("shard", [(member,) for member in range(ranks)])
             alike = axis("replicate", mesh.groups("dp", "cp", "tp"))
-            uncut = Family(alone, alone, alike, average, shard.size * plan.tp, beside=shard)
+            uncut = Family(alone, alone, alike, average, shard.size * plan.tp, mesh=shared)
         experts = Family(
             axis("shard", expert_shards), expert_reduce, axis("replicate", expert_copies), average, plan.tp
         )

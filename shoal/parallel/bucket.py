@@ -71,6 +71,7 @@ class Bucket:
         self.weights = first
         if dtype != kept:
             self.weights = allocate(elements, dtype=dtype, device=device).copy_(first)
+        self._views = self.layout.views(self.weights)
         self._weight_parts = self.parts(self.weights)
         self._shares_memory = resident and dtype == kept
         self._master = self._weight_parts if self._shares_memory else self._copied(self.parts(first))
@@ -136,7 +137,7 @@ class Bucket:
         return copies
 
     def _show_weights(self) -> None:
-        for parameter, view in zip(self.parameters, self.layout.views(self.weights), strict=True):
+        for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
 
     def _owned(self, cuts: Mapping[str, Cut]) -> list[Owned]:
@@ -162,9 +163,7 @@ class Bucket:
         return owned
 
     def _for_optimizer(self, shape: tuple[int, ...], local: torch.Tensor) -> torch.Tensor:
-        if self.family.shard.size > 1:
-            return as_sharded(local, shape, self.family.shard)
-        return local if self.family.beside is None else as_sharded(local, shape, self.family.beside)
+        return local if self.family.mesh is None else as_sharded(local, shape, self.family.mesh)
 
     def _frozen(self, cuts: Mapping[str, Cut]) -> list[Frozen]:
         shard = self.family.shard
@@ -179,7 +178,7 @@ class Bucket:
                     local,
                     cut,
                     self.family.is_first,
-                    shard if shard.size > 1 else None,
+                    self.family.mesh,
                 )
             )
         return frozen

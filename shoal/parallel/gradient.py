@@ -214,9 +214,9 @@ def _require_outermost_backward() -> None:
     while frame is not None:
         if frame.f_code is CheckpointFunction.backward.__code__:
             raise LayoutError(
-                "the model recomputes with use_reentrant=True, whose backwards within the backward hide "
-                "where gradients are complete",
-                possible="use_reentrant=False, or recompute=full in the Plan",
+                "the model recomputes with use_reentrant=True",
+                possible="use_reentrant=False, which shows where gradients are complete, or recompute=full in "
+                "the Plan",
                 change="give checkpoint() use_reentrant=False",
             )
         frame = frame.f_back

@@ -50,6 +50,28 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Rows of a parameter in a flat buffer.
+
+    Attributes:
+        start: Their first element.
+        stop: Where they end.
+        sizes: Their sizes as memory has them.
+        back: The dims in the parameter's order, if memory has them in another.
+    """
+
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    back: tuple[int, ...] | None
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The rows `[rows, ...]`, as a view."""
+        rows = buffer[self.start : self.stop].view(self.sizes)
+        return rows if self.back is None else rows.permute(self.back)
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """Where one parameter lies in its bucket.
 
@@ -98,14 +120,13 @@ class Slot:
     def _all_rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
-    def view(self, buffer: torch.Tensor, first: int, rows: range | None = None) -> torch.Tensor:
-        """Rows `[rows, ...]`, all by default, that lie in a buffer from element `first` on."""
+    def window(self, first: int, rows: range | None = None) -> Window:
+        """Rows, all by default, that lie in a buffer from element `first` on."""
         count = self._all_rows if rows is None else len(rows)
-        elements = buffer[first : first + count * self.row_elements]
-        if not self.shape:
-            return elements.view(())
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return elements.view(count, *(self.shape[dim] for dim in self.order[1:])).permute(back)
+        sizes = (count, *(self.shape[dim] for dim in self.order[1:])) if self.shape else ()
+        back = tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
+        is_plain = back == tuple(range(len(back)))
+        return Window(first, first + count * self.row_elements, sizes, None if is_plain else back)
 
 
 @dataclass(frozen=True)
@@ -154,17 +175,30 @@ class BucketLayout:
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a buffer that stand for the parameters, in their shapes."""
-        return [slot.view(buffer, slot.offset) for slot in self.slots]
+        return [window.of(buffer) for window in self._wholes]
 
     def parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
         """One shard's rows of every parameter in a buffer."""
-        return [
-            slot.view(buffer, slot.offset + slot.interval(shard)[0], slot.rows(shard)) for slot in self.slots
-        ]
+        return [window.of(buffer) for window in self._windows(shard)]
 
     def packed_parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
         """One shard's rows of every parameter in a buffer `[packed_elements]` that has this shard alone."""
-        return [slot.view(buffer, slot.packed, slot.rows(shard)) for slot in self.slots]
+        return [slot.window(slot.packed, slot.rows(shard)).of(buffer) for slot in self.slots]
+
+    @cached_property
+    def _wholes(self) -> Sequence[Window]:
+        return [slot.window(slot.offset) for slot in self.slots]
+
+    def _windows(self, shard: int) -> Sequence[Window]:
+        if shard not in self._by_shard:
+            self._by_shard[shard] = [
+                slot.window(slot.offset + slot.interval(shard)[0], slot.rows(shard)) for slot in self.slots
+            ]
+        return self._by_shard[shard]
+
+    @cached_property
+    def _by_shard(self) -> dict[int, Sequence[Window]]:
+        return {}
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

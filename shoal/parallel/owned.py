@@ -25,9 +25,9 @@ class Owned:
         shape: The whole parameter's shape.
         start: First element of the part in the flattened parameter, or in its flattened block.
         stop: Where the part ends.
-        parameter: What the optimizer is given, in fp32: where the ranks of `family.shard` share the
-            parameter, a DTensor over them, of the shape that the parameter has, cut along its first dim; else
-            an ordinary parameter, the model's own if it computes in fp32 too.
+        parameter: What the optimizer is given, in fp32: over `family.mesh` a DTensor of the shape that the
+            parameter has, cut along its first dim; without one an ordinary parameter, the model's own if this
+            rank has it whole and it computes in fp32 too.
         local: The part itself, `[rows, ...]`, in the memory of `parameter`.
         family: What the parameter is sharded and summed over.
         cut: The block of the parameter that the part is of; None if it is of all of it.
@@ -68,7 +68,7 @@ class Frozen:
         local: The part, in the type that computes; where nothing is sharded it is the model's own parameter.
         cut: The block that it is of; None if it is of all of the parameter.
         is_first_copy: Whether this is the first of the ranks that have the same.
-        shard: The ranks that share it; None if it is whole.
+        shard: The ranks over which it is a DTensor; None if it is an ordinary tensor.
     """
 
     name: str
@@ -112,10 +112,11 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
 
 def fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, nn.Parameter]:
     """The parameters that are not trained, as `named_parameters` shows them."""
-    named = dict(module.named_parameters())
-    return {
-        each.name: named[each.name]
-        if each.shard is None
-        else nn.Parameter(as_sharded(each.local, each.shape, each.shard), requires_grad=False)
-        for each in frozen
-    }
+    shown = dict(module.named_parameters())
+    for each in frozen:
+        if each.shard is not None:
+            part = as_sharded(each.local, each.shape, each.shard)
+            shown[each.name] = nn.Parameter(part, requires_grad=False)
+        elif each.local.data_ptr() != shown[each.name].data_ptr():
+            shown[each.name] = nn.Parameter(each.local, requires_grad=False)
+    return {each.name: shown[each.name] for each in frozen}

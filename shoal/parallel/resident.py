@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import final
 
+from shoal.parallel.axes import Axes
 from shoal.parallel.blocks import groups_by_size
 from shoal.parallel.gradient import GradientReduction
 from shoal.parallel.gradient_sum import GradientSum
@@ -42,9 +43,7 @@ class ResidentWeights(Strategy):
             finish=finish,
             on_complete=GradientReduction.reduce_complete,
             on_end=self._on_end,
-            # Sums that stay have memory anyway; only sums over replicas would then begin late.
-            waits=setup.axes.cp.size == setup.axes.ep.size == 1
-            and (not sums_stay or setup.axes.dense.replicate.size > 1),
+            waits=_may_wait(setup.axes, sums_stay=sums_stay),
         )
 
     @property
@@ -126,3 +125,14 @@ class ResidentWeights(Strategy):
             self._update.keep()
         else:  # the optimizer's step comes next
             self.changed()
+
+
+def _may_wait(axes: Axes, *, sums_stay: bool) -> bool:
+    """Whether reductions are waited for within a backward.
+
+    That frees memory which does not stay anyway, and has sums over replicas begin early. Ranks that meet
+    within a backward, over cp or ep, must not.
+    """
+    dense = axes.dense
+    gains = not sums_stay or (dense.shard.size > 1 and dense.replicate.size > 1)
+    return gains and axes.cp.size == axes.ep.size == 1

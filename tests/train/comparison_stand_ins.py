@@ -16,6 +16,7 @@ from shoal.models import Mixture
 from shoal.models.experts import within_capacity
 from shoal.parallel import Axis, Parallel, context, expert
 from shoal.parallel.positions import POSITIONS
+from shoal.parallel.striped import Striped
 from shoal.parallel.update import WeightUpdate
 from shoal.plan import Plan
 from shoal.train.comparison import Comparison, Trial, Verdict
@@ -59,36 +60,42 @@ class Nothing:
 @contextlib.contextmanager
 def no_reduction(axis: str) -> Iterator[None]:
     """Gradients are not summed over one axis."""
-    all_reduce, reduce_scatter = Axis.all_reduce, Axis.reduce_scatter
+    all_reduce, reduce_scatter = Axis.all_reduce, Striped.reduce_scatter
 
     def skipping_all_reduce(self: Axis, tensor: torch.Tensor, name: str) -> Any:
         if self.name == axis and name.startswith("bucket"):
             return Nothing()
         return all_reduce(self, tensor, name)
 
-    def skipping_reduce_scatter(self: Axis, shard: torch.Tensor, full: torch.Tensor, name: str) -> Any:
-        return Nothing() if self.name == axis else reduce_scatter(self, shard, full, name)
+    def skipping_reduce_scatter(self: Striped, buffer: torch.Tensor, name: str) -> Any:
+        return Nothing() if self._axis.name == axis else reduce_scatter(self, buffer, name)
 
-    with patch.multiple(Axis, all_reduce=skipping_all_reduce, reduce_scatter=skipping_reduce_scatter):
+    with (
+        patch.object(Axis, "all_reduce", skipping_all_reduce),
+        patch.object(Striped, "reduce_scatter", skipping_reduce_scatter),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def sum_in_place_of_mean(axis: str) -> Iterator[None]:
     """Gradients are summed over one axis, and not divided by its size."""
-    all_reduce, reduce_scatter = Axis.all_reduce, Axis.reduce_scatter
+    all_reduce, reduce_scatter = Axis.all_reduce, Striped.reduce_scatter
 
     def enlarging_all_reduce(self: Axis, tensor: torch.Tensor, name: str) -> Any:
         if self.name == axis and name.startswith("bucket"):
             tensor.mul_(self.size)
         return all_reduce(self, tensor, name)
 
-    def enlarging_reduce_scatter(self: Axis, shard: torch.Tensor, full: torch.Tensor, name: str) -> Any:
-        if self.name == axis:
-            full.mul_(self.size)
-        return reduce_scatter(self, shard, full, name)
+    def enlarging_reduce_scatter(self: Striped, buffer: torch.Tensor, name: str) -> Any:
+        if self._axis.name == axis:
+            buffer.mul_(self._axis.size)
+        return reduce_scatter(self, buffer, name)
 
-    with patch.multiple(Axis, all_reduce=enlarging_all_reduce, reduce_scatter=enlarging_reduce_scatter):
+    with (
+        patch.object(Axis, "all_reduce", enlarging_all_reduce),
+        patch.object(Striped, "reduce_scatter", enlarging_reduce_scatter),
+    ):
         yield
 
 
@@ -124,7 +131,7 @@ def other_samples(kind: str) -> Iterator[None]:
 @contextlib.contextmanager
 def stale_weights(_: str) -> Iterator[None]:
     """What the owners' optimizers changed is not gathered."""
-    with patch.object(WeightUpdate, "mark", lambda self: None):
+    with patch.object(WeightUpdate, "_gather", lambda self: None):
         yield
 
 
