@@ -215,7 +215,7 @@ def _require_outermost_backward() -> None:
         if frame.f_code is CheckpointFunction.backward.__code__:
             raise LayoutError(
                 "the model recomputes with use_reentrant=True",
-                possible="use_reentrant=False, which shows where gradients are complete, or recompute=full in "
+                possible="use_reentrant=False, which shows where gradients are complete; recompute=full in "
                 "the Plan",
                 change="give checkpoint() use_reentrant=False",
             )
