@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from shoal.models.nested import tensors_in
-from shoal.parallel.access import watch
+from shoal.parallel.access import watch, watch_calls
 
 __all__ = ["NO_BACKWARD", "BlockOrder", "Visits", "in_backward"]
 
@@ -86,9 +86,7 @@ class BlockOrder:
         self._forward_at = -1
         self._forwards = 0  # of the model, one within another
         self._running = [0] * self._end  # modules of a block, one within another
-        self._outside: set[int] = (
-            set()
-        )  # modules that are in no block, used while the model's forward was not running
+        self._outside: set[int] = set()  # modules of no block, used while the model's forward did not run
         self._backward_at = self._end
         self._backward = NO_BACKWARD
         self._walks = 0  # with gradients, in the forwards since the last backward
@@ -110,6 +108,8 @@ class BlockOrder:
         for number, module in enumerate(model.modules()):
             if module not in in_blocks and any(each is not None for each in module._parameters.values()):
                 watch(module, self._use_of_root(number), self._is_forward_open)
+                if isinstance(module, nn.RNNBase):  # it keeps its parameters beside their dict
+                    watch_calls(module, self._use_of_root(number))
 
     def end_backward(self) -> None:
         """Passes what is left; to be called at the end of every backward."""
@@ -139,11 +139,22 @@ class BlockOrder:
             if in_backward():
                 self._visits.recompute(index)
                 return
-            if not self._running[index]:
-                self._come(index)
+            self._use(index)
             self._running[index] += 1
 
         return come
+
+    def _use(self, index: int, *, is_read: bool = False) -> None:
+        """A module of a block is called, or a weight of it read, in whatever forward."""
+        if self._running[index]:
+            return
+        if any(self._running):  # another block uses this one, and must not be left meanwhile
+            self._visits.recompute(index)
+            self._visits.pin(index)
+            return
+        self._come(index)
+        if is_read:
+            self._visits.pin(index)
 
     def _is_forward_open(self) -> bool:
         return self._is_open
@@ -152,9 +163,8 @@ class BlockOrder:
         def use() -> None:
             if in_backward():
                 self._visits.recompute(index)
-            elif not self._running[index]:
-                self._come(index)
-                self._visits.pin(index)
+            else:
+                self._use(index, is_read=True)
 
         return use
 

@@ -84,6 +84,49 @@ def test_zero3_shares_what_is_frozen_too(ranks):
         assert rank or not any(each.isnan().any() for each in state.values())
 
 
+class Crossing(nn.Module):
+    """A block that calls another and reads its weight; a recurrent layer that is in no block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks[2].forward = self.cross
+        self.mix = nn.GRU(8, 8)
+
+    def cross(self, x):
+        x = self.blocks[0](x) @ self.blocks[3].weight
+        return nn.functional.linear(x, self.blocks[2].weight, self.blocks[1].bias)
+
+    def features(self, x):
+        x = self.mix(x)[0]
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x + self.blocks[1].weight.sum()
+
+    def forward(self, x):
+        return self.features(x)
+
+
+def train_crossing(plan):
+    torch.manual_seed(0)
+    parallel = parallelize(Crossing(), plan)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for number in range(4):
+        call = parallel if number % 2 else parallel.module.features
+        call(torch.ones(2, 3, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parallel.full_state_dict()
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_blocks_may_use_one_another(ranks, shard):
+    expected = train_crossing("")
+    state = ranks.run(train_crossing, 2, f"dp=2,shard={shard}")[0]
+    for name, value in expected.items():  # fp32 sums in another order
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+
+
 class Meeting(torch.autograd.Function):
     """All ranks of a group meet in its backward, as those of synchronised batch norms do."""
 
