@@ -26,8 +26,8 @@ _PART = "_shoal_part"
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Shampoo")
 """Names of optimizers whose update of an element depends on others of its parameter."""
 
-_NOT_OF_DTENSORS = ("Adafactor",)
-"""Those of them that cannot compute with DTensors."""
+_NOT_OF_DTENSORS = {("torch", "Adafactor"), ("torch", "Muon"), ("transformers", "Adafactor")}
+"""Packages and names of those that cannot compute with all DTensors, or stop at an error of theirs."""
 
 
 def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callable[[], None]) -> None:
@@ -58,7 +58,8 @@ def _part_of(owned: Owned) -> tuple[str, str]:
     return ("rows" if owned.family.shard.size > 1 else ""), owned.name
 
 
-def _require_whole(optimizer: Optimizer, kinds: set[str]) -> None:
+def _require_whole(optimizer: Optimizer) -> None:
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(optimizer).__mro__}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             part, name = getattr(parameter, _PART, ("", ""))
@@ -77,7 +78,7 @@ def _require_whole(optimizer: Optimizer, kinds: set[str]) -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     if not kinds.isdisjoint(_OF_WHOLE_PARAMETERS):
-        _require_whole(optimizer, kinds)
+        _require_whole(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = getattr(parameter, _COMPUTES, None)

@@ -133,8 +133,8 @@ class TrainConfig(_Section):
     model_options: dict[str, Any] = {}
     """Changes to the preset, or arguments of the function."""
     model_folder: str = ""
-    """Where the modules of `package.module:function`, of the model, the optimizer and the schedule, are looked
-    for first: the folder that the run began in."""
+    """Where the modules of `package.module:function`, of the model, the optimizer and the schedule, are
+    looked for first: the folder that the run began in."""
     data: DataConfig = DataConfig()
     """What text."""
     plan: str = ""

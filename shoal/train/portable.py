@@ -208,9 +208,10 @@ def _require_fit(checkpoint: Path, state: Mapping[str, Any], optimizer: torch.op
 def _require_same(
     checkpoint: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> None:
+    kept = f"the optimizer {state['optimizer']}" if "optimizer" in state else "no optimizer"
     if optimizer is not None and state.get("optimizer") != title_of(optimizer):
         raise CheckpointError(
-            f"{checkpoint} has the state of the optimizer {state.get('optimizer')}, and this one is "
+            f"{checkpoint} has the state of {kept}, and this one is "
             f"{title_of(optimizer)}: go on with the same optimizer, or begin from the weights"
         )
 

@@ -256,7 +256,7 @@ class Trainer:
         return path
 
     def require_savable(self) -> None:
-        """To be called after a step was made, so that a save later on does not fail for what the optimizer is.
+        """To be called after a step, so that no save later on fails for what the optimizer is.
 
         Raises:
             CheckpointError: The optimizer keeps what a checkpoint cannot hold.

@@ -62,7 +62,12 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(row, row.sort().values) for row in x]
 
 
-MAKERS = {"radam": torch.optim.RAdam, "counting": Counting, "listing": Listing}
+MAKERS = {
+    "adafactor": torch.optim.Adafactor,
+    "radam": torch.optim.RAdam,
+    "counting": Counting,
+    "listing": Listing,
+}
 
 
 def trainer_of(plan: str, maker: str | None, settings: dict[str, Any], **options: Any) -> Trainer:
@@ -107,6 +112,26 @@ def by_hand(optimizer_of: Any, rates: list[float], clip: float | None = 1.0) -> 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+class MuonAndAdamW:
+    """Two optimizers of torch, of a group each."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        matrices, vectors = groups
+        self._both = [
+            torch.optim.Muon([matrices], lr=lr, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([vectors], lr=lr, betas=(0.9, 0.95)),
+        ]
+        self.param_groups = [group for each in self._both for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self._both:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self._both:
+            each.zero_grad()
 
 
 class SimpleLion(torch.optim.Optimizer):
