@@ -139,7 +139,8 @@ def _embeddings_and_head(model: nn.Module) -> frozenset[str]:
         layers.append(model.get_submodule(layout.head))
     elif callable(output := getattr(model, "get_output_embeddings", None)):
         layers.append(output())
-    held = {id(layer.weight) for layer in layers if layer is not None}
+    # A stage of a pipeline lacks layers of the others.
+    held = {id(weight) for layer in layers if (weight := getattr(layer, "weight", None)) is not None}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
 
 

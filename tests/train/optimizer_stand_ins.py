@@ -11,7 +11,10 @@ from torch import nn
 
 from shoal.data import Loader, as_samples
 from shoal.errors import ShoalError
+from shoal.models import Transformer, TransformerConfig
+from shoal.parallel import parallelize, parts_of
 from shoal.train import OptimizerConfig, Trainer
+from shoal.train.optimizer import build_optimizer
 
 BATCH, STEPS = 8, 6
 
@@ -89,6 +92,19 @@ def losses_of(plan: str, maker: str | None, settings: dict[str, Any]) -> list[fl
     losses = [trainer.step().loss for _ in range(STEPS)]
     trainer.close()
     return losses
+
+
+def split_by_muon(plan: str) -> tuple[set[str], set[str]]:
+    """The names of a transformer's parameters that Muon trains on this rank, and of those that AdamW does."""
+    config = TransformerConfig(vocab_size=16, layers=2, hidden=8, heads=2, kv_heads=1, ffn=12, seq=8)
+    parallel = parallelize(Transformer(config), plan)
+    muon, adamw = parts_of(build_optimizer(parallel, OptimizerConfig(name="muon"), 1), parallel.owned)
+    names = {owned.parameter: owned.name for owned in parallel.owned}
+    found = [
+        {names[each] for group in part.param_groups for each in group["params"]}
+        for part in (muon[0], adamw[0])
+    ]
+    return found[0], found[1]
 
 
 def by_hand(optimizer_of: Any, rates: list[float], clip: float | None = 1.0) -> list[float]:

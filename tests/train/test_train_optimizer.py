@@ -14,15 +14,13 @@ from optimizer_stand_ins import (
     losses_of,
     refusal_of,
     resumed,
+    split_by_muon,
     trainer_of,
 )
 
 from shoal.errors import ConfigError
-from shoal.models import Transformer, TransformerConfig
-from shoal.parallel import parallelize, parts_of
 from shoal.plan import Plan
 from shoal.train import OptimizerConfig, learning_rate, load_config
-from shoal.train.optimizer import build_optimizer
 from shoal.train.schedule import RateCourse
 
 SGD = {"name": "sgd", "options": {"momentum": 0.9}}
@@ -139,18 +137,14 @@ def test_muon_trains_matrices_and_adamw_the_rest_as_in_a_plain_loop(ranks, plan)
         assert losses == pytest.approx(expected, rel=1e-5 if plan == "dp=1" else 2e-3)
 
 
-def test_embeddings_and_the_head_are_not_muon_s():
-    config = TransformerConfig(vocab_size=16, layers=1, hidden=8, heads=2, kv_heads=1, ffn=12, seq=8)
-    parallel = parallelize(Transformer(config), "dp=1")
-    muon, adamw = (
-        part for part, _ in parts_of(build_optimizer(parallel, OptimizerConfig(name="muon"), 1), ())
-    )
-    named = {each.parameter: each.name for each in parallel.owned}
-    matrices = {named[each] for group in muon.param_groups for each in group["params"]}
-    rest = {named[each] for group in adamw.param_groups for each in group["params"]}
+def test_embeddings_and_the_head_are_not_muon_s_in_a_pipeline_either(ranks):
+    matrices, rest = split_by_muon("dp=1")
     assert {"embed.weight", "head.weight", "norm.weight"} <= rest
-    assert len(matrices) == 7
-    assert all(name.startswith("blocks.0.") and "norm" not in name for name in matrices)
+    assert len(matrices) == 14
+    assert all(name.startswith("blocks.") and "norm" not in name for name in matrices)
+    stages = ranks.run(split_by_muon, 2, "pp=2")
+    assert stages[0][0] | stages[1][0] == matrices
+    assert stages[0][1] | stages[1][1] == rest
 
 
 @pytest.mark.parametrize(
