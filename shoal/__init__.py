@@ -1,8 +1,8 @@
 """Shoal: distributed training for PyTorch that accounts for every millisecond of communication.
 
-`parallelize` lays a model over the ranks as a `Plan` says; `Trainer` trains one; `choose` finds the best Plan
-for the machines of a `Cluster`. Names load when they are used, so that what needs no torch does not import
-it.
+`parallelize` lays a model over the ranks as a `Plan` says; `Trainer` trains one, `save` and `load` keep the
+training of a loop of one's own; `choose` finds the best Plan for the machines of a `Cluster`. Names load when
+they are used, so that what needs no torch does not import it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from shoal.parallel import parallelize
     from shoal.plan import Plan
     from shoal.planner import choose
-    from shoal.train import Trainer
+    from shoal.train import Trainer, load, save
 
-__all__ = ["Cluster", "Plan", "Trainer", "choose", "parallelize"]
+__all__ = ["Cluster", "Plan", "Trainer", "choose", "load", "parallelize", "save"]
 
 if "torch" in sys.modules:  # otherwise torch registers the backend "shoal" itself, when it is imported
     importlib.import_module("shoal.collectives")
@@ -28,7 +28,9 @@ _HOMES = {
     "Plan": "shoal.plan",
     "Trainer": "shoal.train",
     "choose": "shoal.planner",
+    "load": "shoal.train",
     "parallelize": "shoal.parallel",
+    "save": "shoal.train",
 }
 
 

@@ -55,12 +55,14 @@ def test_a_package_opens_with_what_lives_there_in_at_most_ten_lines(name):
 
 
 def test_shoal_exports_its_names_from_their_homes():
-    assert shoal.__all__ == ["Cluster", "Plan", "Trainer", "choose", "parallelize"]
+    assert shoal.__all__ == ["Cluster", "Plan", "Trainer", "choose", "load", "parallelize", "save"]
     assert shoal.Cluster is importlib.import_module("shoal.cluster").Cluster
     assert shoal.choose is importlib.import_module("shoal.planner").choose
     assert shoal.Plan is importlib.import_module("shoal.plan").Plan
     assert shoal.Trainer is importlib.import_module("shoal.train").Trainer
     assert shoal.parallelize is importlib.import_module("shoal.parallel").parallelize
+    assert shoal.save is importlib.import_module("shoal.train").save
+    assert shoal.load is importlib.import_module("shoal.train").load
     assert set(shoal.__all__) <= set(dir(shoal))
 
 

@@ -9,17 +9,21 @@ sees). The trainer calls `parallelize`, and so does a user with a loop of their 
 from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
+from shoal.parallel.composed import Composed, parts_of, title_of
 from shoal.parallel.owned import Frozen, Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.piece_memory import Batch
 from shoal.parallel.stage_layout import StageLayout
 from shoal.parallel.tensor_layout import Split, TensorLayout
+from shoal.parallel.together import Together
 from shoal.parallel.vocabulary import SplitLogits
+from shoal.parallel.whole_parameters import WholeParameters
 
 __all__ = [
     "Axes",
     "Axis",
     "Batch",
+    "Composed",
     "Frozen",
     "Owned",
     "Parallel",
@@ -28,8 +32,12 @@ __all__ = [
     "SplitLogits",
     "StageLayout",
     "TensorLayout",
+    "Together",
+    "WholeParameters",
     "local_part",
     "parallelize",
+    "parts_of",
     "require_layout",
     "require_trainable",
+    "title_of",
 ]

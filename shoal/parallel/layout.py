@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Slot", "fill_buckets", "memory_order"]
+__all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Slot", "fill_buckets", "memory_order", "part_of_rows"]
 
 ALIGNMENT = 16
 """Elements; 64 bytes in fp32, a cache line."""
@@ -113,8 +113,7 @@ class Slot:
 
     def rows(self, shard: int) -> range:
         """The rows of a shard's part."""
-        part = -(-self._all_rows // self.shards)
-        return range(min(shard * part, self._all_rows), min((shard + 1) * part, self._all_rows))
+        return part_of_rows(self._all_rows, self.shards, shard)
 
     @property
     def _all_rows(self) -> int:
@@ -211,6 +210,12 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
         return plain
     order = tuple(sorted(plain, key=lambda dim: tensor.stride(dim), reverse=True))
     return order if order[0] == 0 and tensor.permute(order).is_contiguous() else plain
+
+
+def part_of_rows(rows: int, shards: int, shard: int) -> range:
+    """Which of so many rows are a shard's."""
+    part = -(-rows // shards)
+    return range(min(shard * part, rows), min((shard + 1) * part, rows))
 
 
 def fill_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:

@@ -21,10 +21,20 @@ __all__ = ["follow_optimizers"]
 # Marks are attributes of the tensors, so that they end with them.
 _COMPUTES = "_shoal_computes"
 _CHANGED = "_shoal_changed"
+_PART = "_shoal_part"
+
+_OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Shampoo")
+"""Names of optimizers whose update of an element depends on others of its parameter."""
+
+_NOT_OF_DTENSORS = {("torch", "Adafactor"), ("torch", "Muon"), ("transformers", "Adafactor")}
+"""Packages and names of those that cannot compute with all DTensors, or stop at an error of theirs."""
 
 
 def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callable[[], None]) -> None:
-    """Refuses steps of an optimizer that was made before its model was laid out, and tells of other steps.
+    """Refuses steps that would train nothing or train wrongly, and tells of other steps.
+
+    Refused are an optimizer that was made before its model was laid out, and one that needs whole parameters
+    and has parts of them.
 
     Args:
         module: The model.
@@ -38,9 +48,37 @@ def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callab
     called = weakref.WeakMethod(changed)  # type: ignore[arg-type]
     for each in owned:
         setattr(each.parameter, _CHANGED, called)
+        setattr(each.parameter, _PART, _part_of(each))
+
+
+def _part_of(owned: Owned) -> tuple[str, str]:
+    """What an optimizer is given of the parameter, and the parameter's name."""
+    if owned.cut is not None:
+        return "a block", owned.name
+    return ("rows" if owned.family.shard.size > 1 else ""), owned.name
+
+
+def _require_whole(optimizer: Optimizer) -> None:
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(optimizer).__mro__}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            part, name = getattr(parameter, _PART, ("", ""))
+            if part == "a block" or (part and not kinds.isdisjoint(_NOT_OF_DTENSORS)):
+                kind = type(optimizer).__name__
+                raise LayoutError(
+                    f"{kind} needs whole parameters, and a rank has {part} of {name}",
+                    possible="for rows shoal.parallel.WholeParameters, as the Trainer's adafactor and muon; "
+                    "for blocks, which tp and ep cut, optimizers by elements, such as AdamW",
+                    change="change the Plan or the optimizer"
+                    if part == "a block"
+                    else f"make WholeParameters(parallel, parameters, {kind}), or set optimizer.whole=true",
+                )
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if not kinds.isdisjoint(_OF_WHOLE_PARAMETERS):
+        _require_whole(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = getattr(parameter, _COMPUTES, None)

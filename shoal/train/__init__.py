@@ -25,6 +25,7 @@ from shoal.train.job import (
     resolve,
 )
 from shoal.train.located import located
+from shoal.train.portable import load, save
 from shoal.train.restore import load_model
 from shoal.train.result import StepResult
 from shoal.train.schedule import learning_rate
@@ -47,9 +48,11 @@ __all__ = [
     "execute",
     "find_resume",
     "learning_rate",
+    "load",
     "load_config",
     "load_model",
     "located",
     "nothing_left_to_do",
     "resolve",
+    "save",
 ]

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion")
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion", "muon")
 """Those that have a name of their own."""
 SCHEDULES = ("cosine", "constant-then-decay")
 """As well."""
@@ -46,10 +46,13 @@ class OptimizerConfig(_Section):
     """The optimizer, the course of its learning rate, and what it is kept from."""
 
     name: str = "adamw"
-    """adamw, sgd, adafactor or lion, or a factory `package.module:function` that is called with groups of
-    parameters, `lr` and `options`, as the classes of `torch.optim` are."""
+    """adamw, sgd, adafactor, lion or muon, or a factory `package.module:function` that is called with groups
+    of parameters, `lr` and `options`, as the classes of `torch.optim` are."""
     options: dict[str, Any] = {}
     """More arguments of the optimizer, such as { momentum = 0.9 } of sgd."""
+    whole: bool = False
+    """Whether an optimizer that a factory gives needs whole parameters, where sharding leaves a rank rows of
+    them; then one rank makes the step of each. Adafactor and muon always get whole ones."""
     learning_rate: float = Field(default=2e-3, gt=0)
     """The highest learning rate, for a batch of `reference_batch`."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
@@ -130,7 +133,8 @@ class TrainConfig(_Section):
     model_options: dict[str, Any] = {}
     """Changes to the preset, or arguments of the function."""
     model_folder: str = ""
-    """Where the module of `package.module:function` is looked for first: the folder that the run began in."""
+    """Where the modules of `package.module:function`, of the model, the optimizer and the schedule, are
+    looked for first: the folder that the run began in."""
     data: DataConfig = DataConfig()
     """What text."""
     plan: str = ""

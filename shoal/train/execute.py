@@ -110,6 +110,7 @@ class _Execution:
         self._world = world
         self._exchange = exchange
         self._is_first = world.rank == 0
+        self._is_savable = False  # as far as is known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
         corpus = self._prepare_data()
@@ -176,11 +177,15 @@ class _Execution:
         """Makes a step. Where too many were skipped, the state behind them is saved: a resume does not meet
         them again."""
         try:
-            return self._trainer.step(stop=stop.received is not None)
+            result = self._trainer.step(stop=stop.received is not None)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
                 self._trainer.save(self._run.checkpoints, {"data": self._data})
             raise
+        if not (self._is_savable or result.skipped):
+            self._trainer.require_savable()
+            self._is_savable = True
+        return result
 
     def _do_what_is_due(self) -> None:
         step, last = self._trainer.step_count, self._config.steps

@@ -49,7 +49,7 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
 
 
 def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
-    """Builds the model of a configuration; its module is looked for in `model_folder` first.
+    """Builds the model of a configuration; modules are looked for in `model_folder` first, from now on.
 
     Raises:
         ModelError: As of `shoal.models.build`.
@@ -61,13 +61,21 @@ def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
 
 
 def _model_folder(config: TrainConfig, before: Mapping[str, Any]) -> str:
-    if ":" not in config.model or config.model.startswith(_HUGGING_FACE):
+    named = _named_functions(config.model_dump(mode="json"))
+    if not named:
         return ""
     recorded = before.get("model_folder", "")
     is_given = config.model_folder != recorded
-    if config.model_folder and (is_given or config.model == before.get("model")):
+    if config.model_folder and (is_given or named <= _named_functions(before)):
         return str(Path(config.model_folder).expanduser().absolute())
     return os.getcwd()
+
+
+def _named_functions(config: Mapping[str, Any]) -> set[str]:
+    """What of a configuration is `package.module:function`."""
+    optimizer = config.get("optimizer", {})
+    named = (config.get("model", ""), optimizer.get("name", ""), optimizer.get("schedule", ""))
+    return {text for text in named if ":" in text and not text.startswith(_HUGGING_FACE)}
 
 
 def _absolute(text: str) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
-from shoal.errors import ConfigError, PlanError, UserError
-from shoal.models import find_factory
-from shoal.parallel import Parallel
+from shoal.errors import ConfigError, UserError
+from shoal.models import Transformer, find_factory
+from shoal.parallel import Owned, Parallel, TensorLayout, Together, WholeParameters
 from shoal.train.config import OPTIMIZERS, OptimizerConfig
 from shoal.train.lion import Lion
 from shoal.train.schedule import scaled_peak
@@ -27,10 +29,11 @@ _MAKERS: Mapping[str, OptimizerFactory] = {
     "sgd": torch.optim.SGD,
     "adafactor": torch.optim.Adafactor,
     "lion": Lion,
+    "muon": torch.optim.Muon,
 }
 assert _MAKERS.keys() == set(OPTIMIZERS)
 
-_OF_WHOLE_MATRICES = ("adafactor",)
+_OF_WHOLE_PARAMETERS = ("adafactor", "muon")
 """Those whose update of an element depends on the rows and columns around it."""
 
 
@@ -47,16 +50,20 @@ def build_optimizer(
 
     Raises:
         ConfigError: The factory raised, or gave no optimizer.
-        PlanError: The optimizer needs whole matrices, and the Plan leaves a rank parts of them.
+        LayoutError: The optimizer needs whole parameters, and the Plan cuts them by tp or ep.
     """
-    if factory is None and config.name in _OF_WHOLE_MATRICES:
-        _require_whole(parallel, config.name)
     called = config.name if factory is None else getattr(factory, "__name__", repr(factory))
     arguments = {"lr": scaled_peak(config, batch), **config.options}
     if factory is None and config.name == "adamw":
-        arguments = {"betas": config.betas, "eps": config.eps, "fused": True, **arguments}
+        arguments = {**_of_adamw(config), **arguments}
+    make = _find(config, factory)
+    if config.whole or (factory is None and config.name in _OF_WHOLE_PARAMETERS):
+        make = partial(WholeParameters, parallel, make=make)
     try:
-        optimizer = _find(config, factory)(_groups(parallel, config.weight_decay), **arguments)
+        if factory is None and config.name == "muon":
+            optimizer = _muon(parallel, make, config, arguments)
+        else:
+            optimizer = make(_groups(parallel.owned, config.weight_decay), **arguments)
     except UserError:
         raise
     except Exception as error:
@@ -98,29 +105,53 @@ def _factory(spec: str) -> Callable[..., Any]:
         raise ConfigError(error.given, possible=error.possible, change=error.change) from None
 
 
-def _groups(parallel: Parallel, decay: float) -> list[dict[str, Any]]:
+def _of_adamw(config: OptimizerConfig) -> dict[str, Any]:
+    return {"betas": config.betas, "eps": config.eps, "fused": True}
+
+
+def _muon(
+    parallel: Parallel, make: OptimizerFactory, config: OptimizerConfig, arguments: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """Muon of matrices, and AdamW of all else: vectors, what has three dims or more, embeddings, the head.
+
+    Both have the same learning rate. By default Muon scales it so that its updates are as large as AdamW's.
+    """
+    others = _embeddings_and_head(parallel.module)
+    is_matrix = {owned.name: len(owned.shape) == 2 and owned.name not in others for owned in parallel.owned}
+    decay = config.weight_decay
+    matrices = [owned for owned in parallel.owned if is_matrix[owned.name]]
+    rest = [owned for owned in parallel.owned if not is_matrix[owned.name]]
+    made: list[torch.optim.Optimizer] = []
+    if matrices:
+        made.append(make(_groups(matrices, decay), **{"adjust_lr_fn": "match_rms_adamw", **arguments}))
+    if rest:
+        made.append(torch.optim.AdamW(_groups(rest, decay), lr=arguments["lr"], **_of_adamw(config)))
+    return Together(made)
+
+
+def _embeddings_and_head(model: nn.Module) -> frozenset[str]:
+    """The weights of embeddings, and of the head of a model that says which it is."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    layout = getattr(model, "tensor_layout", None)
+    if isinstance(model, Transformer):
+        layers.append(model.head)
+    elif isinstance(layout, TensorLayout) and layout.head is not None:
+        layers.append(model.get_submodule(layout.head))
+    elif callable(output := getattr(model, "get_output_embeddings", None)):
+        layers.append(output())
+    # A stage of a pipeline lacks layers of the others.
+    held = {id(weight) for layer in layers if (weight := getattr(layer, "weight", None)) is not None}
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
+
+
+def _groups(owned: Sequence[Owned], decay: float) -> list[dict[str, Any]]:
     """Matrices, which decay, and vectors, which do not; a group that would be empty is left out."""
 
     def named(is_matrix: bool) -> Sequence[tuple[str, torch.nn.Parameter]]:
-        return [
-            (owned.name, owned.parameter) for owned in parallel.owned if (len(owned.shape) >= 2) is is_matrix
-        ]
+        return [(each.name, each.parameter) for each in owned if (len(each.shape) >= 2) is is_matrix]
 
     groups = [
         {"params": named(True), "weight_decay": decay},
         {"params": named(False), "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _require_whole(parallel: Parallel, name: str) -> None:
-    """Refuses parts of matrices, of which such an optimizer would make another step than of the whole."""
-    for owned in parallel.owned:
-        is_part = owned.family.shard.size > 1 or owned.cut is not None
-        if len(owned.shape) >= 2 and (is_part or owned.parameter.dim() < 2):
-            raise PlanError(
-                f"{name} needs whole matrices, and under the Plan {parallel.plan} a rank owns a part of "
-                f"{owned.name}",
-                possible="shard=none in fp32 without tp or ep; adamw, sgd and lion under every Plan",
-                change="change the Plan, or optimizer.name",
-            )

@@ -25,12 +25,13 @@ from torch import nn
 
 from shoal.checkpoint import Exchange, Piece, Region, TensorRecord, dtype_named
 from shoal.errors import CheckpointError
-from shoal.parallel import Axis, Frozen, Owned, Parallel, local_part
+from shoal.parallel import Axis, Composed, Frozen, Owned, Parallel, local_part, parts_of
 
 __all__ = [
     "ToLoad",
     "differing_buffers",
     "fixed_pieces",
+    "optimizer_pieces",
     "optimizer_to_load",
     "pieces_to_load",
     "pieces_to_save",
@@ -40,7 +41,7 @@ __all__ = [
 _ELEMENTS, _TENSOR, _NUMBER = "optimizer", "optimizer-tensor", "optimizer-number"
 
 
-def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Piece]:
+def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> list[Piece]:
     """What this rank writes: together the ranks write each element once.
 
     Replicas hold the same; each of them writes a part, of about the same size.
@@ -48,13 +49,30 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list
     Raises:
         CheckpointError: The optimizer keeps what a checkpoint cannot hold.
     """
-    pieces = []
-    for owned in _share(parallel.owned):
-        if owned.start < owned.stop:
-            pieces.append(_part(owned, f"model/{owned.name}", owned.parameter))
-            pieces += _pieces_of_state(owned, optimizer.state.get(owned.parameter, {}))
+    pieces = [
+        _part(owned, f"model/{owned.name}", owned.parameter)
+        for owned in _share(parallel.owned)
+        if owned.start < owned.stop
+    ]
+    if optimizer is not None:
+        pieces += optimizer_pieces(parallel, optimizer)
     pieces += _fixed(parallel.buffers_to_save())
     return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
+
+
+def optimizer_pieces(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Piece]:
+    """What this rank writes of an optimizer's state.
+
+    Raises:
+        CheckpointError: The optimizer keeps what a checkpoint cannot hold.
+    """
+    return [
+        piece
+        for part, places in parts_of(optimizer, parallel.owned)
+        for owned in _share(places)
+        if owned.start < owned.stop
+        for piece in _pieces_of_state(owned, part.state.get(owned.parameter, {}))
+    ]
 
 
 @dataclass(slots=True)
@@ -110,14 +128,28 @@ def optimizer_to_load(
         key, _, name = rest.partition("/")
         if kind in (_ELEMENTS, _TENSOR, _NUMBER):
             by_name.setdefault(name, []).append((kind, key, record))
+    wanted = ToLoad()
+    for part, places in parts_of(optimizer, parallel.owned):
+        _add_state(wanted, part, places, by_name)
+    if isinstance(optimizer, Composed):
+        wanted.after.append(optimizer.show)
+    return wanted
+
+
+def _add_state(
+    wanted: ToLoad,
+    optimizer: torch.optim.Optimizer,
+    places: Sequence[Owned],
+    by_name: Mapping[str, Sequence[tuple[str, str, TensorRecord]]],
+) -> None:
+    """Adds the state of parameters that lie at `places`."""
     on_device = {
         parameter: bool(group.get("fused") or group.get("capturable"))
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
     optimizer.state.clear()
-    wanted = ToLoad()
-    for owned in parallel.owned:
+    for owned in places:
         if owned.start == owned.stop or owned.parameter not in on_device:
             continue
         for kind, key, record in by_name.get(owned.name, ()):
@@ -134,7 +166,6 @@ def optimizer_to_load(
             wanted.pieces.append(Piece.whole(path, state[key]))
             if kind == _NUMBER:
                 wanted.after.append(partial(_as_number, state, key))
-    return wanted
 
 
 def _as_number(state: dict[str, Any], key: str) -> None:
@@ -179,7 +210,8 @@ def _pieces_of_state(owned: Owned, state: Mapping[str, Any]) -> Iterator[Piece]:
             if value.dim() and not _is_whole(owned):
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} of shape {list(value.shape)} for a part of {owned.name}, "
-                    "which says nothing of the other parts: such an optimizer needs a Plan with shard=none"
+                    "which says nothing of the other parts: such an optimizer needs a Plan with shard=none, "
+                    "or optimizer.whole=true (shoal.parallel.WholeParameters)"
                 )
             if owned.is_first:
                 yield Piece.whole(f"{_TENSOR}/{key}/{owned.name}", local_part(value).detach().contiguous())

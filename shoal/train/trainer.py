@@ -255,6 +255,14 @@ class Trainer:
         self._listeners.saved(path)
         return path
 
+    def require_savable(self) -> None:
+        """To be called after a step, so that no save later on fails for what the optimizer is.
+
+        Raises:
+            CheckpointError: The optimizer keeps what a checkpoint cannot hold.
+        """
+        self._saved.require_savable()
+
     def load(self, checkpoint: Path) -> Mapping[str, Any]:
         """Takes up the state of a checkpoint, which any number of ranks under any Plan may have saved.
 

@@ -13,6 +13,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.run import Run
+from shoal.testing import RankPool
 
 PROGRAM = Path(sys.executable).with_name("shoal")
 STEPS = 6
@@ -167,6 +168,31 @@ def test_a_model_from_the_users_folder_is_trained_and_sampled(ranks, tiny_run, o
     run = Run.open("run")
     assert run.description["model"]["parameters"] == 2 * 256 * 4 + 256
     assert "step 3/3" in (run.log / "rank-00000.log").read_text()
+
+
+OPTIMIZER = """
+import torch
+
+def sgd(groups, lr, **options):
+    return torch.optim.SGD(groups, lr=lr, **options)
+
+def halves(step, steps):
+    return 1.0 if 2 * step < steps else 0.5
+"""
+
+
+def test_a_run_with_an_optimizer_from_the_users_folder_goes_on_from_another(ranks, tiny_run, own_folder):
+    (own_folder / "optimizer_of_mine.py").write_text(OPTIMIZER)
+    (own_folder / "elsewhere").mkdir()
+    words = ["optimizer.name=optimizer_of_mine:sgd", "optimizer.schedule=optimizer_of_mine:halves", "steps=2"]
+    settings = [*tiny_run, *(word for text in words for word in ("--set", text)), "--nproc", "1"]
+    assert ranks.run(train_here, 1, ["train", *settings, "--run", "run"], own_folder) == [0]
+    run = Run.open(own_folder / "run")
+    assert run.description["config"]["model_folder"] == str(own_folder)
+    again = ["train", "--resume", "../run", "--set", "steps=4"]
+    with RankPool("shoal") as others:  # whose processes have not imported the module
+        assert others.run(train_here, 1, again, own_folder / "elsewhere") == [0]
+    assert [values["step"] for values in run.metrics()] == [1, 2, 3, 4]
 
 
 def test_without_arguments_ranks_are_as_many_as_cores_and_share_the_batch(tiny_run, monkeypatch):

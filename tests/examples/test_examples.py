@@ -89,6 +89,17 @@ def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
+def test_a_loop_goes_on_with_another_number_of_ranks(monkeypatch, capfd, tmp_path):
+    folder = tmp_path / "checkpoints"
+    assert max(losses(run_on_two_ranks(capfd, "09_save.py", folder))) < SORTS
+    printed = run_alone(monkeypatch, capfd, "09_save.py", folder)
+    assert "goes on from step 100" in printed
+    assert "on 2 ranks" in printed
+    before, after = losses(printed)
+    assert "saved step-00000200" in printed
+    assert after < before
+
+
 def test_the_trainer_trains_saves_and_explains(monkeypatch, capsys, tmp_path):
     printed = run_alone(monkeypatch, capsys, "03_trainer.py", tmp_path)
     assert losses(printed)[-1] < SORTS

@@ -11,7 +11,10 @@ from torch import nn
 
 from shoal.data import Loader, as_samples
 from shoal.errors import ShoalError
+from shoal.models import Transformer, TransformerConfig
+from shoal.parallel import parallelize, parts_of
 from shoal.train import OptimizerConfig, Trainer
+from shoal.train.optimizer import build_optimizer
 
 BATCH, STEPS = 8, 6
 
@@ -62,7 +65,12 @@ def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(row, row.sort().values) for row in x]
 
 
-MAKERS = {"radam": torch.optim.RAdam, "counting": Counting, "listing": Listing}
+MAKERS = {
+    "adafactor": torch.optim.Adafactor,
+    "radam": torch.optim.RAdam,
+    "counting": Counting,
+    "listing": Listing,
+}
 
 
 def trainer_of(plan: str, maker: str | None, settings: dict[str, Any], **options: Any) -> Trainer:
@@ -86,6 +94,19 @@ def losses_of(plan: str, maker: str | None, settings: dict[str, Any]) -> list[fl
     return losses
 
 
+def split_by_muon(plan: str) -> tuple[set[str], set[str]]:
+    """The names of a transformer's parameters that Muon trains on this rank, and of those that AdamW does."""
+    config = TransformerConfig(vocab_size=16, layers=2, hidden=8, heads=2, kv_heads=1, ffn=12, seq=8)
+    parallel = parallelize(Transformer(config), plan)
+    muon, adamw = parts_of(build_optimizer(parallel, OptimizerConfig(name="muon"), 1), parallel.owned)
+    names = {owned.parameter: owned.name for owned in parallel.owned}
+    found = [
+        {names[each] for group in part.param_groups for each in group["params"]}
+        for part in (muon[0], adamw[0])
+    ]
+    return found[0], found[1]
+
+
 def by_hand(optimizer_of: Any, rates: list[float], clip: float | None = 1.0) -> list[float]:
     """A plain loop on one device; `optimizer_of` is called as a class of torch.optim."""
     net = model()
@@ -107,6 +128,26 @@ def by_hand(optimizer_of: Any, rates: list[float], clip: float | None = 1.0) -> 
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+class MuonAndAdamW:
+    """Two optimizers of torch, of a group each."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        matrices, vectors = groups
+        self._both = [
+            torch.optim.Muon([matrices], lr=lr, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([vectors], lr=lr, betas=(0.9, 0.95)),
+        ]
+        self.param_groups = [group for each in self._both for group in each.param_groups]
+
+    def step(self) -> None:
+        for each in self._both:
+            each.step()
+
+    def zero_grad(self) -> None:
+        for each in self._both:
+            each.zero_grad()
 
 
 class SimpleLion(torch.optim.Optimizer):

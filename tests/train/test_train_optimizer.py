@@ -7,12 +7,14 @@ import torch
 from optimizer_stand_ins import (
     BATCH,
     STEPS,
+    MuonAndAdamW,
     SimpleLion,
     by_hand,
     interrupted,
     losses_of,
     refusal_of,
     resumed,
+    split_by_muon,
     trainer_of,
 )
 
@@ -23,6 +25,7 @@ from shoal.train.schedule import RateCourse
 
 SGD = {"name": "sgd", "options": {"momentum": 0.9}}
 CLOSE = {"rel": 1e-5}  # fp32 sums in another order
+SHARDED = ["dp=2,shard=zero1", "dp=2,shard=zero2", "dp=2,shard=zero3", "dp=4,replicate=2,shard=zero3"]
 RATES = [
     learning_rate(OptimizerConfig(warmup=1, learning_rate=1e-2), step=step, steps=STEPS, batch=BATCH)
     for step in range(STEPS)
@@ -47,7 +50,8 @@ def momentum(groups, lr):
             ["dp=2,shard=zero1", "dp=2,shard=zero3"],
         ),
         (None, {"name": "lion"}, SimpleLion, ["dp=1", "dp=2,shard=zero2"]),
-        (None, {"name": "adafactor"}, torch.optim.Adafactor, ["dp=1", "dp=2"]),
+        (None, {"name": "adafactor"}, torch.optim.Adafactor, ["dp=1", "dp=2", *SHARDED]),
+        ("adafactor", {"whole": True}, torch.optim.Adafactor, ["dp=2,shard=zero3"]),
         (None, {"name": "optimizer_stand_ins:radam"}, torch.optim.RAdam, ["dp=2,shard=zero1"]),
         ("radam", {}, torch.optim.RAdam, ["dp=2"]),
     ],
@@ -88,7 +92,9 @@ def test_a_group_that_a_factory_gave_a_rate_of_its_own_keeps_the_ratio():
     [
         (None, SGD, "dp=2,shard=zero1", "dp=2,shard=zero1"),
         (None, {"name": "lion"}, "dp=2,shard=zero3", "dp=1"),
-        (None, {"name": "adafactor"}, "dp=2", "dp=1"),
+        (None, {"name": "adafactor"}, "dp=2", "dp=2,shard=zero1"),
+        (None, {"name": "adafactor"}, "dp=4,replicate=2,shard=zero3", "dp=1"),
+        (None, {"name": "muon"}, "dp=2,shard=zero1", "dp=2,shard=zero1"),
         ("counting", {}, "dp=2,shard=zero2", "dp=1"),
         ("radam", {}, "dp=1", "dp=2,shard=zero1"),
         (None, {}, "dp=2,shard=zero1", "dp=2,shard=zero1"),
@@ -103,10 +109,11 @@ def test_a_checkpoint_keeps_any_optimizers_state(ranks, tmp_path, maker, setting
 
 
 def test_what_cannot_be_is_refused_by_name(ranks, tmp_path):
-    for error in ranks.run(refusal_of, 2, "dp=2,shard=zero1", None, {"name": "adafactor"}):
+    for error in ranks.run(refusal_of, 2, "dp=2,shard=zero1", "adafactor", {}):
         assert error.startswith(
-            "PlanError: adafactor needs whole matrices, and under the Plan dp=2,shard=zero1"
+            "LayoutError: Adafactor needs whole parameters, and a rank has rows of 2.weight"
         )
+        assert "optimizer.whole=true" in error
     assert "keeps a list as 'history' of " in refusal_of("dp=1", "listing", {}, tmp_path)
     error = refusal_of("dp=1", None, {"options": {"momentum": 1}})
     assert error.startswith("ConfigError: the optimizer adamw raised TypeError: ")
@@ -122,10 +129,28 @@ def test_what_cannot_be_is_refused_by_name(ranks, tmp_path):
         trainer_of("dp=1", None, {}).load(path)
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2", *SHARDED])
+def test_muon_trains_matrices_and_adamw_the_rest_as_in_a_plain_loop(ranks, plan):
+    expected = by_hand(MuonAndAdamW, RATES)
+    for losses in ranks.run(losses_of, ranks_of(plan), plan, None, {"name": "muon"}):
+        # Its iterations are in bf16, which makes of a rounding in fp32 now and then one of bf16.
+        assert losses == pytest.approx(expected, rel=1e-5 if plan == "dp=1" else 2e-3)
+
+
+def test_embeddings_and_the_head_are_not_muon_s_in_a_pipeline_either(ranks):
+    matrices, rest = split_by_muon("dp=1")
+    assert {"embed.weight", "head.weight", "norm.weight"} <= rest
+    assert len(matrices) == 14
+    assert all(name.startswith("blocks.") and "norm" not in name for name in matrices)
+    stages = ranks.run(split_by_muon, 2, "pp=2")
+    assert stages[0][0] | stages[1][0] == matrices
+    assert stages[0][1] | stages[1][1] == rest
+
+
 @pytest.mark.parametrize(
     ("setting", "possible"),
     [
-        ("optimizer.name=adamv", "adamw, sgd, adafactor, lion or package.module:function"),
+        ("optimizer.name=adamv", "adamw, sgd, adafactor, lion, muon or package.module:function"),
         ("optimizer.schedule=linear", "cosine, constant-then-decay or package.module:function"),
     ],
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import nullcontext
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
 from shoal.errors import TrainingError, UserError
 from shoal.models.task import Task
@@ -23,6 +24,7 @@ from shoal.testing.conformance.training import (
     seed_forward,
 )
 from shoal.testing.zoo.vectors import BATCH
+from shoal.train import load, save
 
 __all__ = ["train_under"]
 
@@ -60,19 +62,16 @@ def _resumed(
     task: Task, parallel: Parallel, optimizer: torch.optim.Optimizer
 ) -> tuple[Parallel, torch.optim.Optimizer]:
     """Saves the state of training, begins anew from other values, and loads it."""
-    model_state, optimizer_state = parallel.full_state_dict(), optimizer.state_dict()
-    module = _with_state(task.build(), model_state)
-    again = parallelize(module, parallel.plan)
+    again = parallelize(task.build(), parallel.plan)
     resumed = make_optimizer(again.parameters(), parallel.plan.precision)
-    resumed.load_state_dict(optimizer_state)
+    world = parallel.axes.world
+    with tempfile.TemporaryDirectory() if world.index == 0 else nullcontext("") as folder:
+        told = [folder]
+        if world.size > 1:
+            dist.broadcast_object_list(told, src=0)
+        save(told[0], parallel, optimizer)
+        load(told[0], again, resumed)  # all ranks have read it when it returns on one
     return again, resumed
-
-
-def _with_state(module: nn.Module, state: dict[str, torch.Tensor]) -> nn.Module:
-    """The module with the values that rank 0 has; `parallelize` gives them to the others."""
-    if state:
-        module.load_state_dict(state)
-    return module
 
 
 def _backward(task: Task, parallel: Parallel, step: int) -> float:

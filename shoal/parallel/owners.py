@@ -1,0 +1,134 @@
+"""Parameters that ranks share by rows, brought whole to one rank each and back.
+
+Each parameter has one owner among the ranks that share it: dealt out by elements, the largest first, each to
+the rank that has least. Before an optimizer's step every rank sends its rows of the gradient and of the value
+to the owner, after it the owner sends every rank its rows of the new value. With P elements in all over d
+ranks, a rank sends 2 P (d - 1) / d^2 elements before the step and P (d - 1) / d^2 after it, in one all-to-all
+each, and has room for 2 P / d elements meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from shoal.parallel.communication import Axis
+from shoal.parallel.layout import part_of_rows
+from shoal.parallel.owned import Owned
+
+__all__ = ["Owners"]
+
+
+@final
+class Owners:
+    """The parameters that the ranks of one axis share, each with its owner.
+
+    Args:
+        axis: The ranks.
+        shared: What this rank has of the parameters; the same parameters in the same order on every rank.
+
+    Attributes:
+        shared: As given.
+        wholes: What stands for all of each; on its owner it has values between `collect` and `give_back`.
+    """
+
+    def __init__(self, axis: Axis, shared: Sequence[Owned]) -> None:
+        self._axis = axis
+        self.shared = shared
+        self._owner: dict[str, int] = {}
+        held = [0] * axis.size
+        for each in sorted(shared, key=lambda each: math.prod(each.shape), reverse=True):
+            least = held.index(min(held))
+            held[least] += math.prod(each.shape)
+            self._owner[each.name] = least
+        self._absent = torch.full((), torch.nan, device=shared[0].local.device)
+        self.wholes = [nn.Parameter(self._absent.expand(each.shape)) for each in shared]
+        self._taking_part: list[tuple[Owned, nn.Parameter]] = []
+
+    def is_mine(self, owned: Owned) -> bool:
+        """Whether this rank is the owner."""
+        return self._owner.get(owned.name) == self._axis.index
+
+    def collect(self) -> None:
+        """Gives the `wholes` that are this rank's their values and gradients, of what has a gradient."""
+        self._taking_part = [
+            pair for pair in zip(self.shared, self.wholes, strict=True) if pair[0].gradient is not None
+        ]
+        sent = [
+            part.reshape(-1)
+            for rank in range(self._axis.size)
+            for owned, _ in self._owned_by(rank)
+            for part in (owned.gradient, owned.local)
+            if part is not None
+        ]
+        mine = self._owned_by(self._axis.index)
+        for owned, whole in mine:
+            whole.data = owned.local.new_empty(owned.shape)
+            whole.grad = owned.local.new_empty(owned.shape)
+        into = [
+            part
+            for rank in range(self._axis.size)
+            for owned, whole in mine
+            for part in (self._rows(owned, whole.grad, rank), self._rows(owned, whole.data, rank))
+        ]
+        here = [2 * elements for elements in self._elements_here()]
+        there = [2 * elements for elements in self._elements_there()]
+        self._send(sent, here, into, there, "whole parameters")
+
+    def give_back(self) -> None:
+        """Gives every rank its rows of the values, and forgets the whole ones."""
+        mine = self._owned_by(self._axis.index)
+        sent = [
+            self._rows(owned, whole.data, rank).reshape(-1)
+            for rank in range(self._axis.size)
+            for owned, whole in mine
+        ]
+        into = [owned.local for rank in range(self._axis.size) for owned, _ in self._owned_by(rank)]
+        self._send(sent, self._elements_there(), into, self._elements_here(), "updated parameters")
+        for owned, whole in mine:
+            whole.grad = None
+            whole.data = self._absent.expand(owned.shape)
+
+    def _owned_by(self, rank: int) -> list[tuple[Owned, nn.Parameter]]:
+        """Those that take part in the step and have this owner."""
+        return [pair for pair in self._taking_part if self._owner[pair[0].name] == rank]
+
+    def _send(
+        self,
+        parts: Sequence[torch.Tensor],
+        sent_rows: Sequence[int],
+        into: Sequence[torch.Tensor],
+        received_rows: Sequence[int],
+        name: str,
+    ) -> None:
+        """Sends parts, in the order of the ranks that get them, and puts what comes where it belongs."""
+        empty = self._absent.new_empty(0)
+        received = self._absent.new_empty(sum(received_rows))
+        sent = torch.cat([empty, *parts])
+        self._axis.all_to_all(received, sent, name, received_rows=received_rows, sent_rows=sent_rows).wait()
+        came = received.split([each.numel() for each in into]) if into else ()
+        for target, values in zip(into, came, strict=True):
+            target.copy_(values.view(target.shape))
+
+    def _rows(self, owned: Owned, whole: torch.Tensor | None, rank: int) -> torch.Tensor:
+        assert whole is not None
+        rows = part_of_rows(owned.shape[0], self._axis.size, rank)
+        return whole[rows.start : rows.stop]
+
+    def _elements_here(self) -> list[int]:
+        """Elements that this rank has of what each rank is the owner of."""
+        return [
+            sum(owned.local.numel() for owned, _ in self._owned_by(rank)) for rank in range(self._axis.size)
+        ]
+
+    def _elements_there(self) -> list[int]:
+        """Elements that each rank has of what this rank is the owner of."""
+        size, mine = self._axis.size, self._owned_by(self._axis.index)
+        return [
+            sum(len(part_of_rows(each.shape[0], size, rank)) * math.prod(each.shape[1:]) for each, _ in mine)
+            for rank in range(size)
+        ]

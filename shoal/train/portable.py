@@ -1,0 +1,256 @@
+"""Saving the training of a loop of one's own, and taking it up under any Plan.
+
+`shoal.save` and `shoal.load` write and read the checkpoints of the Trainer, without what is the loop's own
+affair: its course through the data, and random generators.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.checkpoint import (
+    Exchange,
+    Piece,
+    ProcessGroupExchange,
+    SingleProcess,
+    attempt_together,
+    checkpoints,
+    newest_verified,
+    read_manifest,
+    resolve,
+    step_of,
+)
+from shoal.checkpoint import load as read_pieces
+from shoal.checkpoint import save as write_pieces
+from shoal.errors import CheckpointError
+from shoal.parallel import Parallel, title_of
+from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
+
+__all__ = ["load", "load_training", "save", "save_training"]
+
+_OWN = "own"
+"""Where the caller's state is, in that of the checkpoint."""
+
+
+def save(
+    directory: str | PathLike[str],
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    **state: Any,
+) -> Path:
+    """Saves the model, its buffers and the optimizer; all ranks call it together.
+
+    The checkpoint is a directory `step-N` in `directory`, which becomes complete by one rename. Each rank
+    writes what it has, each element once. Random generators are not saved.
+
+    Args:
+        directory: Of checkpoints, on a file system that all ranks see; made where absent.
+        parallel: The model.
+        optimizer: Of its parameters; several are one as `shoal.parallel.Together`.
+        step: The N; by default one more than that of the newest checkpoint in `directory`.
+        state: What else to keep, as JSON can say it; rank 0's is kept.
+
+    Returns:
+        The directory of the checkpoint, the same on every rank.
+
+    Raises:
+        CheckpointError: On all ranks alike: it could not be written, the optimizer keeps what a checkpoint
+            cannot hold, or the state is not JSON.
+    """
+    folder, exchange = Path(directory), _all_ranks()
+    if step is None:
+        step = exchange.all_gather_object(_next_step(folder))[0]
+    described = {"plan": str(parallel.plan), "ranks": exchange.size, _OWN: {**state, "step": step}}
+    if optimizer is not None:
+        described["settings"] = [_settings_of(group) for group in optimizer.param_groups]
+    return save_training(folder, step, parallel, optimizer, described, exchange)
+
+
+def load(
+    path: str | PathLike[str], parallel: Parallel, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """Takes up what `save` saved, on any number of ranks under any Plan; all ranks call it together.
+
+    Hashes are verified first; a corrupt checkpoint is passed over with a warning, if there is an older one.
+
+    Args:
+        path: The directory of checkpoints, of which the newest sound one is taken, or a checkpoint.
+        parallel: The model. Gradients are forgotten.
+        optimizer: Made as the one that was saved; its state is replaced, and the settings of its groups, such
+            as learning rates, are what they were. None leaves the optimizer's state out.
+
+    Returns:
+        The state that was kept with it, and `step`.
+
+    Raises:
+        CheckpointError: On all ranks alike: there is no sound checkpoint, or it does not fit the model or the
+            optimizer.
+    """
+    exchange = _all_ranks()
+    found = attempt_together(exchange, f"cannot load {path}", lambda: resolve(Path(path)))[0]
+    checkpoint = newest_verified(found, exchange, lambda text: warnings.warn(text, stacklevel=3))
+    if checkpoint is None:
+        raise CheckpointError(f"{path} has no checkpoint that is sound")
+    saved = read_manifest(checkpoint).state
+    attempt_together(
+        exchange, f"cannot load {checkpoint}", lambda: _require_fit(checkpoint, saved, optimizer)
+    )
+    layout = {"plan": str(parallel.plan), "ranks": exchange.size}
+    load_training(checkpoint, parallel, optimizer, layout, exchange, {})
+    if optimizer is not None:
+        for group, settings in zip(optimizer.param_groups, saved["settings"], strict=True):
+            _take_settings(group, settings)
+    return dict(saved.get(_OWN, saved))
+
+
+def save_training(
+    directory: Path,
+    step: int,
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any],
+    exchange: Exchange,
+    of_rank: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """Saves a checkpoint of a model, its buffers and its optimizer.
+
+    Args:
+        directory: Of checkpoints.
+        step: Optimizer steps made.
+        parallel: The model.
+        optimizer: Its name is kept with the state.
+        state: A JSON object to keep with it.
+        exchange: All ranks.
+        of_rank: More that is this rank's own, by name.
+
+    Raises:
+        CheckpointError: It could not be written; training can go on.
+    """
+    pieces: list[Piece] = []
+    attempt_together(
+        exchange,
+        f"cannot save step {step} in {directory}",
+        lambda: pieces.extend(pieces_to_save(parallel, optimizer)),
+    )
+    buffers = differing_buffers(parallel.saved_buffers(), exchange)
+    pieces += _of_rank(exchange.rank, buffers, of_rank or {})
+    if optimizer is not None:
+        state = {**state, "optimizer": title_of(optimizer)}
+    return write_pieces(directory, step, pieces, state, exchange)
+
+
+def load_training(
+    checkpoint: Path,
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer | None,
+    layout: Mapping[str, Any],
+    exchange: Exchange,
+    of_rank: Mapping[str, torch.Tensor],
+) -> bool:
+    """Takes up a model, its buffers and its optimizer, which any number of ranks may have saved.
+
+    Args:
+        checkpoint: What was saved.
+        parallel: The model.
+        optimizer: Forgets the state that it has.
+        layout: What the checkpoint's state says alike if it was saved on the same ranks under the same Plan.
+        exchange: All ranks.
+        of_rank: Filled with what was saved under these names as this rank's own, if the layout is the same.
+
+    Returns:
+        Whether the layout is the same, so that each rank got its own.
+
+    Raises:
+        CheckpointError: It does not fit the model or the optimizer.
+    """
+    manifest = read_manifest(checkpoint)
+    state, saved = manifest.state, manifest.tensors
+    _require_same(checkpoint, state, optimizer)
+    parallel.zero_grad()
+    wanted = pieces_to_load(parallel)
+    read_pieces(checkpoint, wanted.pieces, exchange)
+    wanted.finish()
+    parallel.changed()
+    is_same_layout = all(state.get(key) == value for key, value in layout.items())
+    pieces = []
+    if is_same_layout:
+        own = _of_rank(exchange.rank, parallel.saved_buffers(), of_rank)
+        # Only buffers that differ are saved, and the state may be from a machine without CUDA.
+        pieces += [piece for piece in own if piece.name in saved]
+    if optimizer is not None:
+        of_optimizer = optimizer_to_load(parallel, optimizer, saved)
+        read_pieces(checkpoint, [*pieces, *of_optimizer.pieces], exchange)
+        of_optimizer.finish()
+    else:
+        read_pieces(checkpoint, pieces, exchange)
+    return is_same_layout
+
+
+def _require_fit(checkpoint: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses an optimizer that is not as that which was saved."""
+    _require_same(checkpoint, state, optimizer)
+    if optimizer is not None and len(state["settings"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"{checkpoint} has the settings of {len(state['settings'])} groups of parameters, and the "
+            f"optimizer has {len(optimizer.param_groups)}: make it with as many, or load without it"
+        )
+
+
+def _require_same(
+    checkpoint: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
+) -> None:
+    kept = f"the optimizer {state['optimizer']}" if "optimizer" in state else "no optimizer"
+    if optimizer is not None and state.get("optimizer") != title_of(optimizer):
+        raise CheckpointError(
+            f"{checkpoint} has the state of {kept}, and this one is "
+            f"{title_of(optimizer)}: go on with the same optimizer, or begin from the weights"
+        )
+
+
+def _of_rank(
+    rank: int, buffers: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
+) -> list[Piece]:
+    """What is a rank's own."""
+    held = {f"buffer/{name}": tensor for name, tensor in buffers.items()} | dict(others)
+    return [Piece.whole(f"rank/{rank}/{name}", tensor.detach()) for name, tensor in held.items()]
+
+
+def _all_ranks() -> Exchange:
+    return ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
+
+
+def _next_step(directory: Path) -> int:
+    found = checkpoints(directory)
+    return step_of(found[0]) + 1 if found else 0
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group holds beside parameters, where JSON can say it."""
+    settings = {}
+    for key, value in group.items():
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            value = value.item()
+        if isinstance(value, (bool, int, float, str)) or (key != "params" and _is_list_of_numbers(value)):
+            settings[key] = value
+    return settings
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, (bool, int, float)) for each in value)
+
+
+def _take_settings(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
+    for key, value in settings.items():
+        if isinstance(group.get(key), torch.Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
