@@ -35,9 +35,26 @@ def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callab
     for name, parameter in module.named_parameters():
         if parameter not in given:
             setattr(parameter, _COMPUTES, name)
-    called = weakref.WeakMethod(changed)  # type: ignore[arg-type]
+    called = _Told(weakref.WeakMethod(changed))  # type: ignore[arg-type]
     for each in owned:
         setattr(each.parameter, _CHANGED, called)
+
+
+class _Told:
+    """Who is told of a parameter's changes; nobody of those of a copy.
+
+    Args:
+        method: Gives the method to call, or None once its object is gone.
+    """
+
+    def __init__(self, method: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
+        self._method = method
+
+    def __call__(self) -> Callable[[], None] | None:
+        return self._method()
+
+    def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
+        return _Told, ()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
