@@ -224,8 +224,9 @@ int64_t shoal_begin(shoal_group* group, const shoal_call* call) {
       operation.send_bytes.assign(call->send_bytes, call->send_bytes + visit->size());
       operation.receive_bytes.assign(call->receive_bytes, call->receive_bytes + visit->size());
     }
-    for (uint64_t index = 0; index < call->stripe_count; ++index) {
-      operation.stripes.push_back({call->stripes[2 * index], call->stripes[2 * index + 1]});
+    if (call->stripes != nullptr) operation.stripes.emplace();
+    for (uint64_t index = 0; call->stripes != nullptr && index < call->stripe_count; ++index) {
+      operation.stripes->push_back({call->stripes[2 * index], call->stripes[2 * index + 1]});
     }
     const Deadline deadline = operation.deadline = Deadline::after(call->timeout);
     auto task = visit->call(std::move(operation), call->asynchronous != 0);

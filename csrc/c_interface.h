@@ -22,7 +22,7 @@ typedef struct {
   const uint64_t* send_bytes;     // all-to-all only: one for each rank
   const uint64_t* receive_bytes;
   double timeout;                 // seconds
-  const uint64_t* stripes;        // offset and bytes of a part, of each stripe; `bytes` is then the buffer's
+  const uint64_t* stripes;        // offset and bytes of a part, of each stripe; `bytes` is then the buffer's. Or null
   uint64_t stripe_count;
 } shoal_call;
 

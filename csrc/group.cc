@@ -197,7 +197,7 @@ Group::~Group() {
 
 std::shared_ptr<Task> Group::call(Operation operation, bool asynchronous) {
   alarm_.check();
-  require_possible(operation, size());
+  require_possible(operation, size(), one_host_);
   const bool is_one_shot = one_host_ && operation.algorithm == Algorithm::one_shot;
   auto idle = is_one_shot ? executor_->try_idle() : std::unique_lock<std::mutex>();
   bool begun = false;

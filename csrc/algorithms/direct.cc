@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <exception>
+#include <utility>
 
 #include "algorithms/slice.h"
 #include "common/reduce.h"
@@ -34,6 +35,11 @@ Slice slice_of(size_t bytes, int parts, int index) {
   return {begin, boundaries[static_cast<size_t>(index) + 1] - begin};
 }
 
+std::vector<Slice> all_but(Slice own, size_t bytes) {
+  const size_t after = own.offset + own.bytes;
+  return {{0, own.offset}, {after, bytes - after}};
+}
+
 Bounce::Bounce(Host& host, const void* data, size_t bytes, size_t limit)
     : buffers_(host.shared_buffers), exceptions_(std::uncaught_exceptions()) {
   SharedBuffers::Place place;
@@ -51,13 +57,14 @@ Bounce::~Bounce() {
   }
 }
 
-Direct::Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes, Slice own)
+Direct::Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes,
+               std::vector<Slice> shown)
     : operation_(operation),
       host_(host),
       board_(host.board),
       input_bytes_(input_bytes),
       output_bytes_(output_bytes),
-      own_(own),
+      shown_(std::move(shown)),
       in_place_(operation.input == operation.output && output_bytes > 0),
       input_bounce_(host, operation.input, in_place_ ? std::max(input_bytes, output_bytes) : input_bytes,
                     worth_copying(operation, board_.size())),
@@ -65,7 +72,7 @@ Direct::Direct(const Operation& operation, Host& host, size_t input_bytes, size_
       input_(operation.input),
       output_(operation.output) {
   if (void* copy = input_bounce_.copy()) {
-    copy_but_own(copy, operation.input, input_bytes);
+    copy_shown(copy, operation.input);
     input_ = copy;
     if (in_place_) output_ = copy;
   }
@@ -97,13 +104,14 @@ void Direct::open() {
 
 void Direct::close() {
   pass();
-  if (output_ != operation_.output) copy_but_own(operation_.output, output_, output_bytes_);
+  if (output_ != operation_.output) copy_shown(operation_.output, output_);
 }
 
-void Direct::copy_but_own(void* to, const void* from, size_t bytes) const {
-  const size_t after = own_.offset + own_.bytes;
-  std::memcpy(to, from, own_.offset);
-  std::memcpy(static_cast<std::byte*>(to) + after, static_cast<const std::byte*>(from) + after, bytes - after);
+void Direct::copy_shown(void* to, const void* from) const {
+  for (const Slice& slice : shown_) {
+    std::memcpy(static_cast<std::byte*>(to) + slice.offset, static_cast<const std::byte*>(from) + slice.offset,
+                slice.bytes);
+  }
 }
 
 void Direct::fold(size_t offset, size_t bytes, std::byte* out, bool pushed) {

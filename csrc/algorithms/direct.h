@@ -17,6 +17,9 @@ struct Slice {
 // The index-th of `parts` slices of a buffer, cut at cache lines; from `parts` on they are empty.
 Slice slice_of(size_t bytes, int parts, int index);
 
+// A buffer without one of its slices.
+std::vector<Slice> all_but(Slice own, size_t bytes);
+
 // A copy of private memory that peers can reach: where the system forbids reading each other's memory, and where
 // copying takes less time than the system takes to look up the pages.
 class Bounce {
@@ -36,9 +39,11 @@ class Bounce {
 
 class Direct {
  public:
-  // Shows the first `input_bytes` of the operation's input and the first `output_bytes` of its output, but for `own`,
-  // a part that the peers neither read nor write.
-  Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes, Slice own = {0, 0});
+  // Shows the first `input_bytes` of the operation's input and the first `output_bytes` of its output. Of both, the
+  // peers read and write no more than what is `shown`: all of the input, where nothing else is said.
+  Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes, std::vector<Slice> shown);
+  Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes)
+      : Direct(operation, host, input_bytes, output_bytes, {{0, input_bytes}}) {}
 
   // Tells everybody where this rank's buffers are, and waits for everybody's.
   void open();
@@ -72,14 +77,14 @@ class Direct {
 
  private:
   void push(size_t offset, size_t bytes, const std::byte* data);
-  void copy_but_own(void* to, const void* from, size_t bytes) const;
+  void copy_shown(void* to, const void* from) const;
   void take(const PeerMemory& from, size_t offset, size_t bytes, std::byte* out);
 
   const Operation& operation_;
   Host& host_;
   Board& board_;
   const size_t input_bytes_, output_bytes_;
-  const Slice own_;
+  const std::vector<Slice> shown_;
   const bool in_place_;
   Bounce input_bounce_, output_bounce_;
   const void* input_;  // as shown

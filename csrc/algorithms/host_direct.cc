@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "algorithms/direct.h"
 #include "algorithms/hierarchical.h"
@@ -18,7 +19,7 @@ namespace {
 void all_reduce(const Operation& op, Host& host) {
   const int size = host.board.size();
   // What is pushed to copies of the outputs, which all ranks make alike, is all but the rank's own slice.
-  Direct direct(op, host, op.bytes, op.bytes, slice_of(op.bytes, size, host.board.index()));
+  Direct direct(op, host, op.bytes, op.bytes, all_but(slice_of(op.bytes, size, host.board.index()), op.bytes));
   direct.open();
   const bool pushed = direct.outputs_are_shared();
   const size_t block_bytes = pushed ? op.bytes : 1024 * 1024;
@@ -35,27 +36,37 @@ void all_reduce(const Operation& op, Host& host) {
   direct.close();
 }
 
-// The parts lie apart, each stripe's one after another, so that every tensor of a buffer is contiguous.
+// Several tensors lie in one buffer, each contiguous, so that a rank's parts of them lie apart. A rank writes into its
+// own buffer only, and there only what no peer reads: its own parts of a reduce-scatter, the others' of an all-gather.
+std::vector<Slice> parts_of(const std::vector<Stripe>& stripes, int index) {
+  std::vector<Slice> parts;
+  for (const Stripe& stripe : stripes) {
+    parts.push_back({stripe.offset + static_cast<size_t>(index) * stripe.part_bytes, stripe.part_bytes});
+  }
+  return parts;
+}
+
 void reduce_scatter_stripes(const Operation& op, Host& host) {
-  const auto index = static_cast<size_t>(host.board.index());
-  Direct direct(op, host, op.bytes, 0);
+  std::vector<Slice> shown;
+  for (int step = 1; step < host.board.size(); ++step) {
+    const int peer = (host.board.index() + step) % host.board.size();
+    for (const Slice& part : parts_of(*op.stripes, peer)) shown.push_back(part);
+  }
+  Direct direct(op, host, op.bytes, 0, std::move(shown));
   direct.open();
-  for (const Stripe& stripe : op.stripes) {
-    const size_t offset = stripe.offset + index * stripe.part_bytes;
-    direct.fold(offset, stripe.part_bytes, static_cast<std::byte*>(op.output) + offset);
+  for (const Slice& own : parts_of(*op.stripes, host.board.index())) {
+    direct.fold(own.offset, own.bytes, static_cast<std::byte*>(op.output) + own.offset);
   }
   direct.pass();
 }
 
 void all_gather_stripes(const Operation& op, Host& host) {
-  const int size = host.board.size();
-  Direct direct(op, host, op.bytes, 0);
+  Direct direct(op, host, op.bytes, 0, parts_of(*op.stripes, host.board.index()));
   direct.open();
-  for (int step = 1; step < size; ++step) {
-    const int peer = (host.board.index() + step) % size;
-    for (const Stripe& stripe : op.stripes) {
-      const size_t offset = stripe.offset + static_cast<size_t>(peer) * stripe.part_bytes;
-      direct.take_input(peer, offset, stripe.part_bytes, static_cast<std::byte*>(op.output) + offset);
+  for (int step = 1; step < host.board.size(); ++step) {
+    const int peer = (host.board.index() + step) % host.board.size();
+    for (const Slice& part : parts_of(*op.stripes, peer)) {
+      direct.take_input(peer, part.offset, part.bytes, static_cast<std::byte*>(op.output) + part.offset);
     }
   }
   direct.pass();
@@ -63,7 +74,8 @@ void all_gather_stripes(const Operation& op, Host& host) {
 
 void reduce_scatter(const Operation& op, Host& host) {
   const Slice own{static_cast<size_t>(host.board.index()) * op.bytes, op.bytes};
-  Direct direct(op, host, op.bytes * static_cast<size_t>(host.board.size()), 0, own);
+  const size_t whole = op.bytes * static_cast<size_t>(host.board.size());
+  Direct direct(op, host, whole, 0, all_but(own, whole));
   direct.open();
   direct.fold(own.offset, own.bytes, direct.output());
   direct.pass();
@@ -136,7 +148,7 @@ void all_to_all(const Operation& op, Host& host) {
   }
   offsets[size] = total;
   const auto self = static_cast<size_t>(board.index());
-  Direct direct(op, host, total, 0, {offsets[self], op.send_bytes[self]});
+  Direct direct(op, host, total, 0, all_but({offsets[self], op.send_bytes[self]}, total));
   direct.open();
   size_t taken = 0;
   for (int peer = 0; peer < size; ++peer) {
@@ -178,9 +190,9 @@ void run_direct(const Operation& op, Host& host) {
     case Collective::all_reduce:
       return all_reduce(op, host);
     case Collective::all_gather:
-      return op.stripes.empty() ? all_gather(op, host) : all_gather_stripes(op, host);
+      return op.stripes ? all_gather_stripes(op, host) : all_gather(op, host);
     case Collective::reduce_scatter:
-      return op.stripes.empty() ? reduce_scatter(op, host) : reduce_scatter_stripes(op, host);
+      return op.stripes ? reduce_scatter_stripes(op, host) : reduce_scatter(op, host);
     case Collective::broadcast:
       return broadcast(op, host);
     case Collective::reduce:

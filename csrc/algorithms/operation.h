@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "common/deadline.h"
@@ -53,14 +54,14 @@ struct Operation {
   size_t bytes = 0;
   // all_to_all: what goes to (comes from) each rank, in the order of ranks, without gaps.
   std::vector<size_t> send_bytes, receive_bytes;
-  // all_gather, reduce_scatter within a host, in place: several tensors in one buffer of `bytes`, each cut into a
-  // part for every rank. Empty: one tensor.
-  std::vector<Stripe> stripes;
+  // all_gather, reduce_scatter within a host, in place, direct: several tensors in one buffer of `bytes`, each cut
+  // into a part for every rank; in the order of their offsets, and none overlaps the next. Absent: one tensor.
+  std::optional<std::vector<Stripe>> stripes;
   Deadline deadline = Deadline::after(1800);
 };
 
-// Throws Failure(Code::invalid) for what no algorithm can do among `size` ranks. All ranks find the same,
-// and none has sent anything yet.
-void require_possible(const Operation& operation, int size);
+// Throws Failure(Code::invalid) for what no algorithm can do among `size` ranks, on one host or on several. All
+// ranks find the same, and none has sent anything yet.
+void require_possible(const Operation& operation, int size, bool one_host);
 
 }  // namespace shoal

@@ -232,6 +232,50 @@ void what_cannot_be_done_is_refused_and_the_group_goes_on() {
   });
 }
 
+Operation stripes_of(std::vector<float>& data, std::vector<Stripe> stripes) {
+  Operation operation = all_reduce_of(data, 60, Method::direct);
+  operation.collective = Collective::reduce_scatter;
+  operation.stripes = std::move(stripes);
+  return operation;
+}
+
+// 24 floats of two ranks: what does not fit would be read and written outside of them.
+void stripes_that_do_not_fit_are_refused_and_the_group_goes_on() {
+  const std::vector<std::vector<Stripe>> wrong{
+      {{0, 49}}, {{0, 52}}, {{92, 4}}, {{100, 0}}, {{0, SIZE_MAX}},   // not within the buffer
+      {{2, 8}},  {{0, 6}},                                            // not of whole elements
+      {{0, 8}, {12, 4}}, {{48, 8}, {0, 8}},                           // overlap, or are not in order
+  };
+  Groups groups({0, 0});
+  groups.run([&](Group& group) {
+    std::vector<float> data(24, 1), elsewhere(24);
+    for (const auto& stripes : wrong) CHECK_THROWS(group.call(stripes_of(data, stripes), false), Code::invalid);
+    Operation operation = stripes_of(data, {{0, 8}});
+    operation.output = elsewhere.data();
+    CHECK_THROWS(group.call(operation, false), Code::invalid);
+    operation = stripes_of(data, {{0, 8}});
+    operation.algorithm = Method::ring;
+    CHECK_THROWS(group.call(operation, false), Code::invalid);
+    operation = stripes_of(data, {{0, 8}});
+    operation.collective = Collective::all_reduce;
+    CHECK_THROWS(group.call(operation, false), Code::invalid);
+
+    call(group, stripes_of(data, {}));
+    CHECK(data == std::vector<float>(24, 1));
+    call(group, stripes_of(data, {{0, 8}, {16, 40}}));
+    std::vector<float> wanted(24, 1);
+    const int own = group.rank();
+    std::fill_n(wanted.begin() + 2 * own, 2, 2.0F);
+    std::fill_n(wanted.begin() + 4 + 10 * own, 10, 2.0F);
+    CHECK(data == wanted);
+  });
+  Groups apart({0, 1});
+  apart.run([&](Group& group) {
+    std::vector<float> data(24, 1);
+    CHECK_THROWS(group.call(stripes_of(data, {{0, 8}}), false), Code::invalid);
+  });
+}
+
 void nothing_is_left_of_groups_that_were_closed(const Hosts& hosts) {
   const int size = static_cast<int>(hosts.size());
   int descriptors = 0;
@@ -272,5 +316,6 @@ int main() {
   time_that_ran_out_is_said_of_a_rank_that_did_not_come({0, 0, 1, 1}, Method::hierarchical, 2);
   time_that_ran_out_is_said_of_a_rank_that_did_not_come({0, 1}, Method::direct, 1);
   what_cannot_be_done_is_refused_and_the_group_goes_on();
+  stripes_that_do_not_fit_are_refused_and_the_group_goes_on();
   return report();
 }

@@ -115,6 +115,68 @@ void parts_may_be_in_place(bool reads_peers) {
   });
 }
 
+// Tensors in one buffer, with gaps between them; of some the parts are empty.
+std::vector<Stripe> random_stripes(std::mt19937& random, size_t size, size_t unit, size_t& bytes) {
+  constexpr size_t counts[] = {0, 1, 15, 16, 17, 1000, 33'000, 150'001};
+  std::vector<Stripe> stripes(random() % 6);
+  bytes = 0;
+  for (Stripe& stripe : stripes) {
+    bytes += random() % 3 * unit;
+    stripe = {bytes, counts[random() % std::size(counts)] * unit};
+    bytes += size * stripe.part_bytes;
+  }
+  bytes += random() % 3 * unit;
+  return stripes;
+}
+
+// What the rank's buffer holds afterwards: nothing but its parts, or those of the others, has changed.
+std::vector<uint32_t> expected_stripes(const Operation& op, size_t own, size_t size, size_t count) {
+  std::vector<std::vector<uint32_t>> given;
+  for (size_t peer = 0; peer < size; ++peer) given.push_back(elements_of(peer, count));
+  std::vector<uint32_t> wanted = given[own];
+  for (const Stripe& stripe : *op.stripes) {
+    for (size_t peer = 0; peer < size; ++peer) {
+      const size_t offset = stripe.offset + peer * stripe.part_bytes;
+      if (op.collective == Collective::all_gather) {
+        const auto* from = reinterpret_cast<const std::byte*>(given[peer].data());
+        std::copy_n(from + offset, stripe.part_bytes, reinterpret_cast<std::byte*>(wanted.data()) + offset);
+      } else if (peer == own) {
+        for (size_t index = offset / 4; index < (offset + stripe.part_bytes) / 4; ++index) {
+          wanted[index] = 0;
+          for (const auto& each : given) wanted[index] += each[index];
+        }
+      }
+    }
+  }
+  return wanted;
+}
+
+void stripes_give_what_the_reference_gives(int size, bool reads_peers) {
+  HostRanks ranks(size, {.reads_peers = reads_peers});
+  ranks.run([&](HostRank& rank) {
+    std::mt19937 random(static_cast<unsigned>(size));
+    for (int turn = 0; turn < 60; ++turn) {
+      Operation operation;
+      const bool gathers = random() % 2 == 0;
+      operation.collective = gathers ? Collective::all_gather : Collective::reduce_scatter;
+      operation.algorithm = Method::direct;
+      operation.dtype = Dtype::int32;
+      operation.deadline = Deadline::after(60);
+      const size_t unit = gathers && random() % 2 == 0 ? 1 : sizeof(uint32_t);  // what is moved may be of any size
+      operation.stripes = random_stripes(random, static_cast<size_t>(size), unit, operation.bytes);
+      operation.bytes = (operation.bytes + 3) / 4 * 4;
+      const size_t count = operation.bytes / 4;
+      const auto placement = static_cast<Placement>(random() % 3);
+      const auto own = static_cast<size_t>(rank.index);
+      Elements buffer(elements_of(own, count), rank.host.shared_buffers, is_shared(placement, rank.index));
+      operation.input = operation.output = buffer.data();
+      require_possible(operation, size, true);
+      run_direct(operation, rank.host);
+      CHECK(buffer.values() == expected_stripes(operation, own, static_cast<size_t>(size), count));
+    }
+  });
+}
+
 void parts_of_the_wrong_size_are_named() {
   HostRanks ranks(2);
   ranks.run([&](HostRank& rank) {
@@ -155,7 +217,10 @@ int main() {
     }
   }
   collectives_give_what_the_reference_gives(3, false, UINT32_MAX - 100);
-  for (const bool reads_peers : {true, false}) parts_may_be_in_place(reads_peers);
+  for (const bool reads_peers : {true, false}) {
+    parts_may_be_in_place(reads_peers);
+    for (int size = 1; size <= 5; ++size) stripes_give_what_the_reference_gives(size, reads_peers);
+  }
   parts_of_the_wrong_size_are_named();
   an_alarm_ends_a_collective_that_others_never_call();
   return report();

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +27,15 @@ def describe_call(call: Call, tensor: torch.Tensor | None) -> list[int]:
         tensor: Of the type that is moved; None of a barrier.
     """
     dtype = _DTYPES.index(str(tensor.dtype)) if tensor is not None else -1
-    return [call.collective, dtype, call.reduction, call.root, call.bytes]
+    return [call.collective, dtype, call.reduction, call.root, call.bytes, *_describe_stripes(call)]
+
+
+def _describe_stripes(call: Call) -> tuple[int, int]:
+    """How many stripes there are, and a number for where they lie; (-1, 0) where a tensor is one."""
+    if call.stripes is None:
+        return -1, 0
+    numbers = (ctypes.c_uint64 * (2 * call.stripe_count)).from_address(call.stripes)
+    return call.stripe_count, zlib.crc32(bytes(numbers))
 
 
 def first_difference(calls: Sequence[Sequence[int]], rank: int) -> tuple[int, str] | None:
@@ -61,7 +71,7 @@ def first_uneven_split(splits: Sequence[Sequence[int]]) -> tuple[int, str] | Non
 
 
 def _text(told: Sequence[int]) -> str:
-    collective, dtype, reduction, root, nbytes = told
+    collective, dtype, reduction, root, nbytes, stripes, place = told
     name = _NAMES.get(collective, f"collective {collective}")
     text = name
     if dtype >= 0:
@@ -70,6 +80,8 @@ def _text(told: Sequence[int]) -> str:
         text += f", {nbytes} bytes"
     if name in _REDUCING:
         text += f", {REDUCTION_NAMES[reduction]}"
+    if stripes >= 0:
+        text += f", in {stripes} stripes at {place:08x}"
     if name in _ROOTED:
         text += f", root {root}"
     return text

@@ -22,6 +22,7 @@ from shoal.collectives.named import NamedGroup
 from shoal.collectives.native import NativeGroup
 from shoal.collectives.operands import (
     bytes_of,
+    contiguous_bytes,
     require_dense,
     require_size,
     split_bytes,
@@ -229,17 +230,17 @@ class ProcessGroup(NamedGroup):
         )  # fmt: skip
 
     def all_gather_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
-        """Gives every rank everybody's parts of the tensors in a buffer, in place, on one host."""
+        """Gives every rank everybody's parts of the tensors in a buffer, in place; all are on one host."""
         return self._run(
             "all_gather", buffer, buffer, _ALL_GATHER, [buffer],
-            nbytes=bytes_of(buffer), whole=0, slot=0, stripes=stripes,
+            nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes,
         )  # fmt: skip
 
     def reduce_scatter_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
-        """Sums this rank's parts of the tensors in a buffer over all ranks, in place, all on one host."""
+        """Sums this rank's parts of the tensors in a buffer over all ranks, in place; all are on one host."""
         return self._run(
             "reduce_scatter", buffer, buffer, _REDUCE_SCATTER, [buffer],
-            nbytes=bytes_of(buffer), whole=0, slot=0, stripes=stripes, reduces=buffer,
+            nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes, reduces=buffer,
         )  # fmt: skip
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _GATHER) -> dist.Work:
@@ -328,7 +329,7 @@ class ProcessGroup(NamedGroup):
     def recv(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
         """Receives one tensor from a rank."""
         (tensor,) = tensors
-        flat, finish = to_be_filled(tensor)
+        flat, finish = to_be_filled(require_dense(tensor))
         return self._native.receive(flat, peer, tag, finish)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["NamedGroup"]
@@ -41,6 +42,13 @@ class NamedGroup(_Base):
         return "shoal"
 
     getBackendName = name  # noqa: N815
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> NamedGroup:
+        return self
 
     def getGroupName(self) -> str:  # noqa: N802
         """The group's name."""

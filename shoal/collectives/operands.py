@@ -8,7 +8,15 @@ import torch
 
 from shoal.errors import CollectiveError
 
-__all__ = ["bytes_of", "require_dense", "require_size", "split_bytes", "to_be_changed", "to_be_filled"]
+__all__ = [
+    "bytes_of",
+    "contiguous_bytes",
+    "require_dense",
+    "require_size",
+    "split_bytes",
+    "to_be_changed",
+    "to_be_filled",
+]
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -23,7 +31,21 @@ def require_dense(tensor: torch.Tensor) -> torch.Tensor:
             f'the backend "shoal" moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}',
             fault="invalid",
         )
+    # No element has more than 16 bytes, and no memory begins as low: so this finds what begins at 0.
+    if tensor.data_ptr() <= 16 * tensor.storage_offset() and tensor.numel():
+        raise CollectiveError(
+            f'the backend "shoal" moves tensors that have memory; a {type(tensor).__name__} of shape '
+            f"{list(tensor.shape)} has none: give the tensor within it, of a DTensor its to_local()",
+            fault="invalid",
+        )
     return tensor
+
+
+def contiguous_bytes(tensor: torch.Tensor) -> int:
+    """The size of its elements; raises CollectiveError unless they lie one after another."""
+    if not tensor.is_contiguous():
+        raise CollectiveError("stripes lie in a contiguous buffer", fault="invalid")
+    return bytes_of(tensor)
 
 
 def require_size(tensor: torch.Tensor, elements: int, what: str) -> None:

@@ -13,7 +13,8 @@ class Stripes:
 
     Args:
         stripes: Of each tensor the byte where it begins and the bytes of one rank's part; rank i's part
-            begins i parts behind it.
+            begins i parts behind it. In the order in which they lie; none overlaps the next. All ranks have
+            the same.
     """
 
     def __init__(self, stripes: Sequence[tuple[int, int]]) -> None:
@@ -21,4 +22,3 @@ class Stripes:
         self._numbers = (ctypes.c_uint64 * len(numbers))(*numbers)
         self.address = ctypes.addressof(self._numbers)
         self.count = len(stripes)
-        self.part_bytes = sum(part for _, part in stripes)

@@ -92,17 +92,18 @@ class BlockOrder:
         self._walks = 0  # with gradients, in the forwards since the last backward
         self._walks_back = 0
         self._is_open = False  # a forward runs, or has run since the last backward
-        model.register_forward_pre_hook(self._before_model)
-        model.register_forward_hook(self._after_model)
-        model.register_forward_hook(self._leave_model, always_call=True)
+        # torch.compile makes what a model computes quicker; the communication it is to leave as it is.
+        model.register_forward_pre_hook(torch.compiler.disable(self._before_model))
+        model.register_forward_hook(torch.compiler.disable(self._after_model))
+        model.register_forward_hook(torch.compiler.disable(self._leave_model), always_call=True)
         in_blocks: set[nn.Module] = set()
         for index, block in enumerate(blocks):
             for module in block.modules():
                 in_blocks.add(module)
                 is_owner = any(each is not None for each in module._parameters.values())
                 if is_owner or module is block:
-                    module.register_forward_pre_hook(self._before_block(index))
-                    module.register_forward_hook(self._after_block(index))
+                    module.register_forward_pre_hook(torch.compiler.disable(self._before_block(index)))
+                    module.register_forward_hook(torch.compiler.disable(self._after_block(index)))
                 if is_owner:  # only now: the module is running when it uses its own parameters
                     watch(module, self._use_of_block(index), self._is_forward_open)
         for number, module in enumerate(model.modules()):

@@ -45,7 +45,7 @@ def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callab
     for name, parameter in module.named_parameters():
         if parameter not in given:
             setattr(parameter, _COMPUTES, name)
-    called = weakref.WeakMethod(changed)  # type: ignore[arg-type]
+    called = _Told(weakref.WeakMethod(changed))  # type: ignore[arg-type]
     for each in owned:
         setattr(each.parameter, _CHANGED, called)
         setattr(each.parameter, _PART, _part_of(each))
@@ -73,6 +73,23 @@ def _require_whole(optimizer: Optimizer) -> None:
                     if part == "a block"
                     else f"make WholeParameters(parallel, parameters, {kind}), or set optimizer.whole=true",
                 )
+
+
+class _Told:
+    """Who is told of a parameter's changes; nobody of those of a copy.
+
+    Args:
+        method: Gives the method to call, or None once its object is gone.
+    """
+
+    def __init__(self, method: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
+        self._method = method
+
+    def __call__(self) -> Callable[[], None] | None:
+        return self._method()
+
+    def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
+        return _Told, ()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

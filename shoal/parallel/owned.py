@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Axis
@@ -88,6 +89,9 @@ def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch
     from torch.distributed.tensor import DTensor, Replicate, Shard  # takes long, and few Plans need it
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+    # Through dlpack, for a storage that begins where the rows do: `copy.deepcopy` takes a DTensor that begins
+    # elsewhere in its storage for a tensor with memory of its own, and fails.
+    local = from_dlpack(local)
     stride = tuple(local.stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     placement = Shard(0) if shape else Replicate()

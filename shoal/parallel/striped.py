@@ -55,8 +55,8 @@ class Striped:
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> Pending:
         """Sums the tensors in `buffer` over the axis; this rank gets its parts, the others are undefined."""
-        if self._axis.size == 1:
-            return self._axis.reduce_scatter(buffer, buffer, name)
+        if self._axis.size == 1 or not self._stripes:
+            return self._axis.reduce_scatter(buffer[:0], buffer[:0], name)
         if self._is_native:
             stripes = self._native_stripes(buffer)
 

@@ -24,7 +24,7 @@ from fault_ranks import (
     group,
 )
 
-from shoal.collectives import empty, is_built
+from shoal.collectives import Stripes, empty, is_built
 from shoal.errors import CollectiveError
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native core was not built")
@@ -165,6 +165,9 @@ def disagree(tell: Connection, rank: int, size: int, store: str, is_one_host: bo
             torch.empty(size), torch.ones(size + odd), [1] * size, [1] * (size - 1) + [1 + odd]
         ),
     }
+    if is_one_host:
+        stripes = Stripes([(0, 4), (16 if odd else 12, 4)])
+        calls["stripes"] = lambda: group().all_gather_stripes(torch.ones(8), stripes)
     failures = {what: failure_of(call) for what, call in calls.items()}
     dist.all_reduce(four)  # what was not begun disturbs nothing
     tell.send((failures, four[0].item()))
@@ -177,6 +180,7 @@ WANTED = {
     "roots": ("root 0", "root 1"),
     "collectives": ("all_reduce", "barrier"),
     "splits": ("all_to_all with 8 bytes", "all_to_all with 4 bytes"),
+    "stripes": ("all_gather of float32, 32 bytes, in 2 stripes at",),
 }
 
 

@@ -12,11 +12,14 @@ import collective_cases
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import ReduceOp
+from torch.distributed.tensor import DTensor, Replicate
 
 import shoal.collectives
 from shoal.collectives import Options
 from shoal.cost import ALGORITHMS
+from shoal.errors import CollectiveError
 
 RANKS = 4
 NAMES = {
@@ -162,3 +165,38 @@ def average() -> None:
         integers = torch.full((count,), -rank - 1 if rank else 0)  # 0, -2, -3: their average is cut to -1
         dist.all_reduce(integers, ReduceOp.AVG)
         assert (integers == -1).all()
+
+
+def refuse_without_memory() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    whole = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
+    freed = torch.ones(8)
+    view = freed[4:]
+    freed.untyped_storage().resize_(0)
+    peer = 1 - rank
+    for tensor in (whole, freed, view):
+        other = torch.empty(size * tensor.numel())
+        for call in (
+            lambda tensor=tensor: dist.all_reduce(tensor),
+            lambda tensor=tensor: dist.broadcast(tensor, 0),
+            lambda tensor=tensor: dist.reduce(tensor, 0),
+            lambda tensor=tensor, other=other: dist.all_gather_into_tensor(other, tensor),
+            lambda tensor=tensor, other=other: dist.reduce_scatter_tensor(tensor, other),
+            lambda tensor=tensor, other=other: dist.all_to_all_single(tensor, torch.empty(tensor.shape)),
+            lambda tensor=tensor: dist.send(tensor, peer),
+            lambda tensor=tensor: dist.recv(tensor, peer),
+        ):
+            with pytest.raises(
+                CollectiveError, match=f"{type(tensor).__name__} of shape .* has none"
+            ) as raised:
+                call()
+            assert raised.value.fault == "invalid"
+    none = torch.empty(0)
+    dist.all_reduce(none)  # has nothing to move, and needs no memory
+    dist.all_reduce(whole.to_local())
+    assert bool((whole.to_local() == size).all())
+
+
+def test_a_tensor_without_memory_is_refused_by_name(ranks):
+    ranks.run(refuse_without_memory, 2)

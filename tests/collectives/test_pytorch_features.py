@@ -1,6 +1,7 @@
 """What PyTorch builds on process groups computes the same over the backend "shoal" as over gloo, or alone."""
 
 import os
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -293,6 +295,21 @@ def checkpoint(folder):
     close(whole(again.parameters()), trained, rtol=0, atol=0)
 
 
+def load_from_first(folder):
+    """What torch asks a group about its devices for: a state of rank 0 alone, a save in the background."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = shard(mesh)
+    state = build().state_dict()
+    wanted = {name: value.clone().fill_(2.0) for name, value in state.items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(wanted) if dist.get_rank() == 0 else {}, options=options)
+    close(whole(model.parameters()), list(wanted.values()), rtol=0, atol=0)
+    dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder).result()
+    dcp.load({"model": state}, checkpoint_id=folder)
+    close(list(state.values()), list(wanted.values()), rtol=0, atol=0)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=77), dist.group.WORLD)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_dtensor_is_the_same_in_every_placement(shoal_ranks, ranks):
     shoal_ranks.run(redistribute, ranks)
@@ -304,6 +321,10 @@ def test_tensor_parallel_layers_compute_what_one_process_does(shoal_ranks):
 
 def test_a_distributed_checkpoint_loads_what_was_saved(shoal_ranks, tmp_path):
     shoal_ranks.run(checkpoint, 2, str(tmp_path / "checkpoint"))
+
+
+def test_fsdp2_takes_up_a_state_of_rank_0_and_saves_in_the_background(shoal_ranks, tmp_path):
+    shoal_ranks.run(load_from_first, 2, str(tmp_path / "checkpoint"))
 
 
 # --- pipelining ---

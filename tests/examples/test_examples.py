@@ -115,3 +115,12 @@ def test_the_configuration_trains(monkeypatch, tmp_path):
     assert shoal(["train", str(config), "--run", str(tmp_path / "run"), *smaller]) == 0
     metrics = Run.open(tmp_path / "run").metrics()
     assert metrics[-1]["loss"] < metrics[0]["loss"]
+
+
+def test_an_average_of_the_weights_is_evaluated_and_exported(monkeypatch, capfd):
+    alone = run_alone(monkeypatch, capfd, "10_average.py")
+    printed = run_on_two_ranks(capfd, "10_average.py")
+    assert losses(printed) == pytest.approx(losses(alone) * 2, abs=0.002)  # printed with three digits
+    assert losses(alone)[0] < SORTS
+    assert re.findall(r"(\d) whole tensors", alone) == ["4"]
+    assert sorted(re.findall(r"(\d) whole tensors", printed)) == ["0", "4"]

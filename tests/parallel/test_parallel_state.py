@@ -1,6 +1,7 @@
 """What people do with a module's state and parameters, done to a model that is laid over ranks."""
 
 import copy
+import io
 import tempfile
 
 import pytest
@@ -114,9 +115,25 @@ def go_through_states(plan, folder):
         dcp.load(state, checkpoint_id=folder)
         other.load_state_dict(state)
 
+    def by_torch_save(other):
+        file = io.BytesIO()
+        torch.save(parallel.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file, weights_only=False))
+
+    def by_copies(other):
+        copies = copy.deepcopy(dict(parallel.named_parameters()))
+        with torch.no_grad():
+            for name, each in other.named_parameters():
+                each.copy_(copies[name])
+        other.load_state_dict(parallel.saved_buffers(), strict=False)
+
     told = [full]
     dist.broadcast_object_list(told)
     return {
+        "a deep copy": outcome(lambda other: other.load_state_dict(copy.deepcopy(parallel.state_dict()))),
+        "deep copies of parameters": outcome(by_copies),
+        "torch.save": outcome(by_torch_save),
         "state_dict": outcome(lambda other: other.load_state_dict(parallel.state_dict())),
         "whole tensors": outcome(lambda other: other.load_state_dict(told[0])),
         "full_state_dict": outcome(lambda other: other.load_full_state_dict(full)),
