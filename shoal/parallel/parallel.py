@@ -136,8 +136,6 @@ class Parallel(nn.Module):
                 part.backward()
         return total
 
-    # -- what people know of modules ----------------------------------------------------------------
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -237,6 +235,18 @@ class Parallel(nn.Module):
             change="move or cast the model before it is laid out",
         )
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_modules", {}).get("module")
+            if not hasattr(model, name):
+                raise
+        raise AttributeError(
+            f"Parallel has no attribute {name!r}; the model has: module.{name}. If torch's "
+            "get_model_state_dict looked for it: call state_dict(), or shoal.save with an optimizer"
+        )
+
     def __deepcopy__(self, memory: dict[int, Any]) -> NoReturn:
         raise LayoutError(
             "a model that is laid over ranks was to be copied or pickled, and it stands for process groups",
@@ -246,8 +256,6 @@ class Parallel(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__deepcopy__({})
-
-    # -- training -----------------------------------------------------------------------------------
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers of the `state_dict`, as this rank has them."""
@@ -386,5 +394,4 @@ class Parallel(nn.Module):
         return norm
 
     def _stale(self) -> str | None:
-        """Why the model's own parameters are not what their owners have; None if they are."""
         return next((each.stale for each in self._strategies if each.stale is not None), None)

@@ -246,3 +246,11 @@ def test_weights_that_are_swapped_between_forwards_count(ranks, shard, precision
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **tolerance)
         assert losses[0] == losses[2]
         assert abs(losses[0] - losses[1]) > 0.01
+
+
+def test_what_the_model_alone_has_is_named():
+    parallel = made("")
+    with pytest.raises(AttributeError, match=r"module\.embed"):
+        parallel.embed  # noqa: B018
+    with pytest.raises(AttributeError, match="'Parallel' object has no attribute 'nothing'"):
+        parallel.nothing  # noqa: B018
