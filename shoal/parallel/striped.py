@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup, Stripes
 from shoal.parallel.communication import Axis, Pending, new_buffer
@@ -43,7 +44,7 @@ class Striped:
             return self._axis.begin(
                 f"all_gather:{name}", buffer, lambda: group.all_gather_stripes(buffer, stripes)
             )
-        if buffer.is_cuda:
+        if self._coalesces:
             return self._axis.begin(f"all_gather:{name}", buffer, self._coalesced(buffer, is_gather=True))
         packed = self._packed(buffer)
         self._copy(buffer, packed, [self._axis.index], is_packing=True)
@@ -64,7 +65,7 @@ class Striped:
             return self._axis.begin(
                 f"reduce_scatter:{name}", buffer, lambda: group.reduce_scatter_stripes(buffer, stripes)
             )
-        if buffer.is_cuda:
+        if self._coalesces:
             return self._axis.begin(
                 f"reduce_scatter:{name}", buffer, self._coalesced(buffer, is_gather=False)
             )
@@ -80,6 +81,10 @@ class Striped:
     def _is_native(self) -> bool:
         group = self._axis.process_group
         return isinstance(group, ProcessGroup) and group.hosts == 1
+
+    @property
+    def _coalesces(self) -> bool:
+        return dist.get_backend(self._axis.process_group) == "nccl"
 
     def _native_stripes(self, buffer: torch.Tensor) -> Stripes:
         size = buffer.element_size()
