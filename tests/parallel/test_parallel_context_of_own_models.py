@@ -102,3 +102,32 @@ def test_attention_that_is_not_declared_is_refused_with_what_to_write(ranks):
     text = ranks.run(refused, 2)[0]
     assert "Undeclared has no attention that reaches over ranks" in text
     assert "self.attend = causal_attention" in text
+
+
+class Adapted(nn.Module):
+    """Attention, and layers behind it that a rank may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = Layer()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, hidden, skip):
+        hidden = self.attention(hidden)
+        return hidden if skip else sum((layer(hidden) for layer in self.layers), hidden)
+
+
+def train_with_layers_of_one_rank(plan):
+    parallel = parallelize(Adapted(), plan)
+    hidden = parallel.local_sequence(torch.ones(2, SEQ, WIDTH))
+    for _ in range(2):
+        parallel(hidden, skip=parallel.axes.cp.index == 1).square().mean().backward()
+    return [owned.name for owned in parallel.owned if owned.gradient is None]
+
+
+@pytest.mark.parametrize("shard", ["none", "zero1", "zero2"])
+def test_parameters_with_a_gradient_on_one_rank_do_not_hold_attention_up(ranks, shard):
+    """The buckets are small: several would be waited for before attention's backward, where ranks meet."""
+    plan = f"cp=2,shard={shard},bucket=4KiB"
+    assert ranks.run(train_with_layers_of_one_rank, 2, plan, timeout=60) == [[], []]
