@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -52,7 +51,7 @@ def shoal_as_rank(arguments: Sequence[str], folder: Path, port: int) -> Ended:
 def shoal_in_a_process_that_saw_no_model(arguments: Sequence[str], folder: Path) -> Ended:
     """Runs the program where neither modules nor folders of earlier runs are known."""
     before = sys.path[:]
-    sys.path[:] = [entry for entry in before if not entry.startswith(tempfile.gettempdir())]
+    sys.path[:] = [entry for entry in before if not entry.startswith(str(folder.parent))]
     for name in [name for name in sys.modules if name.endswith("_at_home")]:
         del sys.modules[name]
     try:
