@@ -171,7 +171,7 @@ class Passes:
         position: int,
         stop: bool,
     ) -> torch.Tensor:
-        """The same by the Plan's schedule."""
+        """Forward and backward in the order of the Plan's schedule; the sum over ranks of loss and stop."""
 
         def pairs() -> Iterator[tuple[Any, Any]]:
             for number, micro_batch in enumerate(micro_batches):
