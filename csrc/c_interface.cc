@@ -39,6 +39,24 @@ SharedBuffers& shared_buffers() {
   return *buffers;
 }
 
+// What its groups share, made with the first and gone with the last. A process that was forked off has another, too.
+std::shared_ptr<Hub> process_hub() {
+  struct Place {
+    std::mutex mutex;
+    std::weak_ptr<Hub> hub;
+  };
+  static std::atomic<Place*> place;
+  static std::once_flag once;
+  std::call_once(once, [] {
+    place = new Place;
+    pthread_atfork(nullptr, nullptr, [] { place = new Place; });
+  });
+  std::lock_guard lock(place.load()->mutex);
+  std::shared_ptr<Hub> hub = place.load()->hub.lock();
+  if (!hub) place.load()->hub = hub = std::make_shared<Hub>();
+  return hub;
+}
+
 int64_t remember(Code code, int rank, const std::string& text) {
   last_rank = rank;
   last_text = text;
@@ -73,7 +91,8 @@ struct shoal_group {
     Deadline deadline;  // of messages; an operation knows its own
   };
 
-  explicit shoal_group(const GroupOptions& options) : group(std::in_place, options, shared_buffers()) {}
+  explicit shoal_group(const GroupOptions& options)
+      : hub(process_hub()), group(std::in_place, options, shared_buffers(), *hub) {}
 
   int64_t keep(Begun begun) {
     std::lock_guard lock(mutex);
@@ -101,8 +120,10 @@ struct shoal_group {
     group->end();
     while (visitors.load() > 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
     group.reset();
+    hub.reset();
   }
 
+  std::shared_ptr<Hub> hub;
   std::optional<Group> group;
   const unsigned born_in = generation();
   std::atomic<bool> is_closed{false};

@@ -52,9 +52,10 @@ bool goes_level_by_level(const Operation& operation) {
 
 }  // namespace
 
-Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers)
+Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hub)
     : options_(options),
       shared_buffers_(shared_buffers),
+      hub_(hub),
       hierarchy_(options.hosts),
       one_host_(hierarchy_.hosts() == 1),
       patience_(patience_for(static_cast<int>(local_ranks().size()), false)),
@@ -70,9 +71,9 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers)
   // for long, and that no more comes shows in the connection's end.
   const Watch::Limits limits{options_.heartbeat, one_host_ ? 0.5 : options_.heartbeat,
                              [this](int peer) { return is_waited_for(peer); }};
-  watch_.emplace(self, waiting_, limits, alarm_, [this] { wake_sleepers(); });
+  watch_.emplace(self, waiting_, limits, alarm_, hub_, [this] { wake_sleepers(); });
   if (!one_host_) {
-    network_.emplace(options_.rank, size(), options_.bind_address, options_.streams, alarm_, *watch_);
+    network_.emplace(options_.rank, size(), options_.bind_address, options_.streams, alarm_, *watch_, hub_);
   }
 }
 
@@ -121,18 +122,19 @@ std::string Group::introduce() const {
   const Introduction own = board_.introduce();
   std::ostringstream text;
   text << own.pid << ' ' << own.descriptor << ' ' << own.started << ' ' << own.cookie_address;
-  if (network_) text << ' ' << network_->address();
+  if (network_) text << ' ' << network_->endpoint().process << ' ' << network_->endpoint().address;
   return text.str();
 }
 
 bool Group::join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline) {
   std::vector<Introduction> peers_here;
-  std::vector<std::string> addresses;
+  std::vector<Endpoint> endpoints;
   std::vector<int> remote_ranks;
   for (int rank = 0; rank < size(); ++rank) {
     std::istringstream text(introductions[static_cast<size_t>(rank)]);
     Introduction peer;
-    text >> peer.pid >> peer.descriptor >> peer.started >> peer.cookie_address >> addresses.emplace_back();
+    Endpoint& endpoint = endpoints.emplace_back();
+    text >> peer.pid >> peer.descriptor >> peer.started >> peer.cookie_address >> endpoint.process >> endpoint.address;
     if (is_here(rank)) {
       peers_here.push_back(peer);
     } else {
@@ -147,7 +149,7 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
     watch_->add_local({local_ranks()[static_cast<size_t>(other)], peer.pid, peer.started,
                        &front.heartbeat, &front.state, &front.presence, &front.reason});
   }
-  if (network_) network_->start(addresses, remote_ranks, secret, deadline);
+  if (network_) network_->start(endpoints, remote_ranks, secret, deadline);
   return board_.can_read_peers();
 }
 

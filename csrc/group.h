@@ -12,6 +12,7 @@
 #include "algorithms/mailbox.h"
 #include "algorithms/over_links.h"
 #include "executor.h"
+#include "transport/hub.h"
 #include "transport/ring_link.h"
 #include "transport/tcp_network.h"
 #include "transport/watch.h"
@@ -28,7 +29,8 @@ struct GroupOptions {
 
 class Group {
  public:
-  Group(const GroupOptions& options, SharedBuffers& shared_buffers);
+  // `hub` is the process's: it outlives the group.
+  Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hub);
   ~Group();
 
   // Forming a group: every rank publishes its introduction, joins with everybody's, and starts when all
@@ -76,6 +78,7 @@ class Group {
 
   const GroupOptions options_;
   SharedBuffers& shared_buffers_;
+  Hub& hub_;
   const Hierarchy hierarchy_;      // which ranks are on which host
   std::vector<int> across_ranks_;  // the ranks with this one's local index, by host, if every host has one
   bool one_host_;

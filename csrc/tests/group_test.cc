@@ -28,7 +28,8 @@ class Groups {
       options.rank = rank;
       options.hosts = hosts;
       options.bind_address = "127.0.0.1";
-      groups_.push_back(std::make_unique<Group>(options, shared_buffers_));
+      hubs_.push_back(std::make_unique<Hub>());  // as if each rank were a process
+      groups_.push_back(std::make_unique<Group>(options, shared_buffers_, *hubs_.back()));
       introductions.push_back(groups_.back()->introduce());
     }
     run([&](Group& group) { CHECK(group.join(introductions, secret_of(7), Deadline::after(60))); });
@@ -59,6 +60,7 @@ class Groups {
 
  private:
   SharedBuffers shared_buffers_;
+  std::vector<std::unique_ptr<Hub>> hubs_;
   std::vector<std::unique_ptr<Group>> groups_;
 };
 

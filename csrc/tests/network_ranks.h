@@ -53,24 +53,32 @@ struct RankOptions {
 // One rank, with all that a group would have around its network.
 struct NetworkRank {
   NetworkRank(int rank, int size, const RankOptions& options)
+      : NetworkRank(rank, size, options, std::make_shared<Hub>(options.handshake_limit)) {}
+
+  // One of a process that has other groups too.
+  NetworkRank(int rank, int size, const RankOptions& options, std::shared_ptr<Hub> process)
       : rank(rank),
-        watch(shown.as(rank), waiting, options.limits, alarm, [this] { network.interrupt(); }),
-        network(rank, size, options.address, options.streams, alarm, watch, options.handshake_limit) {}
+        shared_hub(std::move(process)),
+        hub(*shared_hub),
+        watch(shown.as(rank), waiting, options.limits, alarm, hub, [this] { network.interrupt(); }),
+        network(rank, size, options.address, options.streams, alarm, watch, hub) {}
 
   ~NetworkRank() { watch.leave(); }
 
-  void start(const std::vector<std::string>& addresses, const Secret& secret, double seconds = 20) {
+  void start(const std::vector<Endpoint>& endpoints, const Secret& secret, double seconds = 20) {
     std::vector<int> others;
-    for (int other = 0; other < static_cast<int>(addresses.size()); ++other) {
+    for (int other = 0; other < static_cast<int>(endpoints.size()); ++other) {
       if (other != rank) others.push_back(other);
     }
-    network.start(addresses, others, secret, Deadline::after(seconds));
+    network.start(endpoints, others, secret, Deadline::after(seconds));
   }
 
   const int rank;
   Shown shown;
   std::atomic<int> waiting{0};
   Alarm alarm;
+  const std::shared_ptr<Hub> shared_hub;
+  Hub& hub;
   Watch watch;
   TcpNetwork network;
 };
@@ -91,17 +99,35 @@ inline Ranks make_ranks(int size, const RankOptions& options = {}) {
   return ranks;
 }
 
-inline std::vector<std::string> addresses_of(const Ranks& ranks) {
-  std::vector<std::string> addresses;
-  for (const auto& rank : ranks) addresses.push_back(rank->network.address());
-  return addresses;
+// Ranks of the processes that have these Hubs.
+using Hubs = std::vector<std::shared_ptr<Hub>>;
+
+inline Hubs make_hubs(int size) {
+  Hubs hubs;
+  for (int index = 0; index < size; ++index) hubs.push_back(std::make_shared<Hub>());
+  return hubs;
+}
+
+inline Ranks make_ranks_of(const Hubs& hubs, const RankOptions& options = {}) {
+  Ranks ranks;
+  const int size = static_cast<int>(hubs.size());
+  for (int rank = 0; rank < size; ++rank) {
+    ranks.push_back(std::make_unique<NetworkRank>(rank, size, options, hubs[static_cast<size_t>(rank)]));
+  }
+  return ranks;
+}
+
+inline std::vector<Endpoint> endpoints_of(const Ranks& ranks) {
+  std::vector<Endpoint> endpoints;
+  for (const auto& rank : ranks) endpoints.push_back(rank->network.endpoint());
+  return endpoints;
 }
 
 // A group of `size` ranks that are connected.
 inline Ranks form(int size, const RankOptions& options = {}) {
   Ranks ranks = make_ranks(size, options);
-  const std::vector<std::string> addresses = addresses_of(ranks);
-  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(addresses, secret_of(7)); });
+  const std::vector<Endpoint> endpoints = endpoints_of(ranks);
+  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(endpoints, secret_of(7)); });
   return ranks;
 }
 

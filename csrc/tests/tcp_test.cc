@@ -69,7 +69,7 @@ void a_request_makes_the_link_without_waiting() {
     for (int time = 0; time < 3; ++time) links.request(1 - asks);
     CHECK(comes_true([&] { return links.find(1 - asks) != nullptr && other.find(asks) != nullptr; }));
   }
-  for (auto& rank : ranks) CHECK_EQUAL(rank->network.refused(), 0);
+  for (auto& rank : ranks) CHECK_EQUAL(rank->hub.refused(), 0);
 }
 
 void channels_and_peers_are_apart() {
@@ -85,7 +85,7 @@ void channels_and_peers_are_apart() {
       }
     }
   });
-  for (auto& rank : ranks) CHECK_EQUAL(rank->network.refused(), 0);
+  for (auto& rank : ranks) CHECK_EQUAL(rank->hub.refused(), 0);
 }
 
 void ranks_meet_over_ipv6() {
@@ -96,7 +96,7 @@ void ranks_meet_over_ipv6() {
     return;
   }
   Ranks ranks = form(2, {.address = "::1"});
-  CHECK(ranks[0]->network.address().starts_with("[::1]:"));
+  CHECK(ranks[0]->network.endpoint().address.starts_with("[::1]:"));
   CHECK(!ranks[0]->alarm.is_raised());
 }
 
@@ -163,10 +163,10 @@ void nothing_stays_open() {
 
 void a_rank_that_does_not_come_is_named() {
   Ranks ranks = make_ranks(3);
-  const std::vector<std::string> addresses = addresses_of(ranks);
-  std::thread other([&] { CHECK_THROWS(ranks[2]->start(addresses, secret_of(7), 0.3), Code::timeout); });
+  const std::vector<Endpoint> endpoints = endpoints_of(ranks);
+  std::thread other([&] { CHECK_THROWS(ranks[2]->start(endpoints, secret_of(7), 0.3), Code::timeout); });
   try {
-    ranks[0]->start(addresses, secret_of(7), 0.3);  // rank 1 listens, and never starts
+    ranks[0]->start(endpoints, secret_of(7), 0.3);  // rank 1 listens, and never starts
     CHECK(false);
   } catch (const Failure& failure) {
     CHECK_EQUAL(failure.code, Code::timeout);
@@ -175,14 +175,22 @@ void a_rank_that_does_not_come_is_named() {
   other.join();
 }
 
+// Which of the two dials, and so is refused, is decided by the names of their processes.
 void a_rank_with_another_secret_is_refused() {
-  Ranks ranks = make_ranks(2);
-  const std::vector<std::string> addresses = addresses_of(ranks);
-  std::thread accepts([&] { CHECK_THROWS(ranks[0]->start(addresses, secret_of(7), 0.5), Code::timeout); });
-  CHECK_THROWS(ranks[1]->start(addresses, secret_of(8), 0.4), Code::refused);
-  accepts.join();
-  CHECK(ranks[0]->network.refused() > 0);
-  CHECK(!ranks[0]->alarm.is_raised());
+  Ranks ranks = make_ranks(2, {.handshake_limit = 0.1});
+  const std::vector<Endpoint> endpoints = endpoints_of(ranks);
+  std::atomic<int> refused{0}, timed_out{0};
+  on_every_rank(ranks, [&](NetworkRank& rank) {
+    try {
+      rank.start(endpoints, secret_of(static_cast<uint8_t>(7 + rank.rank)), 0.5);
+    } catch (const Failure& failure) {
+      (failure.code == Code::refused ? refused : timed_out) += 1;
+    }
+  });
+  CHECK_EQUAL(refused.load(), 1);
+  CHECK_EQUAL(timed_out.load(), 1);
+  CHECK(ranks[0]->hub.refused() + ranks[1]->hub.refused() > 0);
+  for (auto& rank : ranks) CHECK(!rank->alarm.is_raised());
 }
 
 Descriptor connect_to(const std::string& address) {
@@ -217,56 +225,126 @@ Handshake::Progress call(const Descriptor& socket, Handshake handshake) {
 
 void strangers_are_refused_and_the_group_still_forms() {
   Ranks ranks = make_ranks(2, {.handshake_limit = 0.3});
-  const std::vector<std::string> addresses = addresses_of(ranks);
+  const std::vector<Endpoint> endpoints = endpoints_of(ranks);
   // All of them are there before the member is.
-  const Descriptor silent = connect_to(addresses[0]);
-  const Descriptor web = connect_to(addresses[0]);
+  const Descriptor silent = connect_to(endpoints[0].address);
+  const Descriptor web = connect_to(endpoints[0].address);
   send_text(web, "GET / HTTP/1.1\r\nHost: shoal\r\n\r\n");
-  const Descriptor noisy = connect_to(addresses[0]);
+  const Descriptor noisy = connect_to(endpoints[0].address);
   send_text(noisy, random_bytes(100000, 1));
-  const Descriptor right_size = connect_to(addresses[0]);
-  send_text(right_size, random_bytes(88, 2));
-  const Descriptor wrong_secret = connect_to(addresses[0]);
+  const Descriptor right_size = connect_to(endpoints[0].address);
+  send_text(right_size, random_bytes(96, 2));
+  const Descriptor wrong_secret = connect_to(endpoints[0].address);
   std::thread caller([&] {
-    CHECK_EQUAL(call(wrong_secret, Handshake::dial(secret_of(8), {1, 0, 0, 0})), Handshake::Progress::closed);
+    CHECK_EQUAL(call(wrong_secret, Handshake::dial(secret_of(8), {number_of(secret_of(7)), 1, 0, 0, 0})), Handshake::Progress::closed);
   });
-  connect_to(addresses[0]);  // and gone
+  connect_to(endpoints[0].address);  // and gone
 
-  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(addresses, secret_of(7)); });
+  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(endpoints, secret_of(7)); });
   caller.join();
   for (const Descriptor* stranger : {&silent, &web, &noisy, &right_size}) CHECK(is_closed(*stranger));
   // More, if a member took too long and tried again.
-  CHECK(comes_true([&] { return ranks[0]->network.refused() >= 6; }));
+  CHECK(comes_true([&] { return ranks[0]->hub.refused() >= 6; }));
   for (auto& rank : ranks) CHECK(!rank->alarm.is_raised());
 }
 
 void a_proof_is_worth_nothing_elsewhere() {
   // A stranger has a member, who means to call rank 0, speak to rank 1.
   Ranks ranks = make_ranks(3);
-  const std::vector<std::string> addresses = addresses_of(ranks);
-  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(addresses, secret_of(7)); });
-  const Descriptor misled = connect_to(addresses[1]);
-  CHECK_EQUAL(call(misled, Handshake::dial(secret_of(7), {2, 0, 0, 0})), Handshake::Progress::closed);
-  CHECK_EQUAL(ranks[1]->network.refused(), 1);
+  const std::vector<Endpoint> endpoints = endpoints_of(ranks);
+  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(endpoints, secret_of(7)); });
+  const Descriptor misled = connect_to(endpoints[1].address);
+  CHECK_EQUAL(call(misled, Handshake::dial(secret_of(7), {number_of(secret_of(7)), 2, 0, 0, 0})), Handshake::Progress::closed);
+  CHECK_EQUAL(ranks[1]->hub.refused(), 1);
 
   // What was said once, said again.
-  Descriptor first = connect_to(addresses[0]);
-  char challenge[32], hello[88];
+  Descriptor first = connect_to(endpoints[0].address);
+  char challenge[32], hello[96];
   CHECK(comes_true([&] { return recv(first.number(), challenge, 32, MSG_DONTWAIT) == 32; }));
   int pair[2];
   CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
   const Descriptor here(pair[0]), there(pair[1]);
-  Handshake dialer = Handshake::dial(secret_of(7), {2, 0, 1, 0});
+  Handshake dialer = Handshake::dial(secret_of(7), {number_of(secret_of(7)), 2, 0, 1, 0});
   CHECK_EQUAL(send(here.number(), challenge, 32, 0), 32);
   CHECK_EQUAL(dialer.converse(there.number()).progress, Handshake::Progress::underway);
-  CHECK_EQUAL(recv(here.number(), hello, 88, 0), 88);
-  send_text(first, std::string(hello, 88));
+  CHECK_EQUAL(recv(here.number(), hello, 96, 0), 96);
+  send_text(first, std::string(hello, 96));
   char welcome[32];
   CHECK(comes_true([&] { return recv(first.number(), welcome, 32, MSG_DONTWAIT) == 32; }));
-  const Descriptor again = connect_to(addresses[0]);
-  send_text(again, std::string(hello, 88));
+  const Descriptor again = connect_to(endpoints[0].address);
+  send_text(again, std::string(hello, 96));
   CHECK(is_closed(again));
-  CHECK_EQUAL(ranks[0]->network.refused(), 1);
+  CHECK_EQUAL(ranks[0]->hub.refused(), 1);
+}
+
+void strangers_do_not_use_up_the_descriptors() {
+  Ranks ranks = make_ranks(2);
+  const std::vector<Endpoint> endpoints = endpoints_of(ranks);
+  const int before = open_descriptors();
+  std::vector<Descriptor> strangers;
+  for (int index = 0; index < 300; ++index) {
+    strangers.push_back(connect_to(endpoints[static_cast<size_t>(index % 2)].address));
+  }
+  sleep_for(0.1);
+  CHECK(open_descriptors() - before - 300 <= 2 * 128);  // most_guests of both listeners
+  on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(endpoints, secret_of(7)); });
+  for (auto& rank : ranks) CHECK(!rank->alarm.is_raised());
+}
+
+// ---- several groups of the same processes
+
+void groups_of_the_same_processes_share_their_connections() {
+  const Hubs hubs = make_hubs(4);
+  std::vector<Ranks> groups;
+  std::vector<int> descriptors;
+  for (uint8_t number = 0; number < 5; ++number) {
+    groups.push_back(make_ranks_of(hubs));
+    Ranks& ranks = groups.back();
+    const std::vector<Endpoint> endpoints = endpoints_of(ranks);
+    on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(endpoints, secret_of(number)); });
+    descriptors.push_back(open_descriptors());
+  }
+  for (const int count : descriptors) CHECK_EQUAL(count, descriptors.front());
+  CHECK_EQUAL(endpoints_of(groups.front())[1].address, endpoints_of(groups.back())[1].address);
+
+  groups[0].clear();  // nobody but its own ranks hears of it
+  groups[1][2]->watch.tell(Code::aborted, 2, "rank 2 aborted the group");
+  for (auto& rank : groups[1]) CHECK(comes_true([&] { return rank->alarm.is_raised(); }));
+  for (size_t other = 2; other < groups.size(); ++other) {
+    for (auto& rank : groups[other]) CHECK(!rank->alarm.is_raised());
+  }
+  on_every_rank(groups[2], [&](NetworkRank& self) {
+    for (int step = 1; step < 4; ++step) {
+      const int peer = self.rank ^ step;
+      std::string incoming(1, '\0');
+      Link& link = self.network.channel(1).to(peer, Deadline::after(20));
+      exchange(link, std::string(1, static_cast<char>('0' + self.rank)), incoming, self.alarm);
+      CHECK_EQUAL(incoming, std::string(1, static_cast<char>('0' + peer)));
+    }
+  });
+}
+
+// A process may close its last connection with another while that one joins the next group.
+void a_group_forms_while_the_one_before_is_left() {
+  const Hubs hubs = make_hubs(2);
+  constexpr int rounds = 60;
+  std::vector<Ranks> groups;
+  for (int round = 0; round < rounds; ++round) groups.push_back(make_ranks_of(hubs));
+  const std::vector<Endpoint> endpoints = endpoints_of(groups.front());
+  std::vector<std::thread> processes;
+  for (size_t index = 0; index < hubs.size(); ++index) {
+    processes.emplace_back([&, index] {
+      std::mt19937 random(static_cast<unsigned>(index));
+      for (int round = 0; round < rounds; ++round) {
+        std::unique_ptr<NetworkRank>& self = groups[static_cast<size_t>(round)][index];
+        self->start(endpoints, secret_of(static_cast<uint8_t>(round)));
+        CHECK(!self->alarm.is_raised());
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+        self.reset();
+      }
+    });
+  }
+  for (std::thread& process : processes) process.join();
 }
 
 void an_address_is_a_number_of_this_host() {
@@ -291,6 +369,9 @@ int main() {
   a_rank_with_another_secret_is_refused();
   strangers_are_refused_and_the_group_still_forms();
   a_proof_is_worth_nothing_elsewhere();
+  strangers_do_not_use_up_the_descriptors();
+  groups_of_the_same_processes_share_their_connections();
+  a_group_forms_while_the_one_before_is_left();
   an_address_is_a_number_of_this_host();
   return report();
 }

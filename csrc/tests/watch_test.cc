@@ -32,11 +32,12 @@ struct Host {
 // The Watch of one of a host's ranks.
 struct LocalRank {
   LocalRank(Shown& self, int rank, Watch::Limits limits = {})
-      : watch(self.as(rank), waiting, limits, alarm, [this] { calls.fetch_add(1); }) {}
+      : watch(self.as(rank), waiting, limits, alarm, hub, [this] { calls.fetch_add(1); }) {}
 
   std::atomic<int> waiting{0};
   std::atomic<int> calls{0};
   Alarm alarm;
+  Hub hub;
   Watch watch;
 };
 
@@ -185,15 +186,18 @@ void a_presence_is_lost_with_the_thread_that_held_it() {
 
 // A process that is rank `rank` of a group whose rank 0 is this one.
 struct Meeting {
-  char addresses[3][64]{};
+  char processes[3][64]{}, addresses[3][64]{};
   std::atomic<int> listening{0}, started{0}, told{0};
 };
 
-std::vector<std::string> meet(SharedWithChildren<Meeting>& meeting, NetworkRank& self, int size) {
-  std::strcpy(meeting->addresses[self.rank], self.network.address().c_str());
+std::vector<Endpoint> meet(SharedWithChildren<Meeting>& meeting, NetworkRank& self, int size) {
+  std::strcpy(meeting->processes[self.rank], self.network.endpoint().process.c_str());
+  std::strcpy(meeting->addresses[self.rank], self.network.endpoint().address.c_str());
   meeting->listening.fetch_add(1);
   if (!comes_true([&] { return meeting->listening == size; })) throw Failure(Code::timeout, -1, "alone");
-  return {meeting->addresses, meeting->addresses + size};
+  std::vector<Endpoint> endpoints;
+  for (int rank = 0; rank < size; ++rank) endpoints.push_back({meeting->processes[rank], meeting->addresses[rank]});
+  return endpoints;
 }
 
 std::function<void()> remote_rank(SharedWithChildren<Meeting>& meeting, int rank, int size,

@@ -16,8 +16,9 @@ struct Header {
   uint8_t code;
   uint16_t text_bytes;
   int32_t number;
+  uint64_t group;
 };
-static_assert(sizeof(Header) == 8);
+static_assert(sizeof(Header) == 16);
 
 constexpr size_t longest_text = 1024;
 
@@ -26,7 +27,7 @@ constexpr size_t longest_text = 1024;
 void ControlConnection::send(const ControlMessage& message) {
   const size_t text_bytes = std::min(message.text.size(), longest_text);
   const Header header{static_cast<uint8_t>(message.kind), static_cast<uint8_t>(message.code),
-                      static_cast<uint16_t>(text_bytes), message.number};
+                      static_cast<uint16_t>(text_bytes), message.number, message.group};
   // A peer that does not read for hours gets no more signs of life than fit; it will not miss them.
   if (message.kind != ControlMessage::Kind::heartbeat || outgoing_.empty()) {
     outgoing_.append(reinterpret_cast<const char*>(&header), sizeof header);
@@ -68,7 +69,7 @@ bool ControlConnection::parse(std::vector<ControlMessage>& messages) {
     if (header.code > static_cast<uint8_t>(Code::refused) || header.text_bytes > longest_text) return false;
     if (incoming_.size() < sizeof header + header.text_bytes) return true;
     messages.push_back({static_cast<ControlMessage::Kind>(header.kind), static_cast<Code>(header.code),
-                        header.number, incoming_.substr(sizeof header, header.text_bytes)});
+                        header.number, incoming_.substr(sizeof header, header.text_bytes), header.group});
     incoming_.erase(0, sizeof header + header.text_bytes);
   }
 }

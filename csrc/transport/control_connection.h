@@ -1,10 +1,12 @@
-// What two ranks of different hosts tell each other beside the data: that they live, leave, or gave up.
+// What two processes of different hosts tell each other beside the data: that they live, and, for each group that
+// both are in, that they have joined it, leave it, or gave it up.
 //
-// A message is eight bytes and, for an alarm, a text.
+// A message is sixteen bytes and, for an alarm, a text.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/error.h"
@@ -14,11 +16,12 @@
 namespace shoal {
 
 struct ControlMessage {
-  enum class Kind : uint8_t { heartbeat, goodbye, alarm, request };
+  enum class Kind : uint8_t { heartbeat, join, goodbye, alarm, request };
   Kind kind = Kind::heartbeat;
   Code code = Code::ok;  // of an alarm
   int32_t number = -1;   // of an alarm: the rank that it is about; of a request: which
-  std::string text;      // of an alarm
+  std::string text = {};  // of an alarm
+  uint64_t group = 0;    // the group's number; a heartbeat is for all groups
 };
 
 class ControlConnection {

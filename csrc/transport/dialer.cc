@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <iterator>
 #include <system_error>
 #include <utility>
 
@@ -18,9 +19,21 @@ constexpr double first_pause = 0.01, longest_pause = 1;
 
 }  // namespace
 
-void Dialer::open(const Secret& secret, Admit admit) {
-  secret_ = secret;
-  admit_ = std::move(admit);
+void Dialer::dial(const std::string& address, Next next) {
+  calls_.push_back({.address = address, .next = std::move(next), .pause = first_pause});
+  attempt(std::prev(calls_.end()));
+}
+
+void Dialer::withdraw(uint64_t group) {
+  std::erase_if(troubles_, [group](const auto& entry) { return entry.first.first == group; });
+  for (auto call = calls_.begin(); call != calls_.end();) {
+    const auto current = call++;
+    if (current->purpose.group != group) continue;
+    loop_.cancel(current->timer);
+    if (current->socket) loop_.remove(current->socket.number());
+    current->socket = Descriptor();
+    attempt(current);
+  }
 }
 
 void Dialer::close() {
@@ -31,18 +44,19 @@ void Dialer::close() {
   calls_.clear();
 }
 
-void Dialer::dial(const std::string& address, const Purpose& purpose) {
-  calls_.push_back({address, purpose, {}, Handshake::dial(secret_, purpose), first_pause, {}});
-  attempt(std::prev(calls_.end()));
-}
-
-Dialer::Trouble Dialer::trouble_with(int rank) const {
-  const auto found = troubles_.find(rank);
+Dialer::Trouble Dialer::trouble_with(uint64_t group, int rank) const {
+  const auto found = troubles_.find({group, rank});
   return found == troubles_.end() ? Trouble{} : found->second;
 }
 
 void Dialer::attempt(Calls::iterator call) {
-  call->handshake = Handshake::dial(secret_, call->purpose);
+  const auto credentials = call->next();
+  if (!credentials) {
+    calls_.erase(call);
+    return;
+  }
+  call->purpose = credentials->purpose;
+  call->handshake = Handshake::dial(credentials->secret, credentials->purpose);
   try {
     call->socket = begin_to_connect(call->address);
     loop_.add(call->socket.number(), EPOLLIN, [this, call](uint32_t) { converse(call); });
@@ -73,7 +87,7 @@ void Dialer::converse(Calls::iterator call) {
 }
 
 void Dialer::try_again(Calls::iterator call, const std::string& trouble, bool was_refused) {
-  troubles_[call->purpose.to] = {trouble, was_refused};
+  troubles_[{call->purpose.group, call->purpose.to}] = {trouble, was_refused};
   call->timer = loop_.after(call->pause, [this, call] { attempt(call); });
   call->pause = std::min(2 * call->pause, longest_pause);
 }

@@ -1,10 +1,13 @@
-// Calls other ranks, and goes on trying until they answer.
+// Calls other processes, and goes on trying until they answer.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <list>
 #include <map>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "transport/descriptor.h"
 #include "transport/event_loop.h"
@@ -17,31 +20,41 @@ class Dialer {
  public:
   using Admit = std::function<void(const Purpose&, Descriptor)>;
 
+  // What an attempt to connect says, and the secret with which it proves it.
+  struct Credentials {
+    Purpose purpose;
+    Secret secret;
+  };
+  // Asked before each attempt; none: the connection is not wanted any more.
+  using Next = std::function<std::optional<Credentials>()>;
+
   // Why no connection to a rank came about yet.
   struct Trouble {
     std::string text;
     bool was_refused = false;  // it answered, but one of the two does not know the secret
   };
 
-  explicit Dialer(EventLoop& loop) : loop_(loop) {}
-
-  void open(const Secret& secret, Admit admit);
-  void close();
+  Dialer(EventLoop& loop, Admit admit) : loop_(loop), admit_(std::move(admit)) {}
 
   // Hands over a connection when there is one.
-  void dial(const std::string& address, const Purpose& purpose);
+  void dial(const std::string& address, Next next);
 
-  // The last that went wrong in calling `rank`.
-  Trouble trouble_with(int rank) const;
+  // Drops attempts in the name of this group, which may go on in another's.
+  void withdraw(uint64_t group);
+  void close();
+
+  // The last that went wrong in calling the group's `rank`.
+  Trouble trouble_with(uint64_t group, int rank) const;
 
  private:
   struct Call {
     std::string address;
-    Purpose purpose;
-    Descriptor socket;
-    Handshake handshake;
+    Next next;
+    Purpose purpose = {};
+    Descriptor socket = {};
+    Handshake handshake = Handshake::dial({}, {});
     double pause;  // seconds before the next attempt
-    EventLoop::Timer timer{};
+    EventLoop::Timer timer = {};
   };
   using Calls = std::list<Call>;
 
@@ -50,10 +63,9 @@ class Dialer {
   void try_again(Calls::iterator call, const std::string& trouble, bool was_refused);
 
   EventLoop& loop_;
-  Secret secret_{};
-  Admit admit_;
+  const Admit admit_;
   Calls calls_;
-  std::map<int, Trouble> troubles_;
+  std::map<std::pair<uint64_t, int>, Trouble> troubles_;  // by group and rank
 };
 
 }  // namespace shoal

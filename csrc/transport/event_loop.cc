@@ -18,7 +18,8 @@ EventLoop::EventLoop() : process_(getpid()) {}
 EventLoop::~EventLoop() { stop(); }
 
 void EventLoop::start() {
-  if (thread_.joinable()) return;
+  std::lock_guard lock(starting_);
+  if (has_thread_) return;
   epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_) throw system_failure("epoll_create1", errno);
   wake_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -30,6 +31,7 @@ void EventLoop::start() {
 
   thread_ = start_quiet_thread([this] { run(); });
   pthread_setname_np(thread_.native_handle(), "shoal-watch");
+  has_thread_ = true;
 }
 
 void EventLoop::stop() {
@@ -37,6 +39,7 @@ void EventLoop::stop() {
   if (!is_here()) return thread_.detach();
   post([this] { stopping_ = true; });
   thread_.join();
+  has_thread_ = false;
 }
 
 void EventLoop::add(int descriptor, uint32_t events, std::function<void(uint32_t)> callback) {
@@ -59,7 +62,7 @@ void EventLoop::change(int descriptor, uint32_t events) {
 
 void EventLoop::remove(int descriptor) {
   const auto found = number_of_.find(descriptor);
-  if (found == number_of_.end()) return;
+  if (found == number_of_.end() || !is_here()) return;
   epoll_ctl(epoll_.number(), EPOLL_CTL_DEL, descriptor, nullptr);
   callbacks_.erase(found->second);
   number_of_.erase(found);
@@ -84,7 +87,7 @@ void EventLoop::post(std::function<void()> work) {
 
 void EventLoop::call(const std::function<void()>& work) {
   if (!is_here()) return;
-  if (!thread_.joinable() || std::this_thread::get_id() == thread_.get_id()) return work();
+  if (!has_thread_ || std::this_thread::get_id() == thread_.get_id()) return work();
   std::promise<void> done;
   post([&] {
     try {

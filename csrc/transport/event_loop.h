@@ -8,6 +8,7 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -31,7 +32,7 @@ class EventLoop {
   EventLoop();
   ~EventLoop();  // as `stop`
 
-  // Starts the thread, unless it runs. It blocks all signals, which are the application's.
+  // Starts the thread, unless it runs. It blocks all signals, which are the application's. From any thread.
   void start();
 
   // Runs what was posted before, and ends the thread.
@@ -71,8 +72,10 @@ class EventLoop {
   std::unordered_map<int, uint64_t> number_of_;
   std::unordered_map<uint64_t, std::shared_ptr<std::function<void(uint32_t)>>> callbacks_;
   std::map<Timer, std::function<void()>> timers_;
+  std::atomic<bool> has_thread_{false};  // set once `thread_` is
   bool stopping_ = false;
 
+  std::mutex starting_;
   std::mutex mutex_;
   std::vector<std::function<void()>> posted_;
   std::thread thread_;

@@ -16,10 +16,10 @@ namespace shoal {
 
 namespace {
 
-constexpr std::string_view protocol = "shoal/1\n";
+constexpr std::string_view protocol = "shoal/2\n";
 constexpr size_t random_bytes = 32;
 constexpr size_t proof_bytes = 32;
-static_assert(sizeof(Purpose) == 16, "it is sent as it lies in memory: every machine here is little-endian");
+static_assert(sizeof(Purpose) == 24, "it is sent as it lies in memory: every machine here is little-endian");
 constexpr size_t hello_bytes = protocol.size() + sizeof(Purpose) + random_bytes;  // and its proof
 
 std::string random_number() {
@@ -33,8 +33,16 @@ std::string random_number() {
 
 }  // namespace
 
-Handshake Handshake::accept(const Secret& secret, int rank) {
-  Handshake handshake(secret, {.to = rank});
+uint64_t number_of(const Secret& secret) {
+  const Sha256::Digest digest = hmac_sha256(secret.data(), secret.size(), "number");
+  uint64_t number;
+  std::memcpy(&number, digest.data(), sizeof number);
+  return number;
+}
+
+Handshake Handshake::accept(Find find) {
+  Handshake handshake;
+  handshake.find_ = std::move(find);
   handshake.challenge_ = random_number();
   handshake.output_ = handshake.challenge_;
   handshake.expect(Stage::hello, hello_bytes + proof_bytes);
@@ -42,7 +50,9 @@ Handshake Handshake::accept(const Secret& secret, int rank) {
 }
 
 Handshake Handshake::dial(const Secret& secret, const Purpose& purpose) {
-  Handshake handshake(secret, purpose);
+  Handshake handshake;
+  handshake.secret_ = secret;
+  handshake.purpose_ = purpose;
   handshake.expect(Stage::challenge, random_bytes);
   return handshake;
 }
@@ -56,26 +66,29 @@ Handshake::Outcome Handshake::converse(int socket) {
       if (sent != static_cast<ssize_t>(output.size())) return {Progress::closed, sent < 0 ? errno : EMSGSIZE};
     }
     if (is_done_) return {Progress::done};
-    std::array<char, hello_bytes + proof_bytes> buffer;
-    const ssize_t count = recv(socket, buffer.data(), expected_ - input_.size(), MSG_DONTWAIT);
-    if (count == 0) return {Progress::closed};
-    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return {Progress::underway};
-    if (count < 0) return {Progress::closed, errno};
-    input_.append(buffer.data(), static_cast<size_t>(count));
-    if (input_.size() == expected_ && !take_message()) return {Progress::refused};
+    if (input_.size() < expected_) {
+      std::array<char, hello_bytes + proof_bytes> buffer;
+      const ssize_t count = recv(socket, buffer.data(), expected_ - input_.size(), MSG_DONTWAIT);
+      if (count == 0) return {Progress::closed};
+      if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return {Progress::underway};
+      if (count < 0) return {Progress::closed, errno};
+      input_.append(buffer.data(), static_cast<size_t>(count));
+      if (input_.size() < expected_) continue;
+    }
+    const Progress progress = take_message();
+    if (progress != Progress::underway) return {progress};
   }
 }
 
-bool Handshake::take_message() {
+Handshake::Progress Handshake::take_message() {
   switch (stage_) {
     case Stage::challenge:
       take_challenge();
-      return true;
+      return Progress::underway;
     case Stage::hello:
       return take_hello();
     default:
-      is_done_ = equal_in_constant_time(input_, proof_of(Role::acceptor));
-      return is_done_;
+      return equal_in_constant_time(input_, proof_of(Role::acceptor)) ? Progress::done : Progress::refused;
   }
 }
 
@@ -88,17 +101,21 @@ void Handshake::take_challenge() {
   expect(Stage::welcome, proof_bytes);
 }
 
-bool Handshake::take_hello() {
+Handshake::Progress Handshake::take_hello() {
   hello_ = input_.substr(0, hello_bytes);
-  const std::string_view proof = std::string_view(input_).substr(hello_bytes);
-  if (!equal_in_constant_time(proof, proof_of(Role::dialer))) return false;
+  if (!hello_.starts_with(protocol)) return Progress::refused;
   Purpose said;
   std::memcpy(&said, hello_.data() + protocol.size(), sizeof said);
-  if (!hello_.starts_with(protocol) || said.to != purpose_.to) return false;
+  const std::optional<Membership> membership = find_(said.group);
+  if (!membership) return Progress::parked;
+  secret_ = membership->secret;
+  const std::string_view proof = std::string_view(input_).substr(hello_bytes);
+  if (!equal_in_constant_time(proof, proof_of(Role::dialer))) return Progress::refused;
+  if (said.to != membership->rank) return Progress::refused;
   purpose_ = said;
   output_ = proof_of(Role::acceptor);
   is_done_ = true;
-  return true;
+  return Progress::underway;
 }
 
 void Handshake::expect(Stage stage, size_t bytes) {

@@ -6,30 +6,46 @@
 //
 // A proof is HMAC-SHA256, under the secret, of the end's role, both random numbers and the hello's content.
 // So a proof is of no use on another connection, for another purpose, or sent back to who made it. A stranger
-// learns a random number, and has the acceptor read 88 bytes at most.
+// learns a random number, and has the acceptor read 96 bytes at most.
+//
+// One listener serves all groups of a process: the hello names the group, whose secret the proof is under. A hello
+// for a group that this process has yet to join is kept until it has.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <string>
 
 namespace shoal {
 
 using Secret = std::array<uint8_t, 32>;
 
+// The number by which both ends know a group: it tells nothing of the secret from which it is made.
+uint64_t number_of(const Secret& secret);
+
 // What a connection is for.
 struct Purpose {
+  uint64_t group = 0;
   int32_t from = -1;    // the rank that dials
   int32_t to = -1;      // the rank that accepts
   int32_t channel = 0;  // of TcpNetwork, or the control connection's
   int32_t stream = 0;   // which of the channel's connections between the two
 };
 
+// What an acceptor must know of a group to let its ranks in.
+struct Membership {
+  Secret secret;
+  int rank;  // this process's
+};
+
 class Handshake {
  public:
   enum class Progress {
     underway,
+    parked,   // the hello is for a group that this process has not joined: to be looked at again when it joins one
     done,
     refused,  // the other end proved nothing
     closed,   // the connection ended
@@ -39,7 +55,10 @@ class Handshake {
     int error = 0;  // of a connection that ended: the errno; 0: the other end closed it
   };
 
-  static Handshake accept(const Secret& secret, int rank);
+  // The membership in a group, by the group's number; none if this process is not in it.
+  using Find = std::function<std::optional<Membership>(uint64_t group)>;
+
+  static Handshake accept(Find find);
   static Handshake dial(const Secret& secret, const Purpose& purpose);
 
   // Goes on as far as what has come allows. Never waits, nor reads what comes after the handshake.
@@ -52,16 +71,17 @@ class Handshake {
   enum class Role { acceptor, dialer };
   enum class Stage { challenge, hello, welcome };  // the message that this end waits for
 
-  Handshake(const Secret& secret, const Purpose& purpose) : secret_(secret), purpose_(purpose) {}
-  // These take the message that input_ holds; false if it proves nothing.
-  bool take_message();
+  Handshake() = default;
+  // These take the message that input_ holds.
+  Progress take_message();
   void take_challenge();
-  bool take_hello();
+  Progress take_hello();
   void expect(Stage stage, size_t bytes);
   std::string proof_of(Role role) const;
 
   Stage stage_ = Stage::challenge;
-  Secret secret_;
+  Find find_;  // of the acceptor
+  Secret secret_{};
   Purpose purpose_;
   size_t expected_ = 0;
   std::string challenge_, hello_;  // hello_ without its proof

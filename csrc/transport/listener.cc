@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 
 #include <cerrno>
+#include <iterator>
 #include <utility>
 
 #include "transport/tcp_socket.h"
@@ -11,11 +12,13 @@ namespace shoal {
 
 namespace {
 
-// Strangers who only connect must not use up this process's descriptors.
-constexpr size_t most_guests = 512;
+// Strangers who only connect must not use up this process's descriptors: so many at most have one, and the rest wait
+// in the system's queue. A member takes a round trip to prove itself; who takes longer than `patience` makes room.
+constexpr size_t most_guests = 128;
+constexpr double patience = 0.25;
 
-// Seconds without accepting when there are no descriptors left.
-constexpr double exhaustion_pause = 0.1;
+// Seconds without accepting while there is no room, or no descriptor is left.
+constexpr double full_pause = 0.01, exhaustion_pause = 0.1;
 
 }  // namespace
 
@@ -24,9 +27,8 @@ Listener::Listener(const std::string& bind_address, double limit, EventLoop& loo
 
 std::string Listener::address() const { return address_of(socket_); }
 
-void Listener::open(const Secret& secret, int rank, Admit admit) {
-  secret_ = secret;
-  rank_ = rank;
+void Listener::open(Handshake::Find find, Admit admit) {
+  find_ = std::move(find);
   admit_ = std::move(admit);
   loop_.add(socket_.number(), EPOLLIN, [this](uint32_t) { accept_all(); });
 }
@@ -37,28 +39,44 @@ void Listener::close() {
   while (!guests_.empty()) part_with(guests_.begin());
 }
 
+void Listener::look_again() {
+  for (auto guest = guests_.begin(); guest != guests_.end();) {
+    const auto next = std::next(guest);
+    if (guest->is_parked) converse(guest);
+    guest = next;
+  }
+}
+
 void Listener::accept_all() {
   for (;;) {
+    if (!make_room()) return pause(full_pause);
     Descriptor socket = accept_from(socket_);
     if (socket) {
       welcome(std::move(socket));
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       return;
     } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
-      return pause();
+      return pause(exhaustion_pause);
     }
     // Any other error is about that one connection, which is gone.
   }
 }
 
-void Listener::pause() {
+bool Listener::make_room() {
+  if (guests_.size() < most_guests) return true;
+  const std::chrono::duration<double> age = EventLoop::Clock::now() - guests_.front().since;
+  if (age.count() < patience) return false;
+  refuse(guests_.begin());
+  return true;
+}
+
+void Listener::pause(double seconds) {
   loop_.change(socket_.number(), 0);
-  pause_ = loop_.after(exhaustion_pause, [this] { loop_.change(socket_.number(), EPOLLIN); });
+  pause_ = loop_.after(seconds, [this] { loop_.change(socket_.number(), EPOLLIN); });
 }
 
 void Listener::welcome(Descriptor socket) {
-  if (guests_.size() == most_guests) refuse(guests_.begin());
-  const auto guest = guests_.emplace(guests_.end(), std::move(socket), Handshake::accept(secret_, rank_));
+  const auto guest = guests_.emplace(guests_.end(), std::move(socket), Handshake::accept(find_), EventLoop::Clock::now());
   guest->limit = loop_.after(limit_, [this, guest] { refuse(guest); });
   loop_.add(guest->socket.number(), EPOLLIN, [this, guest](uint32_t) { converse(guest); });
   converse(guest);
@@ -67,6 +85,11 @@ void Listener::welcome(Descriptor socket) {
 void Listener::converse(Guests::iterator guest) {
   const Handshake::Progress progress = guest->handshake.converse(guest->socket.number()).progress;
   if (progress == Handshake::Progress::underway) return;
+  if (progress == Handshake::Progress::parked) {
+    if (guest->is_parked) return;
+    guest->is_parked = true;
+    return loop_.change(guest->socket.number(), 0);  // what else it says is of no interest
+  }
   if (progress != Handshake::Progress::done) return refuse(guest);
   const Purpose purpose = guest->handshake.purpose();
   admit_(purpose, part_with(guest));

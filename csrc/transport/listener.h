@@ -1,4 +1,4 @@
-// Where other ranks call. Each connection has to prove that it belongs to the group, and is then handed over.
+// Where other processes call. Each connection has to prove that it belongs to a group, and is then handed over.
 #pragma once
 
 #include <atomic>
@@ -12,6 +12,7 @@
 
 namespace shoal {
 
+// On the loop's thread, but for the constructor, `address` and `refused`.
 class Listener {
  public:
   using Admit = std::function<void(const Purpose&, Descriptor)>;
@@ -21,9 +22,12 @@ class Listener {
 
   std::string address() const;
 
-  // Begins to accept, as `rank`. On the loop's thread, like `close`; so is `admit` called.
-  void open(const Secret& secret, int rank, Admit admit);
+  // Begins to accept. `find` gives this process's memberships; `admit` takes who belongs to one.
+  void open(Handshake::Find find, Admit admit);
   void close();
+
+  // Takes up the connections again that asked for a group which this process had not joined.
+  void look_again();
 
   int refused() const { return refused_.load(std::memory_order_relaxed); }
 
@@ -32,12 +36,15 @@ class Listener {
   struct Guest {
     Descriptor socket;
     Handshake handshake;
+    EventLoop::Clock::time_point since;
     EventLoop::Timer limit{};
+    bool is_parked = false;
   };
   using Guests = std::list<Guest>;
 
   void accept_all();
-  void pause();
+  bool make_room();
+  void pause(double seconds);
   void welcome(Descriptor socket);
   void converse(Guests::iterator guest);
   Descriptor part_with(Guests::iterator guest);
@@ -46,8 +53,7 @@ class Listener {
   EventLoop& loop_;
   Descriptor socket_;
   const double limit_;
-  Secret secret_{};
-  int rank_ = -1;
+  Handshake::Find find_;
   Admit admit_;
   Guests guests_;  // the oldest first
   EventLoop::Timer pause_{};

@@ -10,9 +10,6 @@ namespace shoal {
 
 namespace {
 
-// The number of the control connection in a Purpose.
-constexpr int control_channel = TcpNetwork::channels;
-
 // How often, in seconds, who waits here looks at the alarm by himself.
 constexpr double alarm_look = 0.02;
 
@@ -43,7 +40,7 @@ class TcpNetwork::Channel final : public Links {
       if (entry.link || std::exchange(entry.is_requested, true)) return;
     }
     if (peer > network_.rank_) return network_.watch_.request(peer, number_);
-    network_.watch_.loop().post([this, peer] { dial(peer); });
+    network_.hub_.loop().post([this, peer] { dial(peer); });
   }
 
   Link* find(int peer) override {
@@ -79,9 +76,9 @@ class TcpNetwork::Channel final : public Links {
   };
 
   void dial(int peer) {
-    const std::string& address = network_.addresses_[static_cast<size_t>(peer)];
+    const std::string& address = network_.endpoints_[static_cast<size_t>(peer)].address;
     for (int stream = 0; stream < network_.streams_; ++stream) {
-      network_.dialer_.dial(address, {network_.rank_, peer, number_, stream});
+      network_.hub_.dial(address, {network_.group_, network_.rank_, peer, number_, stream});
     }
   }
 
@@ -91,49 +88,52 @@ class TcpNetwork::Channel final : public Links {
 };
 
 TcpNetwork::TcpNetwork(int rank, int size, const std::string& bind_address, int streams, const Alarm& alarm,
-                       Watch& watch, double handshake_limit)
+                       Watch& watch, Hub& hub)
     : rank_(rank),
       streams_(streams),
       alarm_(alarm),
       watch_(watch),
-      listener_(bind_address, handshake_limit, watch.loop()),
-      dialer_(watch.loop()),
-      contacts_(static_cast<size_t>(size), Contact::none) {
+      hub_(hub),
+      endpoint_(hub.listen(bind_address)),
+      standings_(static_cast<size_t>(size), Standing::local) {
   for (size_t number = 0; number < channels_.size(); ++number) {
     channels_[number] = std::make_unique<Channel>(*this, static_cast<int>(number), size);
   }
 }
 
 TcpNetwork::~TcpNetwork() {
-  watch_.loop().call([this] {
-    listener_.close();
-    dialer_.close();
+  hub_.loop().call([this] {
+    if (is_enrolled_) hub_.withdraw(group_);
   });
 }
 
-void TcpNetwork::start(const std::vector<std::string>& addresses, const std::vector<int>& remote_ranks,
+void TcpNetwork::start(const std::vector<Endpoint>& endpoints, const std::vector<int>& remote_ranks,
                        const Secret& secret, Deadline deadline) {
-  addresses_ = addresses;
-  for (int peer : remote_ranks) contacts_[static_cast<size_t>(peer)] = Contact::missing;
-  watch_.loop().start();
-  watch_.loop().call([&] {
-    const auto admit_here = [this](const Purpose& purpose, Descriptor socket) {
-      admit(purpose, std::move(socket));
-    };
-    listener_.open(secret, rank_, admit_here);
-    dialer_.open(secret, admit_here);
+  endpoints_ = endpoints;
+  group_ = number_of(secret);
+  for (int peer : remote_ranks) standings_[static_cast<size_t>(peer)] = Standing::missing;
+  hub_.loop().call([&] {
+    hub_.enrol(group_, {secret, rank_, [this](const Purpose& purpose, Descriptor socket) {
+                          admit(purpose, std::move(socket));
+                        }});
+    is_enrolled_ = true;
     for (int peer : remote_ranks) {
-      if (peer > rank_) continue;
-      dialer_.dial(addresses_[static_cast<size_t>(peer)], {rank_, peer, control_channel, 0});
+      const Endpoint& endpoint = endpoints_[static_cast<size_t>(peer)];
+      watch_.add_remote(peer, group_, hub_.contact(endpoint, group_, peer),
+                        {.on_join = [this, peer] { note_join(peer); },
+                         .on_request = [this, peer](int channel) {
+                           if (!is_channel(channel) || peer > rank_) return;
+                           channels_[static_cast<size_t>(channel)]->request(peer);
+                         }});
     }
   });
 
   const auto first_missing = [this] {
-    return std::find(contacts_.begin(), contacts_.end(), Contact::missing);
+    return std::find(standings_.begin(), standings_.end(), Standing::missing);
   };
   std::unique_lock lock(mutex_);
-  if (await([&] { return first_missing() == contacts_.end(); }, lock, deadline)) return;
-  const int missing = static_cast<int>(first_missing() - contacts_.begin());
+  if (await([&] { return first_missing() == standings_.end(); }, lock, deadline)) return;
+  const int missing = static_cast<int>(first_missing() - standings_.begin());
   lock.unlock();
   fail_to_reach(missing);
 }
@@ -150,31 +150,18 @@ void TcpNetwork::admit(const Purpose& purpose, Descriptor socket) {
   const bool is_own_call = purpose.from == rank_;
   const int peer = is_own_call ? purpose.to : purpose.from;
   // Who has proved to be a member calls according to the rules, unless its options differ from this rank's.
-  if (peer < 0 || peer >= static_cast<int>(contacts_.size()) || is_own_call != (peer < rank_)) return;
-
-  if (purpose.channel == control_channel) {
-    admit_control(peer, std::move(socket));
-  } else if (is_channel(purpose.channel) && purpose.stream >= 0 && purpose.stream < streams_) {
-    std::lock_guard lock(mutex_);
-    // After the alarm nobody would interrupt it.
-    if (alarm_.is_raised()) return;
-    channels_[static_cast<size_t>(purpose.channel)]->take(peer, purpose.stream, std::move(socket));
-    changed_.notify_all();
-  }
+  if (peer < 0 || peer >= static_cast<int>(standings_.size()) || is_own_call != (peer < rank_)) return;
+  if (!is_channel(purpose.channel) || purpose.stream < 0 || purpose.stream >= streams_) return;
+  std::lock_guard lock(mutex_);
+  // After the alarm nobody would interrupt it.
+  if (alarm_.is_raised()) return;
+  channels_[static_cast<size_t>(purpose.channel)]->take(peer, purpose.stream, std::move(socket));
+  changed_.notify_all();
 }
 
-void TcpNetwork::admit_control(int peer, Descriptor socket) {
-  Contact& contact = contacts_[static_cast<size_t>(peer)];
-  {
-    std::lock_guard lock(mutex_);
-    if (contact != Contact::missing) return;
-  }
-  watch_.add_remote(peer, std::move(socket), [this, peer](int channel) {
-    if (!is_channel(channel) || peer > rank_) return;
-    channels_[static_cast<size_t>(channel)]->request(peer);
-  });
+void TcpNetwork::note_join(int peer) {
   std::lock_guard lock(mutex_);
-  contact = Contact::made;
+  standings_[static_cast<size_t>(peer)] = Standing::joined;
   changed_.notify_all();
 }
 
@@ -194,7 +181,7 @@ bool TcpNetwork::await(const Ready& ready, std::unique_lock<std::mutex>& lock, D
 
 void TcpNetwork::fail_to_reach(int peer) {
   Dialer::Trouble trouble;
-  watch_.loop().call([&] { trouble = dialer_.trouble_with(peer); });
+  hub_.loop().call([&] { trouble = hub_.trouble_with(group_, peer); });
   const std::string text = "no connection with rank " + std::to_string(peer) + " came about in time";
   if (trouble.text.empty()) throw Failure(Code::timeout, peer, text);
   throw Failure(trouble.was_refused ? Code::refused : Code::timeout, peer, text + ": " + trouble.text);

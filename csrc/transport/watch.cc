@@ -1,9 +1,5 @@
 #include "transport/watch.h"
 
-#include <sys/epoll.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
@@ -16,8 +12,10 @@ namespace shoal {
 
 namespace {
 
-// Seconds between two looks, and so the longest time after which is seen what a rank of this host tells.
-constexpr double longest_tick = 0.02;
+// Seconds between two looks, and so the longest time after which is seen what a rank of this host tells: while
+// something is waited for, and after so many looks at which nothing was.
+constexpr double longest_tick = 0.02, longest_idle_tick = 0.2;
+constexpr int idle_after = 25;
 
 double seconds_between(EventLoop::Clock::time_point from, EventLoop::Clock::time_point to) {
   return std::chrono::duration<double>(to - from).count();
@@ -36,38 +34,39 @@ std::string account(int teller, Code code, const std::string& text) {
   return name_of(teller) + " gave the group up: " + text;
 }
 
-Descriptor open_process(pid_t pid) {
-  constexpr long pidfd_open = 434;  // on every architecture; older headers do not name it
-  return Descriptor(static_cast<int>(syscall(pidfd_open, pid, 0)));
-}
-
 }  // namespace
 
-Watch::Watch(const LocalPeer& self, const std::atomic<int>& waiting, Limits limits, Alarm& alarm,
+Watch::Watch(const LocalPeer& self, const std::atomic<int>& waiting, Limits limits, Alarm& alarm, Hub& hub,
              std::function<void()> on_alarm)
-    : self_(self), waiting_(waiting), limits_(limits), alarm_(alarm), on_alarm_(std::move(on_alarm)) {}
+    : self_(self),
+      waiting_(waiting),
+      limits_(limits),
+      alarm_(alarm),
+      on_alarm_(std::move(on_alarm)),
+      hub_(hub),
+      loop_(hub.loop()) {}
 
-Watch::~Watch() { leave(); }
+Watch::~Watch() {
+  leave();
+  loop_.call([] {});  // what was posted before has run
+}
 
 void Watch::add_local(const LocalPeer& shown) {
   start();
   loop_.call([&] {
     Local& peer = locals_.emplace_back(shown);
-    peer.process = open_process(shown.pid);
-    const bool was_missing = !peer.process && errno == ESRCH;
-    const uint64_t started = start_time_of(shown.pid);
-    const bool is_another = started != shown.started && started != 0 && shown.started != 0;
-    if (was_missing || is_another) return process_ended(peer);
-    if (!peer.process) return;
-    loop_.add(peer.process.number(), EPOLLIN, [this, &peer](uint32_t) { process_ended(peer); });
+    const auto on_end = [this, &peer] { process_ended(peer); };
+    const auto sight = hub_.processes().watch(shown.pid, shown.started, on_end, peer.watcher);
+    if (sight == Processes::Sight::ended) process_ended(peer);
   });
 }
 
-void Watch::add_remote(int rank, Descriptor control, std::function<void(int)> on_request) {
+void Watch::add_remote(int rank, uint64_t group, std::shared_ptr<Contact> contact, Remoteness events) {
   start();
   loop_.call([&] {
-    Remote& peer = remotes_.emplace_back(rank, std::move(control), std::move(on_request));
-    loop_.add(peer.connection.descriptor(), EPOLLIN, [this, &peer](uint32_t) { read_from(peer); });
+    Remote& peer = remotes_.emplace_back(rank, group, std::move(contact), std::move(events));
+    peer.contact->join(group, {.hear = [this, &peer](const ControlMessage& message) { hear(peer, message); },
+                               .on_loss = [this, &peer] { contact_lost(peer); }});
   });
 }
 
@@ -80,22 +79,31 @@ void Watch::raise(Code code, int rank, const std::string& text, const std::strin
   if (alarm_.is_raised() || is_raising_.exchange(true)) return;
   if (self_.reason) told.copy(self_.reason->data(), self_.reason->size() - 1);
   self_.state->store(pack_gave_up(code, rank), std::memory_order_release);
-  loop_.call([&] { send_to_all({ControlMessage::Kind::alarm, code, rank, told}); });
+  loop_.call([&] { send_to_all({.kind = ControlMessage::Kind::alarm, .code = code, .number = rank, .text = told}); });
   if (alarm_.raise(code, rank, text)) on_alarm_();
 }
 
 void Watch::request(int rank, int number) {
   loop_.post([this, rank, number] {
     for (Remote& peer : remotes_) {
-      if (peer.rank == rank) peer.connection.send({ControlMessage::Kind::request, Code::ok, number, {}});
+      if (peer.rank != rank) continue;
+      peer.contact->send({.kind = ControlMessage::Kind::request, .number = number, .group = peer.group});
     }
   });
 }
 
 void Watch::leave() {
   if (std::exchange(has_left_, true)) return;
-  loop_.call([this] { say_goodbye(); });
-  loop_.stop();
+  loop_.call([this] {
+    say_goodbye();
+    loop_.cancel(next_tick_);
+    for (const Local& peer : locals_) {
+      if (peer.watcher != 0) hub_.processes().forget(peer.shown.pid, peer.watcher);
+    }
+    for (const Remote& peer : remotes_) peer.contact->leave(peer.group);
+    locals_.clear();
+    remotes_.clear();
+  });
 }
 
 void Watch::start() {
@@ -113,38 +121,42 @@ void Watch::say_goodbye() {
   // One who gave up has told more than that.
   auto running = static_cast<uint32_t>(PeerState::running);
   if (self_.state->compare_exchange_strong(running, static_cast<uint32_t>(PeerState::said_goodbye))) {
-    send_to_all({.kind = ControlMessage::Kind::goodbye, .text = {}});
+    send_to_all({.kind = ControlMessage::Kind::goodbye});
   }
-  for (Remote& peer : remotes_) peer.connection.finish();
   if (ticks_ && self_.presence) self_.presence->release();
+}
+
+double Watch::period() const {
+  return std::min(idle_ticks_ > idle_after ? longest_idle_tick : longest_tick, limits_.silence / 4);
 }
 
 void Watch::tick() {
   const Time now = EventLoop::Clock::now();
-  const double period = std::min(longest_tick, limits_.silence / 4);
-  loop_.after(period, [this] { tick(); });
+  const bool is_idle = waiting_.load(std::memory_order_relaxed) == 0;
+  if (is_idle || idle_ticks_ > idle_after) waiting_since_ = now;
+  idle_ticks_ = is_idle ? std::min(idle_ticks_ + 1, idle_after + 1) : 0;
+  next_tick_ = loop_.after(period(), [this] { tick(); });
   self_.heartbeat->fetch_add(1, std::memory_order_relaxed);
 
   // Who did not run for long cannot say of others that they did not.
   if (seconds_between(last_tick_, now) > limits_.silence / 2) begin_counting_afresh(now);
   last_tick_ = now;
-  if (waiting_.load(std::memory_order_relaxed) == 0) waiting_since_ = now;
 
-  if (seconds_between(last_heartbeat_, now) >= limits_.silence / 4) {
-    last_heartbeat_ = now;
-    send_to_all({.kind = ControlMessage::Kind::heartbeat, .text = {}});
-  }
   for (Local& peer : locals_) {
     look_at(peer, now);
     judge(peer, now);
   }
-  for (Remote& peer : remotes_) judge(peer, now);
+  for (Remote& peer : remotes_) {
+    peer.contact->beat(limits_.silence / 4, now);
+    peer.last_sign = peer.contact->last_sign();
+    judge(peer, now);
+  }
 }
 
 void Watch::begin_counting_afresh(Time now) {
   last_tick_ = waiting_since_ = now;
   for (Local& peer : locals_) peer.last_sign = now;
-  for (Remote& peer : remotes_) peer.last_sign = now;
+  for (const Remote& peer : remotes_) peer.contact->count_afresh(now);
 }
 
 void Watch::look_at(Local& peer, Time now) {
@@ -172,45 +184,38 @@ void Watch::look_at(Local& peer, Time now) {
   // its parent has not waited for, does exist.)
   if (peer.has_ended) return;
   const bool is_lost = peer.shown.presence && peer.shown.presence->is_lost();
-  if (is_lost || (!peer.process && kill(peer.shown.pid, 0) != 0 && errno == ESRCH)) process_ended(peer);
+  if (is_lost || (peer.watcher == 0 && kill(peer.shown.pid, 0) != 0 && errno == ESRCH)) process_ended(peer);
 }
 
 void Watch::process_ended(Local& peer) {
   peer.has_ended = true;
-  if (peer.process) {
-    loop_.remove(peer.process.number());
-    peer.process = Descriptor();
-  }
+  if (peer.watcher != 0) hub_.processes().forget(peer.shown.pid, std::exchange(peer.watcher, 0));
   look_at(peer, EventLoop::Clock::now());  // its last words
   if (peer.said_goodbye) return;
   tell(Code::peer_lost, peer.rank,
        name_of(peer.rank) + " (process " + std::to_string(peer.shown.pid) + ") ended");
 }
 
-void Watch::read_from(Remote& peer) {
-  std::vector<ControlMessage> messages;
-  const bool goes_on = peer.connection.receive(messages);
-  peer.last_sign = EventLoop::Clock::now();
-  for (const ControlMessage& message : messages) {
-    switch (message.kind) {
-      case ControlMessage::Kind::heartbeat:
-        break;
-      case ControlMessage::Kind::goodbye:
-        note_goodbye(peer);
-        break;
-      case ControlMessage::Kind::alarm:
-        raise(message.code, message.number, message.text, message.text);
-        break;
-      case ControlMessage::Kind::request:
-        peer.on_request(message.number);
-        break;
-    }
+void Watch::hear(Remote& peer, const ControlMessage& message) {
+  switch (message.kind) {
+    case ControlMessage::Kind::heartbeat:
+      break;
+    case ControlMessage::Kind::join:
+      peer.events.on_join();
+      break;
+    case ControlMessage::Kind::goodbye:
+      note_goodbye(peer);
+      break;
+    case ControlMessage::Kind::alarm:
+      raise(message.code, message.number, message.text, message.text);
+      break;
+    case ControlMessage::Kind::request:
+      peer.events.on_request(message.number);
+      break;
   }
-  if (!goes_on) connection_ended(peer);
 }
 
-void Watch::connection_ended(Remote& peer) {
-  loop_.remove(peer.connection.descriptor());
+void Watch::contact_lost(Remote& peer) {
   peer.has_ended = true;
   if (peer.said_goodbye) return;
   tell(Code::peer_lost, peer.rank, name_of(peer.rank) + " ended, or the connection with it did");
@@ -242,9 +247,11 @@ void Watch::note_goodbye(Peer& peer) {
   peer.said_goodbye_at = EventLoop::Clock::now();
 }
 
-void Watch::send_to_all(const ControlMessage& message) {
-  for (Remote& peer : remotes_) {
-    if (!peer.has_ended) peer.connection.send(message);
+void Watch::send_to_all(ControlMessage message) {
+  for (const Remote& peer : remotes_) {
+    if (peer.has_ended) continue;
+    message.group = peer.group;
+    peer.contact->send(message);
   }
 }
 

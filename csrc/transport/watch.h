@@ -2,9 +2,12 @@
 //
 // A process of this host is watched through a pidfd, which becomes readable when it ends, and through what it
 // has in shared memory: a counter that its own Watch increments, a state, and a Presence. A process elsewhere
-// is watched through a control connection, which ends with it, and on which it sends signs of life.
+// is watched through a Contact, whose connection ends with it, and on which it sends signs of life.
 //
 // The first reason that is found, by any rank, becomes the alarm of all.
+//
+// A Watch looks every 20 ms while something is waited for, and every 200 ms once nothing was for a while: a process
+// may be in many groups, of which it uses few at a time.
 #pragma once
 
 #include <sys/types.h>
@@ -14,14 +17,16 @@
 #include <cstdint>
 #include <functional>
 #include <list>
+#include <memory>
 #include <string>
-#include <vector>
+#include <utility>
 
 #include "common/alarm.h"
-#include "transport/control_connection.h"
-#include "transport/descriptor.h"
+#include "transport/contact.h"
 #include "transport/event_loop.h"
+#include "transport/hub.h"
 #include "transport/presence.h"
+#include "transport/processes.h"
 
 namespace shoal {
 
@@ -54,28 +59,31 @@ class Watch {
   // `waiting` counts the operations that wait for peers: while it is 0, neither a silent peer nor one that
   // said goodbye raises the alarm. `on_alarm` is called once, after the alarm was raised, by the thread that
   // did it.
-  Watch(const LocalPeer& self, const std::atomic<int>& waiting, Limits limits, Alarm& alarm,
+  Watch(const LocalPeer& self, const std::atomic<int>& waiting, Limits limits, Alarm& alarm, Hub& hub,
         std::function<void()> on_alarm);
 
   ~Watch();  // as `leave`
 
-  // Begins to watch a rank. The thread starts with the first of them.
+  // Begins to watch a rank. The Hub's thread starts with the first of them.
   void add_local(const LocalPeer& peer);
-  // `on_request` is called in the loop's thread with what the peer's Watch was given as `request`.
-  void add_remote(int rank, Descriptor control, std::function<void(int number)> on_request);
+
+  // The same of a rank on another host, of the group with that number. On the loop's thread, as both of these:
+  // `on_join` is called when its process is in the group too, `on_request` with what its Watch was given as `request`.
+  struct Remoteness {
+    std::function<void()> on_join;
+    std::function<void(int number)> on_request;
+  };
+  void add_remote(int rank, uint64_t group, std::shared_ptr<Contact> contact, Remoteness events);
 
   // Raises the alarm on every rank of the group, unless it was raised. `rank` is the culprit, or -1.
   void tell(Code code, int rank, const std::string& text);
 
-  // Asks a remote rank for something.
+  // Asks a remote rank for something. Not once this one has left.
   void request(int rank, int number);
 
-  // Tells all peers that this rank may be missed from now on, and ends the thread, after which `on_alarm` is
-  // called by `tell` only. To be called before what `on_alarm` and the loop's other users touch is destroyed.
+  // Tells all peers that this rank may be missed from now on, and looks no more: `on_alarm` is called by `tell` only.
+  // To be called before what `on_alarm` and the events of remote ranks touch is destroyed.
   void leave();
-
-  // The thread's loop, for others of the group who need one.
-  EventLoop& loop() { return loop_; }
 
  private:
   using Time = EventLoop::Clock::time_point;
@@ -93,14 +101,15 @@ class Watch {
 
     const LocalPeer shown;
     uint64_t counter = 0;
-    Descriptor process;  // the pidfd; none: the process ended, or the system has no such thing
+    Processes::Watcher watcher = 0;  // 0: the process ended, or has to be looked for
   };
   struct Remote : Peer {
-    Remote(int rank, Descriptor control, std::function<void(int)> request)
-        : Peer{rank}, connection(std::move(control)), on_request(std::move(request)) {}
+    Remote(int rank, uint64_t group, std::shared_ptr<Contact> contact, Remoteness events)
+        : Peer{rank}, group(group), contact(std::move(contact)), events(std::move(events)) {}
 
-    ControlConnection connection;
-    const std::function<void(int)> on_request;
+    const uint64_t group;
+    const std::shared_ptr<Contact> contact;
+    const Remoteness events;
   };
 
   void start();
@@ -109,29 +118,33 @@ class Watch {
   void begin_counting_afresh(Time now);
   void look_at(Local& peer, Time now);
   void process_ended(Local& peer);
-  void read_from(Remote& peer);
-  void connection_ended(Remote& peer);
+  void hear(Remote& peer, const ControlMessage& message);
+  void contact_lost(Remote& peer);
+  double period() const;
   bool has_everyone_left() const;
   void judge(Peer& peer, Time now);
   void raise(Code code, int rank, const std::string& text, const std::string& told);
   void note_goodbye(Peer& peer);
-  void send_to_all(const ControlMessage& message);
+  void send_to_all(ControlMessage message);
 
   const LocalPeer self_;
   const std::atomic<int>& waiting_;
   const Limits limits_;
   Alarm& alarm_;
   const std::function<void()> on_alarm_;
+  Hub& hub_;
+  EventLoop& loop_;
 
   // Of the loop's thread:
   std::list<Local> locals_;
   std::list<Remote> remotes_;
-  Time last_tick_, waiting_since_, last_heartbeat_;
+  Time last_tick_, waiting_since_;
+  EventLoop::Timer next_tick_{};
+  int idle_ticks_ = 0;  // since something was waited for
   bool ticks_ = false;
 
   std::atomic<bool> is_raising_{false};
   bool has_left_ = false;
-  EventLoop loop_;
 };
 
 }  // namespace shoal
