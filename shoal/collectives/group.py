@@ -30,6 +30,7 @@ from shoal.collectives.operands import (
     to_be_filled,
 )
 from shoal.collectives.options import Options
+from shoal.collectives.rendezvous import Formed
 from shoal.collectives.sparse import all_reduce_sparse
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
@@ -57,10 +58,17 @@ class ProcessGroup(NamedGroup):
     """The ranks of a group, as one of them; arguments and errors as `NativeGroup` has them."""
 
     def __init__(
-        self, core: Core, store: Store, rank: int, size: int, timeout: timedelta, options: Options
+        self,
+        core: Core,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        options: Options,
+        known: Formed | None = None,
     ) -> None:
         super().__init__(rank, size)
-        self._native = NativeGroup(core, store, rank, size, timeout, options)
+        self._native = NativeGroup(core, store, rank, size, timeout, options, known)
 
     # --- the group as a whole ---
 
@@ -68,6 +76,11 @@ class ProcessGroup(NamedGroup):
     def hosts(self) -> int:
         """How many hosts its ranks are on."""
         return self._native.hosts
+
+    @property
+    def formed(self) -> Formed:
+        """What its ranks know of each other."""
+        return self._native.formed
 
     @property
     def timeout(self) -> timedelta:

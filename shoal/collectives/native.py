@@ -19,7 +19,7 @@ from shoal.collectives.core import GOING_ON, Call, Core
 from shoal.collectives.monitored import MonitoredBarrier
 from shoal.collectives.operands import bytes_of
 from shoal.collectives.options import Options
-from shoal.collectives.rendezvous import form_group
+from shoal.collectives.rendezvous import Formed, form_group
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.work import Done, Work
 from shoal.errors import CollectiveError
@@ -40,21 +40,30 @@ class NativeGroup:
         size: Ranks in the group.
         timeout: Of operations that have none of their own, and for the group to form.
         options: How it communicates.
+        known: What the ranks know of each other from another group.
 
     Raises:
         CollectiveError: The ranks did not all come, or cannot reach each other.
     """
 
     def __init__(
-        self, core: Core, store: Store, rank: int, size: int, timeout: timedelta, options: Options
+        self,
+        core: Core,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        options: Options,
+        known: Formed | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout.total_seconds()
         self._core = core
-        self._handle, hosts = form_group(core, store, rank, size, timeout, options)
+        self.formed = form_group(core, store, rank, size, timeout, options, known)
+        self._handle = self.formed.handle
         self.close = weakref.finalize(self, core.group_close, self._handle)
-        self.hosts = len(set(hosts))
+        self.hosts = len({member.host for member in self.formed.members})
         # Within a host there would be nothing to gain: see Work.get_future.
         self._completer = Completer() if self.hosts > 1 else None
         self._chooser = Chooser(options, size, self.hosts)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from shoal.collectives.core import load_core
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
+from shoal.collectives.rendezvous import Formed
 from shoal.errors import ConfigError
 
 __all__ = ["register"]
@@ -41,4 +42,14 @@ def _create(asked: Any, options: Any) -> ProcessGroup:
         asked.group_size,
         asked.timeout,
         options or Options.from_environment(),
+        _known(asked),
     )
+
+
+def _known(asked: Any) -> Formed | None:
+    """What the ranks of a group within the default group know of each other from there."""
+    everyone = dist.group.WORLD
+    ranks = asked.global_ranks_in_group
+    if not isinstance(everyone, ProcessGroup) or len(ranks) != asked.group_size:
+        return None
+    return everyone.formed.among(ranks)

@@ -1,31 +1,69 @@
-"""How the ranks of a new group find each other: what they tell one another through the store."""
+"""How the ranks of a new group find each other, and become a group of the native core.
+
+A group whose ranks know nothing of each other takes three rounds: who is on which host; where each one's
+shared memory lies and where it listens; whether all could reach it. The ranks of a group within another know
+the first and the last from there, and take one round.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import hashlib
 import os
 import secrets
 import socket
-import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.collectives.assembly import Assembly
 from shoal.collectives.core import Core
 from shoal.collectives.interface import address_towards, find_interface_address
 from shoal.collectives.options import Options
 from shoal.errors import CollectiveError, ConfigError
 
-__all__ = ["form_group", "host_identity"]
+__all__ = ["Formed", "Member", "form_group", "host_identity"]
 
-_LOOK = timedelta(seconds=0.5)
-"""How often who waits looks whether those that are missing still exist."""
+_COPIES, _READS, _APART = 0, 1, 2
+"""How a rank reaches the memory of the others on its host (`shoal_group_join` in csrc/c_interface.h)."""
 
-_SAID = "said "
-"""Before what a rank tells; without it, a key holds the reason for which the rank gave up."""
+
+class Member(NamedTuple):
+    """What the ranks of a group know of one of them.
+
+    Attributes:
+        identity: Short form of `host_identity`.
+        pid: Its process.
+        host: The number of its host: two ranks with one number share memory.
+    """
+
+    identity: str
+    pid: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Formed:
+    """A group that formed.
+
+    Attributes:
+        handle: The native group.
+        members: Its ranks.
+        all_read: Whether the ranks of each host read each other's private memory.
+    """
+
+    handle: int
+    members: tuple[Member, ...]
+    all_read: bool
+
+    def among(self, ranks: Sequence[int]) -> Formed:
+        """What is known of some of the ranks, in this order."""
+        return Formed(self.handle, tuple(self.members[rank] for rank in ranks), self.all_read)
 
 
 def host_identity(environment: Mapping[str, str] = os.environ) -> str:
@@ -51,7 +89,8 @@ def form_group(
     size: int,
     timeout: timedelta,
     options: Options,
-) -> tuple[int, list[int]]:
+    known: Formed | None = None,
+) -> Formed:
     """Forms the native group of these ranks.
 
     Args:
@@ -61,135 +100,163 @@ def form_group(
         size: Ranks in the group.
         timeout: For all ranks to come.
         options: How the group communicates.
-
-    Returns:
-        The native group, and for each rank the number of its host.
+        known: What the ranks know of each other from another group, the same on all of them.
 
     Raises:
         CollectiveError: The ranks did not all come, cannot reach each other, or have different options.
     """
-    exchange = _Exchange(store, rank, size, timeout)
-    group = None
+    forming = _Forming(core, store, rank, size, timeout, options)
     try:
-        told = exchange("host", f"{options.fingerprint()} {os.getpid()} {host_identity()}")
-        fingerprints, pids, identities = zip(*(each.split(" ", 2) for each in told), strict=True)
+        formed = forming.by_acquaintance(known) if known is not None else None
+        return formed or forming.from_nothing()
+    except BaseException as failure:
+        forming.give_up(str(failure) or type(failure).__name__)
+        raise
+
+
+class _Forming:
+    """One rank's part; arguments as `form_group` has them."""
+
+    SUBJECTS = ("acquaintance", "host", "introduction", "joined", "introduction apart", "joined apart")
+
+    def __init__(
+        self, core: Core, store: Store, rank: int, size: int, timeout: timedelta, options: Options
+    ) -> None:
+        self._core = core
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._options = options
+        self._assembly = Assembly(store, rank, size, timeout)
+        self._group = 0
+
+    def by_acquaintance(self, known: Formed) -> Formed | None:
+        """The group, formed in one round; None, on all ranks, if what is known does not hold any more."""
+        members = known.members
+        self._assembly.watch(self._neighbours(members))
+        self._create(members)
+        reads = known.all_read and self._options.direct_reads
+        told = self._assembly.tell(
+            "acquaintance", f"{_READS if reads else _COPIES} {self._about_itself()} {self._introduction()}"
+        )
+        parts = [text.split(" ", 4) for text in told]
+        identities, pids = self._compare([" ".join(each[1:4]) for each in parts])
+        if any((identities[each], pids[each]) != member[:2] for each, member in enumerate(members)):
+            self._free()
+            return None
+        if self._join([each[4] for each in parts]) == _APART:
+            raise self._core.failure("joining the group")
+        return self._start(members, all(int(each[0]) == _READS for each in parts))
+
+    def from_nothing(self) -> Formed:
+        """The group, formed in three rounds; in five, where ranks that could share memory are not let."""
+        identities, pids = self._compare(self._assembly.tell("host", self._about_itself()))
+        members = tuple(
+            Member(identity, pid, identities.index(identity))
+            for identity, pid in zip(identities, pids, strict=True)
+        )
+        formed = self._form(members, "")
+        if isinstance(formed, Formed):
+            return formed
+        self._free()
+        apart = {members[rank].host for rank in formed}
+        if self._rank == formed[0]:
+            warnings.warn(
+                f"rank {formed[0]} may not map the memory of other processes of its host (they may have "
+                "another user, or be protected): that host's ranks communicate over TCP, which is slower",
+                stacklevel=2,
+            )
+        members = tuple(
+            member._replace(host=self._size + rank) if member.host in apart else member
+            for rank, member in enumerate(members)
+        )
+        formed = self._form(members, " apart")
+        if not isinstance(formed, Formed):
+            raise self._core.failure("joining the group")
+        return formed
+
+    def give_up(self, reason: str) -> None:
+        """Tells the others why this rank will not come, and leaves what there is of the group."""
+        self._assembly.give_up(reason, self.SUBJECTS)
+        if self._group:
+            self._core.group_abort(self._group, reason.encode())
+            self._free()
+
+    def _form(self, members: Sequence[Member], again: str) -> Formed | list[int]:
+        """The group; or else the ranks that may not map the memory of others on their host."""
+        self._assembly.watch(self._neighbours(members))
+        self._create(members)
+        told = self._assembly.tell("introduction" + again, self._introduction())
+        outcome = self._join(told)
+        if outcome == _READS and not self._options.direct_reads:
+            outcome = _COPIES
+        outcomes = [int(each) for each in self._assembly.tell("joined" + again, str(outcome))]
+        apart = [rank for rank, each in enumerate(outcomes) if each == _APART]
+        return apart or self._start(members, all(each == _READS for each in outcomes))
+
+    def _about_itself(self) -> str:
+        identity = hashlib.sha256(host_identity().encode()).hexdigest()[:16]
+        return f"{self._options.fingerprint()} {os.getpid()} {identity}"
+
+    def _compare(self, abouts: Sequence[str]) -> tuple[list[str], list[int]]:
+        """Each rank's identity of its host, and its process.
+
+        Raises:
+            CollectiveError: Ranks have different options.
+        """
+        fingerprints, pids, identities = zip(*(each.split(" ") for each in abouts), strict=True)
         for other, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[rank]:
+            if fingerprint != fingerprints[self._rank]:
                 raise CollectiveError(
-                    f"the group did not form: rank {other} has other options than rank {rank} "
+                    f"the group did not form: rank {other} has other options than rank {self._rank} "
                     "(SHOAL_ALGORITHMS, SHOAL_TABLE, SHOAL_STREAMS, SHOAL_DEBUG, or Options)",
                     rank=other,
                     fault="mismatch",
                 )
-        hosts = [identities.index(identity) for identity in identities]
-        exchange.watch({peer: int(pids[peer]) for peer in range(size) if hosts[peer] == hosts[rank]})
-        address = _own_address(store) if len(set(hosts)) > 1 else ""
-        group = core.group_create(
-            rank, size, (ctypes.c_int * size)(*hosts), address.encode(), options.streams, options.heartbeat
+        return list(identities), [int(pid) for pid in pids]
+
+    def _neighbours(self, members: Sequence[Member]) -> dict[int, int]:
+        own = members[self._rank].identity
+        return {rank: member.pid for rank, member in enumerate(members) if member.identity == own}
+
+    def _create(self, members: Sequence[Member]) -> None:
+        hosts = [member.host for member in members]
+        address = _own_address(self._store) if len(set(hosts)) > 1 else ""
+        self._group = self._core.group_create(
+            self._rank,
+            self._size,
+            (ctypes.c_int * self._size)(*hosts),
+            address.encode(),
+            self._options.streams,
+            self._options.heartbeat,
         )
-        if not group:
-            raise core.failure("forming a group")
+        if not self._group:
+            raise self._core.failure("forming a group")
+
+    def _introduction(self) -> str:
         text = ctypes.create_string_buffer(512)
-        core.check(core.group_introduce(group, text, len(text)), "forming a group")
-        told = exchange("introduction", f"{secrets.token_hex(32)} {text.value.decode()}")
+        self._core.check(self._core.group_introduce(self._group, text, len(text)), "forming a group")
+        # The group's secret is rank 0's.
+        secret = secrets.token_hex(32) if self._rank == 0 else "-"
+        return f"{secret} {text.value.decode()}"
+
+    def _join(self, told: Sequence[str]) -> int:
         secret, _, _ = told[0].partition(" ")
         introductions = [each.partition(" ")[2].encode() for each in told]
-        everyone = (ctypes.c_char_p * size)(*introductions)
-        joined = core.group_join(group, everyone, bytes.fromhex(secret), timeout.total_seconds())
-        can_read = core.check(joined, "joining the group") == 1 and options.direct_reads
-        outcomes = exchange("joined", "reads" if can_read else "copies")
-        all_can_read = all(outcome == "reads" for outcome in outcomes)
-        core.check(core.group_start(group, all_can_read), "forming a group")
-    except BaseException as failure:
-        exchange.give_up(str(failure) or type(failure).__name__)
-        if group:
-            core.group_free(group)
-        raise
-    return group, hosts
+        everyone = (ctypes.c_char_p * self._size)(*introductions)
+        seconds = self._timeout.total_seconds()
+        outcome = self._core.group_join(self._group, everyone, bytes.fromhex(secret), seconds)
+        return self._core.check(outcome, "joining the group")
 
+    def _start(self, members: Sequence[Member], all_read: bool) -> Formed:
+        self._core.check(self._core.group_start(self._group, all_read), "forming a group")
+        handle, self._group = self._group, 0
+        return Formed(handle, tuple(members), all_read)
 
-class _Exchange:
-    """Everyone tells everyone something, through the store."""
-
-    SUBJECTS = ("host", "introduction", "joined")
-
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._deadline = time.monotonic() + timeout.total_seconds()
-        self._timeout = timeout
-        self._processes: Mapping[int, int] = {}
-        self._untold = list(self.SUBJECTS)
-        # A group that was ended may have left its keys in the store: each rank counts how often it came.
-        self._round = store.add(f"rounds/{rank}", 1)
-
-    def __call__(self, subject: str, text: str) -> list[str]:
-        keys = [f"{self._round}/{subject}/{rank}" for rank in range(self._size)]
-        self._untold.remove(subject)
-        self._store.set(keys[self._rank], _SAID + text)
-        while not self._wait(keys):
-            missing = self._missing(keys)
-            for rank in missing:
-                if rank in self._processes and not _is_running(self._processes[rank]):
-                    raise CollectiveError(
-                        f"the group did not form: rank {rank} (process {self._processes[rank]}) ended",
-                        rank=rank,
-                        fault="peer lost",
-                    )
-            if missing and time.monotonic() > self._deadline:
-                names = ("ranks " if len(missing) > 1 else "rank ") + ", ".join(map(str, missing))
-                raise CollectiveError(
-                    f"the group did not form: {names} of {self._size} did not come within "
-                    f"{self._timeout.total_seconds():g} s",
-                    rank=missing[0],
-                    fault="timeout",
-                )
-        told = [self._store.get(key).decode() for key in keys]
-        for rank, each in enumerate(told):
-            if not each.startswith(_SAID):
-                raise CollectiveError(f"the group did not form: rank {rank}: {each}", rank=rank)
-        return [each.removeprefix(_SAID) for each in told]
-
-    def watch(self, processes: Mapping[int, int]) -> None:
-        """Has the end of these ranks' processes, which are on this host, noticed."""
-        self._processes = processes
-
-    def give_up(self, reason: str) -> None:
-        """Tells the others why this rank will not come."""
-        with contextlib.suppress(RuntimeError):  # the store is what went wrong
-            for subject in self._untold:
-                self._store.set(f"{self._round}/{subject}/{self._rank}", reason)
-
-    def _missing(self, keys: list[str]) -> list[int]:
-        try:
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        except RuntimeError as error:
-            raise CollectiveError(f"the group did not form: {error}", fault="peer lost") from error
-
-    def _wait(self, keys: list[str]) -> bool:
-        began = time.monotonic()
-        try:
-            self._store.wait(keys, _LOOK)
-        except RuntimeError as error:
-            # The stores have several errors for the end of that time.
-            if time.monotonic() - began >= _LOOK.total_seconds() / 2:
-                return False
-            raise CollectiveError(f"the group did not form: {error}", fault="peer lost") from error
-        return True
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-        )
-    except OSError:
-        return False
-    return state not in "ZX"
+    def _free(self) -> None:
+        handle, self._group = self._group, 0
+        self._core.group_free(handle)
 
 
 def _own_address(store: Store, environment: Mapping[str, str] = os.environ) -> str:

@@ -125,16 +125,16 @@ def test_a_rank_that_left_is_missed_by_those_alone_who_wait_for_it(is_one_host: 
 def die_while_forming(tell: Connection, rank: int, size: int, store: str, dies: bool) -> None:
     if rank == 1:
         if dies:
-            from shoal.collectives import rendezvous
+            from shoal.collectives.assembly import Assembly
 
-            original = rendezvous._Exchange.__call__
+            original = Assembly.tell
 
             def die(self: Any, subject: str, text: str) -> Any:
                 if subject == "introduction":
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(self, subject, text)
 
-            rendezvous._Exchange.__call__ = die  # type: ignore[method-assign]
+            Assembly.tell = die  # type: ignore[method-assign]
         else:
             time.sleep(3600)
     tell.send(failure_of(lambda: form(rank, size, store, timeout=2)))
