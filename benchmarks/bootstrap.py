@@ -174,7 +174,8 @@ def main() -> None:
     print(
         f"Written by `python benchmarks/bootstrap.py --rounds {options.rounds}`: seconds, median and\n"
         f"range of {options.rounds} interleaved rounds. *First*: from the last rank's call of\n"
-        f"`init_process_group` until all have returned. *Further*: each of {_FURTHER_GROUPS} `new_group` of all ranks after it.\n"
+        f"`init_process_group` until all have returned. *Further*: each of {_FURTHER_GROUPS}\n"
+        "`new_group` of all ranks after it.\n"
     )
     print(f"{machine}\n".replace("\n", "  \n"))
     print("\n## Ranks that are processes, on these cores\n")

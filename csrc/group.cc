@@ -142,15 +142,23 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
     }
   }
   board_.attach(index(), peers_here, local_ranks());
-  for (int other = 0; other < board_.size(); ++other) {
-    if (other == index()) continue;
-    const Introduction& peer = peers_here[static_cast<size_t>(other)];
-    Front& front = board_.front(other);
-    watch_->add_local({local_ranks()[static_cast<size_t>(other)], peer.pid, peer.started,
-                       &front.heartbeat, &front.state, &front.presence, &front.reason});
-  }
+  if (board_.size() > 1) watch_neighbours(peers_here);
   if (network_) network_->start(endpoints, remote_ranks, secret, deadline);
   return board_.can_read_peers();
+}
+
+// In one turn of the Hub's thread: with many ranks a turn for each would take longer than all the rest.
+void Group::watch_neighbours(const std::vector<Introduction>& introductions) {
+  hub_.loop().start();
+  hub_.loop().call([&] {
+    for (int other = 0; other < board_.size(); ++other) {
+      if (other == index()) continue;
+      const Introduction& peer = introductions[static_cast<size_t>(other)];
+      Front& front = board_.front(other);
+      watch_->add_local({local_ranks()[static_cast<size_t>(other)], peer.pid, peer.started, &front.heartbeat,
+                         &front.state, &front.presence, &front.reason});
+    }
+  });
 }
 
 void Group::start(bool can_read_peers) {

@@ -68,6 +68,7 @@ class Group {
 
   void run(Task& task, bool is_background);
   void run_level_by_level(const Operation& operation);
+  void watch_neighbours(const std::vector<Introduction>& introductions);
   void wake_sleepers();
   const std::vector<int>& local_ranks() const { return hierarchy_.ranks_on(hierarchy_.host_of(options_.rank)); }
   int index() const { return hierarchy_.index_of(rank()); }  // of this rank, on its host
