@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
@@ -110,7 +111,8 @@ def _simulate(store: Any, rank: int, size: int, texts: dict[str, int], name: str
 
 def _hold_ranks(tell: Connection, barrier: Barrier, ranks: Sequence[int], size: int, port: int) -> None:
     """Runs some of the simulated ranks, each in a thread with a connection of its own to the store."""
-    stores = [dist.TCPStore("127.0.0.1", port, None, False, _TIMEOUT) for _ in ranks]
+    with ThreadPoolExecutor(32) as pool:
+        stores = list(pool.map(lambda _: dist.TCPStore("127.0.0.1", port, None, False, _TIMEOUT), ranks))
     cases = [("first", _TEXTS, False), ("further", _ACQUAINTANCE, False)]
     if size <= _MOST_PLAIN:
         cases.append(("plain", _TEXTS, True))
