@@ -52,7 +52,7 @@ def vector_units() -> list[str]:
 
 
 def is_defined(dtype: torch.dtype, op: str) -> bool:
-    return not (dtype.is_floating_point and op in BITWISE) and not (dtype == torch.bool and op == "AVG")
+    return op != "AVG" if not dtype.is_floating_point else op not in BITWISE
 
 
 def fold(inputs: list[torch.Tensor], op: str, divisor: int) -> torch.Tensor:
@@ -60,10 +60,7 @@ def fold(inputs: list[torch.Tensor], op: str, divisor: int) -> torch.Tensor:
     dtype = inputs[0].dtype
     wide = [each.float() if dtype in NARROW else each for each in inputs]
     if op == "AVG":
-        total = functools.reduce(torch.add, wide)
-        return (total / divisor if dtype.is_floating_point else total.div(divisor, rounding_mode="trunc")).to(
-            dtype
-        )
+        return (functools.reduce(torch.add, wide) / divisor).to(dtype)
     return functools.reduce(PAIRWISE[op], wide).to(dtype)
 
 
