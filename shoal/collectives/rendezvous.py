@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.core import Core
 from shoal.collectives.interface import address_towards, find_interface_address
-from shoal.collectives.options import Options
+from shoal.collectives.options import Options, require_same
 from shoal.errors import CollectiveError, ConfigError
 
 __all__ = ["form_group", "host_identity"]
@@ -66,21 +66,15 @@ def form_group(
         The native group, and for each rank the number of its host.
 
     Raises:
-        CollectiveError: The ranks did not all come, cannot reach each other, or have different options.
+        CollectiveError: The ranks did not all come, cannot reach each other, or have different options or
+            builds of the core.
     """
     exchange = _Exchange(store, rank, size, timeout)
     group = None
     try:
-        told = exchange("host", f"{options.fingerprint()} {os.getpid()} {host_identity()}")
+        told = exchange("host", f"{options.fingerprint(core.build)} {os.getpid()} {host_identity()}")
         fingerprints, pids, identities = zip(*(each.split(" ", 2) for each in told), strict=True)
-        for other, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[rank]:
-                raise CollectiveError(
-                    f"the group did not form: rank {other} has other options than rank {rank} "
-                    "(SHOAL_ALGORITHMS, SHOAL_TABLE, SHOAL_STREAMS, SHOAL_DEBUG, or Options)",
-                    rank=other,
-                    fault="mismatch",
-                )
+        require_same(fingerprints, rank)
         hosts = [identities.index(identity) for identity in identities]
         exchange.watch({peer: int(pids[peer]) for peer in range(size) if hosts[peer] == hosts[rank]})
         address = _own_address(store) if len(set(hosts)) > 1 else ""

@@ -1,5 +1,7 @@
 """What does not fit together is refused, as gloo refuses it, before anything is sent or written."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch._C._distributed_c10d as c10d
@@ -22,6 +24,8 @@ from mistaken_calls import (
 )
 from torch.distributed.distributed_c10d import ReduceOp
 
+from shoal.collectives import Options
+from shoal.collectives.core import load_core
 from shoal.errors import CollectiveError
 
 
@@ -181,3 +185,17 @@ def write_back_to_parameters():
 
 def test_a_parameter_that_is_not_contiguous_is_written(ranks):
     ranks.run(write_back_to_parameters, RANKS)
+
+
+def form_from_unlike_ranks():
+    rank = dist.get_rank()
+    for what, build, streams in (("another build", f"build-{rank}", 2), ("other options", "same", 2 + rank)):
+        with mock.patch.object(load_core(), "build", build):
+            with pytest.raises(CollectiveError, match=f"rank {1 - rank} has {what}") as raised:
+                dist.new_group(pg_options=Options(streams=streams))
+            assert (raised.value.fault, raised.value.rank) == ("mismatch", 1 - rank)
+    dist.barrier()
+
+
+def test_ranks_with_another_build_or_other_options_form_no_group_and_say_so(ranks):
+    ranks.run(form_from_unlike_ranks, RANKS)

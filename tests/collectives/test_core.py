@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import math
 import os
 import shutil
@@ -135,6 +136,16 @@ def test_reductions_that_a_type_does_not_have_are_refused(name, op):
     dtype = DTYPES[name][1]
     inputs = [torch.ones(4, dtype=dtype)] * 2
     assert combine(torch.empty(4, dtype=dtype), inputs, op, 2) == (0 if is_defined(dtype, op) else INVALID)
+
+
+def test_the_core_tells_the_hash_of_the_sources_that_are_here():
+    root = Path(__file__).parents[2] / "csrc"
+    folders = [root, *(root / name for name in ("common", "transport", "algorithms"))]
+    digest = hashlib.sha256()
+    for pattern in ("*.cc", "*.h"):
+        for path in sorted(str(path) for folder in folders for path in folder.glob(pattern)):
+            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    assert core.build == digest.hexdigest()[:12], "build the core again: make"
 
 
 @pytest.mark.long
