@@ -326,6 +326,11 @@ int shoal_buffer_trim(void) {
   }));
 }
 
+#if !defined(SHOAL_BUILD)
+#define SHOAL_BUILD "by hand"  // not by setup.py, which hashes the sources
+#endif
+const char* shoal_build(void) { return SHOAL_BUILD; }
+
 const char* shoal_vector_unit(void) { return vector_unit(); }
 
 int shoal_force_vector_unit(const char* name) { return force_vector_unit(name) ? 1 : 0; }

@@ -68,6 +68,9 @@ void* shoal_buffer_allocate(uint64_t bytes);
 int shoal_buffer_release(void* data);
 int shoal_buffer_trim(void);
 
+// What the core was built from: a hash of its sources. Ranks with different ones may not understand each other.
+const char* shoal_build(void);
+
 // --- what the core is made of, for tests and benchmarks ---
 const char* shoal_vector_unit(void);
 int shoal_force_vector_unit(const char* name);

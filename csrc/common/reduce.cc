@@ -79,8 +79,8 @@ void require_supported(Dtype dtype, Reduction op) {
   if (is_bitwise(op) && is_floating_point(dtype))
     throw Failure(Code::invalid, -1,
                   std::string("bit operations are for integers and booleans, not for ") + name_of(dtype));
-  if (op == Reduction::average && dtype == Dtype::boolean)
-    throw Failure(Code::invalid, -1, "booleans have no average");
+  if (op == Reduction::average && !is_floating_point(dtype))
+    throw Failure(Code::invalid, -1, std::string("averages are for floating point, not for ") + name_of(dtype));
 }
 
 const char* vector_unit() { return current_vector_unit().name; }

@@ -17,7 +17,7 @@ namespace shoal {
 // same order.
 //
 // Throws Failure(Code::invalid) for bit operations and average on types that have none: bit operations on
-// floating point, average on booleans.
+// floating point; average on integers and booleans, since sums of them wrap, and most averages are no integers.
 void combine(Dtype dtype, Reduction op, void* out, const void* const* inputs, int n, size_t count,
              int divisor = 1);
 
@@ -28,7 +28,7 @@ void copy_streaming(void* out, const void* in, size_t bytes);
 void widen(Dtype from, float* out, const void* in, size_t count);
 void narrow(Dtype to, void* out, const float* in, size_t count);
 
-// data[i] /= divisor, for `average` when the sum came about elsewhere. Integers round toward zero.
+// data[i] /= divisor, for `average` when the sum came about elsewhere.
 void divide(Dtype dtype, void* data, size_t count, int divisor);
 
 // Throws Failure(Code::invalid) unless the operation exists for the type.

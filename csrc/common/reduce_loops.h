@@ -147,19 +147,24 @@ void narrow_all(void* out, const float* in, size_t count) {
 template <class Unit, class Element>
 constexpr void add_arithmetic(FoldTable& table, Dtype dtype) {
   table.at(Reduction::sum, dtype) = fold<Unit, Element, Sum>;
-  table.at(Reduction::average, dtype) = fold<Unit, Element, Average>;
   table.at(Reduction::minimum, dtype) = fold<Unit, Element, Minimum>;
   table.at(Reduction::maximum, dtype) = fold<Unit, Element, Maximum>;
   table.at(Reduction::product, dtype) = fold<Unit, Element, Product>;
 }
 
+template <class Unit, class Element>
+constexpr void add_floating_point(FoldTable& table, Dtype dtype) {
+  add_arithmetic<Unit, Element>(table, dtype);
+  table.at(Reduction::average, dtype) = fold<Unit, Element, Average>;
+}
+
 template <class Unit>
 constexpr FoldTable make_table() {
   FoldTable table;
-  add_arithmetic<Unit, Plain<Unit, float>>(table, Dtype::float32);
-  add_arithmetic<Unit, Plain<Unit, double>>(table, Dtype::float64);
-  add_arithmetic<Unit, typename Unit::Float16>(table, Dtype::float16);
-  add_arithmetic<Unit, PairedHalves<Unit, Bfloat16Format>>(table, Dtype::bfloat16);
+  add_floating_point<Unit, Plain<Unit, float>>(table, Dtype::float32);
+  add_floating_point<Unit, Plain<Unit, double>>(table, Dtype::float64);
+  add_floating_point<Unit, typename Unit::Float16>(table, Dtype::float16);
+  add_floating_point<Unit, PairedHalves<Unit, Bfloat16Format>>(table, Dtype::bfloat16);
   add_arithmetic<Unit, Plain<Unit, int8_t>>(table, Dtype::int8);
   add_arithmetic<Unit, Plain<Unit, uint8_t>>(table, Dtype::uint8);
   add_arithmetic<Unit, Plain<Unit, int16_t>>(table, Dtype::int16);

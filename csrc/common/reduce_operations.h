@@ -35,13 +35,7 @@ struct Average {
   }
   template <typename V>
   static V finish(V total, int divisor) {
-    using Lane = LaneOf<V>;
-    if constexpr (std::integral<Lane>) {
-      for (size_t i = 0; i < lanes_of<V>; ++i) total[i] = static_cast<Lane>(total[i] / divisor);
-      return total;
-    } else {
-      return total / static_cast<Lane>(divisor);
-    }
+    return total / static_cast<LaneOf<V>>(divisor);
   }
 };
 

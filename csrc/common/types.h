@@ -20,7 +20,7 @@ enum class Dtype : int {
 
 enum class Reduction : int {
   sum = 0,
-  average = 1,  // the sum divided by the number of ranks; integers round toward zero
+  average = 1,  // the sum divided by the number of ranks; of floating point
   minimum = 2,
   maximum = 3,
   product = 4,

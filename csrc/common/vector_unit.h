@@ -15,7 +15,7 @@ inline constexpr int reduction_count = static_cast<int>(Reduction::bit_xor) + 1;
 // Folds n inputs into `out`; `divisor` is read by `average` alone.
 using FoldKernel = void (*)(void* out, const void* const* inputs, int n, size_t count, int divisor);
 
-// Null where `simplest_form` (reduce.cc) sends a pair to the kernel of another one.
+// Null where `simplest_form` (reduce.cc) sends a pair to the kernel of another one, or `require_supported` refuses it.
 struct FoldTable {
   FoldKernel kernels[reduction_count][dtype_count] = {};
 

@@ -157,14 +157,6 @@ T apply(Reduction op, T a, T b) {
   }
 }
 
-template <typename T>
-T divided(T total, int divisor) {
-  if constexpr (std::is_floating_point_v<T>)
-    return total / static_cast<T>(divisor);
-  else
-    return static_cast<T>(total / divisor);
-}
-
 // All elements of the first n inputs.
 template <typename Type>
 Bytes fold_reference(Reduction op, const std::vector<Bytes>& inputs, int n, int divisor) {
@@ -172,7 +164,7 @@ Bytes fold_reference(Reduction op, const std::vector<Bytes>& inputs, int n, int 
   for (size_t i = 0; i < result.size() / sizeof(typename Type::Stored); ++i) {
     auto total = element<Type>(inputs[0], i);
     for (int k = 1; k < n; ++k) total = apply(op, total, element<Type>(inputs[k], i));
-    if (op == Reduction::average) total = divided(total, divisor);
+    if (op == Reduction::average) total = static_cast<decltype(total)>(total / divisor);
     set_element<Type>(result, i, total);
   }
   return result;

@@ -41,11 +41,20 @@ void set(const Descriptor& socket, int level, int option, int value) {
   setsockopt(socket.number(), level, option, &value, sizeof value);  // to go without is slower, not wrong
 }
 
+// What both ends of a connection have, whoever dialed.
+void prepare(const Descriptor& socket) {
+  // Nagle's algorithm would hold small messages back.
+  set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  set(socket, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(socket, IPPROTO_TCP, TCP_KEEPIDLE, KeepAlive::idle_seconds);
+  set(socket, IPPROTO_TCP, TCP_KEEPINTVL, KeepAlive::interval_seconds);
+  set(socket, IPPROTO_TCP, TCP_KEEPCNT, KeepAlive::probes);
+}
+
 Descriptor make_socket(const addrinfo& address) {
   Descriptor socket(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) throw system_failure("socket", errno);
-  // Nagle's algorithm would hold small messages back.
-  set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  prepare(socket);
   // A buffer that is set is no longer grown by the system, so it has to be larger than what that would do. It
   // counts for the window that is agreed upon when connecting, and a listening socket passes it on.
   constexpr int wanted = 4 * 1024 * 1024;
@@ -100,7 +109,7 @@ Descriptor begin_to_connect(const std::string& address_and_port) {
 
 Descriptor accept_from(const Descriptor& listening) {
   Descriptor socket(accept4(listening.number(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  if (socket) set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
+  if (socket) prepare(socket);
   return socket;
 }
 

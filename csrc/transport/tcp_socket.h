@@ -9,6 +9,18 @@
 
 namespace shoal {
 
+// When the system asks whether the other end of an idle connection still exists. The first question comes before
+// firewalls and address translators forget a connection, which the strictest of clouds do after 4 minutes. A host
+// that vanished has failed the connection after 2 minutes. A stopped process still answers: its system does.
+//
+// TCP_USER_TIMEOUT is left alone. It would also end a connection whose receiver is alive and only late to read: a
+// rank that computes, or saves, for longer than the limit. Where bytes are on their way, `Watch` notices the end.
+struct KeepAlive {
+  static constexpr int idle_seconds = 60;
+  static constexpr int interval_seconds = 10;
+  static constexpr int probes = 6;
+};
+
 // A socket that listens on this one address of the host, on a port that the system chooses.
 // Throws Failure: invalid, if it is no address; system, if it is not this host's.
 Descriptor listen_on(const std::string& address);

@@ -12,8 +12,10 @@
 A piece is the elements [start, stop) of the tensor, flattened in row-major order. A piece of a block that is
 not consecutive in the tensor has {"file", "region": {"offset": [...], "shape": [...]}, "interval": [start,
 stop]} instead: the block's first index and its length along each dim, and the piece's elements in the block,
-flattened. A piece's key in the safetensors file follows from these (`StoredPiece.key`) and is not stored:
-with many tensors, the pieces are most of the file. dtypes have the names that safetensors gives them.
+flattened. Files are named relative to the checkpoint's directory, which they lie in: a manifest that names
+another place is refused before anything of it is opened. A piece's key in the safetensors file follows from
+these (`StoredPiece.key`) and is not stored: with many tensors, the pieces are most of the file. dtypes have
+the names that safetensors gives them.
 
 A reader ignores members that it does not know, so a later version may add some. Where an older reader would
 misread the result, it leaves out `start`, as pieces of blocks do, without which such a reader refuses, or
@@ -26,7 +28,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.checkpoint.coverage import check_coverage
@@ -177,6 +179,7 @@ class Manifest:
                 tensors={name: _tensor_record(tensor) for name, tensor in body["tensors"].items()},
                 state=body["state"],
             )
+            _require_inside(manifest)
             manifest.check_coverage()
         except (AttributeError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(f"is not laid out as format {_FORMAT}: {error!r}") from error
@@ -239,6 +242,22 @@ def read_manifest(path: Path) -> Manifest:
         raise CorruptCheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{file} {error}") from error
+
+
+def _require_inside(manifest: Manifest) -> None:
+    """Refuses files that are not listed, or whose names lead out of the checkpoint's directory."""
+    for name in manifest.files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+            raise CorruptCheckpointError(
+                f"names the file {name!r}: a checkpoint has files within its own directory alone"
+            )
+    for tensor, record in manifest.tensors.items():
+        for piece in record.pieces:
+            if piece.file not in manifest.files:
+                raise CorruptCheckpointError(
+                    f"has a piece of tensor {tensor!r} in {piece.file!r}, which is none of its files"
+                )
 
 
 def _file_record(body: Mapping[str, Any]) -> FileRecord:

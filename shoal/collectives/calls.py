@@ -9,6 +9,7 @@ import torch
 from torch.distributed.distributed_c10d import ReduceOp
 
 from shoal.collectives.options import Options
+from shoal.collectives.refusal import refusal, type_name
 from shoal.collectives.table import Call
 from shoal.cost import ALGORITHMS
 from shoal.errors import CollectiveError
@@ -20,8 +21,7 @@ __all__ = [
     "MOVED",
     "REDUCTION_NAMES",
     "Chooser",
-    "dtype_number",
-    "reduction_number",
+    "reduction_numbers",
 ]
 
 COLLECTIVE_NUMBERS = {
@@ -65,51 +65,62 @@ _DTYPES = {
     torch.int64: 8,
     torch.bool: 9,
 }
+_COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+"""Of what a complex number has two, which is what is added."""
 
 MOVED = _DTYPES[torch.uint8]
 """The type's number where nothing is reduced: bytes are moved."""
 
 _Kind: Any = ReduceOp.RedOpType  # its members are the native module's, which has no types
 
-_REDUCTIONS = {
-    kind.value: number  # by value, which is looked up six times as fast as a member
-    for number, kind in enumerate(
-        (_Kind.SUM, _Kind.AVG, _Kind.MIN, _Kind.MAX, _Kind.PRODUCT, _Kind.BAND, _Kind.BOR, _Kind.BXOR)
-    )
+_REDUCTIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
+"""By the core's number."""
+
+
+def _defined_on(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype in _COMPLEX:
+        return ("SUM", "AVG")
+    if dtype.is_floating_point:
+        return ("SUM", "AVG", "MIN", "MAX", "PRODUCT")
+    return ("SUM", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
+
+
+_NUMBERS = {  # by the reduction's value, which is looked up six times as fast as the member
+    (_Kind.__members__[name].value, dtype): (_DTYPES[_COMPLEX.get(dtype, dtype)], _REDUCTIONS.index(name))
+    for dtype in (*_DTYPES, *_COMPLEX)
+    for name in _defined_on(dtype)
 }
-_BITWISE = (5, 6, 7)
 
 DTYPE_NAMES = {number: str(dtype).removeprefix("torch.") for dtype, number in _DTYPES.items()}
-REDUCTION_NAMES = {number: _Kind(value).name for value, number in _REDUCTIONS.items()}
+REDUCTION_NAMES = dict(enumerate(_REDUCTIONS))
 
 
-def dtype_number(dtype: torch.dtype) -> int:
-    """The number of a type that can be reduced.
-
-    Raises:
-        CollectiveError: It is none of these.
-    """
-    try:
-        return _DTYPES[dtype]
-    except KeyError:
-        names = ", ".join(str(each).removeprefix("torch.") for each in _DTYPES)
-        raise CollectiveError(
-            f"{dtype} cannot be reduced; types that can: {names}", fault="invalid"
-        ) from None
-
-
-def reduction_number(op: Any, dtype: torch.dtype) -> int:
-    """The number of a reduction, which is c10d's ReduceOp.
+def reduction_numbers(op: Any, dtype: torch.dtype) -> tuple[int, int]:
+    """The numbers of a type and of a reduction, which is c10d's ReduceOp.
 
     Raises:
-        CollectiveError: There is none for the type.
+        CollectiveError: There is no such reduction of the type.
     """
-    number = _REDUCTIONS.get(op.op.value)
-    if number is None:
-        raise CollectiveError(f"there is no reduction {op.op.name} between CPUs", fault="invalid")
-    if number in _BITWISE and dtype.is_floating_point:
-        raise CollectiveError(f"{op.op.name} is not defined on {dtype}", fault="invalid")
-    return number
+    numbers = _NUMBERS.get((op.op.value, dtype))
+    if numbers is None:
+        raise _undefined(op.op.name, dtype)
+    return numbers
+
+
+def _undefined(name: str, dtype: torch.dtype) -> CollectiveError:
+    text = type_name(dtype)
+    if dtype not in _DTYPES and dtype not in _COMPLEX:
+        return refusal(
+            f"{text} cannot be reduced between CPUs",
+            possible=", ".join(type_name(each) for each in (*_DTYPES, *_COMPLEX)),
+            change="convert the tensor, such as by .to(torch.float32)",
+        )
+    change = "use one of these, or another type"
+    if name == "AVG":  # a whole number cannot hold it; rounding it, as some backends do, hides that
+        change = "average .to(torch.float64), or divide the SUM of .to(torch.int64) by the number of ranks"
+    return refusal(
+        f"there is no {name} of {text} between CPUs", possible=", ".join(_defined_on(dtype)), change=change
+    )
 
 
 class Chooser:

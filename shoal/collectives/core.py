@@ -53,7 +53,8 @@ class Core:
     """The functions of csrc/c_interface.h, with their `shoal_` left out.
 
     What only begins an operation keeps the interpreter's lock, since giving it up and taking it again would
-    cost more than a small operation does; what may wait gives it up.
+    cost more than a small operation does; what may wait gives it up. `build` is the hash of the sources that
+    the core was built from.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,6 +90,7 @@ class Core:
         self.buffer_allocate = function(keeping, "buffer_allocate", pointer, size)
         self.buffer_release = function(keeping, "buffer_release", number, pointer)
         self.buffer_trim = function(keeping, "buffer_trim", number)
+        self.build: str = function(keeping, "build", text)().decode()
         self.vector_unit = function(keeping, "vector_unit", text)
         self.force_vector_unit = function(keeping, "force_vector_unit", number, text)
         self.combine = function(

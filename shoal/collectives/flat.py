@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["as_one", "joined", "spread"]
+from shoal.collectives.operands import address_of, require_places
+
+__all__ = ["all_to_be_filled", "as_one", "joined", "to_spread"]
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A flat view of tensors that lie one after the other without gaps; None if they do not."""
+    """A flat view of tensors of one type that lie one after the other without gaps; None if they do not."""
     first = tensors[0]
     storage, position = first.untyped_storage().data_ptr(), first.data_ptr()
     for tensor in tensors:
         adjacent = tensor.data_ptr() == position or tensor.numel() == 0
-        if not (adjacent and tensor.is_contiguous() and tensor.dtype == first.dtype):
+        if not (adjacent and tensor.is_contiguous()):
             return None
         if tensor.untyped_storage().data_ptr() != storage:
             return None
@@ -27,10 +29,29 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of all, one tensor after the other: a view where they lie so, otherwise a copy."""
     view = joined(tensors)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if view is None else view
+    if view is not None:
+        return view
+    for tensor in tensors:
+        address_of(tensor)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
-def spread(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copies the elements of `flat` to the tensors, one after the other."""
-    for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
-        tensor.copy_(part.view(tensor.shape))
+def all_to_be_filled(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """A flat tensor for the elements of all, in order, and what to do once it is written."""
+    flat = joined(tensors)
+    if flat is not None:
+        return flat, None
+    copy = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    return copy, to_spread(copy, tensors)
+
+
+def to_spread(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """What copies the elements of `flat` to the tensors, one after the other."""
+    for tensor in tensors:
+        require_places(tensor)
+
+    def spread() -> None:
+        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+    return spread

@@ -1,7 +1,9 @@
 """The backend "shoal": a process group whose ranks are CPUs.
 
 The methods are c10d's, and do what `torch.distributed` documents of them. They share this: a tensor that is
-not contiguous is copied before and after; where nothing is reduced, any type is moved, as bytes.
+not contiguous is copied before and after; where nothing is reduced, any type is moved, as bytes. What does
+not fit is refused before anything is sent (`checks.py`), and the group goes on. Where only the root was given
+what does not fit, only the root raises: the others wait for it to call again.
 """
 
 from __future__ import annotations
@@ -15,27 +17,29 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shoal.collectives.calls import MOVED, dtype_number, reduction_number
+from shoal.collectives.calls import MOVED, reduction_numbers
+from shoal.collectives.checks import (
+    contiguous_bytes,
+    only,
+    require_in_group,
+    require_list,
+    require_parts,
+    require_tag,
+    require_type,
+    split_bytes,
+    uneven_own_part,
+)
+from shoal.collectives.coalesced import all_gather_lists, all_gather_pairs, reduce_scatter_pairs
 from shoal.collectives.core import Core
-from shoal.collectives.flat import as_one, joined, spread
+from shoal.collectives.flat import all_to_be_filled, as_one, joined, to_spread
 from shoal.collectives.named import NamedGroup
 from shoal.collectives.native import NativeGroup
-from shoal.collectives.operands import (
-    bytes_of,
-    contiguous_bytes,
-    require_dense,
-    require_size,
-    split_bytes,
-    to_be_changed,
-    to_be_filled,
-)
+from shoal.collectives.operands import bytes_of, to_be_changed, to_be_filled, to_be_read
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import Formed
 from shoal.collectives.sparse import all_reduce_sparse
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
-from shoal.collectives.work import Several
-from shoal.errors import CollectiveError
 
 __all__ = ["ProcessGroup"]
 
@@ -103,20 +107,19 @@ class ProcessGroup(NamedGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = _ALL_REDUCE) -> dist.Work:
         """Reduces one tensor over all ranks, in place."""
-        (tensor,) = tensors
+        tensor = only(tensors, "all_reduce")
         if tensor.is_sparse:
             return all_reduce_sparse(self, tensor, opts)
         return self._all_reduce(tensor, opts, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _ALL_REDUCE) -> dist.Work:
         """Reduces several tensors over all ranks, in place."""
-        if len({tensor.dtype for tensor in tensors}) > 1:
-            raise CollectiveError("allreduce_coalesced takes tensors of one type", fault="invalid")
+        require_list(tensors, "the list of allreduce_coalesced")
         flat = joined(tensors)
         if flat is not None:
             return self._all_reduce(flat, opts, tensors)
         copy = as_one(tensors)
-        return self._all_reduce(copy, opts, tensors, lambda: spread(copy, tensors))
+        return self._all_reduce(copy, opts, tensors, to_spread(copy, tensors))
 
     def _all_reduce(
         self, tensor: torch.Tensor, opts: Any, result: Tensors, finish: Callable[[], None] | None = None
@@ -130,41 +133,43 @@ class ProcessGroup(NamedGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = _BROADCAST) -> dist.Work:
         """Gives every rank the root's tensor."""
-        (tensor,) = tensors
+        tensor = only(tensors, "broadcast")
+        root = require_in_group(opts.rootRank, self._size, "the root of broadcast")
         flat, finish = to_be_changed(tensor)
         nbytes = bytes_of(flat)
         return self._run(
             "broadcast", flat, flat, opts, tensors,
-            nbytes=nbytes, whole=nbytes, slot=nbytes, root=opts.rootRank, finish=finish,
+            nbytes=nbytes, whole=nbytes, slot=nbytes, root=root, finish=finish,
         )  # fmt: skip
 
     def reduce(self, tensors: Tensors, opts: Any = _REDUCE) -> dist.Work:
         """Reduces one tensor over all ranks, to the root's."""
-        (tensor,) = tensors
+        tensor = only(tensors, "reduce")
+        root = require_in_group(opts.rootRank, self._size, "the root of reduce")
         flat, finish = to_be_changed(tensor)
         nbytes = bytes_of(flat)
-        output = flat if self._rank == opts.rootRank else None
+        output = flat if self._rank == root else None
         return self._run(
             "reduce", flat, output, opts, tensors, nbytes=nbytes, whole=nbytes, slot=nbytes,
-            root=opts.rootRank, reduces=flat, finish=finish if output is not None else None,
+            root=root, reduces=flat, finish=finish if output is not None else None,
         )  # fmt: skip
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _ALL_GATHER) -> dist.Work:
         """Gives every rank everybody's tensor, as a list."""
-        (output,), (tensor,) = outputs, inputs
-        if any(each.numel() != tensor.numel() for each in output):
+        output, tensor = only(outputs, "all_gather"), to_be_read(only(inputs, "all_gather"))
+        if not require_list(output, "the output list of all_gather", count=self._size, like=tensor):
             return all_gather_uneven(self, output, tensor, opts)
-        flat = joined(output)
-        if flat is not None:
-            return self._all_gather(flat, tensor, opts, outputs)
-        copy = tensor.new_empty(tensor.numel() * self._size)
-        return self._all_gather(copy, tensor, opts, outputs, lambda: spread(copy, output))
+        flat, finish = all_to_be_filled(output)
+        return self._all_gather(flat, tensor, opts, outputs, finish)
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _ALL_GATHER
     ) -> dist.Work:
         """Gives every rank everybody's tensor, one after the other in `output`."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        require_type(output, tensor, "all_gather")
+        require_parts(output, tensor, self._size, "all_gather")
+        flat, finish = to_be_filled(output)
+        return self._all_gather(flat, to_be_read(tensor), opts, [output], finish)
 
     _allgather_base = all_gather_single
 
@@ -172,12 +177,7 @@ class ProcessGroup(NamedGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = _ALL_GATHER
     ) -> dist.Work:
         """Does `all_gather_single` for several pairs of tensors."""
-        works = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            require_size(output, tensor.numel() * self._size, "the output of all_gather")
-            flat, finish = to_be_filled(output)
-            works.append(self._all_gather(flat, tensor, opts, [output], finish))
-        return works[0] if len(works) == 1 else Several(works, outputs)
+        return all_gather_pairs(self, outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -185,11 +185,7 @@ class ProcessGroup(NamedGroup):
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = _ALL_GATHER
     ) -> dist.Work:
         """Does `allgather` for several tensors; a list for every rank."""
-        by_tensor = list(zip(*output_lists, strict=True))
-        works = [
-            self.allgather([each], [tensor], opts) for each, tensor in zip(by_tensor, inputs, strict=True)
-        ]
-        return Several(works, output_lists)
+        return all_gather_lists(self, output_lists, inputs, opts)
 
     def _all_gather(
         self,
@@ -201,7 +197,7 @@ class ProcessGroup(NamedGroup):
     ) -> dist.Work:
         nbytes = bytes_of(tensor)
         return self._run(
-            "all_gather", tensor.contiguous(), output, opts, result,
+            "all_gather", tensor, output, opts, result,
             nbytes=nbytes, whole=nbytes * self._size, slot=nbytes, finish=finish,
         )  # fmt: skip
 
@@ -209,8 +205,8 @@ class ProcessGroup(NamedGroup):
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
         """Reduces a list of tensors over all ranks; rank i gets the i-th."""
-        (output,), (parts,) = outputs, inputs
-        if any(each.numel() != output.numel() for each in parts):
+        output, parts = only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter")
+        if not require_list(parts, "the input list of reduce_scatter", count=self._size, like=output):
             return reduce_scatter_uneven(self, output, parts, opts)
         return self._reduce_scatter(output, as_one(parts), opts)
 
@@ -218,7 +214,9 @@ class ProcessGroup(NamedGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
         """Reduces one tensor over all ranks; rank i gets the i-th part."""
-        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+        require_type(output, tensor, "reduce_scatter")
+        require_parts(tensor, output, self._size, "reduce_scatter")
+        return self._reduce_scatter(output, to_be_read(tensor), opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -226,11 +224,7 @@ class ProcessGroup(NamedGroup):
         self, outputs: Tensors, inputs: Tensors, opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
         """Does `reduce_scatter_single` for several pairs of tensors."""
-        works = []
-        for output, tensor in zip(outputs, inputs, strict=True):
-            require_size(tensor, output.numel() * self._size, "the input of reduce_scatter")
-            works.append(self._reduce_scatter(output, tensor.contiguous(), opts))
-        return works[0] if len(works) == 1 else Several(works, outputs)
+        return reduce_scatter_pairs(self, outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -258,40 +252,40 @@ class ProcessGroup(NamedGroup):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _GATHER) -> dist.Work:
         """Gives the root everybody's tensor, as a list."""
-        (tensor,) = inputs
+        tensor = only(inputs, "gather")
+        root = require_in_group(opts.rootRank, self._size, "the root of gather")
         nbytes = bytes_of(tensor)
         flat, finish = None, None
-        if self._rank == opts.rootRank:
-            (output,) = outputs
-            flat = joined(output)
-            if flat is None:
-                flat = copy = tensor.new_empty(tensor.numel() * self._size)
-                finish = lambda: spread(copy, output)  # noqa: E731
+        if self._rank == root:
+            output = only(outputs, "gather")
+            require_list(output, "the output list of gather", count=self._size, like=tensor, even=True)
+            flat, finish = all_to_be_filled(output)
         return self._run(
-            "gather", tensor.contiguous(), flat, opts, outputs, nbytes=nbytes, whole=nbytes * self._size,
-            slot=nbytes, root=opts.rootRank, finish=finish,
+            "gather", to_be_read(tensor), flat, opts, outputs, nbytes=nbytes, whole=nbytes * self._size,
+            slot=nbytes, root=root, finish=finish,
         )  # fmt: skip
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _SCATTER) -> dist.Work:
         """Gives rank i the i-th tensor of the root's list."""
-        (output,) = outputs
+        output = only(outputs, "scatter")
+        root = require_in_group(opts.rootRank, self._size, "the root of scatter")
         nbytes = bytes_of(output)
         flat, finish = to_be_filled(output)
-        given = as_one(inputs[0]) if self._rank == opts.rootRank else None
-        if given is not None:
-            require_size(given, output.numel() * self._size, "the input of scatter")
+        given = None
+        if self._rank == root:
+            parts = only(inputs, "scatter")
+            require_list(parts, "the input list of scatter", count=self._size, like=output, even=True)
+            given = as_one(parts)
         return self._run(
             "scatter", given, flat, opts, outputs, nbytes=nbytes, whole=nbytes * self._size,
-            slot=nbytes * self._size, root=opts.rootRank, finish=finish,
+            slot=nbytes * self._size, root=root, finish=finish,
         )  # fmt: skip
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _ALL_TO_ALL) -> dist.Work:
         """Sends the i-th tensor to rank i, and receives the i-th from there."""
-        flat = joined(outputs)
-        finish = None
-        if flat is None:
-            flat = copy = outputs[0].new_empty(sum(each.numel() for each in outputs))
-            finish = lambda: spread(copy, outputs)  # noqa: E731
+        require_list(outputs, "the output list of all_to_all", count=self._size)
+        require_list(inputs, "the input list of all_to_all", count=self._size, like=outputs[0])
+        flat, finish = all_to_be_filled(outputs)
         splits = [bytes_of(each) for each in inputs], [bytes_of(each) for each in outputs]
         return self._all_to_all(flat, as_one(inputs), splits, opts, outputs, finish)
 
@@ -307,10 +301,11 @@ class ProcessGroup(NamedGroup):
 
         Without splits the parts are equal.
         """
+        require_type(output, tensor, "all_to_all")
         flat, finish = to_be_filled(output)
         sent = split_bytes(tensor, input_splits, self._size, "input")
         splits = sent, split_bytes(output, output_splits, self._size, "output")
-        return self._all_to_all(flat, tensor.contiguous(), splits, opts, [output], finish)
+        return self._all_to_all(flat, to_be_read(tensor), splits, opts, [output], finish)
 
     alltoall_base = all_to_all_single
 
@@ -323,9 +318,11 @@ class ProcessGroup(NamedGroup):
         result: Sequence[Any],
         finish: Callable[[], None] | None,
     ) -> dist.Work:
+        if splits[0][self._rank] != splits[1][self._rank]:
+            raise uneven_own_part(splits[0][self._rank], splits[1][self._rank])
         return self._run(
             "all_to_all", tensor, output, opts, result,
-            nbytes=0, whole=bytes_of(tensor), slot=0, splits=splits, finish=finish,
+            nbytes=0, whole=sum(splits[0]), slot=0, splits=splits, finish=finish,
         )  # fmt: skip
 
     def barrier(self, opts: Any = _BARRIER) -> dist.Work:
@@ -336,18 +333,22 @@ class ProcessGroup(NamedGroup):
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
         """Sends one tensor to a rank."""
-        (tensor,) = tensors
-        return self._native.send(require_dense(tensor).contiguous(), peer, tag)
+        tensor = only(tensors, "send")
+        require_in_group(peer, self._size, "the receiver of send", own=self._rank)
+        return self._native.send(to_be_read(tensor), peer, require_tag(tag))
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
         """Receives one tensor from a rank."""
-        (tensor,) = tensors
-        flat, finish = to_be_filled(require_dense(tensor))
-        return self._native.receive(flat, peer, tag, finish)
+        require_in_group(peer, self._size, "the sender of recv", own=self._rank)
+        return self._receive(tensors, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Receives one tensor from whoever sends one first."""
-        return self.recv(tensors, -1, tag)
+        return self._receive(tensors, -1, tag)
+
+    def _receive(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
+        flat, finish = to_be_filled(only(tensors, "recv"))
+        return self._native.receive(flat, peer, require_tag(tag), finish)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that says who did not come.
@@ -382,15 +383,10 @@ class ProcessGroup(NamedGroup):
         stripes: Stripes | None = None,
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
-        self._sequence_number += 1
-        if input_ is not None:
-            require_dense(input_)
-        if output is not None and output is not input_:
-            require_dense(output)
         dtype, reduction = MOVED, 0
         if reduces is not None:
-            dtype = dtype_number(reduces.dtype)
-            reduction = reduction_number(opts.reduceOp, reduces.dtype)
+            dtype, reduction = reduction_numbers(opts.reduceOp, reduces.dtype)
+        self._sequence_number += 1
         timeout = opts.timeout.total_seconds()
         return self._native.run(
             collective,

@@ -17,7 +17,7 @@ from shoal.collectives.calls import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED
 from shoal.collectives.completer import Completer
 from shoal.collectives.core import GOING_ON, Call, Core
 from shoal.collectives.monitored import MonitoredBarrier
-from shoal.collectives.operands import bytes_of
+from shoal.collectives.operands import address_of, bytes_of
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import Formed, form_group
 from shoal.collectives.stripes import Stripes
@@ -121,6 +121,14 @@ class NativeGroup:
         """
         if self._abandoned:
             self._forget_abandoned()
+        given = taken = address_of(input_) if input_ is not None else 0
+        if output is not input_:
+            taken = address_of(output) if output is not None else 0
+            reach = whole if splits is None else sum(splits[1])
+            if -reach < taken - given < whole and self._overlaps(collective, taken - given, nbytes, whole):
+                assert input_ is not None
+                input_ = input_.clone()  # who reads it could find what is written already
+                given = input_.data_ptr()
         algorithm = "direct"
         if stripes is None:
             algorithm = self.algorithm(collective, whole, slot, widening=2 if dtype in _NARROW else 1)
@@ -131,8 +139,8 @@ class NativeGroup:
             reduction,
             root,
             asynchronous,
-            input_.data_ptr() if input_ is not None else 0,
-            output.data_ptr() if output is not None else 0,
+            given,
+            taken,
             nbytes,
             None,
             None,
@@ -176,10 +184,18 @@ class NativeGroup:
             return "one-shot" if self.hosts == 1 else "hierarchical"
         return self._chooser.choose(collective, whole, slot, widening)
 
+    def _overlaps(self, collective: str, distance: int, nbytes: int, whole: int) -> bool:
+        """Whether input and output overlap, the output `distance` behind, in more than this rank's part."""
+        if collective == "all_to_all":
+            return True
+        if collective in ("all_gather", "gather"):
+            return distance < nbytes and distance != -self.rank * nbytes
+        return -nbytes < distance and distance != self.rank * nbytes
+
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begins to send a contiguous tensor."""
         nbytes = bytes_of(tensor)
-        ticket = self._core.send(self._handle, peer, tag, tensor.data_ptr(), nbytes, self.timeout)
+        ticket = self._core.send(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout)
         if ticket == 0:
             return Done([tensor])
         return self._message(self._core.check(ticket, f"send to rank {peer}"), f"send to rank {peer}", tensor)
@@ -191,7 +207,7 @@ class NativeGroup:
         nbytes = bytes_of(tensor)
         name = f"receive from rank {peer}" if peer >= 0 else "receive from any rank"
         ticket = self._core.check(
-            self._core.receive(self._handle, peer, tag, tensor.data_ptr(), nbytes, self.timeout), name
+            self._core.receive(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout), name
         )
         return self._message(ticket, name, tensor, finish)
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from shoal.errors import CollectiveError
+from shoal.collectives.refusal import described, refusal
 
 __all__ = [
+    "address_of",
     "bytes_of",
-    "contiguous_bytes",
     "require_dense",
-    "require_size",
-    "split_bytes",
+    "require_places",
     "to_be_changed",
     "to_be_filled",
+    "to_be_read",
 ]
+
+_ABOVE_OFFSETS = 1 << 44
+"""The address of no tensor without memory: none has an element so far behind its first."""
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
@@ -24,48 +27,64 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def require_dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Gives the tensor back; raises CollectiveError for one that the core cannot move."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
-        raise CollectiveError(
-            f'the backend "shoal" moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}',
-            fault="invalid",
-        )
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its elements begin; raises CollectiveError if they have no memory."""
+    address = tensor.data_ptr()
     # No element has more than 16 bytes, and no memory begins as low: so this finds what begins at 0.
-    if tensor.data_ptr() <= 16 * tensor.storage_offset() and tensor.numel():
-        raise CollectiveError(
-            f'the backend "shoal" moves tensors that have memory; a {type(tensor).__name__} of shape '
-            f"{list(tensor.shape)} has none: give the tensor within it, of a DTensor its to_local()",
-            fault="invalid",
+    if address < _ABOVE_OFFSETS and address <= 16 * tensor.storage_offset() and tensor.numel():
+        raise refusal(
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has none of the memory that is moved",
+            possible="a tensor that has memory",
+            change="give the tensor within it, of a DTensor its to_local()",
         )
-    return tensor
+    return address
 
 
-def contiguous_bytes(tensor: torch.Tensor) -> int:
-    """The size of its elements; raises CollectiveError unless they lie one after another."""
-    if not tensor.is_contiguous():
-        raise CollectiveError("stripes lie in a contiguous buffer", fault="invalid")
-    return bytes_of(tensor)
+def require_dense(tensor: torch.Tensor) -> None:
+    """Raises CollectiveError for a tensor that the core cannot move."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_conj():
+        kind = "a conjugated view" if tensor.is_conj() else f"{tensor.layout} on {tensor.device}"
+        raise refusal(
+            f'the backend "shoal" cannot move {described(tensor)}, which is {kind}',
+            possible="dense tensors on the CPU",
+            change="give it by .to_dense(), .cpu() or .resolve_conj()",
+        )
 
 
-def require_size(tensor: torch.Tensor, elements: int, what: str) -> None:
-    """Raises CollectiveError unless the tensor has that many elements."""
-    if tensor.numel() != elements:
-        raise CollectiveError(f"{what} has {tensor.numel()} elements, and needs {elements}", fault="invalid")
+def require_places(tensor: torch.Tensor) -> None:
+    """Raises CollectiveError for a tensor to which a copy could not be written back, once all is sent."""
+    address_of(tensor)
+    if tensor.numel() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise refusal(
+            f"{described(tensor)} with the strides {list(tensor.stride())} has several elements in one place",
+            possible="a tensor with memory for each of its elements",
+            change="give it by .contiguous()",
+        )
+
+
+def to_be_read(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with the same elements."""
+    require_dense(tensor)
+    if tensor.is_contiguous():
+        return tensor
+    address_of(tensor)
+    return tensor.detach().contiguous()
 
 
 def to_be_changed(
     tensor: torch.Tensor, finish: Callable[[], None] | None = None
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """A contiguous tensor of real numbers to be read and written, and what to do afterwards."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+    """A contiguous tensor to be read and written, and what to do afterwards."""
+    require_dense(tensor)
     if tensor.is_contiguous():
         return tensor, finish
-    copy = tensor.contiguous()
+    require_places(tensor)
+    copy = tensor.detach().contiguous()
 
     def write_back() -> None:
-        tensor.copy_(copy)
+        tensor.detach().copy_(copy)
         if finish is not None:
             finish()
 
@@ -74,34 +93,13 @@ def to_be_changed(
 
 def to_be_filled(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """A contiguous tensor to be written, and what to do afterwards."""
+    require_dense(tensor)
     if tensor.is_contiguous():
         return tensor, None
+    require_places(tensor)
     copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     return copy, lambda: _copy(copy, tensor)
 
 
 def _copy(from_: torch.Tensor, to: torch.Tensor) -> None:
-    to.copy_(from_)
-
-
-def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int, what: str) -> list[int]:
-    """The bytes of each rank's part of a tensor that is split along its first dim; equal ones without splits.
-
-    Raises:
-        CollectiveError: The splits do not fit the tensor.
-    """
-    rows = tensor.shape[0] if tensor.dim() else 0
-    row = bytes_of(tensor) // rows if rows else 0
-    if not splits:
-        if rows % ranks:
-            raise CollectiveError(
-                f"the {what} of all_to_all has {rows} rows, which {ranks} ranks cannot share equally",
-                fault="invalid",
-            )
-        return [rows // ranks * row] * ranks
-    if len(splits) != ranks or sum(splits) != rows:
-        raise CollectiveError(
-            f"the {what} splits of all_to_all are {list(splits)}; {ranks} are needed, {rows} in all",
-            fault="invalid",
-        )
-    return [split * row for split in splits]
+    to.detach().copy_(from_)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.collectives.table import Table
 from shoal.collectives.table_file import built_in_table, load_table
 from shoal.cost import ALGORITHMS, COLLECTIVES, require_name
-from shoal.errors import ConfigError
+from shoal.errors import CollectiveError, ConfigError
 
-__all__ = ["Options"]
+__all__ = ["Options", "require_same"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,49 @@ class Options:
             debug=environment.get("SHOAL_DEBUG", "0") not in ("", "0"),
         )
 
-    def fingerprint(self) -> str:
-        """What has to be the same on all ranks of a group, as a short text."""
+    def fingerprint(self, build: str) -> str:
+        """What has to be the same on all ranks of a group, as a short text without spaces.
+
+        Args:
+            build: Of the native core, as `Core` has it.
+        """
         shared = (
             sorted(self.algorithms.items()),
             sorted(self.table.entries.items()),
             self.streams,
             self.debug,
         )
-        return hashlib.sha256(repr(shared).encode()).hexdigest()[:16]
+        return f"{build}/{hashlib.sha256(repr(shared).encode()).hexdigest()[:16]}"
+
+
+def require_same(fingerprints: Sequence[str], rank: int) -> None:
+    """Checks that the ranks of a group have one build of the core, and the same options.
+
+    Args:
+        fingerprints: By rank, as `Options.fingerprint` gives them.
+        rank: This one.
+
+    Raises:
+        CollectiveError: One has another.
+    """
+    own, _, _ = fingerprints[rank].partition("/")
+    for other, fingerprint in enumerate(fingerprints):
+        build, _, _ = fingerprint.partition("/")
+        if build != own:
+            raise CollectiveError(
+                f"the group did not form: rank {other} has another build of the core than rank {rank} "
+                f"({build}, {own})\n  possible: cores built from the same sources on all ranks\n"
+                "  change: install the same Shoal on all hosts, or build it there from the same sources",
+                rank=other,
+                fault="mismatch",
+            )
+        if fingerprint != fingerprints[rank]:
+            raise CollectiveError(
+                f"the group did not form: rank {other} has other options than rank {rank} "
+                "(SHOAL_ALGORITHMS, SHOAL_TABLE, SHOAL_STREAMS, SHOAL_DEBUG, or Options)",
+                rank=other,
+                fault="mismatch",
+            )
 
 
 def _number(environment: Mapping[str, str], name: str, default: float) -> float:

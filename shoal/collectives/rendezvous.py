@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shoal.collectives.assembly import Assembly
 from shoal.collectives.core import Core
 from shoal.collectives.interface import address_towards, find_interface_address
-from shoal.collectives.options import Options
+from shoal.collectives.options import Options, require_same
 from shoal.errors import CollectiveError, ConfigError
 
 __all__ = ["Formed", "Member", "form_group", "host_identity"]
@@ -103,7 +103,8 @@ def form_group(
         known: What the ranks know of each other from another group, the same on all of them.
 
     Raises:
-        CollectiveError: The ranks did not all come, cannot reach each other, or have different options.
+        CollectiveError: The ranks did not all come, cannot reach each other, or have different options or
+            builds of the core.
     """
     forming = _Forming(core, store, rank, size, timeout, options)
     try:
@@ -197,23 +198,16 @@ class _Forming:
 
     def _about_itself(self) -> str:
         identity = hashlib.sha256(host_identity().encode()).hexdigest()[:16]
-        return f"{self._options.fingerprint()} {os.getpid()} {identity}"
+        return f"{self._options.fingerprint(self._core.build)} {os.getpid()} {identity}"
 
     def _compare(self, abouts: Sequence[str]) -> tuple[list[str], list[int]]:
         """Each rank's identity of its host, and its process.
 
         Raises:
-            CollectiveError: Ranks have different options.
+            CollectiveError: Ranks have different options, or builds of the core.
         """
         fingerprints, pids, identities = zip(*(each.split(" ") for each in abouts), strict=True)
-        for other, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[self._rank]:
-                raise CollectiveError(
-                    f"the group did not form: rank {other} has other options than rank {self._rank} "
-                    "(SHOAL_ALGORITHMS, SHOAL_TABLE, SHOAL_STREAMS, SHOAL_DEBUG, or Options)",
-                    rank=other,
-                    fault="mismatch",
-                )
+        require_same(fingerprints, self._rank)
         return list(identities), [int(pid) for pid in pids]
 
     def _neighbours(self, members: Sequence[Member]) -> dict[int, int]:

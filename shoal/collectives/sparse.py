@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import ReduceOp
 
+from shoal.collectives.refusal import described, refusal
 from shoal.collectives.work import Done
-from shoal.errors import CollectiveError
 
 if TYPE_CHECKING:
     from shoal.collectives.group import ProcessGroup
@@ -31,7 +31,11 @@ def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> d
         CollectiveError: The reduction is not a sum.
     """
     if opts.reduceOp != ReduceOp.SUM:
-        raise CollectiveError("sparse tensors can only be summed", fault="invalid")
+        raise refusal(
+            f"{opts.reduceOp.op.name} of the sparse {described(tensor)}",
+            possible="SUM",
+            change="sum it, or give it by .to_dense()",
+        )
     own = tensor.coalesce()
     counts = torch.empty(group.size(), dtype=torch.int64)
     group.all_gather_single(counts, torch.tensor([own._nnz()])).wait()

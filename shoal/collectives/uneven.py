@@ -9,7 +9,8 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from shoal.collectives.operands import require_size
+from shoal.collectives.checks import require_size
+from shoal.collectives.operands import require_dense, require_places
 from shoal.collectives.work import Several
 
 __all__ = ["all_gather_uneven", "reduce_scatter_uneven"]
@@ -30,7 +31,9 @@ def all_gather_uneven(
     """
     rank = group.rank()
     require_size(outputs[rank], tensor.numel(), "this rank's part of the output of all_gather")
-    outputs[rank].copy_(tensor.view_as(outputs[rank]))
+    for output in outputs:
+        require_places(output)
+    outputs[rank].detach().copy_(tensor.reshape(outputs[rank].shape))
     rooted = c10d.BroadcastOptions()
     rooted.timeout = opts.timeout
     works = []
@@ -54,8 +57,10 @@ def reduce_scatter_uneven(
     require_size(output, parts[rank].numel(), "the output of reduce_scatter")
     rooted = c10d.ReduceOptions()
     rooted.timeout, rooted.reduceOp = opts.timeout, opts.reduceOp
+    require_dense(output)
+    require_places(output)
     copies = [part.clone() for part in parts]
     works = []
     for rooted.rootRank, copy in enumerate(copies):
         works.append(group.reduce([copy], rooted))
-    return Several(works, [output], lambda: output.copy_(copies[rank].view_as(output)))
+    return Several(works, [output], lambda: output.detach().copy_(copies[rank].reshape(output.shape)))

@@ -16,7 +16,7 @@ from shoal.train.config import OPTIMIZERS, OptimizerConfig
 from shoal.train.lion import Lion
 from shoal.train.schedule import scaled_peak
 
-__all__ = ["OptimizerFactory", "build_optimizer", "require_factories"]
+__all__ = ["OptimizerFactory", "build_optimizer", "groups_by_decay", "require_factories"]
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """Called with groups of parameters, `lr` and more by name, as the classes of `torch.optim` are.
@@ -63,7 +63,7 @@ def build_optimizer(
         if factory is None and config.name == "muon":
             optimizer = _muon(parallel, make, config, arguments)
         else:
-            optimizer = make(_groups(parallel.owned, config.weight_decay), **arguments)
+            optimizer = make(groups_by_decay(parallel.owned, config.weight_decay), **arguments)
     except UserError:
         raise
     except Exception as error:
@@ -123,9 +123,11 @@ def _muon(
     rest = [owned for owned in parallel.owned if not is_matrix[owned.name]]
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(make(_groups(matrices, decay), **{"adjust_lr_fn": "match_rms_adamw", **arguments}))
+        made.append(
+            make(groups_by_decay(matrices, decay), **{"adjust_lr_fn": "match_rms_adamw", **arguments})
+        )
     if rest:
-        made.append(torch.optim.AdamW(_groups(rest, decay), lr=arguments["lr"], **_of_adamw(config)))
+        made.append(torch.optim.AdamW(groups_by_decay(rest, decay), lr=arguments["lr"], **_of_adamw(config)))
     return Together(made)
 
 
@@ -144,8 +146,8 @@ def _embeddings_and_head(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
 
 
-def _groups(owned: Sequence[Owned], decay: float) -> list[dict[str, Any]]:
-    """Matrices, which decay, and vectors, which do not; a group that would be empty is left out."""
+def groups_by_decay(owned: Sequence[Owned], decay: float) -> list[dict[str, Any]]:
+    """The groups of an optimizer: matrices, which decay, and vectors, which do not; none is empty."""
 
     def named(is_matrix: bool) -> Sequence[tuple[str, torch.nn.Parameter]]:
         return [(each.name, each.parameter) for each in owned if (len(each.shape) >= 2) is is_matrix]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from shoal.checkpoint import (
     SingleProcess,
     checkpoints,
     latest,
+    load,
     newest_verified,
     read_manifest,
     resolve,
@@ -55,6 +57,10 @@ def drop_a_piece(manifest: Manifest) -> Manifest:
     return replace(manifest, tensors={**manifest.tensors, name: replace(record, pieces=record.pieces[1:])})
 
 
+def drop_a_file(manifest: Manifest) -> Manifest:
+    return replace(manifest, files={name: each for name, each in manifest.files.items() if name != SHARD})
+
+
 def with_format(path: Path, version: str) -> None:
     manifest = path / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format":1', f'"format":{version}'))
@@ -80,6 +86,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
             (path / "manifest.json").read_text().replace('"step":500', '"step":501')
         ),
         "manifest.json is not what was written",
+    ),
+    "piece in a file that is not listed": (
+        lambda path: rewrite_manifest(path, drop_a_file),
+        f"manifest.json has a piece of tensor .* in '{SHARD}', which is none of its files",
     ),
     "uncovered tensor": (
         lambda path: rewrite_manifest(path, drop_a_piece),
@@ -130,6 +140,50 @@ def test_what_was_saved_verifies_on_any_number_of_ranks(directory: Path) -> None
 def test_a_manifest_survives_its_text_form(template: Path) -> None:
     manifest = read_manifest(template / "step-00000300")
     assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+def rename_a_file(manifest: Manifest, name: str) -> Manifest:
+    """The manifest as somebody would forge it who wants another file read: with a sound hash."""
+    files = {name if file == SHARD else file: record for file, record in manifest.files.items()}
+    moved = {
+        tensor: replace(
+            record,
+            pieces=tuple(
+                replace(piece, file=name) if piece.file == SHARD else piece for piece in record.pieces
+            ),
+        )
+        for tensor, record in manifest.tensors.items()
+    }
+    return replace(manifest, files=files, tensors=moved)
+
+
+@given(
+    name=st.one_of(
+        st.text(max_size=12),
+        st.lists(st.sampled_from(["..", ".", "", "a", "b..", "...", "\0"]), max_size=5).map("/".join),
+    )
+)
+def test_a_manifest_names_files_within_its_own_directory_alone(template: Path, name: str) -> None:
+    forged = rename_a_file(read_manifest(template / "step-00000500"), name).to_json()
+    lands = os.path.normpath(os.path.join("/checkpoint", name))
+    if lands.startswith("/checkpoint/") and ".." not in name.split("/") and "\0" not in name:
+        assert name in Manifest.from_json(forged).files
+    else:
+        with pytest.raises(CorruptCheckpointError, match="within its own directory"):
+            Manifest.from_json(forged)
+
+
+@pytest.mark.parametrize("place", ["../secret", "{directory}/secret", "step/../../secret"])
+def test_a_file_outside_of_the_checkpoint_is_not_opened(directory: Path, place: str) -> None:
+    path = directory / "step-00000500"
+    (path / "step").mkdir()
+    (path / SHARD).rename(directory / "secret")
+    rewrite_manifest(path, lambda manifest: rename_a_file(manifest, place.format(directory=directory)))
+    (directory / "secret").chmod(0)
+    wanted = wholes(tensors(500))
+    for read in (verify, lambda path: load(path, wanted, SingleProcess())):
+        with pytest.raises(CorruptCheckpointError, match=r"manifest\.json names the file .*secret"):
+            read(path)
 
 
 def test_a_member_that_a_later_version_adds_is_ignored(directory: Path) -> None:

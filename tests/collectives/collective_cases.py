@@ -24,7 +24,7 @@ DTYPES = (
     torch.int64,
     torch.bool,
 )
-REDUCTIONS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
+REDUCTIONS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 SIZES = (0, 1, 2, 3, 7, 64, 1000, 4097, 70_001, 300_000)
 
@@ -54,13 +54,7 @@ def fold(parts: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         return stacked.amax(0)
     if op in (ReduceOp.SUM, ReduceOp.AVG) and dtype != torch.bool:
         wide = stacked.to(torch.float64 if dtype.is_floating_point else torch.int64).sum(0)
-        if op == ReduceOp.SUM:
-            return wide.to(dtype)
-        return (
-            wide / len(parts)
-            if dtype.is_floating_point
-            else torch.div(wide, len(parts), rounding_mode="trunc")
-        ).to(dtype)
+        return (wide if op == ReduceOp.SUM else wide / len(parts)).to(dtype)
     result = parts[0].clone()
     for part in parts[1:]:
         if op == ReduceOp.PRODUCT:
@@ -75,9 +69,7 @@ def fold(parts: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
 
 
 def operations_of(dtype: torch.dtype) -> list[ReduceOp]:
-    if dtype == torch.bool:
-        return [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, *BITWISE]
-    return [*REDUCTIONS, *(() if dtype.is_floating_point else BITWISE)]
+    return [*REDUCTIONS, *((ReduceOp.AVG,) if dtype.is_floating_point else BITWISE)]
 
 
 def same(given: torch.Tensor, wanted: torch.Tensor, what: object) -> None:

@@ -64,7 +64,7 @@ class Settings:
                 _require_known(option, name, known)
         if self.op == "avg" and not self.dtype.startswith(("float", "bfloat")):
             raise ConfigError(
-                f"--op avg of {self.dtype}: backends round averages of integers differently",
+                f"--op avg of {self.dtype}: backends refuse averages of integers, or round them differently",
                 possible="avg of floating-point types",
                 change="give another --op or --dtype",
             )

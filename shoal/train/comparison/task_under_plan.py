@@ -13,6 +13,7 @@ from shoal.plan import Plan
 from shoal.train.comparison.laid_out import RankStep, fragment_of, gradient_of, groups_freed
 from shoal.train.comparison.task_trial import TaskSamples, TaskTrial
 from shoal.train.comparison.trial import CLIP, OPTIMIZER
+from shoal.train.optimizer import groups_by_decay
 from shoal.train.schedule import learning_rate
 
 __all__ = ["train_task_under"]
@@ -34,7 +35,8 @@ def train_task_under(trial: TaskTrial, plan: Plan, device: torch.device) -> list
 def _steps(
     trial: TaskTrial, parallel: Parallel, samples: TaskSamples, device: torch.device
 ) -> Iterator[RankStep]:
-    optimizer = _make_optimizer(parallel)
+    groups = groups_by_decay(parallel.owned, OPTIMIZER.weight_decay)
+    optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     plan, dp, data = parallel.plan, parallel.axes.dp, parallel.axes.data
     assert plan.microbatch is not None
     size = trial.batch // dp.size
@@ -59,18 +61,3 @@ def _steps(
         optimizer.zero_grad()
         parameters = [fragment_of(owned, owned.local) for owned in parallel.owned]
         yield RankStep(total.item() / data.size, norm, own, gradients, parameters)
-
-
-def _make_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
-    """AdamW as the reference has it."""
-    matrices = [owned.parameter for owned in parallel.owned if len(owned.shape) >= 2]
-    vectors = [owned.parameter for owned in parallel.owned if len(owned.shape) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": OPTIMIZER.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        betas=OPTIMIZER.betas,
-        eps=OPTIMIZER.eps,
-    )

@@ -1,0 +1,214 @@
+"""What the operands of a call must be. All of it is checked before anything is sent.
+
+Every check raises CollectiveError with the fault "invalid" for what it does not accept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from shoal.collectives.operands import bytes_of, require_dense
+from shoal.collectives.refusal import described, refusal, type_name
+from shoal.errors import CollectiveError
+
+__all__ = [
+    "contiguous_bytes",
+    "only",
+    "require_in_group",
+    "require_list",
+    "require_pairs",
+    "require_parts",
+    "require_size",
+    "require_tag",
+    "require_type",
+    "split_bytes",
+    "uneven_own_part",
+]
+
+Item = TypeVar("Item")
+Other = TypeVar("Other")
+
+
+def only(items: Sequence[Item], what: str) -> Item:
+    """The item of a list that has one; raises CollectiveError for another list."""
+    try:
+        (item,) = items
+    except ValueError:
+        raise refusal(
+            f"{what} was given a list of {len(items)}",
+            possible="a list of one",
+            change="call it once for each",
+        ) from None
+    return item
+
+
+def require_type(output: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
+    """Raises CollectiveError unless both tensors of a call have one type."""
+    if output.dtype is not tensor.dtype:
+        raise refusal(
+            f"{what} was given an output of {described(output)} and an input of {described(tensor)}",
+            possible="an output and an input of one type",
+            change=f"convert one of them, such as the input by .to({output.dtype})",
+        )
+
+
+def require_parts(whole: torch.Tensor, part: torch.Tensor, ranks: int, what: str) -> None:
+    """Raises CollectiveError unless `whole` has a part for every rank."""
+    if whole.numel() != ranks * part.numel():
+        raise refusal(
+            f"{what} was given {described(whole)} for {ranks} parts of {described(part)}",
+            possible=f"{ranks * part.numel()} elements, or parts of {whole.numel()} / {ranks}",
+            change="make the tensor of all ranks as large as their parts together",
+        )
+
+
+def require_pairs(outputs: Sequence[Item], inputs: Sequence[Other], what: str) -> list[tuple[Item, Other]]:
+    """The outputs with their inputs; raises CollectiveError unless there are as many, and one at least."""
+    if len(outputs) != len(inputs) or not outputs:
+        raise refusal(
+            f"{what} was given {len(outputs)} outputs for {len(inputs)} inputs",
+            possible="as many of one as of the other, and one at least",
+            change="give an output for every input",
+        )
+    return list(zip(outputs, inputs, strict=True))
+
+
+def require_list(
+    tensors: Sequence[torch.Tensor],
+    what: str,
+    *,
+    count: int | None = None,
+    like: torch.Tensor | None = None,
+    even: bool = False,
+) -> bool:
+    """Checks a list of tensors of one type that the core can read.
+
+    Args:
+        tensors: The list.
+        what: Names the list, such as "the output list of all_gather".
+        count: How many it has to have; at least one by default.
+        like: A tensor whose type they have to have; by default the first of the list.
+        even: Whether each has to have as many elements as `like`.
+
+    Returns:
+        Whether each has as many elements as `like`.
+
+    Raises:
+        CollectiveError: The list is another.
+    """
+    if len(tensors) != count if count is not None else not tensors:
+        raise refusal(
+            f"{what} has {len(tensors)} tensors",
+            possible="one for every rank of the group" if count is not None else "one or more",
+            change=f"give a list of {count or 1}",
+        )
+    like = tensors[0] if like is None else like
+    dtype, elements, is_even = like.dtype, like.numel(), True
+    for tensor in tensors:
+        if tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided:
+            raise _misfit(tensors, what, like, even)
+        is_even = is_even and tensor.numel() == elements
+    if even and not is_even:
+        raise _misfit(tensors, what, like, even)
+    if dtype.is_complex:
+        for tensor in tensors:
+            require_dense(tensor)
+    return is_even
+
+
+def _misfit(tensors: Sequence[torch.Tensor], what: str, like: torch.Tensor, even: bool) -> CollectiveError:
+    for tensor in tensors:
+        require_dense(tensor)
+    return refusal(
+        f"{what} has {', '.join(map(described, tensors))}, for {described(like)}",
+        possible=f"tensors of {type_name(like.dtype)}" + (f" with {like.numel()} elements" if even else ""),
+        change="give tensors of one type" + (" and size" if even else ""),
+    )
+
+
+def require_size(tensor: torch.Tensor, elements: int, what: str) -> None:
+    """Raises CollectiveError unless the tensor has that many elements."""
+    if tensor.numel() != elements:
+        raise refusal(
+            f"{what} is {described(tensor)}",
+            possible=f"a tensor with {elements} elements",
+            change="give one of that size",
+        )
+
+
+def require_in_group(rank: int, size: int, what: str, *, own: int | None = None) -> int:
+    """Gives the rank back; raises CollectiveError unless the group has it, besides this rank's `own`."""
+    if not 0 <= rank < size or rank == own:
+        raise refusal(
+            f"{what} is rank {rank}, in a group of {size}" + (f", on rank {own}" if own is not None else ""),
+            possible=f"another rank, 0 to {size - 1}" if own is not None else f"0 to {size - 1}",
+            change="give the rank within the group (torch.distributed.get_group_rank)",
+        )
+    return rank
+
+
+def uneven_own_part(sent: int, received: int) -> CollectiveError:
+    """The error for a rank's part of all_to_all for itself that has two sizes, in bytes."""
+    return refusal(
+        f"all_to_all was given {sent} bytes from this rank to itself, and room for {received}",
+        possible="a part of one size in the input and in the output",
+        change="give the same split for it, or without splits an output as large as the input",
+    )
+
+
+def require_tag(tag: int) -> int:
+    """Gives the tag back; raises CollectiveError for one that messages cannot have."""
+    if not 0 <= tag < 1 << 31:
+        raise refusal(
+            f"a message was given the tag {tag}",
+            possible="0 to 2147483647",
+            change="number messages from 0",
+        )
+    return tag
+
+
+def contiguous_bytes(tensor: torch.Tensor) -> int:
+    """The size of its elements; raises CollectiveError unless they lie one after another."""
+    require_dense(tensor)
+    if not tensor.is_contiguous():
+        raise refusal(
+            f"stripes lie in {described(tensor)} with the strides {list(tensor.stride())}",
+            possible="a contiguous buffer",
+            change="give one, such as a view of one dim",
+        )
+    return bytes_of(tensor)
+
+
+def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int, what: str) -> list[int]:
+    """The bytes of each rank's part of a tensor that is split along its first dim; equal ones without splits.
+
+    Raises:
+        CollectiveError: The splits do not fit the tensor.
+    """
+    shape = tensor.shape
+    if not shape:
+        raise refusal(
+            f"the {what} of all_to_all is a {type_name(tensor.dtype)} without dims",
+            possible="a tensor whose first dim is split over the ranks",
+            change="give it one, such as by .reshape(1)",
+        )
+    rows = shape[0]
+    row = bytes_of(tensor) // rows if rows else 0
+    if not splits:
+        if rows % ranks:
+            raise refusal(
+                f"the {what} of all_to_all is {described(tensor)}, for {ranks} ranks",
+                possible=f"a multiple of {ranks} rows, or splits",
+                change="give splits, or another number of rows",
+            )
+        return [rows // ranks * row] * ranks
+    if len(splits) != ranks or sum(splits) != rows or min(splits) < 0:
+        raise refusal(
+            f"the {what} of all_to_all is {described(tensor)}, and its splits are {list(splits)}",
+            possible=f"{ranks} splits of 0 or more, {rows} in all",
+            change="give the rows of every rank's part",
+        )
+    return [split * row for split in splits]
