@@ -25,7 +25,7 @@ from shoal.collectives.assembly import Assembly
 from shoal.collectives.core import Core
 from shoal.collectives.interface import address_towards, find_interface_address
 from shoal.collectives.options import Options, require_same
-from shoal.errors import CollectiveError, ConfigError
+from shoal.errors import ConfigError
 
 __all__ = ["Formed", "Member", "form_group", "host_identity"]
 
