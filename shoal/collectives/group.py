@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from shoal.collectives.calls import MOVED, reduction_numbers
 from shoal.collectives.checks import (
@@ -30,13 +29,10 @@ from shoal.collectives.checks import (
     uneven_own_part,
 )
 from shoal.collectives.coalesced import all_gather_lists, all_gather_pairs, reduce_scatter_pairs
-from shoal.collectives.core import Core
 from shoal.collectives.flat import all_to_be_filled, as_one, joined, to_spread
 from shoal.collectives.named import NamedGroup
 from shoal.collectives.native import NativeGroup
 from shoal.collectives.operands import bytes_of, to_be_changed, to_be_filled, to_be_read
-from shoal.collectives.options import Options
-from shoal.collectives.rendezvous import Formed
 from shoal.collectives.sparse import all_reduce_sparse
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
@@ -59,20 +55,16 @@ _BARRIER = c10d.BarrierOptions()
 
 
 class ProcessGroup(NamedGroup):
-    """The ranks of a group, as one of them; arguments and errors as `NativeGroup` has them."""
+    """The ranks of a group, as one of them.
 
-    def __init__(
-        self,
-        core: Core,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        options: Options,
-        known: Formed | None = None,
-    ) -> None:
-        super().__init__(rank, size)
-        self._native = NativeGroup(core, store, rank, size, timeout, options, known)
+    Args:
+        native: Does the work.
+    """
+
+    def __init__(self, native: NativeGroup) -> None:
+        super().__init__(native.rank, native.size)
+        self._native = native
+        self.formed = native.formed
 
     # --- the group as a whole ---
 
@@ -80,11 +72,6 @@ class ProcessGroup(NamedGroup):
     def hosts(self) -> int:
         """How many hosts its ranks are on."""
         return self._native.hosts
-
-    @property
-    def formed(self) -> Formed:
-        """What its ranks know of each other."""
-        return self._native.formed
 
     @property
     def timeout(self) -> timedelta:

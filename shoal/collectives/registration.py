@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from shoal.collectives.core import load_core
 from shoal.collectives.group import ProcessGroup
+from shoal.collectives.native import NativeGroup
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import Formed
 from shoal.errors import ConfigError
@@ -35,7 +36,7 @@ def _create(asked: Any, options: Any) -> ProcessGroup:
             possible="shoal.collectives.Options",
             change="give none, or these",
         )
-    return ProcessGroup(
+    native = NativeGroup(
         core,
         asked.store,
         asked.group_rank,
@@ -44,6 +45,7 @@ def _create(asked: Any, options: Any) -> ProcessGroup:
         options or Options.from_environment(),
         _known(asked),
     )
+    return ProcessGroup(native)
 
 
 def _known(asked: Any) -> Formed | None:
