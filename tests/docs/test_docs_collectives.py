@@ -192,7 +192,8 @@ def test_the_error_of_different_calls_reads_as_the_page_shows_it():
         ("From 64 KiB on the receiver reads", "algorithms/mailbox.h", "offered_bytes = 64 * 1024;"),
         ("from 512 KiB on by a ring", "group.cc", "large = 512 * 1024;"),
         ("looked for every 20 ms", "transport/watch.cc", "longest_tick = 0.02;"),
-        ("after 5 s of waiting", "transport/watch.h", "absence = 5;"),
+        ("after 0.5 s of waiting; after `heartbeat`", "group.cc", "one_host_ ? 0.5 : options_.heartbeat"),
+        ("idle for a minute", "transport/tcp_socket.h", "idle_seconds = 60;"),
         ("takes longer than five seconds", "transport/tcp_network.h", "handshake_limit = 5)"),
     ],
 )
