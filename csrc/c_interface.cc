@@ -157,6 +157,13 @@ shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char
   return made;
 }
 
+int shoal_group_allow_reads(shoal_group* group, const int* peers, int count) {
+  return static_cast<int>(guarded([&] {
+    Visit(group)->allow_reads_by({peers, peers + count});
+    return 0;
+  }));
+}
+
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity) {
   return static_cast<int>(guarded([&] {
     const std::string introduction = Visit(group)->introduce();

@@ -31,6 +31,8 @@ int shoal_last_failure(int* rank, char* text, size_t capacity);
 // --- groups ---
 shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char* bind_address, int streams,
                                 double heartbeat);
+// Lets these processes read this one's memory, where the system has to be told. Before anyone joins.
+int shoal_group_allow_reads(shoal_group* group, const int* peers, int count);
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity);
 // 1: this rank can read its peers' memory; 0: it cannot.
 int shoal_group_join(shoal_group* group, const char* const* introductions, const char* secret,

@@ -12,6 +12,7 @@
 #include "algorithms/mailbox.h"
 #include "algorithms/over_links.h"
 #include "executor.h"
+#include "transport/allowed_reads.h"
 #include "transport/ring_link.h"
 #include "transport/tcp_network.h"
 #include "transport/watch.h"
@@ -31,8 +32,9 @@ class Group {
   Group(const GroupOptions& options, SharedBuffers& shared_buffers);
   ~Group();
 
-  // Forming a group: every rank publishes its introduction, joins with everybody's, and starts when all
-  // have joined.
+  // Forming a group: every rank lets its peers on the host read its memory, if it wants direct reads, publishes its
+  // introduction, joins with everybody's, and starts when all have joined.
+  void allow_reads_by(std::vector<pid_t> peers) { allowed_reads_.emplace(std::move(peers)); }
   std::string introduce() const;
   // True if this rank can read the memory of all its peers on the host.
   bool join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline);
@@ -89,6 +91,7 @@ class Group {
   PeerBuffers peer_buffers_;
   PeerBuffers offered_buffers_;  // by messages, which have another lock than collectives
   HugePages huge_pages_;
+  std::optional<AllowedReads> allowed_reads_;
   std::optional<Watch> watch_;
   std::optional<TcpNetwork> network_;  // if there are several hosts
   std::optional<Host> host_;

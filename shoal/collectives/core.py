@@ -72,6 +72,9 @@ class Core:
         self.group_create = function(
             releasing, "group_create", pointer, number, number, pointer, text, number, real
         )
+        self.group_allow_reads = function(
+            releasing, "group_allow_reads", number, pointer, ctypes.POINTER(number), number
+        )
         self.group_introduce = function(releasing, "group_introduce", number, pointer, text, ctypes.c_size_t)
         self.group_join = function(releasing, "group_join", number, pointer, pointer, text, real)
         self.group_start = function(releasing, "group_start", number, pointer, number)

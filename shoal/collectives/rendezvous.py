@@ -89,6 +89,10 @@ def form_group(
         )
         if not group:
             raise core.failure("forming a group")
+        if options.direct_reads:  # before anyone tries whether it can read
+            peers = [int(pids[peer]) for peer in range(size) if hosts[peer] == hosts[rank] and peer != rank]
+            allowed = core.group_allow_reads(group, (ctypes.c_int * len(peers))(*peers), len(peers))
+            core.check(allowed, "forming a group")
         text = ctypes.create_string_buffer(512)
         core.check(core.group_introduce(group, text, len(text)), "forming a group")
         told = exchange("introduction", f"{secrets.token_hex(32)} {text.value.decode()}")
