@@ -118,9 +118,8 @@ class Group::AcrossLinks final : public Links {
 };
 
 std::string Group::introduce() const {
-  const Introduction own = board_.introduce();
   std::ostringstream text;
-  text << own.pid << ' ' << own.descriptor << ' ' << own.started << ' ' << own.cookie_address;
+  text << board_.introduce();
   if (network_) text << ' ' << network_->address();
   return text.str();
 }
@@ -132,7 +131,7 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
   for (int rank = 0; rank < size(); ++rank) {
     std::istringstream text(introductions[static_cast<size_t>(rank)]);
     Introduction peer;
-    text >> peer.pid >> peer.descriptor >> peer.started >> peer.cookie_address >> addresses.emplace_back();
+    text >> peer >> addresses.emplace_back();
     if (is_here(rank)) {
       peers_here.push_back(peer);
     } else {

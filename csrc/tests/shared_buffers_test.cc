@@ -24,42 +24,6 @@ SharedBuffers::Place place_of(SharedBuffers& buffers, const void* data, size_t b
 
 std::byte* bytes_at(void* data) { return static_cast<std::byte*>(data); }
 
-// In processes of their own, so before this one has threads.
-void another_process_has_the_same_memory_until_it_is_detached() {
-  SharedBuffers buffers;
-  auto* data = bytes_at(buffers.allocate(100'000));
-  const auto place = place_of(buffers, data);
-  const pid_t owner = getpid();
-  SharedWithChildren<std::atomic<int>> stage;
-  Child child([&] {
-    Segment segment = Segment::attach(owner, place.descriptor, place.buffer_bytes, 0);
-    segment.data()[99'999] = std::byte{42};
-    stage->store(1);
-    if (!comes_true([&] { return stage->load() == 2; })) throw Failure(Code::timeout, -1, "not detached");
-    segment.data()[0] = std::byte{13};
-    stage->store(3);
-  });
-  CHECK(comes_true([&] { return stage->load() == 1; }));
-  CHECK(data[99'999] == std::byte{42});
-  buffers.detach(data + 50);
-  CHECK(data[99'999] == std::byte{42});
-  stage->store(2);
-  CHECK(comes_true([&] { return stage->load() == 3; }));
-  CHECK(data[0] == std::byte{0});
-  buffers.release(data);
-}
-
-void a_segment_is_mapped_once_in_a_process() {
-  Segment own = Segment::create(10'000);
-  Segment attached = Segment::attach(getpid(), own.descriptor(), 10'000, 0);
-  CHECK_EQUAL(attached.data(), own.data());
-  attached.data()[5] = std::byte{1};
-  const int descriptor = own.descriptor();
-  own = Segment();
-  CHECK(attached.data()[5] == std::byte{1});  // it is there for as long as somebody has it
-  CHECK_THROWS(Segment::attach(getpid(), descriptor, 10'000, 0), Code::system);
-}
-
 void a_place_is_found_if_it_is_wholly_within_a_buffer() {
   SharedBuffers buffers;
   auto* data = bytes_at(buffers.allocate(5000));  // two pages
@@ -69,7 +33,7 @@ void a_place_is_found_if_it_is_wholly_within_a_buffer() {
   CHECK(!buffers.find(data, SIZE_MAX, place));
   CHECK(buffers.find(data + 4000, 4192, place));
   CHECK_EQUAL(place.offset, 4000u);
-  CHECK_EQUAL(place.buffer_bytes, 8192u);
+  CHECK_EQUAL(place.segment.bytes, 8192u);
   CHECK(!buffers.find(data + 8192, 1, place));
   CHECK(!buffers.find(data - 1, 1, place));
   CHECK(!buffers.find(&place, 1, place));
@@ -77,23 +41,23 @@ void a_place_is_found_if_it_is_wholly_within_a_buffer() {
   CHECK(!buffers.find(data, 1, place));
 }
 
-void buffers_of_a_size_are_used_again_with_their_number() {
+void buffers_of_a_size_are_used_again_where_they_were() {
   SharedBuffers buffers;
   void* first = buffers.allocate(10'000);
   const auto before = place_of(buffers, first);
   buffers.release(first);
   CHECK_EQUAL(buffers.allocate(9'999), first);
-  CHECK_EQUAL(place_of(buffers, first).number, before.number);
+  CHECK_EQUAL(place_of(buffers, first).segment.cookie, before.segment.cookie);
   CHECK(buffers.allocate(10'000) != first);
   CHECK_EQUAL(buffers.released(), 0u);
 }
 
-void what_goes_back_to_the_system_is_counted_and_its_number_is_never_used_again() {
+void what_goes_back_to_the_system_is_counted_and_has_another_identity_from_then_on() {
   SharedBuffers buffers;
   const int descriptors = open_descriptors();
   void* cached = buffers.allocate(1);
   void* discarded = buffers.allocate(1);
-  const auto number = place_of(buffers, discarded).number;
+  const auto cookie = place_of(buffers, discarded).segment.cookie;
   buffers.release(cached);
   buffers.trim();
   CHECK_EQUAL(buffers.released(), 1u);
@@ -101,12 +65,34 @@ void what_goes_back_to_the_system_is_counted_and_its_number_is_never_used_again(
   CHECK_EQUAL(buffers.released(), 2u);
   CHECK_EQUAL(open_descriptors(), descriptors);
   void* next = buffers.allocate(1);
-  CHECK(place_of(buffers, next).number > number);
+  CHECK(place_of(buffers, next).segment.cookie != cookie);
   const auto before = place_of(buffers, next);
   buffers.detach(next);
   CHECK_EQUAL(buffers.released(), 3u);
-  CHECK(place_of(buffers, next).number > before.number);
+  CHECK(place_of(buffers, next).segment.cookie != before.segment.cookie);
   buffers.release(next);
+}
+
+// A peer's mappings: those that became void go, the others stay.
+void a_peer_unmaps_what_was_given_back_and_nothing_else() {
+  SharedBuffers buffers;
+  void* first = buffers.allocate(500'000);
+  void* second = buffers.allocate(1'000'000);
+  const Location one = describe(first, 500'000, buffers), two = describe(second, 1'000'000, buffers);
+  PeerBuffers peer;
+  const pid_t owner = getpid();
+  CHECK_EQUAL(peer.map(owner, 0, one), first);
+  CHECK_EQUAL(peer.map(owner, 0, two), second);
+  buffers.release(first);
+  peer.refresh(owner, buffers.released());
+  CHECK_EQUAL(peer.map(owner, 0, one), first);  // it is kept, and may come again
+  buffers.trim();
+  peer.refresh(owner, buffers.released());
+  CHECK_EQUAL(peer.map(owner, 0, two), second);
+  CHECK_THROWS(peer.map(owner, 3, one), Code::system);
+  Location beyond = two;
+  beyond.bytes = beyond.segment.bytes + 1;
+  CHECK_THROWS(peer.map(owner, 3, beyond), Code::system);
 }
 
 void what_is_no_buffer_is_refused() {
@@ -150,11 +136,10 @@ void threads_may_share_them() {
 }  // namespace
 
 int main() {
-  another_process_has_the_same_memory_until_it_is_detached();
-  a_segment_is_mapped_once_in_a_process();
   a_place_is_found_if_it_is_wholly_within_a_buffer();
-  buffers_of_a_size_are_used_again_with_their_number();
-  what_goes_back_to_the_system_is_counted_and_its_number_is_never_used_again();
+  buffers_of_a_size_are_used_again_where_they_were();
+  what_goes_back_to_the_system_is_counted_and_has_another_identity_from_then_on();
+  a_peer_unmaps_what_was_given_back_and_nothing_else();
   what_is_no_buffer_is_refused();
   threads_may_share_them();
   return report();

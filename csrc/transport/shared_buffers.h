@@ -21,8 +21,7 @@ class SharedBuffers {
   // Where an address lies, if it lies in a buffer of these.
   struct Place {
     int descriptor = -1;
-    uint32_t number = 0;
-    size_t buffer_bytes = 0;
+    SegmentIdentity segment;
     size_t offset = 0;
   };
 
@@ -40,7 +39,7 @@ class SharedBuffers {
   // False if [data, data + bytes) is not wholly within one buffer.
   bool find(const void* data, size_t bytes, Place& place);
 
-  // How many buffers were given back to the system: their numbers' mappings elsewhere are void.
+  // How many buffers were given back to the system: their mappings elsewhere are void.
   uint32_t released() const { return released_.load(std::memory_order_acquire); }
 
   // Moves the buffer that holds this address, if one does, to new pages at the same address: a peer that a
@@ -48,21 +47,16 @@ class SharedBuffers {
   void detach(const void* data);
 
  private:
-  struct Buffer {
-    Segment segment;
-    uint32_t number = 0;
-  };
   static constexpr size_t cache_limit = size_t{1} << 30;
 
-  Buffer take_back(void* data);
-  std::map<uintptr_t, Buffer>::iterator holder_of(const void* data);
+  Segment take_back(void* data);
+  std::map<uintptr_t, Segment>::iterator holder_of(const void* data);
   void drop_cache();
 
   std::mutex mutex_;
-  std::map<uintptr_t, Buffer> in_use_;
-  std::vector<Buffer> cache_;
+  std::map<uintptr_t, Segment> in_use_;
+  std::vector<Segment> cache_;
   size_t cached_bytes_ = 0;
-  uint32_t next_number_ = 0;
   std::atomic<uint32_t> released_{0};
 };
 

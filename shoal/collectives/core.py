@@ -21,6 +21,7 @@ _FAULTS = {
     7: "system",
     8: "refused",
     10: "timeout",
+    11: "system",
 }
 _INTERRUPTED, _UNFINISHED = 9, 10
 
