@@ -68,7 +68,8 @@ void shoal_raise(void);
 // --- memory that peers on the host can map ---
 void* shoal_buffer_allocate(uint64_t bytes);
 int shoal_buffer_release(void* data);
-int shoal_buffer_trim(void);
+// Gives the memory of those that were released back to the system; how many bytes.
+int64_t shoal_buffer_trim(void);
 
 // --- what the core is made of, for tests and benchmarks ---
 const char* shoal_vector_unit(void);

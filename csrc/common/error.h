@@ -32,7 +32,11 @@ class Failure : public std::runtime_error {
   const int error;
 };
 
-// A Failure(Code::system) whose text is `what` followed by the text of `error` (an errno).
+// A Failure(Code::system) whose text is `what` followed by the text of `error` (an errno), and by what to change where
+// a limit was met.
 Failure system_failure(const std::string& what, int error, int rank = -1);
+
+// Whether an errno says that there are no more descriptors, or no more memory: giving back what is kept may help.
+bool has_run_out(int error);
 
 }  // namespace shoal

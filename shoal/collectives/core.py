@@ -92,7 +92,7 @@ class Core:
         self._raise = function(keeping, "raise", None)
         self.buffer_allocate = function(keeping, "buffer_allocate", pointer, size)
         self.buffer_release = function(keeping, "buffer_release", number, pointer)
-        self.buffer_trim = function(keeping, "buffer_trim", number)
+        self.buffer_trim = function(releasing, "buffer_trim", ticket)
         self.vector_unit = function(keeping, "vector_unit", text)
         self.force_vector_unit = function(keeping, "force_vector_unit", number, text)
         self.combine = function(
