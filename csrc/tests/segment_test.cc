@@ -104,6 +104,33 @@ void a_part_that_is_detached_leaves_the_rest_as_it_was() {
   CHECK_EQUAL(same.data(), part.data());
 }
 
+void what_a_forked_process_writes_stays_with_it() {
+  Segment segment = Segment::create(4 * 4096);
+  std::memset(segment.data(), 1, 4 * 4096);
+  const Segment part = segment.detach(4096, 4096);
+  part.data()[0] = std::byte{3};
+  SharedWithChildren<std::atomic<int>> wrong;
+  {
+    Child child([&] {
+      std::byte* const data = segment.data();
+      if (data[0] != std::byte{1} || data[4096] != std::byte{3}) wrong->fetch_add(1);
+      std::memset(data, 2, 4 * 4096);
+      const Child grandchild([&] {
+        for (size_t at = 0; at < 4 * 4096; at += 512) wrong->fetch_add(data[at] != std::byte{2});
+        data[0] = std::byte{4};
+        wrong->fetch_add(1000);
+      });
+      if (!comes_true([&] { return wrong->load() >= 1000; })) throw Failure(Code::timeout, -1, "no grandchild");
+      wrong->fetch_add(data[0] != std::byte{2});
+      wrong->fetch_add(1000);
+    });
+    CHECK(comes_true([&] { return wrong->load() >= 2000; }));
+  }
+  CHECK_EQUAL(wrong->load(), 2000);
+  for (size_t at = 1; at < 4 * 4096; at += 512) CHECK(segment.data()[at] == std::byte{1});
+  CHECK(segment.data()[0] == std::byte{1} && part.data()[0] == std::byte{3});
+}
+
 void who_may_not_and_who_is_gone_are_told_apart() {
   const Segment segment = Segment::create(bytes);
   const pid_t owner = getpid();
@@ -237,6 +264,7 @@ void nobody_can_shorten_a_segment() {
 int main() {
   another_process_has_the_same_memory_until_it_is_detached();
   a_part_that_is_detached_leaves_the_rest_as_it_was();
+  what_a_forked_process_writes_stays_with_it();
   who_may_not_and_who_is_gone_are_told_apart();
   a_segment_is_mapped_once_in_a_process();
   what_was_revoked_or_given_back_is_void_and_attached_by_nobody();

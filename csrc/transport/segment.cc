@@ -1,6 +1,7 @@
 #include "transport/segment.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
@@ -108,8 +109,8 @@ class Segment::Mapping {
   const size_t bytes_;
 };
 
-// The segments that this process created and has not destroyed. What its own ranks attach is the same mapping.
-// One for the process, as descriptors are the process's.
+// The segments that this process created and has not destroyed. What its own ranks attach is the same mapping, and
+// what it forks off must not write to them. One for the process, as descriptors and forks are the process's.
 class Segment::Owned {
  public:
   static Owned& instance() {
@@ -118,8 +119,11 @@ class Segment::Owned {
   }
 
   void add(const Segment& segment) {
+    const bool is_part = segment.cookie_ == nullptr;
+    const size_t mapped_bytes = is_part ? segment.bytes() : file_bytes(segment.bytes());
     std::lock_guard lock(mutex_);
-    segments_[segment.identity_.cookie] = {segment.mapping_, segment.data_, segment.cookie_};
+    segments_[segment.identity_.cookie] = {segment.mapping_, segment.data_,  mapped_bytes,
+                                           segment.cookie_,  segment.descriptor()};
   }
 
   void remove(const Segment& segment) {
@@ -143,8 +147,33 @@ class Segment::Owned {
   struct Entry {
     std::weak_ptr<Mapping> mapping;
     std::byte* data;
+    size_t mapped_bytes;
     uint64_t* cookie;  // null: a part of another segment, mapped in its place
+    int descriptor;
+    bool is_inherited = false;  // it is the parent's; here it is private already
   };
+
+  // Held over the fork, the lock keeps other threads from changing what the child goes through.
+  Owned() {
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] { instance().leave_to_parent(); });
+  }
+
+  // In the child, where only system calls are safe: what it writes from now on goes to copies of the pages. Parts come
+  // after what they are mapped over.
+  void leave_to_parent() {
+    for (const bool is_part : {false, true}) {
+      for (auto& [cookie, entry] : segments_) {
+        if (entry.is_inherited || (entry.cookie == nullptr) != is_part) continue;
+        constexpr int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+        if (mmap(entry.data, entry.mapped_bytes, PROT_READ | PROT_WRITE, flags, entry.descriptor, 0) == MAP_FAILED) {
+          mprotect(entry.data, entry.mapped_bytes, PROT_READ);  // a crash of the child, not a wrong number elsewhere
+        }
+        entry.is_inherited = true;
+      }
+    }
+    mutex_.unlock();
+  }
 
   std::mutex mutex_;
   std::map<uint64_t, Entry> segments_;  // by cookie

@@ -12,6 +12,9 @@
 // Who created a segment owns it, and alone may `revoke` and `give_back`. Both clear the cookie: nobody attaches the
 // segment from then on, and who has it mapped finds it void, and unmaps it when it likes. Revoked pages stay for as
 // long as somebody has them mapped; pages given back are gone at once, so nobody may be using them.
+//
+// A process that is forked off has the segments that its parent created as private memory: what it writes stays with
+// it. A page that it has not written to yet still shows what the parent writes there.
 #pragma once
 
 #include <sys/types.h>

@@ -18,6 +18,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> to
     """A tensor whose content is not defined, in shared memory; in ordinary memory without the native core.
 
     The ranks of a host read and write each other's tensors of this kind directly, and views of them too.
+    What a process that was forked off writes to one stays with it.
 
     Args:
         shape: As for `torch.empty`.

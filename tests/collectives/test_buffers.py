@@ -1,4 +1,4 @@
-"""Shared tensors: what they take of the system, and what goes back to it."""
+"""Shared tensors: what they take of the system, what goes back to it, and what forked processes may do."""
 
 from __future__ import annotations
 
@@ -65,6 +65,28 @@ def reduce_tensors_of_many_sizes() -> None:
     assert descriptors() - before <= MOST_KEPT + 2
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft >= min(hard, 65_536)
+
+
+def test_what_a_forked_process_writes_to_a_shared_tensor_stays_with_it(ranks):
+    ranks.run(write_in_a_forked_process, RANKS)
+
+
+def write_in_a_forked_process() -> None:
+    rank = dist.get_rank()
+    tensors = [empty(count).fill_(rank + 1.0) for count in (1000, 300_000)]
+    for tensor in tensors:
+        dist.all_reduce(tensor)  # so that the peer has them mapped
+    child = os.fork()
+    if child == 0:
+        for tensor in tensors:
+            tensor.add_(100.0)
+        os._exit(0 if all(bool((tensor == 103.0).all()) for tensor in tensors) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    dist.barrier()
+    for tensor in tensors:
+        assert torch.equal(tensor, torch.full_like(tensor, 3.0))
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full_like(tensor, 6.0))
 
 
 def test_memory_that_the_system_does_not_have_is_an_error_that_says_so():
