@@ -17,6 +17,7 @@
 #include "common/reduce.h"
 #include "group.h"
 #include "measure.h"
+#include "transport/descriptor.h"
 #include "transport/process.h"
 
 using namespace shoal;
@@ -33,6 +34,7 @@ SharedBuffers& shared_buffers() {
   static std::atomic<SharedBuffers*> buffers;
   static std::once_flag once;
   std::call_once(once, [] {
+    raise_descriptor_limit();
     buffers = new SharedBuffers;
     pthread_atfork(nullptr, nullptr, [] { buffers = new SharedBuffers; });
   });
@@ -172,10 +174,24 @@ shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char
   shoal_group* made = nullptr;
   guarded([&] {
     const std::vector<int> all_hosts(hosts, hosts + size);
-    made = new shoal_group(GroupOptions{rank, all_hosts, bind_address, streams, heartbeat});
+    const GroupOptions options{rank, all_hosts, bind_address, streams, heartbeat};
+    try {
+      made = new shoal_group(options);
+    } catch (const Failure& failure) {
+      if (!has_run_out(failure.error)) throw;
+      shared_buffers().trim();
+      made = new shoal_group(options);
+    }
     return 0;
   });
   return made;
+}
+
+int shoal_group_allow_reads(shoal_group* group, const int* peers, int count) {
+  return static_cast<int>(guarded([&] {
+    Visit(group)->allow_reads_by({peers, peers + count});
+    return 0;
+  }));
 }
 
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity) {
@@ -196,7 +212,7 @@ int shoal_group_join(shoal_group* group, const char* const* introductions, const
     const std::vector<std::string> all(introductions, introductions + visit->size());
     Secret bytes;
     std::memcpy(bytes.data(), secret, bytes.size());
-    return visit->join(all, bytes, Deadline::after(timeout)) ? 1 : 0;
+    return static_cast<int>(visit->join(all, bytes, Deadline::after(timeout)));
   }));
 }
 
@@ -319,11 +335,8 @@ int shoal_buffer_release(void* data) {
   }));
 }
 
-int shoal_buffer_trim(void) {
-  return static_cast<int>(guarded([&] {
-    shared_buffers().trim();
-    return 0;
-  }));
+int64_t shoal_buffer_trim(void) {
+  return guarded([&] { return static_cast<int64_t>(shared_buffers().trim()); });
 }
 
 #if !defined(SHOAL_BUILD)

@@ -31,8 +31,10 @@ int shoal_last_failure(int* rank, char* text, size_t capacity);
 // --- groups ---
 shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char* bind_address, int streams,
                                 double heartbeat);
+// Lets these processes read this one's memory, where the system has to be told. Before anyone joins.
+int shoal_group_allow_reads(shoal_group* group, const int* peers, int count);
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity);
-// 1: this rank can read its peers' memory; 0: it cannot.
+// How this rank reaches its peers' memory: a Reach (group.h).
 int shoal_group_join(shoal_group* group, const char* const* introductions, const char* secret,
                      double timeout);
 int shoal_group_start(shoal_group* group, int can_read_peers);
@@ -66,7 +68,8 @@ void shoal_raise(void);
 // --- memory that peers on the host can map ---
 void* shoal_buffer_allocate(uint64_t bytes);
 int shoal_buffer_release(void* data);
-int shoal_buffer_trim(void);
+// Gives the memory of those that were released back to the system; how many bytes.
+int64_t shoal_buffer_trim(void);
 
 // What the core was built from: a hash of its sources. Ranks with different ones may not understand each other.
 const char* shoal_build(void);

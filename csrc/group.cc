@@ -119,14 +119,13 @@ class Group::AcrossLinks final : public Links {
 };
 
 std::string Group::introduce() const {
-  const Introduction own = board_.introduce();
   std::ostringstream text;
-  text << own.pid << ' ' << own.descriptor << ' ' << own.started << ' ' << own.cookie_address;
+  text << board_.introduce();
   if (network_) text << ' ' << network_->endpoint().process << ' ' << network_->endpoint().address;
   return text.str();
 }
 
-bool Group::join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline) {
+Reach Group::join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline) {
   std::vector<Introduction> peers_here;
   std::vector<Endpoint> endpoints;
   std::vector<int> remote_ranks;
@@ -134,17 +133,22 @@ bool Group::join(const std::vector<std::string>& introductions, const Secret& se
     std::istringstream text(introductions[static_cast<size_t>(rank)]);
     Introduction peer;
     Endpoint& endpoint = endpoints.emplace_back();
-    text >> peer.pid >> peer.descriptor >> peer.started >> peer.cookie_address >> endpoint.process >> endpoint.address;
+    text >> peer >> endpoint.process >> endpoint.address;
     if (is_here(rank)) {
       peers_here.push_back(peer);
     } else {
       remote_ranks.push_back(rank);
     }
   }
-  board_.attach(index(), peers_here, local_ranks());
+  try {
+    board_.attach(index(), peers_here, local_ranks());
+  } catch (const Failure& failure) {
+    if (failure.code == Code::denied) return Reach::denied;
+    throw;
+  }
   if (board_.size() > 1) watch_neighbours(peers_here);
   if (network_) network_->start(endpoints, remote_ranks, secret, deadline);
-  return board_.can_read_peers();
+  return board_.can_read_peers() ? Reach::reads : Reach::copies;
 }
 
 // In one turn of the Hub's thread: with many ranks a turn for each would take longer than all the rest.

@@ -12,6 +12,7 @@
 #include "algorithms/mailbox.h"
 #include "algorithms/over_links.h"
 #include "executor.h"
+#include "transport/allowed_reads.h"
 #include "transport/hub.h"
 #include "transport/ring_link.h"
 #include "transport/tcp_network.h"
@@ -27,17 +28,24 @@ struct GroupOptions {
   double heartbeat = 5;       // seconds without a sign of life after which a peer has stopped
 };
 
+// How a rank reaches the memory of its peers on the host. The numbers are part of the C interface.
+enum class Reach : int {
+  copies = 0,  // in what all of them map alone: what is private is copied there
+  reads = 1,   // in their private memory too
+  denied = 2,  // not at all: the system's rules keep it from mapping theirs, and the group cannot start
+};
+
 class Group {
  public:
   // `hub` is the process's: it outlives the group.
   Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hub);
   ~Group();
 
-  // Forming a group: every rank publishes its introduction, joins with everybody's, and starts when all
-  // have joined.
+  // Forming a group: every rank lets its peers on the host read its memory, if it wants direct reads, publishes its
+  // introduction, joins with everybody's, and starts when all have joined.
+  void allow_reads_by(std::vector<pid_t> peers) { allowed_reads_.emplace(std::move(peers)); }
   std::string introduce() const;
-  // True if this rank can read the memory of all its peers on the host.
-  bool join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline);
+  Reach join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline);
   void start(bool can_read_peers);
 
   // Begins an operation. Null if it is done already; otherwise it has to be waited for.
@@ -93,6 +101,7 @@ class Group {
   PeerBuffers peer_buffers_;
   PeerBuffers offered_buffers_;  // by messages, which have another lock than collectives
   HugePages huge_pages_;
+  std::optional<AllowedReads> allowed_reads_;
   std::optional<Watch> watch_;
   std::optional<TcpNetwork> network_;  // if there are several hosts
   std::optional<Host> host_;

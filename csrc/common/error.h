@@ -18,19 +18,25 @@ enum class Code : int {
   refused = 8,       // a connection without the group's secret
   interrupted = 9,   // a signal handler raised while the thread waited; the operation may go on
   unfinished = 10,   // the time given to a wait ran out; the operation goes on
+  denied = 11,       // the system's rules keep this process from a peer's memory; the peer is well
 };
 
-// `rank` is the rank (within the group) that the failure is about, or -1.
+// `rank` is the rank (within the group) that the failure is about, or -1; `error` the errno that it came from, or 0.
 class Failure : public std::runtime_error {
  public:
-  Failure(Code code, int rank, const std::string& text)
-      : std::runtime_error(text), code(code), rank(rank) {}
+  Failure(Code code, int rank, const std::string& text, int error = 0)
+      : std::runtime_error(text), code(code), rank(rank), error(error) {}
 
   const Code code;
   const int rank;
+  const int error;
 };
 
-// A Failure(Code::system) whose text is `what` followed by the text of `error` (an errno).
+// A Failure(Code::system) whose text is `what` followed by the text of `error` (an errno), and by what to change where
+// a limit was met.
 Failure system_failure(const std::string& what, int error, int rank = -1);
+
+// Whether an errno says that there are no more descriptors, or no more memory: giving back what is kept may help.
+bool has_run_out(int error);
 
 }  // namespace shoal

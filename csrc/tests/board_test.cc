@@ -2,6 +2,8 @@
 
 #include <chrono>
 #include <cstring>
+#include <sstream>
+#include <string>
 
 #include "tests/check.h"
 #include "tests/host_ranks.h"
@@ -103,6 +105,39 @@ void peers_of_the_same_process_can_be_read() {
   for (int index = 0; index < 3; ++index) CHECK(ranks[index].board.can_read_peers());
 }
 
+// What rank 0 makes of an introduction of rank 1 that is not, or is no longer, true.
+Code code_of_attaching(const Introduction& told, const Introduction& own, Board& board) {
+  try {
+    board.attach(0, {own, told}, {HostRanks::number_of(0), HostRanks::number_of(1)});
+  } catch (const Failure& failure) {
+    CHECK_EQUAL(failure.rank, HostRanks::number_of(1));
+    return failure.code;
+  }
+  return Code::ok;
+}
+
+void a_board_that_is_not_what_was_introduced_is_refused() {
+  Board own(2), other(2);
+  std::stringstream text;
+  text << other.introduce() << " and more";
+  Introduction told;
+  std::string more;
+  text >> told >> more;
+  CHECK_EQUAL(more, "and");
+  Introduction wrong = told;
+  wrong.segment.cookie ^= 1;
+  CHECK_EQUAL(code_of_attaching(wrong, own.introduce(), own), Code::system);
+  wrong = told;
+  wrong.segment.bytes -= 1;
+  CHECK_EQUAL(code_of_attaching(wrong, own.introduce(), own), Code::mismatch);
+  wrong = told;
+  wrong.segment.cookie ^= 1;
+  wrong.descriptor = 1'000'000;
+  CHECK_EQUAL(code_of_attaching(wrong, own.introduce(), own), Code::system);
+  CHECK_EQUAL(code_of_attaching(told, own.introduce(), own), Code::ok);
+  CHECK(&own.front(1) == &other.front(0));
+}
+
 }  // namespace
 
 int main() {
@@ -115,5 +150,6 @@ int main() {
   an_alarm_frees_a_rank_that_sleeps();
   no_wake_up_of_a_flag_is_lost();
   peers_of_the_same_process_can_be_read();
+  a_board_that_is_not_what_was_introduced_is_refused();
   return report();
 }

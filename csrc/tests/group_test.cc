@@ -32,7 +32,7 @@ class Groups {
       groups_.push_back(std::make_unique<Group>(options, shared_buffers_, *hubs_.back()));
       introductions.push_back(groups_.back()->introduce());
     }
-    run([&](Group& group) { CHECK(group.join(introductions, secret_of(7), Deadline::after(60))); });
+    run([&](Group& group) { CHECK(group.join(introductions, secret_of(7), Deadline::after(60)) == Reach::reads); });
     run([&](Group& group) { group.start(reads_peers); });
   }
 

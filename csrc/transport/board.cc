@@ -3,14 +3,30 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <istream>
 #include <new>
+#include <ostream>
+#include <string>
 
+#include "common/error.h"
 #include "transport/process.h"
 
 namespace shoal {
 
 namespace {
 constexpr uint64_t known_number = 0x73686f616c213f21;
+}
+
+std::ostream& operator<<(std::ostream& text, const Introduction& introduction) {
+  const SegmentIdentity& segment = introduction.segment;
+  return text << introduction.pid << ' ' << introduction.descriptor << ' ' << segment.inode << ' ' << segment.bytes
+              << ' ' << segment.cookie << ' ' << introduction.started << ' ' << introduction.cookie_address;
+}
+
+std::istream& operator>>(std::istream& text, Introduction& introduction) {
+  SegmentIdentity& segment = introduction.segment;
+  return text >> introduction.pid >> introduction.descriptor >> segment.inode >> segment.bytes >> segment.cookie >>
+         introduction.started >> introduction.cookie_address;
 }
 
 Board::Board(int size, uint32_t first_tick)
@@ -22,22 +38,26 @@ Board::Board(int size, uint32_t first_tick)
 }
 
 Introduction Board::introduce() const {
-  let_siblings_read();
-  return {getpid(), segments_[0].descriptor(), start_time_of(getpid()),
+  return {getpid(), segments_[0].descriptor(), segments_[0].identity(), start_time_of(getpid()),
           reinterpret_cast<uint64_t>(&front(0).cookie)};
 }
 
 void Board::attach(int index, const std::vector<Introduction>& peers, const std::vector<int>& ranks) {
-  index_ = index;
-  peers_ = peers;
-  ranks_ = ranks;
   std::vector<Segment> segments(size_);
   for (int peer = 0; peer < size_; ++peer) {
-    const auto& [pid, descriptor, started, cookie_address] = peers[peer];
-    if (peer != index) segments[peer] = Segment::attach(pid, descriptor, segment_bytes(), ranks[peer]);
+    if (peer == index) continue;
+    const Introduction& shown = peers[peer];
+    if (shown.segment.bytes != segment_bytes()) {
+      const std::string who = "rank " + std::to_string(ranks[peer]);
+      throw Failure(Code::mismatch, ranks[peer], who + " shows a board of another size");
+    }
+    segments[peer] = Segment::attach(shown.pid, shown.descriptor, shown.segment, ranks[peer]);
   }
   segments[index] = std::move(segments_[0]);
   segments_ = std::move(segments);
+  index_ = index;
+  peers_ = peers;
+  ranks_ = ranks;
 }
 
 bool Board::can_read_peers() const {

@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iosfwd>
 #include <vector>
 
 #include "common/patience.h"
@@ -25,15 +26,14 @@ namespace shoal {
 struct Location {
   uint64_t address = 0;     // in the rank's own address space
   uint64_t bytes = 0;
-  int32_t descriptor = -1;  // of the shared buffer that holds it, in the rank's process; -1: private memory
-  uint32_t buffer = 0;      // the shared buffer's number in that process
-  uint64_t buffer_bytes = 0;
-  uint64_t offset = 0;      // of the region in the shared buffer
+  uint64_t offset = 0;      // in the segment
+  SegmentIdentity segment;  // that holds it
+  int32_t descriptor = -1;  // of the segment, in the rank's process; -1: private memory
 };
 
 struct Notice {
   Location input, output;
-  uint32_t released = 0;  // how many shared buffers the process has given back: older mappings are void
+  uint32_t released = 0;  // how many segments the process has given back: mappings of these are void
 };
 
 // The first page of a rank's segment.
@@ -53,9 +53,14 @@ static_assert(sizeof(Front) <= 4096);
 struct Introduction {
   pid_t pid = 0;
   int descriptor = -1;
-  uint64_t started = 0;  // the process's start time, so that a later one with its number is not taken for it
+  SegmentIdentity segment;  // behind the descriptor
+  uint64_t started = 0;     // the process's start time, so that a later one with its number is not taken for it
   uint64_t cookie_address = 0;
 };
+
+// As numbers with spaces between.
+std::ostream& operator<<(std::ostream& text, const Introduction& introduction);
+std::istream& operator>>(std::istream& text, Introduction& introduction);
 
 // A queue of bytes from one process to another. A large region is shown instead of written, one at a time: it comes
 // after all that was written before, and the reader takes it from where it lies.

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <cstddef>
 #include <utility>
 
 namespace shoal {
@@ -26,5 +27,12 @@ class Descriptor {
  private:
   int number_ = -1;
 };
+
+// How many descriptors this process may have open: the soft limit of RLIMIT_NOFILE.
+size_t descriptor_limit();
+
+// Raises that limit to the hard one, to 65,536 at most: programs that a rank starts inherit it, and some of them go
+// through all numbers below it. Never lowers it.
+void raise_descriptor_limit();
 
 }  // namespace shoal

@@ -4,6 +4,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "common/reduce.h"
@@ -24,22 +25,21 @@ Location describe(const void* data, size_t bytes, SharedBuffers& buffers) {
   SharedBuffers::Place place;
   if (bytes > 0 && buffers.find(data, bytes, place)) {
     region.descriptor = place.descriptor;
-    region.buffer = place.number;
-    region.buffer_bytes = place.buffer_bytes;
+    region.segment = place.segment;
     region.offset = place.offset;
   }
   return region;
 }
 
 std::byte* PeerBuffers::map(pid_t pid, int rank, const Location& region) {
-  auto [found, is_new] = mapped_.try_emplace({pid, region.buffer});
-  if (is_new) {
-    try {
-      found->second = Segment::attach(pid, region.descriptor, region.buffer_bytes, rank);
-    } catch (...) {
-      mapped_.erase(found);
-      throw;
-    }
+  const size_t bytes = region.segment.bytes;
+  if (region.offset > bytes || region.bytes > bytes - region.offset) {
+    throw Failure(Code::system, rank, "rank " + std::to_string(rank) + " shows more than its buffer has");
+  }
+  const std::pair key(pid, region.segment.cookie);
+  auto found = mapped_.find(key);
+  if (found == mapped_.end()) {
+    found = mapped_.emplace(key, Segment::attach(pid, region.descriptor, region.segment, rank)).first;
   }
   return found->second.data() + region.offset;
 }
@@ -48,7 +48,10 @@ void PeerBuffers::refresh(pid_t pid, uint32_t released) {
   uint32_t& known = released_[pid];
   if (known == released) return;
   known = released;
-  mapped_.erase(mapped_.lower_bound({pid, 0}), mapped_.upper_bound({pid, UINT32_MAX}));
+  auto each = mapped_.lower_bound({pid, 0});
+  while (each != mapped_.end() && each->first.first == pid) {
+    each = each->second.is_void() ? mapped_.erase(each) : std::next(each);
+  }
 }
 
 void read_process(pid_t pid, int rank, uint64_t address, size_t bytes, void* out) {

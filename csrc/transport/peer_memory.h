@@ -15,17 +15,20 @@ namespace shoal {
 // Where `data` lies, for the others: in a shared buffer if it lies in one.
 Location describe(const void* data, size_t bytes, SharedBuffers& buffers);
 
-// The shared buffers of peers that this process has mapped, kept for the next time.
+// The segments of peers' shared buffers that this process has mapped, kept for the next time.
+//
+// The owner may close a segment's descriptor at any time when no region of it is shown. What was mapped before stays
+// readable, and is looked up by the segment's cookie, so a new segment is never taken for an old one.
 class PeerBuffers {
  public:
   // The first byte of `region`, which is in a shared buffer of the process `pid`.
   std::byte* map(pid_t pid, int rank, const Location& region);
 
-  // Unmaps the process's buffers if it has given any back to the system since.
+  // Unmaps those segments of the process that it has given back, if the count says that it gave any back since.
   void refresh(pid_t pid, uint32_t released);
 
  private:
-  std::map<std::pair<pid_t, uint32_t>, Segment> mapped_;
+  std::map<std::pair<pid_t, uint64_t>, Segment> mapped_;  // by process and cookie
   std::map<pid_t, uint32_t> released_;
 };
 

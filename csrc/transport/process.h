@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <vector>
 
 namespace shoal {
 
@@ -14,8 +15,11 @@ uint64_t start_time_of(pid_t pid);
 // How many forks lie between the process that loaded this library and this one. Cheaper than getpid.
 unsigned generation();
 
-// Lets the processes that this one's parent started read its memory, where the system's rule is that only a
-// process's own ancestors may (Yama, ptrace_scope 1): the ranks of a launcher are siblings.
-void let_siblings_read();
+// Whether a process is there no more, or is only waited for by its parent.
+bool has_ended(pid_t pid);
+
+// The process that has all of these among its descendants, itself included, and is the nearest to them; 0 if there is
+// none but PID 1. Processes that ended do not count.
+pid_t nearest_ancestor(const std::vector<pid_t>& processes);
 
 }  // namespace shoal

@@ -9,7 +9,7 @@ which one is used, and `empty` makes tensors that ranks of one host read from ea
 """
 
 from shoal.collectives.allocator import keep_freed_memory
-from shoal.collectives.buffers import empty
+from shoal.collectives.buffers import empty, trim
 from shoal.collectives.core import is_built
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
@@ -35,6 +35,7 @@ __all__ = [
     "register",
     "save_table",
     "share_buffers",
+    "trim",
 ]
 
 register()

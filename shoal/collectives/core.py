@@ -21,6 +21,7 @@ _FAULTS = {
     7: "system",
     8: "refused",
     10: "timeout",
+    11: "system",
 }
 _INTERRUPTED, _UNFINISHED = 9, 10
 
@@ -73,6 +74,9 @@ class Core:
         self.group_create = function(
             releasing, "group_create", pointer, number, number, pointer, text, number, real
         )
+        self.group_allow_reads = function(
+            releasing, "group_allow_reads", number, pointer, ctypes.POINTER(number), number
+        )
         self.group_introduce = function(releasing, "group_introduce", number, pointer, text, ctypes.c_size_t)
         self.group_join = function(releasing, "group_join", number, pointer, pointer, text, real)
         self.group_start = function(releasing, "group_start", number, pointer, number)
@@ -89,7 +93,7 @@ class Core:
         self._raise = function(keeping, "raise", None)
         self.buffer_allocate = function(keeping, "buffer_allocate", pointer, size)
         self.buffer_release = function(keeping, "buffer_release", number, pointer)
-        self.buffer_trim = function(keeping, "buffer_trim", number)
+        self.buffer_trim = function(releasing, "buffer_trim", ticket)
         self.build: str = function(keeping, "build", text)().decode()
         self.vector_unit = function(keeping, "vector_unit", text)
         self.force_vector_unit = function(keeping, "force_vector_unit", number, text)
