@@ -1,11 +1,11 @@
 """Many ranks and many groups: they form, give what one process computes, and keep few descriptors."""
 
+import ctypes
 import os
 import resource
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -75,16 +75,20 @@ def test_sixty_four_ranks_reduce_in_a_hundred_groups(ranks_per_host: int) -> Non
         check_descriptors(ranks.hear(patience=10 * PATIENCE), 64)
 
 
-def guard_memory_and_reduce(tell: Connection, rank: int, size: int, store: str) -> None:
-    """Ranks whose memory other processes of their user may not open, as after a change of user."""
-    if os.getuid() == 0:
-        Path(store).parent.chmod(0o777)
-        os.setuid(65534)  # without root's rights, and protected from others with the same
-    else:
-        import ctypes
+def protect_memory() -> None:
+    """Keeps other processes of this user from this one's memory, and this one from theirs, root too."""
+    pr_set_dumpable, cap_sys_ptrace, version = 4, 19, 0x20080522
+    libc = ctypes.CDLL(None)
+    libc.prctl(pr_set_dumpable, 0, 0, 0, 0)
+    header, sets = (ctypes.c_uint32 * 2)(version, 0), (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, sets) == 0
+    for kind in range(3):  # effective, permitted, inheritable
+        sets[kind] &= ~(1 << cap_sys_ptrace)
+    assert libc.capset(header, sets) == 0
 
-        pr_set_dumpable = 4
-        ctypes.CDLL(None).prctl(pr_set_dumpable, 0, 0, 0, 0)
+
+def guard_memory_and_reduce(tell: Connection, rank: int, size: int, store: str) -> None:
+    protect_memory()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
