@@ -291,8 +291,9 @@ class ProcessGroup(NamedGroup):
         require_type(output, tensor, "all_to_all")
         flat, finish = to_be_filled(output)
         sent = split_bytes(tensor, input_splits, self._size, "input")
-        splits = sent, split_bytes(output, output_splits, self._size, "output")
-        return self._all_to_all(flat, to_be_read(tensor), splits, opts, [output], finish)
+        is_alike = not input_splits and not output_splits and output.shape == tensor.shape
+        received = sent if is_alike else split_bytes(output, output_splits, self._size, "output")
+        return self._all_to_all(flat, to_be_read(tensor), (sent, received), opts, [output], finish)
 
     alltoall_base = all_to_all_single
 
