@@ -3,14 +3,12 @@
 #include <pthread.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <variant>
 
 #include "common/interruption.h"
@@ -18,7 +16,7 @@
 #include "group.h"
 #include "measure.h"
 #include "transport/descriptor.h"
-#include "transport/process.h"
+#include "visited_group.h"
 
 using namespace shoal;
 
@@ -94,7 +92,7 @@ struct shoal_group {
   };
 
   explicit shoal_group(const GroupOptions& options)
-      : hub(process_hub()), group(std::in_place, options, shared_buffers(), *hub) {}
+      : group(std::make_shared<VisitedGroup>(options, shared_buffers(), process_hub())) {}
 
   int64_t keep(Begun begun) {
     std::lock_guard lock(mutex);
@@ -114,52 +112,11 @@ struct shoal_group {
     tickets.erase(ticket);
   }
 
-  // Forked off, a process has none of the group's threads, and must not say goodbye for its parent.
-  bool is_forked() const { return generation() != born_in; }
-
-  void close() {
-    if (is_forked() || is_closed.exchange(true)) return;
-    group->end();
-    while (visitors.load() > 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
-    group.reset();
-    hub.reset();
-  }
-
-  std::shared_ptr<Hub> hub;
-  std::optional<Group> group;
-  const unsigned born_in = generation();
-  std::atomic<bool> is_closed{false};
-  std::atomic<int> visitors{0};  // threads that use the group
+  const std::shared_ptr<VisitedGroup> group;
   std::mutex mutex;
   std::map<int64_t, Begun> tickets;
   int64_t last_ticket = 0;
 };
-
-namespace {
-
-// Keeps a group open while a thread uses it.
-class Visit {
- public:
-  explicit Visit(shoal_group* shell) : shell_(*shell) {
-    if (shell_.is_forked()) {
-      throw Failure(Code::invalid, -1, "a process that was forked off a rank is not part of its groups");
-    }
-    shell_.visitors.fetch_add(1);
-    if (!shell_.is_closed.load()) return;
-    shell_.visitors.fetch_sub(1);
-    throw Failure(Code::aborted, -1, "the group was closed");
-  }
-  ~Visit() { shell_.visitors.fetch_sub(1); }
-  Visit(const Visit&) = delete;
-
-  shoal_group& operator*() const { return shell_; }
-  Group* operator->() const { return &*shell_.group; }
-
- private:
-  shoal_group& shell_;
-};
-
-}  // namespace
 
 int shoal_last_failure(int* rank, char* text, size_t capacity) {
   *rank = last_rank;
@@ -189,14 +146,14 @@ shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char
 
 int shoal_group_allow_reads(shoal_group* group, const int* peers, int count) {
   return static_cast<int>(guarded([&] {
-    Visit(group)->allow_reads_by({peers, peers + count});
+    Visit(*group->group)->allow_reads_by({peers, peers + count});
     return 0;
   }));
 }
 
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity) {
   return static_cast<int>(guarded([&] {
-    const std::string introduction = Visit(group)->introduce();
+    const std::string introduction = Visit(*group->group)->introduce();
     if (introduction.size() + 1 > capacity) {
       throw Failure(Code::invalid, -1, "an introduction is longer than its buffer");
     }
@@ -208,7 +165,7 @@ int shoal_group_introduce(shoal_group* group, char* text, size_t capacity) {
 int shoal_group_join(shoal_group* group, const char* const* introductions, const char* secret,
                      double timeout) {
   return static_cast<int>(interruptible([&] {
-    const Visit visit(group);
+    const Visit visit(*group->group);
     const std::vector<std::string> all(introductions, introductions + visit->size());
     Secret bytes;
     std::memcpy(bytes.data(), secret, bytes.size());
@@ -218,14 +175,14 @@ int shoal_group_join(shoal_group* group, const char* const* introductions, const
 
 int shoal_group_start(shoal_group* group, int can_read_peers) {
   return static_cast<int>(guarded([&] {
-    Visit(group)->start(can_read_peers != 0);
+    Visit(*group->group)->start(can_read_peers != 0);
     return 0;
   }));
 }
 
 int shoal_group_abort(shoal_group* group, const char* text) {
   return static_cast<int>(guarded([&] {
-    const Visit visit(group);
+    const Visit visit(*group->group);
     visit->abort(Code::aborted, visit->rank(), text);
     return 0;
   }));
@@ -233,21 +190,21 @@ int shoal_group_abort(shoal_group* group, const char* text) {
 
 int shoal_group_check(shoal_group* group) {
   return static_cast<int>(guarded([&] {
-    Visit(group)->check();
+    Visit(*group->group)->check();
     return 0;
   }));
 }
 
-void shoal_group_close(shoal_group* group) { group->close(); }
+void shoal_group_close(shoal_group* group) { group->group->close(); }
 
 void shoal_group_free(shoal_group* group) {
-  group->close();
-  if (!group->is_forked()) delete group;
+  group->group->close();
+  if (!group->group->is_forked()) delete group;
 }
 
 int64_t shoal_begin(shoal_group* group, const shoal_call* call) {
   return guarded([&]() -> int64_t {
-    const Visit visit(group);
+    const Visit visit(*group->group);
     Operation operation;
     operation.collective = static_cast<Collective>(call->collective);
     operation.algorithm = static_cast<Algorithm>(call->algorithm);
@@ -273,7 +230,7 @@ int64_t shoal_begin(shoal_group* group, const shoal_call* call) {
 
 int64_t shoal_send(shoal_group* group, int peer, int tag, const void* data, uint64_t bytes, double timeout) {
   return guarded([&]() -> int64_t {
-    auto message = Visit(group)->send(peer, tag, data, bytes);
+    auto message = Visit(*group->group)->send(peer, tag, data, bytes);
     if (message->done && !message->failure) return 0;
     return group->keep({std::move(message), Deadline::after(timeout)});
   });
@@ -281,13 +238,13 @@ int64_t shoal_send(shoal_group* group, int peer, int tag, const void* data, uint
 
 int64_t shoal_receive(shoal_group* group, int peer, int tag, void* data, uint64_t bytes, double timeout) {
   return guarded([&] {
-    return group->keep({Visit(group)->receive(peer, tag, data, bytes), Deadline::after(timeout)});
+    return group->keep({Visit(*group->group)->receive(peer, tag, data, bytes), Deadline::after(timeout)});
   });
 }
 
 int shoal_wait(shoal_group* group, int64_t ticket, double limit, double* finished) {
   return static_cast<int>(interruptible([&] {
-    const Visit visit(group);
+    const Visit visit(*group->group);
     const auto [what, deadline] = group->find(ticket);
     const auto until = limit >= 0 ? std::optional(Deadline::after(limit)) : std::nullopt;
     if (const auto* task = std::get_if<std::shared_ptr<Task>>(&what)) {
@@ -308,13 +265,13 @@ int shoal_wait(shoal_group* group, int64_t ticket, double limit, double* finishe
 
 int shoal_test(shoal_group* group, int64_t ticket) {
   return static_cast<int>(guarded([&] {
-    if (group->is_forked()) return 0;
+    if (group->group->is_forked()) return 0;
     return std::visit([](const auto& begun) { return begun->done.load() ? 1 : 0; }, group->find(ticket).what);
   }));
 }
 
 void shoal_forget(shoal_group* group, int64_t ticket) {
-  if (!group->is_forked()) group->forget(ticket);
+  if (!group->group->is_forked()) group->forget(ticket);
 }
 
 void shoal_raise(void) { take_interruption(); }

@@ -41,8 +41,9 @@ int shoal_group_start(shoal_group* group, int can_read_peers);
 int shoal_group_abort(shoal_group* group, const char* text);
 // 0 while the group works; otherwise why it does not.
 int shoal_group_check(shoal_group* group);
-// Leaves the group: whoever of this process waits is freed, and whatever is called on it fails from now on.
-// In a process that was forked off it does nothing.
+// Leaves the group: whoever of this process waits is freed, and whatever is called on it fails from now on. Sends that
+// are complete are delivered before it returns. Within a signal handler that interrupts a wait, the group is ended when
+// it returns, and leaves when the wait does. In a process that was forked off it does nothing.
 void shoal_group_close(shoal_group* group);
 // Closes it, and takes its memory back.
 void shoal_group_free(shoal_group* group);

@@ -62,7 +62,9 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hu
       background_patience_(patience_for(static_cast<int>(local_ranks().size()), true)),
       looks_(patience_.spins / 4),
       messages_waiting_(options.hosts.size()),
-      board_(static_cast<int>(local_ranks().size())) {
+      board_(static_cast<int>(local_ranks().size())),
+      offered_buffers_(local_ranks().size()),
+      partings_(options.hosts.size()) {
   if (index() < hierarchy_.smallest()) across_ranks_ = hierarchy_.across(index());
   Front& front = board_.front(0);
   const LocalPeer self{options_.rank, getpid(),        0,            &front.heartbeat,
@@ -70,7 +72,8 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hu
   // On one host, who left took part in all that others still do. Elsewhere what it sent may be on its way
   // for long, and that no more comes shows in the connection's end.
   const Watch::Limits limits{options_.heartbeat, one_host_ ? 0.5 : options_.heartbeat,
-                             [this](int peer) { return is_waited_for(peer); }};
+                             [this](int peer) { return is_waited_for(peer); },
+                             [this](int peer, Parting parting) { note_parting(peer, parting); }};
   watch_.emplace(self, waiting_, limits, alarm_, hub_, [this] { wake_sleepers(); });
   if (!one_host_) {
     network_.emplace(options_.rank, size(), options_.bind_address, options_.streams, alarm_, *watch_, hub_);
@@ -177,8 +180,9 @@ void Group::start(bool can_read_peers) {
   }
   const auto read = [this](int peer, const Notice& offered, size_t offset, size_t bytes, void* out) {
     const int index = hierarchy_.index_of(peer);
-    offered_buffers_.refresh(board_.pid_of(index), offered.released);
-    PeerMemory(board_, offered_buffers_, index, offered.input).copy(offset, bytes, out);
+    PeerBuffers& buffers = offered_buffers_[static_cast<size_t>(index)];
+    buffers.refresh(board_.pid_of(index), offered.released);
+    PeerMemory(board_, buffers, index, offered.input).copy(offset, bytes, out);
   };
   Mailbox::Peers peers{
       .size = size(),
@@ -187,19 +191,29 @@ void Group::start(bool can_read_peers) {
       .shared_buffers = shared_buffers_,
       .can_read_peers = can_read_peers,
       .is_here = [this](int peer) { return is_here(peer); },
+      .is_open = [this](int peer) { return is_open(peer); },
       .read = read,
+      .note = [this](const void* data, size_t bytes) { huge_pages_.note(data, bytes); },
   };
   {
     std::lock_guard lock(wake_mutex_);
     mailbox_ = std::make_unique<Mailbox>(std::move(peers), alarm_);
+    for (int peer = 0; peer < size(); ++peer) {
+      if (const auto parting = partings_[static_cast<size_t>(peer)]) tell_mailbox(peer, *parting);
+    }
   }
   const auto run_task = [this](Task& task, bool is_background) { run(task, is_background); };
   executor_ = std::make_unique<Executor>(run_task);
 }
 
+// Who destroys a group is the last who uses it. It goes in this order: whoever waits is freed; peers take in what
+// complete sends have promised them, while the Watch still sees them end; the Watch says goodbye, after which peers
+// may miss this rank; then go the threads, and the links and memory that they used.
 Group::~Group() {
-  watch_->leave();
   end();
+  constexpr double farewell = 5;  // seconds for peers to take in what they were sent
+  if (mailbox_) mailbox_->hand_over(Deadline::after(std::max(farewell, options_.heartbeat)));
+  watch_->leave();
   executor_.reset();
   {
     std::lock_guard lock(wake_mutex_);
@@ -247,7 +261,6 @@ std::shared_ptr<Message> Group::send(int peer, int tag, const void* data, size_t
   if (peer == rank() || peer < 0 || peer >= size()) {
     throw Failure(Code::invalid, -1, "rank " + std::to_string(peer) + " is no other rank to send to");
   }
-  if (is_here(peer)) huge_pages_.note(data, bytes);
   return mailbox_->send(peer, tag, data, bytes);
 }
 
@@ -289,13 +302,40 @@ void Group::wake_sleepers() {
   if (mailbox_) mailbox_->wake();
 }
 
+// Links are not interrupted, as messages still move; who waits for others looks at the alarm every few milliseconds.
 void Group::end() {
-  alarm_.raise(Code::aborted, rank(), "the group was closed");
-  wake_sleepers();
+  const auto raise = [this] { return alarm_.raise(Code::aborted, rank(), "the group was closed"); };
+  watch_->begin_to_leave();
+  if (mailbox_) {
+    mailbox_->close(raise);
+    mailbox_->wake();
+  } else {
+    raise();
+  }
+  board_.wake_sleepers();
 }
 
 bool Group::is_waited_for(int rank) const {
   return operations_waiting_.load() > 0 || messages_waiting_[static_cast<size_t>(rank)].load() > 0;
+}
+
+// What a rank of this host offers is as it was sent for as long as its state says that it is there.
+bool Group::is_open(int rank) const {
+  std::atomic<uint32_t>& state = board_.front(hierarchy_.index_of(rank)).state;
+  // Not a mere load, which might come before those of what was read.
+  return state.fetch_or(0, std::memory_order_acq_rel) == static_cast<uint32_t>(PeerState::running);
+}
+
+// By the Watch, before there is a mailbox or while there is one.
+void Group::note_parting(int rank, Parting parting) {
+  std::lock_guard lock(wake_mutex_);
+  partings_[static_cast<size_t>(rank)] = parting;
+  if (mailbox_) tell_mailbox(rank, parting);
+}
+
+void Group::tell_mailbox(int rank, Parting parting) {
+  if (parting == Parting::is_gone) return mailbox_->note_gone(rank);
+  mailbox_->note_leaving(rank);
 }
 
 void Group::run(Task& task, bool is_background) {

@@ -64,7 +64,8 @@ class Group {
   // Throws why the group cannot communicate any more, if so.
   void check() const { alarm_.check(); }
 
-  // Frees who waits on this rank, which concerns nobody else; nothing may be begun any more.
+  // Frees who waits on this rank, which concerns nobody else; nothing may be begun any more. Sends that are complete
+  // are still delivered, until the group is destroyed, which waits for that.
   void end();
 
   int rank() const { return options_.rank; }
@@ -82,6 +83,9 @@ class Group {
   int index() const { return hierarchy_.index_of(rank()); }  // of this rank, on its host
   bool is_here(int rank) const { return hierarchy_.host_of(rank) == hierarchy_.host_of(options_.rank); }
   bool is_waited_for(int rank) const;
+  bool is_open(int rank) const;
+  void note_parting(int rank, Parting parting);
+  void tell_mailbox(int rank, Parting parting);
   void hear_out(const Failure& failure) const;
   void leave(const Operation& operation, const Failure& failure);
 
@@ -99,7 +103,7 @@ class Group {
   std::vector<std::atomic<int>> messages_waiting_;    // of these, messages: by peer
   Board board_;
   PeerBuffers peer_buffers_;
-  PeerBuffers offered_buffers_;  // by messages, which have another lock than collectives
+  std::vector<PeerBuffers> offered_buffers_;  // by local index: of messages, which are read from each peer by itself
   HugePages huge_pages_;
   std::optional<AllowedReads> allowed_reads_;
   std::optional<Watch> watch_;
@@ -108,7 +112,8 @@ class Group {
   std::unique_ptr<PeerLinks> collective_links_, message_links_;
   std::unique_ptr<AcrossLinks> across_links_;  // of ranks that have a slice in hierarchical operations
   std::optional<OverLinks> over_links_, over_hosts_;
-  std::mutex wake_mutex_;  // of the mailbox's coming and going
+  std::mutex wake_mutex_;  // of the mailbox's coming and going, and of:
+  std::vector<std::optional<Parting>> partings_;  // by rank
   std::unique_ptr<Mailbox> mailbox_;
   std::unique_ptr<Executor> executor_;
 };

@@ -1,10 +1,13 @@
+// Posting messages, finding sends and receives that belong together, and what becomes of them.
+
 #include "algorithms/mailbox.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <string>
+#include <utility>
 
+#include "algorithms/mailbox_posting.h"
 #include "transport/peer_memory.h"
 
 namespace shoal {
@@ -12,9 +15,8 @@ namespace shoal {
 Mailbox::Mailbox(Peers peers, const Alarm& alarm)
     : peers_(std::move(peers)),
       alarm_(alarm),
-      outgoing_(static_cast<size_t>(peers_.size)),
-      incoming_(static_cast<size_t>(peers_.size)),
-      is_requested_(static_cast<size_t>(peers_.size)) {}
+      offers_(peers_.shared_buffers),
+      correspondents_(static_cast<size_t>(peers_.size)) {}
 
 Mailbox::~Mailbox() {
   {
@@ -23,235 +25,141 @@ Mailbox::~Mailbox() {
   }
   wake();
   if (thread_.joinable()) thread_.join();
-  for (auto& [number, offered] : offered_) {
-    if (offered.copy != nullptr) peers_.shared_buffers.release(offered.copy);  // peers only read it
-  }
 }
 
 std::shared_ptr<Message> Mailbox::send(int peer, int tag, const void* data, size_t bytes) {
   auto* bytes_of_message = static_cast<std::byte*>(const_cast<void*>(data));
   auto message = std::make_shared<Message>(peer, tag, bytes_of_message, bytes);
-  std::lock_guard lock(mutex_);
-  if (broken_) std::rethrow_exception(broken_);
-  request_link(peer);
+  const bool is_here = peers_.is_here(peer);
+  const bool is_large = bytes >= (is_here ? eager_here : eager_elsewhere);
+  Offer offer{peer, message, message->data, bytes};
+  Header header{.tag = tag, .bytes = bytes};
+  if (is_here && is_large) prepare_offer(offer, header.offered);
+
+  Posting posting(*this);
+  Correspondent& to = with(peer);
+  if (!broken_) request_link(peer);
+  if (!broken_ && bytes > to.credit) attempt([&] { serve(peer, posting_bytes); });  // some may have come back
+  if (broken_) {
+    if (offer.copy != nullptr) offers_.give_back(offer.copy, bytes);
+    std::rethrow_exception(broken_);
+  }
   ++pending_;
-  Outgoing outgoing{{Header::Kind::bytes, tag, bytes}, message->data, 0, message};
-  if (bytes >= offered_bytes && peers_.is_here(peer) && offer(outgoing)) outgoing.message = nullptr;
-  outgoing_[static_cast<size_t>(peer)].push_back(std::move(outgoing));
-  progress();
-  leave_to_thread();
+  bool is_awaited = false;
+  if (!is_large && bytes <= to.credit) {
+    to.credit -= bytes;
+    push(peer, {.header = header, .bytes = message->data, .message = message});
+  } else {
+    const bool is_shared = header.offered.input.descriptor >= 0;
+    const bool is_readable = is_here && is_large && (is_shared || peers_.can_read_peers);
+    header.kind = is_readable ? Header::Kind::offered : Header::Kind::announced;
+    header.is_copy = offer.copy != nullptr;
+    if (offer.copy != nullptr) finish(*std::exchange(offer.message, nullptr));
+    if (is_readable && !is_shared) not_noted_.push_back(message);
+    is_awaited = !is_readable;
+    header.number = offers_.add(std::move(offer));
+    push(peer, {.header = header});
+  }
+  attempt([&] { serve(peer, bytes < posting_bytes ? posting_bytes : serving_bytes); });
+  leave_to_thread(is_awaited);  // which will send it when it is wanted
   return message;
 }
 
-// Makes a message an offer, if the peer has a way to read it.
-bool Mailbox::offer(Outgoing& outgoing) {
-  const size_t bytes = outgoing.header.bytes;
-  Notice& notice = outgoing.header.offered;
-  Offered offered{outgoing.message, nullptr, bytes};
-  notice.input = describe(outgoing.data, bytes, peers_.shared_buffers);
-  if (notice.input.descriptor < 0 && bytes <= copied_bytes && copied_ + bytes <= copies_bytes) {
-    offered.copy = peers_.shared_buffers.allocate(std::bit_ceil(bytes));
-    std::memcpy(offered.copy, outgoing.data, bytes);
-    copied_ += bytes;
-    notice.input = describe(offered.copy, bytes, peers_.shared_buffers);
-    finish(*outgoing.message);
-    offered.message = nullptr;
+// Says where a message lies, for a peer that reads it: in a copy, where that is better. The lock is not held.
+void Mailbox::prepare_offer(Offer& offer, Notice& notice) {
+  notice.input = describe(offer.data, offer.bytes, peers_.shared_buffers);
+  if (notice.input.descriptor < 0) offer.copy = offers_.copy(offer.data, offer.bytes);
+  if (offer.copy != nullptr) {
+    offer.data = static_cast<const std::byte*>(offer.copy);
+    notice.input = describe(offer.copy, offer.bytes, peers_.shared_buffers);
   }
-  if (notice.input.descriptor < 0 && !peers_.can_read_peers) return false;
   notice.released = peers_.shared_buffers.released();
-  outgoing.header.kind = Header::Kind::offer;
-  outgoing.header.number = next_number_;
-  offered_.emplace(next_number_++, std::move(offered));
-  return true;
 }
 
 std::shared_ptr<Message> Mailbox::receive(int peer, int tag, void* data, size_t bytes) {
   auto message = std::make_shared<Message>(peer, tag, static_cast<std::byte*>(data), bytes);
-  std::lock_guard lock(mutex_);
+  Posting posting(*this);
   if (broken_) std::rethrow_exception(broken_);
   for (int sender = 0; peer < 0 && sender < peers_.size; ++sender) request_link(sender);
   if (peer >= 0) request_link(peer);
   ++pending_;
-  for (auto early = early_.begin(); early != early_.end(); ++early) {
-    if (early->wanted_by || early->header.tag != tag || (peer >= 0 && early->peer != peer)) continue;
-    early->wanted_by = message;
-    message->sender = early->peer;
-    if (early->complete) {
-      attempt([&] { deliver(*early); });
-      early_.erase(early);
-    }
-    leave_to_thread();
-    return message;
+  if (!match_early(message)) posted_.push_back(message);
+  if (alarm_.is_raised()) {
+    progress();
+  } else if (peer >= 0) {
+    attempt([&] { serve(peer, posting_bytes); });
   }
-  posted_.push_back(message);
-  progress();
   leave_to_thread();
   return message;
 }
 
 void Mailbox::request_link(int peer) {
-  const auto at = static_cast<size_t>(peer);
-  if (!is_requested_[at]) peers_.links.request(peer);
-  is_requested_[at] = true;
+  if (!std::exchange(with(peer).is_requested, true)) peers_.links.request(peer);
 }
 
-// Moves what can be moved; true if anything was. The lock is held. Everybody's messages are taken in,
-// wanted yet or not: who waits for one peer must not block another.
-bool Mailbox::progress() {
-  if (broken_) return false;
-  bool moved = false;
-  attempt([&] {
-    if (alarm_.is_raised()) take_in_what_came();
-    alarm_.check();
-    for (int peer = 0; peer < peers_.size; ++peer) {
-      Link* link = peers_.links.find(peer);
-      if (link == nullptr) continue;
-      moved |= progress_sends(peer, *link);
-      moved |= progress_receives(peer, *link);
+// Whether a message that came early is what the receive asks for; it gets it then.
+bool Mailbox::match_early(const std::shared_ptr<Message>& message) {
+  for (auto early = early_.begin(); early != early_.end(); ++early) {
+    if (early->wanted_by || early->header.tag != message->tag) continue;
+    if (message->peer >= 0 && early->peer != message->peer) continue;
+    message->sender = early->peer;
+    if (early->bytes) {
+      early->wanted_by = message;
+      if (early->is_complete) deliver(early);
+    } else {
+      const Early kept = std::move(*early);
+      early_.erase(early);
+      accept(kept.peer, kept.header, message);
     }
+    return true;
+  }
+  return false;
+}
+
+// The receive that asked for a message that came; null if none did.
+std::shared_ptr<Message> Mailbox::match_posted(int peer, int tag) {
+  const auto wanted = std::find_if(posted_.begin(), posted_.end(), [&](const auto& message) {
+    return message->tag == tag && (message->peer < 0 || message->peer == peer);
   });
-  return moved || broken_;
+  if (wanted == posted_.end()) return nullptr;
+  auto message = std::move(*wanted);
+  posted_.erase(wanted);
+  message->sender = peer;
+  return message;
 }
 
-// What a peer sent before it ended is its message all the same.
-void Mailbox::take_in_what_came() {
-  for (int peer = 0; peer < peers_.size; ++peer) {
-    try {
-      if (Link* link = peers_.links.find(peer)) progress_receives(peer, *link);
-    } catch (const Failure&) {
-      // It is gone, or its memory is. The alarm says why.
-    }
+// Gets the bytes of a message that its sender keeps.
+void Mailbox::accept(int peer, const Header& header, const std::shared_ptr<Message>& message) {
+  Correspondent& from = with(peer);
+  if (!check_size(peer, header, *message)) {
+    answer(peer, Header::Kind::taken, header.number);
+  } else if (from.is_leaving && !header.is_copy) {
+    fail(*message, left(peer));
+  } else if (header.kind == Header::Kind::offered) {
+    from.readings.push_back({.header = header, .message = message});
+    ++readings_;
+  } else {
+    from.awaited.emplace(header.number, Arrival{.header = header, .message = message});
+    answer(peer, Header::Kind::wanted, header.number);
   }
 }
 
-bool Mailbox::progress_sends(int peer, Link& link) {
-  auto& queue = outgoing_[static_cast<size_t>(peer)];
-  bool moved = false;
-  while (!queue.empty()) {
-    Outgoing& out = queue.front();
-    constexpr size_t header = sizeof(Header);
-    const size_t total = header + (out.header.kind == Header::Kind::bytes ? out.header.bytes : 0);
-    while (out.sent < total) {
-      const bool in_header = out.sent < header;
-      const auto* from = in_header ? reinterpret_cast<const std::byte*>(&out.header) + out.sent
-                                   : out.data + (out.sent - header);
-      const size_t sent = link.send(from, in_header ? header - out.sent : total - out.sent);
-      if (sent == 0) return moved;
-      out.sent += sent;
-      moved = true;
+// Gives an early message whose bytes are here to who asked for it since.
+void Mailbox::deliver(std::list<Early>::iterator early) {
+  const std::shared_ptr<Message> message = early->wanted_by;
+  const int peer = early->peer;
+  const Header header = early->header;
+  if (header.kind == Header::Kind::eager) return_credit(peer, header.bytes);
+  if (check_size(peer, header, *message)) {
+    if (header.bytes <= posting_bytes) {
+      std::copy_n(early->bytes.get(), header.bytes, message->data);
+      finish(*message);
+    } else {
+      with(peer).readings.push_back({.header = header, .message = message, .source = std::move(early->bytes)});
+      ++readings_;
     }
-    if (out.message) finish(*out.message);
-    if (out.header.kind == Header::Kind::taken) --pending_;
-    queue.pop_front();
-    moved = true;
   }
-  return moved;
-}
-
-bool Mailbox::progress_receives(int peer, Link& link) {
-  Incoming& in = incoming_[static_cast<size_t>(peer)];
-  bool moved = false;
-  for (;;) {
-    if (in.header_bytes < sizeof(Header)) {
-      auto* const to = reinterpret_cast<std::byte*>(&in.header) + in.header_bytes;
-      const size_t got = link.receive(to, sizeof(Header) - in.header_bytes);
-      if (got == 0) return moved;
-      moved = true;
-      in.header_bytes += got;
-      if (in.header_bytes < sizeof(Header)) continue;
-      begin(peer, in);
-    }
-    const size_t total = in.header.kind == Header::Kind::bytes ? in.header.bytes : 0;
-    while (in.received < total) {
-      std::byte thrown_away[4096];
-      const bool is_wanted = in.message || in.is_early;
-      const size_t left = total - in.received;
-      size_t got;
-      if (is_wanted) {
-        std::byte* const begin = in.message ? in.message->data : in.early->bytes.data();
-        got = link.receive(begin + in.received, left);
-      } else {
-        got = link.receive(thrown_away, std::min(sizeof thrown_away, left));
-      }
-      if (got == 0) return moved;
-      moved = true;
-      in.received += got;
-    }
-    end(peer, in);
-    in = Incoming{};
-  }
-}
-
-// A header has come: finds who asked for the message, or keeps it.
-void Mailbox::begin(int peer, Incoming& in) {
-  if (in.header.kind == Header::Kind::taken) return;
-  auto wanted = std::find_if(posted_.begin(), posted_.end(), [&](const auto& message) {
-    return message->tag == in.header.tag && (message->peer < 0 || message->peer == peer);
-  });
-  if (wanted != posted_.end()) {
-    in.message = *wanted;
-    in.message->sender = peer;
-    posted_.erase(wanted);
-    if (!check_size(peer, in.header, *in.message)) in.message = nullptr;
-    return;
-  }
-  early_.push_back({peer, in.header, {}, false, nullptr});
-  in.early = std::prev(early_.end());
-  in.is_early = true;
-  if (in.header.kind == Header::Kind::bytes) in.early->bytes.resize(in.header.bytes);
-}
-
-// All of a message has come, or its offer.
-void Mailbox::end(int peer, Incoming& in) {
-  if (in.header.kind == Header::Kind::taken) {
-    auto found = offered_.find(in.header.number);
-    if (found == offered_.end()) return;
-    const Offered& offered = found->second;
-    if (offered.message) finish(*offered.message);
-    if (offered.copy != nullptr) {
-      peers_.shared_buffers.release(offered.copy);
-      copied_ -= offered.bytes;
-    }
-    offered_.erase(found);
-  } else if (in.is_early) {
-    in.early->complete = true;
-    if (in.early->wanted_by) {
-      deliver(*in.early);
-      early_.erase(in.early);
-    }
-  } else if (in.header.kind == Header::Kind::offer) {
-    take(peer, in.header, in.message.get());
-  } else if (in.message) {
-    finish(*in.message);
-  }
-}
-
-// Gives an early message to who asked for it since.
-void Mailbox::deliver(Early& early) {
-  const bool fits = check_size(early.peer, early.header, *early.wanted_by);
-  if (early.header.kind == Header::Kind::offer) {
-    return take(early.peer, early.header, fits ? early.wanted_by.get() : nullptr);
-  }
-  if (!fits) return;
-  std::copy(early.bytes.begin(), early.bytes.end(), early.wanted_by->data);
-  finish(*early.wanted_by);
-}
-
-// Reads what was offered, unless it does not fit (null), and tells its sender that it need not stay.
-void Mailbox::take(int peer, const Header& header, Message* message) {
-  if (message != nullptr) {
-    constexpr uint64_t piece = 4 * 1024 * 1024;  // an alarm is heard in between
-    for (uint64_t done = 0; done < header.bytes; done += piece) {
-      const uint64_t bytes = std::min(piece, header.bytes - done);
-      peers_.read(peer, header.offered, done, bytes, message->data + done);
-      alarm_.check();
-    }
-    finish(*message);
-  }
-  ++pending_;
-  const Header answer{Header::Kind::taken, 0, 0, {}, header.number};
-  outgoing_[static_cast<size_t>(peer)].push_back({answer, nullptr, 0, nullptr});
-  if (Link* link = peers_.links.find(peer)) progress_sends(peer, *link);
+  early_.erase(early);
 }
 
 bool Mailbox::check_size(int peer, const Header& header, Message& message) {
@@ -273,19 +181,34 @@ void Mailbox::fail(Message& message, std::exception_ptr failure) {
   finish(message);
 }
 
-void Mailbox::fail_all(std::exception_ptr failure) {
-  broken_ = failure;
+void Mailbox::fail_all(const std::exception_ptr& failure) {
+  if (!broken_) broken_ = failure;
+  delivers_ = false;
+  fail_pending();
+}
+
+// Fails all messages but those that a thread is reading at the moment, which calls this again. Nothing of the others
+// is touched any more, as their owners may free them.
+void Mailbox::fail_pending() {
   const auto fail_if_pending = [&](const std::shared_ptr<Message>& message) {
-    if (message && !message->done.load(std::memory_order_relaxed)) fail(*message, failure);
+    if (message && !message->done.load(std::memory_order_relaxed)) fail(*message, broken_);
   };
   for (auto& message : posted_) fail_if_pending(message);
-  for (auto& [number, offered] : offered_) fail_if_pending(offered.message);
-  for (auto& early : early_) fail_if_pending(early.wanted_by);
-  for (auto& queue : outgoing_) {
-    for (auto& out : queue) fail_if_pending(out.message);
+  posted_.clear();
+  offers_.for_each([&](Offer& offer) { fail_if_pending(std::exchange(offer.message, nullptr)); });
+  for (auto& early : early_) fail_if_pending(std::exchange(early.wanted_by, nullptr));
+  for (Correspondent& each : correspondents_) {
+    for (Frame& frame : each.frames) fail_if_pending(std::exchange(frame.message, nullptr));
+    for (auto& [number, arrival] : each.awaited) fail_if_pending(arrival.message);
+    each.awaited.clear();
+    fail_if_pending(std::exchange(each.incoming.message, nullptr));
+    if (!each.incoming.is_early) each.incoming.to = nullptr;
+    const auto first = each.is_being_read ? std::next(each.readings.begin()) : each.readings.begin();
+    for (auto arrival = first; arrival != each.readings.end(); ++arrival) fail_if_pending(arrival->message);
+    readings_ -= static_cast<size_t>(std::distance(first, each.readings.end()));
+    each.readings.erase(first, each.readings.end());
   }
-  for (auto& in : incoming_) fail_if_pending(in.message);
-  changed_.notify_all();
+  read_.notify_all();
 }
 
 }  // namespace shoal

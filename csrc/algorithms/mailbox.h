@@ -1,27 +1,37 @@
 // Messages from one rank to another, matched by sender and tag.
 //
-// A message is a header and its bytes, written to the link towards its receiver. A larger one between processes of
-// a host is only offered: the receiver reads it from where it lies, when it wants it, and then says so. That is the
-// sender's memory, if it is in a shared buffer or may be read all the same, or a copy in a shared buffer: then the
-// message is done at once. What comes before anybody asked for it is kept here.
+// Every message begins with a header on the link towards its receiver, and headers always flow: who waits for one
+// message never waits for another to be asked for. Where the bytes are then depends:
 //
-// Whoever waits makes all messages of the group progress; while nobody waits, a thread of the mailbox does.
+// - A small message is *eager*: its bytes follow, and are kept here until somebody asks for them. A sender has credit
+//   for so many such bytes at each receiver, which comes back as they are received.
+// - Larger ones, and small ones without credit, stay with the sender. Within a host they are *offered*: the receiver
+//   reads them from where they lie when it wants them, and then says so. That is the sender's memory, if it is in a
+//   shared buffer or may be read all the same, or a copy in a shared buffer: then the send is complete at once.
+//   Otherwise they are *announced*: the receiver says that it wants them, and their bytes flow into its tensor.
+//
+// Whoever waits makes all messages of the group progress; while nobody waits, a thread of the mailbox does. Who posts a
+// message comes before who waits for one, when `piece_bytes` have been moved. What is read from a peer is read without
+// the lock, by one thread for each peer: a message is not done, and does not fail, before that thread has stopped.
+//
+// A rank that leaves first delivers what its complete sends have promised (mailbox_leaving.cc).
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "algorithms/correspondent.h"
+#include "algorithms/message.h"
+#include "algorithms/offers.h"
 #include "common/alarm.h"
 #include "common/deadline.h"
 #include "common/patience.h"
@@ -30,18 +40,6 @@
 #include "transport/shared_buffers.h"
 
 namespace shoal {
-
-// A send or a receive that was posted.
-struct Message {
-  const int peer;  // -1 of a receive: from anyone
-  const int tag;
-  std::byte* data;  // of a send it is only read
-  size_t bytes;
-  int sender = -1;      // of a receive, read after `done`
-  double finished = 0;  // when it was done, in seconds of the monotonic clock
-  std::atomic<bool> done{false};
-  std::exception_ptr failure;  // read after `done`
-};
 
 class Mailbox {
  public:
@@ -52,14 +50,22 @@ class Mailbox {
     SharedBuffers& shared_buffers;
     bool can_read_peers;  // of this host, in their private memory
     std::function<bool(int peer)> is_here;
-    // Reads what a peer on this host offers.
+    // Of a peer on this host: that it has not begun to leave or give up. What it offers is as it was until then.
+    std::function<bool(int peer)> is_open;
+    // Reads what a peer on this host offers; for each peer by one thread at a time.
     std::function<void(int peer, const Notice& offered, size_t offset, size_t bytes, void* out)> read;
+    // Says that peers are about to read this private memory. May take long.
+    std::function<void(const void* data, size_t bytes)> note;
   };
 
   Mailbox(Peers peers, const Alarm& alarm);
+
+  // Nobody waits any more. What peers have not taken of this rank's copies is discarded.
   ~Mailbox();
 
-  // Both return at once. The bytes must stay until the message is done; `done` may be set already.
+  // Both return at once. A send of less than `posting_bytes`, and a receive, move no more than these; a larger send
+  // copies or writes up to Offers::largest_copy. The bytes must stay until the message is done; `done` may be set
+  // already.
   std::shared_ptr<Message> send(int peer, int tag, const void* data, size_t bytes);
   std::shared_ptr<Message> receive(int peer, int tag, void* data, size_t bytes);
 
@@ -73,60 +79,77 @@ class Mailbox {
   // Ends what the alarm has ended.
   void wake();
 
+  // --- leaving ---
+
+  // Fails every message that is not done, and every later one, with what the alarm holds. `raise` raises it: false if
+  // it was raised before, and then nothing is delivered any more either.
+  void close(const std::function<bool()>& raise);
+
+  // After `close`: returns when the peers have taken in all that complete sends have promised them, or have ended, or
+  // the deadline has passed. By one thread.
+  void hand_over(const Deadline& deadline);
+
+  // What the Watch finds of a peer, as often as it likes: that it wants to be heard out, or is gone.
+  void note_leaving(int peer);
+  void note_gone(int peer);
+
  private:
   class Waiter;
-  struct Header {
-    enum class Kind : uint32_t { bytes, offer, taken };
-    Kind kind = Kind::bytes;
-    int32_t tag = 0;
-    uint64_t bytes = 0;
-    Notice offered = {};  // by an offer, as an input
-    uint64_t number = 0;  // of an offer, and of its having been taken
-  };
-  struct Outgoing {
-    Header header;
-    const std::byte* data;
-    size_t sent = 0;  // of header and bytes
-    std::shared_ptr<Message> message;  // done when all is sent; null: nobody waits
-  };
-  struct Offered {
-    std::shared_ptr<Message> message;  // done when it is taken; null if it is done already, as there is
-    void* copy;                        // a copy, or null
-    size_t bytes;
-  };
-  // A message that came, or is coming, before it was asked for.
-  struct Early {
-    int peer;
-    Header header;
-    std::vector<std::byte> bytes;
-    bool complete = false;
-    std::shared_ptr<Message> wanted_by;
-  };
-  struct Incoming {
-    Header header;
-    size_t header_bytes = 0;
-    size_t received = 0;
-    std::shared_ptr<Message> message;     // where the bytes go, or
-    std::list<Early>::iterator early;     // this, or
-    bool is_early = false;                // neither: they are thrown away
-  };
+  class Posting;
 
+  // Within a host and between hosts: smaller messages are eager.
+  static constexpr size_t eager_here = 64 * 1024, eager_elsewhere = 1024 * 1024 + 1;
+  static constexpr size_t posting_bytes = 64 * 1024;        // moved each way by who posts a small message, at most
+  static constexpr size_t serving_bytes = 1024 * 1024;      // each way with a peer by who waits, before he looks at others
+  static constexpr size_t piece_bytes = 128 * 1024;         // moved before he looks whether somebody posts
+  static constexpr size_t reading_bytes = 4 * 1024 * 1024;  // read without it, before an alarm is heard
+  static constexpr size_t content_bytes = 1024 * 1024;      // in a frame, so that others come between
+
+  // mailbox.cc: which send and receive belong together, and what becomes of them
+  void prepare_offer(Offer& offer, Notice& notice);
   void request_link(int peer);
-  bool progress();
-  void take_in_what_came();
-  bool progress_sends(int peer, Link& link);
-  bool progress_receives(int peer, Link& link);
-  void begin(int peer, Incoming& incoming);
-  void end(int peer, Incoming& incoming);
-  void take(int peer, const Header& header, Message* message);
-  void deliver(Early& early);
+  bool match_early(const std::shared_ptr<Message>& message);
+  std::shared_ptr<Message> match_posted(int peer, int tag);
+  void accept(int peer, const Header& header, const std::shared_ptr<Message>& message);
+  void deliver(std::list<Early>::iterator early);
   bool check_size(int peer, const Header& header, Message& message);
   void finish(Message& message);
   void fail(Message& message, std::exception_ptr failure);
-  void fail_all(std::exception_ptr failure);
+  void fail_all(const std::exception_ptr& failure);
+  void fail_pending();
+
+  // mailbox_frames.cc: how they move
+  bool progress();
+  bool is_connected(int peer);
+  bool serve(int peer, size_t limit);
+  void take_in_what_came();
+  void push(int peer, Frame frame);
+  void answer(int peer, Header::Kind kind, uint64_t number = 0);
+  bool write_frames(int peer, size_t limit);
+  bool has_frame(Correspondent& to);
+  void end_frame(Correspondent& to, const Frame& frame);
+  bool read_frames(int peer, size_t limit);
+  void begin(int peer, Incoming& incoming);
+  void end(int peer, Incoming& incoming);
+  void return_credit(int peer, size_t bytes);
+  bool read_offered(std::unique_lock<std::mutex>& lock);
+  void end_reading(int peer, bool is_read);
+
+  // mailbox_leaving.cc
+  void keep_what_is_promised(Correspondent& to);
+  bool is_to_be_told(int peer) const;
+  void hear_out(int peer);
+  void answer_if_heard(int peer);
+  void stop_expecting(Correspondent& from);
+  static std::exception_ptr left(int peer);
+
+  // mailbox_waiting.cc
+  void give_way(std::unique_lock<std::mutex>& lock);
+  void note_private_memory(std::unique_lock<std::mutex>& lock);
+  bool is_being_read(const Message& message) const;
   void sleep(std::unique_lock<std::mutex>& lock, double seconds);
+  void leave_to_thread(bool at_once = false);
   void run();
-  void leave_to_thread();
 
   // What goes wrong with one peer ends all messages, as it ends the group.
   template <class Work>
@@ -138,29 +161,33 @@ class Mailbox {
     }
   }
 
-  bool offer(Outgoing& outgoing);
-  bool is_left() const { return pending_ > 0 && waiters_ == 0 && !broken_; }
-
-  static constexpr size_t offered_bytes = 64 * 1024;  // from this size on, messages are offered, not written
-  static constexpr size_t copied_bytes = 2 * 1024 * 1024;  // up to this size, copied rather than read by the system
-  static constexpr size_t copies_bytes = 32 * 1024 * 1024;  // of all copies that were not taken yet, at most
+  Correspondent& with(int peer) { return correspondents_[static_cast<size_t>(peer)]; }
+  const Correspondent& with(int peer) const { return correspondents_[static_cast<size_t>(peer)]; }
+  bool somebody_posts() const { return posting_.load(std::memory_order_relaxed) > 0; }
+  bool is_left() const {
+    return waiters_ == 0 && !broken_ && (pending_ > 0 || frames_ > 0 || readings_ > 0 || expected_ > 0);
+  }
 
   Peers peers_;
   const Alarm& alarm_;
+  Offers offers_;
   std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::deque<Outgoing>> outgoing_;
-  std::vector<Incoming> incoming_;
-  std::vector<bool> is_requested_;  // by rank: the link towards it
+  std::atomic<int> posting_{0};  // threads that want the lock to post
+  std::condition_variable changed_;  // there is work for the thread
+  std::condition_variable read_;     // a thread has read a piece of an offered message
+  std::vector<Correspondent> correspondents_;   // by rank
   std::list<std::shared_ptr<Message>> posted_;  // receives, in the order in which they were posted
   std::list<Early> early_;
-  std::map<uint64_t, Offered> offered_;
-  size_t copied_ = 0;  // bytes, of the copies offered
-  uint64_t next_number_ = 0;
-  size_t pending_ = 0;  // messages that are not done, and answers to offers that are not sent
+  std::deque<std::weak_ptr<Message>> not_noted_;  // sends of private memory that peers are about to read
+  int first_ = 0;        // the peer that is served first
+  size_t pending_ = 0;   // messages that are not done
+  size_t frames_ = 0;    // to be written, and contents
+  size_t readings_ = 0;  // messages to be read
+  int expected_ = 0;     // peers that ask to be heard out
   int waiters_ = 0;
   bool stopped_ = false;
-  std::exception_ptr broken_;
+  std::exception_ptr broken_;  // why nothing can be posted any more
+  bool delivers_ = false;      // it was closed in order: what complete sends have promised still moves
   std::thread thread_;
   bool is_resting_ = false;  // the thread, until it is told of work
   bool is_in_use_ = false;   // something was left to the thread since it last looked

@@ -22,7 +22,7 @@ class Mailbox::Waiter {
   ~Waiter() {
     if (!lock_.owns_lock()) lock_.lock();
     --mailbox_.waiters_;
-    mailbox_.leave_to_thread();
+    mailbox_.leave_to_thread(mailbox_.readings_ > 0);
   }
   Waiter(const Waiter&) = delete;
 
@@ -34,8 +34,9 @@ class Mailbox::Waiter {
 void Mailbox::wait(Message& message, const Patience& patience, const Deadline& deadline) {
   if (!wait_until(message, patience, deadline)) {
     // Ends the other messages too, so that nothing is written any more to where this one's bytes are.
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     if (!message.done) attempt([&] { deadline.check(message.peer); });
+    read_.wait(lock, [&] { return message.done.load(); });  // until the thread that reads it has stopped
   }
   if (message.failure) std::rethrow_exception(message.failure);
 }
@@ -45,13 +46,17 @@ bool Mailbox::wait_until(Message& message, const Patience& patience, const Deadl
   constexpr unsigned rounds_per_look_at_the_clock = 256;
   std::unique_lock lock(mutex_);
   const Waiter waiter(*this, lock);
+  note_private_memory(lock);
   int idle = 0;  // rounds since something moved
   for (unsigned round = 1; !message.done.load(std::memory_order_acquire); ++round) {
-    idle = progress() ? 0 : idle + 1;
+    bool moved = progress();
+    if (!message.done.load(std::memory_order_relaxed)) moved |= read_offered(lock);
+    idle = moved ? 0 : idle + 1;
     const bool is_patient = idle > patience.spins + patience.yields;
     if ((is_patient || round % rounds_per_look_at_the_clock == 0) && limit.has_passed()) return false;
+    give_way(lock);
     if (idle == 0) continue;
-    if (is_patient) sleep(lock, 0.005);
+    if (is_patient || is_being_read(message)) sleep(lock, 0.005);
     lock.unlock();
     if (is_patient) {
       run_signal_handlers();
@@ -73,12 +78,44 @@ void Mailbox::wake() {
   changed_.notify_all();
 }
 
+// Lets those in who post messages.
+void Mailbox::give_way(std::unique_lock<std::mutex>& lock) {
+  if (!somebody_posts()) return;
+  lock.unlock();
+  constexpr int most_yields = 1000;
+  for (int yield = 0; yield < most_yields && somebody_posts(); ++yield) sched_yield();
+  lock.lock();
+}
+
+// That may take as long as copying it: who posts a message does not do it. The lock is given up meanwhile.
+void Mailbox::note_private_memory(std::unique_lock<std::mutex>& lock) {
+  while (!not_noted_.empty()) {
+    const std::shared_ptr<Message> message = not_noted_.front().lock();
+    not_noted_.pop_front();
+    if (!message || message->done) continue;
+    lock.unlock();
+    peers_.note(message->data, message->bytes);
+    lock.lock();
+  }
+}
+
+// Whether a thread reads it now.
+bool Mailbox::is_being_read(const Message& message) const {
+  return readings_ > 0 && std::any_of(correspondents_.begin(), correspondents_.end(), [&](const Correspondent& each) {
+    return each.is_being_read && each.readings.front().message.get() == &message;
+  });
+}
+
 // Until a peer rings, or a socket is ready, at most so long. The lock is given up meanwhile.
 void Mailbox::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
+  if (readings_ > 0) {  // another thread reads: it tells when it has done with a piece
+    read_.wait_for(lock, std::chrono::milliseconds(1));
+    return;
+  }
   std::vector<pollfd> fds;
-  for (int peer = 0; peer < peers_.size; ++peer) {
-    const bool is_sending = !outgoing_[static_cast<size_t>(peer)].empty();
-    if (Link* link = peers_.links.find(peer)) link->append_poll(fds, is_sending, true);
+  for (const Correspondent& each : correspondents_) {
+    const bool is_sending = !each.frames.empty() || !each.contents.empty();
+    if (each.link != nullptr && !each.is_closed) each.link->append_poll(fds, is_sending, true);
   }
   const uint32_t seen = peers_.doorbell != nullptr ? peers_.doorbell->value.load() : 0;
   if (progress()) return;  // something came while this thread was getting ready
@@ -93,13 +130,12 @@ void Mailbox::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
 
 // Has the thread go on with what is pending, unless somebody waits and so does it himself. Who posts a message
 // mostly waits for it at once: while messages come and go the thread looks by itself now and then, and is only woken
-// for what does not fit its link.
-void Mailbox::leave_to_thread() {
+// for what does not fit its link, or has to be seen to.
+void Mailbox::leave_to_thread(bool at_once) {
   if (!is_left()) return;
   is_in_use_ = true;
   if (!thread_.joinable()) thread_ = start_quiet_thread([this] { run(); });
-  const auto is_unsent = [](const auto& queue) { return !queue.empty(); };
-  if (is_resting_ || std::any_of(outgoing_.begin(), outgoing_.end(), is_unsent)) changed_.notify_all();
+  if (at_once || is_resting_ || frames_ > 0) changed_.notify_all();
 }
 
 void Mailbox::run() {
@@ -109,8 +145,12 @@ void Mailbox::run() {
   std::unique_lock lock(mutex_);
   for (microseconds pause = shortest; !stopped_;) {
     if (is_left()) {
-      if (progress()) {
+      note_private_memory(lock);
+      bool moved = progress();
+      moved |= read_offered(lock);
+      if (moved) {
         pause = shortest;
+        give_way(lock);
       } else {
         sleep(lock, 0.02);
       }

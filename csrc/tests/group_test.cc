@@ -2,7 +2,9 @@
 // takes them.
 #include "group.h"
 
+#include <bit>
 #include <chrono>
+#include <cstring>
 #include <optional>
 #include <random>
 
@@ -172,6 +174,39 @@ void messages_and_collectives_do_not_disturb_each_other(const Hosts& hosts) {
   });
 }
 
+// Rank 0 leaves when its sends are complete, and its memory serves other ends. The others ask much later.
+void messages_of_a_rank_that_left_are_received(const Hosts& hosts) {
+  Groups groups(hosts);
+  constexpr size_t counts[] = {10, 15'000, 30'000, 200'000};
+  groups.run([&](Group& group) {
+    if (group.rank() == 0) {
+      for (int peer = 1; peer < group.size(); ++peer) {
+        for (int tag = 0; tag < 4; ++tag) {
+          auto data = elements_of(static_cast<size_t>(peer), counts[tag]);
+          group.wait(*group.send(peer, tag, data.data(), data.size() * sizeof(uint32_t)), Deadline::after(60));
+        }
+      }
+      groups.close(0);
+      for (const size_t count : counts) {
+        void* other = groups.shared_buffers().allocate(std::bit_ceil(count * sizeof(uint32_t)));
+        std::memset(other, 7, count * sizeof(uint32_t));
+      }
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    for (const int tag : {3, 0, 2, 1}) {
+      std::vector<uint32_t> received(counts[tag]);
+      const auto message = group.receive(0, tag, received.data(), received.size() * sizeof(uint32_t));
+      group.wait(*message, Deadline::after(60));
+      CHECK(received == elements_of(static_cast<size_t>(group.rank()), counts[tag]));
+    }
+    if (hosts != Hosts{0, 0}) return;  // there it is found out much sooner than between hosts
+    uint32_t none = 0;
+    const auto missing = group.receive(0, 9, &none, sizeof none);
+    CHECK_THROWS(group.wait(*missing, Deadline::after(60)), Code::peer_lost);
+  });
+}
+
 // Rank 0 aborts; the others wait in a collective that it does not call, or for its message.
 void an_abort_frees_every_rank_that_waits(const Hosts& hosts) {
   Groups groups(hosts);
@@ -312,6 +347,7 @@ int main() {
   }
   for (const Hosts& hosts : {Hosts{0, 0}, Hosts{0, 0, 0}, Hosts{0, 1}, Hosts{0, 0, 1}}) {
     messages_and_collectives_do_not_disturb_each_other(hosts);
+    messages_of_a_rank_that_left_are_received(hosts);
     an_abort_frees_every_rank_that_waits(hosts);
     nothing_is_left_of_groups_that_were_closed(hosts);
   }

@@ -1,88 +1,15 @@
-// Messages between ranks that are threads: through rings, with and without reading each other's memory, and
-// through queues that stand for the network.
-#include "algorithms/mailbox.h"
-
+// Messages between mailboxes: who gets what, when it is done, and what ends it.
+#include <algorithm>
 #include <chrono>
 #include <random>
 
 #include "tests/check.h"
-#include "tests/host_ranks.h"
-#include "tests/memory_links.h"
-#include "transport/ring_link.h"
+#include "tests/mailboxes.h"
 
 using namespace shoal;
 using namespace shoal::testing;
 
 namespace {
-
-using Bytes = std::vector<uint8_t>;
-
-enum class Way { read, ring, network };
-
-constexpr Patience patience{.spins = 20, .yields = 20};
-
-// The bytes of the message that `from` sends to `to` as its number `number`.
-Bytes content(int from, int to, int number, size_t bytes) {
-  std::mt19937 random(static_cast<unsigned>((from * 64 + to) * 100'003 + number));
-  Bytes data(bytes);
-  for (uint8_t& byte : data) byte = static_cast<uint8_t>(random());
-  return data;
-}
-
-// A rank's links through the rings of its host.
-class HostLinks final : public Links {
- public:
-  explicit HostLinks(Board& board) : board_(board), rings_(board, 1, false) {}
-  Link& to(int peer, Deadline) override { return rings_.to(peer); }
-  Link* find(int peer) override { return peer == board_.index() ? nullptr : &rings_.to(peer); }
-
- private:
-  Board& board_;
-  RingLinks rings_;
-};
-
-// A mailbox for every rank.
-class Mailboxes {
- public:
-  Mailboxes(int size, Way way) : host_(size), network_(size, 200'000) {
-    for (int rank = 0; rank < size; ++rank) {
-      links_.push_back(std::make_unique<HostLinks>(host_[rank].board));
-      Mailbox::Peers peers{
-          .size = size,
-          .links = way == Way::network ? network_.of(rank) : *links_.back(),
-          .doorbell = way == Way::network ? nullptr : &host_[rank].board.front(rank).doorbell,
-          .shared_buffers = host_.shared_buffers(),
-          .can_read_peers = way == Way::read,
-          .is_here = [way](int) { return way != Way::network; },
-          .read =
-              [this, rank](int peer, const Notice& offered, size_t offset, size_t bytes, void* out) {
-                HostRank& own = host_[rank];
-                PeerMemory(own.board, own.peer_buffers, peer, offered.input).copy(offset, bytes, out);
-              },
-      };
-      mailboxes_.push_back(std::make_unique<Mailbox>(std::move(peers), host_[rank].alarm));
-    }
-  }
-
-  SharedBuffers& shared_buffers() { return host_.shared_buffers(); }
-
-  Mailbox& operator[](int rank) { return *mailboxes_[static_cast<size_t>(rank)]; }
-
-  void raise(int rank, Code code) {
-    host_[rank].alarm.raise(code, -1, "a test's alarm");
-    (*this)[rank].wake();
-  }
-
- private:
-  HostRanks host_;
-  MemoryNetwork network_;
-  std::vector<std::unique_ptr<HostLinks>> links_;
-  std::vector<std::unique_ptr<Mailbox>> mailboxes_;
-};
-
-void wait(Mailbox& mailbox, Message& message, double seconds = 60) {
-  mailbox.wait(message, patience, Deadline::after(seconds));
-}
 
 struct Transfer {
   int from, to, tag;

@@ -16,7 +16,7 @@
 namespace shoal {
 
 struct ControlMessage {
-  enum class Kind : uint8_t { heartbeat, join, goodbye, alarm, request };
+  enum class Kind : uint8_t { heartbeat, join, leaving, goodbye, alarm, request };
   Kind kind = Kind::heartbeat;
   Code code = Code::ok;  // of an alarm
   int32_t number = -1;   // of an alarm: the rank that it is about; of a request: which

@@ -26,6 +26,9 @@ class Link {
   // Appends what to poll until send (receive) can do something. False: nothing to poll, look again instead
   // (a link through shared memory).
   virtual bool append_poll(std::vector<pollfd>& fds, bool sending, bool receiving) = 0;
+
+  // Whether the peer has received all that was sent; false where this end cannot tell.
+  virtual bool is_drained() const { return false; }
 };
 
 // The links of one rank to its peers, made on first use.

@@ -28,6 +28,9 @@ class RingLink final : public Link {
   size_t send(const void* data, size_t size) override;
   size_t receive(void* data, size_t size) override;
   bool append_poll(std::vector<pollfd>&, bool, bool) override { return false; }
+  bool is_drained() const override {
+    return outward_.read.load(std::memory_order_acquire) == outward_.written.load(std::memory_order_relaxed);
+  }
 
  private:
   size_t write(const void* data, size_t size);

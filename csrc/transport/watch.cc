@@ -92,6 +92,12 @@ void Watch::request(int rank, int number) {
   });
 }
 
+void Watch::begin_to_leave() {
+  auto running = static_cast<uint32_t>(PeerState::running);
+  if (!self_.state->compare_exchange_strong(running, static_cast<uint32_t>(PeerState::leaving))) return;
+  loop_.post([this] { send_to_all({.kind = ControlMessage::Kind::leaving}); });
+}
+
 void Watch::leave() {
   if (std::exchange(has_left_, true)) return;
   loop_.call([this] {
@@ -119,9 +125,11 @@ void Watch::start() {
 
 void Watch::say_goodbye() {
   // One who gave up has told more than that.
-  auto running = static_cast<uint32_t>(PeerState::running);
-  if (self_.state->compare_exchange_strong(running, static_cast<uint32_t>(PeerState::said_goodbye))) {
+  for (const PeerState state : {PeerState::running, PeerState::leaving}) {
+    auto before = static_cast<uint32_t>(state);
+    if (!self_.state->compare_exchange_strong(before, static_cast<uint32_t>(PeerState::said_goodbye))) continue;
     send_to_all({.kind = ControlMessage::Kind::goodbye});
+    break;
   }
   if (ticks_ && self_.presence) self_.presence->release();
 }
@@ -168,10 +176,14 @@ void Watch::look_at(Local& peer, Time now) {
   switch (static_cast<PeerState>(state & 0xff)) {
     case PeerState::running:
       break;
+    case PeerState::leaving:
+      note_parting(peer, Parting::is_leaving);
+      break;
     case PeerState::said_goodbye:
       note_goodbye(peer);
       break;
     case PeerState::gave_up: {
+      note_parting(peer, Parting::is_gone);
       const auto code = static_cast<Code>(state >> 8 & 0xff);
       const int culprit = static_cast<int>(state >> 16) - 1;
       const std::string text = peer.shown.reason ? peer.shown.reason->data() : name_of(peer.rank) + " gave the group up";
@@ -191,6 +203,7 @@ void Watch::process_ended(Local& peer) {
   peer.has_ended = true;
   if (peer.watcher != 0) hub_.processes().forget(peer.shown.pid, std::exchange(peer.watcher, 0));
   look_at(peer, EventLoop::Clock::now());  // its last words
+  note_parting(peer, Parting::is_gone);
   if (peer.said_goodbye) return;
   tell(Code::peer_lost, peer.rank,
        name_of(peer.rank) + " (process " + std::to_string(peer.shown.pid) + ") ended");
@@ -206,7 +219,11 @@ void Watch::hear(Remote& peer, const ControlMessage& message) {
     case ControlMessage::Kind::goodbye:
       note_goodbye(peer);
       break;
+    case ControlMessage::Kind::leaving:
+      note_parting(peer, Parting::is_leaving);
+      break;
     case ControlMessage::Kind::alarm:
+      note_parting(peer, Parting::is_gone);
       raise(message.code, message.number, message.text, message.text);
       break;
     case ControlMessage::Kind::request:
@@ -217,6 +234,7 @@ void Watch::hear(Remote& peer, const ControlMessage& message) {
 
 void Watch::contact_lost(Remote& peer) {
   peer.has_ended = true;
+  note_parting(peer, Parting::is_gone);
   if (peer.said_goodbye) return;
   tell(Code::peer_lost, peer.rank, name_of(peer.rank) + " ended, or the connection with it did");
 }
@@ -245,6 +263,13 @@ void Watch::note_goodbye(Peer& peer) {
   if (peer.said_goodbye) return;
   peer.said_goodbye = true;
   peer.said_goodbye_at = EventLoop::Clock::now();
+  note_parting(peer, Parting::is_gone);
+}
+
+void Watch::note_parting(Peer& peer, Parting parting) {
+  if (peer.is_gone) return;
+  peer.is_gone = parting == Parting::is_gone;
+  limits_.on_parting(peer.rank, parting);
 }
 
 void Watch::send_to_all(ControlMessage message) {

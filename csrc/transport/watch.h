@@ -32,7 +32,11 @@ namespace shoal {
 
 // What a rank's state says, in the lowest eight bits. With `gave_up` the next eight hold the Code and the
 // sixteen above them the culprit's rank + 1 (0: nobody in particular).
-enum class PeerState : uint32_t { running = 0, said_goodbye = 1, gave_up = 2 };
+// A rank that is leaving waits for its peers to take in what it sent them, and then says goodbye.
+enum class PeerState : uint32_t { running = 0, said_goodbye = 1, gave_up = 2, leaving = 3 };
+
+// How a peer goes, as its mailbox's correspondents have to know.
+enum class Parting { is_leaving, is_gone };
 
 // Why a rank gave the group up, in words that end with a zero. Written before the state says that it did.
 using Reason = std::array<char, 512>;
@@ -54,6 +58,8 @@ class Watch {
     double silence = 5;  // seconds without a sign of life, of a peer that is waited for
     double absence = 5;  // seconds of waiting after a peer said goodbye, for that peer or when all did
     std::function<bool(int rank)> is_waited_for = [](int) { return true; };
+    // Called in the loop's thread, perhaps more than once; of one that said goodbye, gave up or ended: is_gone.
+    std::function<void(int rank, Parting)> on_parting = [](int, Parting) {};
   };
 
   // `waiting` counts the operations that wait for peers: while it is 0, neither a silent peer nor one that
@@ -81,6 +87,9 @@ class Watch {
   // Asks a remote rank for something. Not once this one has left.
   void request(int rank, int number);
 
+  // Tells all peers that this rank is about to leave, so that they take in what it sent them. From any thread.
+  void begin_to_leave();
+
   // Tells all peers that this rank may be missed from now on, and looks no more: `on_alarm` is called by `tell` only.
   // To be called before what `on_alarm` and the events of remote ranks touch is destroyed.
   void leave();
@@ -92,6 +101,7 @@ class Watch {
   struct Peer {
     int rank;
     Time last_sign = EventLoop::Clock::now();
+    bool is_gone = false;  // and whoever wants to know that does
     bool said_goodbye = false;
     Time said_goodbye_at{};
     bool has_ended = false;
@@ -125,6 +135,7 @@ class Watch {
   void judge(Peer& peer, Time now);
   void raise(Code code, int rank, const std::string& text, const std::string& told);
   void note_goodbye(Peer& peer);
+  void note_parting(Peer& peer, Parting parting);
   void send_to_all(ControlMessage message);
 
   const LocalPeer self_;

@@ -54,8 +54,8 @@ class Core:
     """The functions of csrc/c_interface.h, with their `shoal_` left out.
 
     What only begins an operation keeps the interpreter's lock, since giving it up and taking it again would
-    cost more than a small operation does; what may wait gives it up. `build` is the hash of the sources that
-    the core was built from.
+    cost more than a small operation does; what may wait, or copy much, gives it up. `build` is the hash of
+    the sources that the core was built from.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,8 @@ class Core:
         self.group_close = function(releasing, "group_close", None, pointer)
         self.group_free = function(releasing, "group_free", None, pointer)
         self.begin = function(keeping, "begin", ticket, pointer, ctypes.POINTER(Call))
-        self.send = function(keeping, "send", ticket, pointer, number, number, pointer, size, real)
+        self.send_small = function(keeping, "send", ticket, pointer, number, number, pointer, size, real)
+        self.send_large = function(releasing, "send", ticket, pointer, number, number, pointer, size, real)
         self.receive = function(keeping, "receive", ticket, pointer, number, number, pointer, size, real)
         self.wait = function(releasing, "wait", number, pointer, ticket, real, ctypes.POINTER(real))
         self.test = function(keeping, "test", number, pointer, ticket)

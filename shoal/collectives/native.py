@@ -29,6 +29,9 @@ __all__ = ["NativeGroup"]
 _NARROW = (2, 3)
 """The numbers of the 16-bit floats."""
 
+_LARGE = 64 * 1024
+"""Bytes from which on the core may copy a message when it is sent (csrc/algorithms/mailbox.h)."""
+
 
 class NativeGroup:
     """The ranks of a group, as the native core connects them.
@@ -195,7 +198,8 @@ class NativeGroup:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begins to send a contiguous tensor."""
         nbytes = bytes_of(tensor)
-        ticket = self._core.send(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout)
+        begin = self._core.send_small if nbytes < _LARGE else self._core.send_large
+        ticket = begin(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout)
         if ticket == 0:
             return Done([tensor])
         return self._message(self._core.check(ticket, f"send to rank {peer}"), f"send to rank {peer}", tensor)

@@ -122,6 +122,35 @@ def test_a_rank_that_left_is_missed_by_those_alone_who_wait_for_it(is_one_host: 
         assert ranks.join() == [0, 0, 0]
 
 
+COUNTS = (10, 15_000, 200_000)
+
+
+def send_and_exit(tell: Connection, rank: int, size: int, store: str, is_one_host: bool) -> None:
+    form(rank, size, store, is_one_host=is_one_host)
+    if rank == 0:
+        dist.send(torch.tensor([os.getpid()]), 1)
+        for count in COUNTS:
+            dist.send(torch.full((count,), float(count)), 1, tag=count)
+        dist.destroy_process_group()
+        empty(max(COUNTS)).fill_(7.0)
+        return
+    sender = torch.zeros(1, dtype=torch.int64)
+    dist.recv(sender, 0)
+    while Path(f"/proc/{sender.item()}").exists():
+        time.sleep(0.01)
+    for count in reversed(COUNTS):
+        tensor = torch.zeros(count)
+        dist.recv(tensor, 0, tag=count)
+        tell.send(tensor.unique().tolist())
+
+
+@pytest.mark.parametrize("is_one_host", [True, False], ids=["one host", "several hosts"])
+def test_what_was_sent_is_received_after_its_sender_has_left_and_exited(is_one_host: bool) -> None:
+    with Ranks(send_and_exit, 2, is_one_host) as ranks:
+        for count in reversed(COUNTS):
+            assert ranks.hear(1) == [[float(count)]]
+
+
 def die_while_forming(tell: Connection, rank: int, size: int, store: str, dies: bool) -> None:
     if rank == 1:
         if dies:

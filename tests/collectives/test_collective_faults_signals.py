@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,6 +115,62 @@ def test_a_keyboard_interrupt_within_a_collective_gives_the_group_up(is_one_host
         assert (failure.fault, failure.rank) == ("aborted", 0), failure
         assert "signal interrupted rank 0" in str(failure)
         assert ranks.hear(0)[0].fault == "aborted"
+
+
+def close_in_a_handler(
+    tell: Connection, rank: int, size: int, store: str, is_one_host: bool, waits: Callable[[], object]
+) -> None:
+    form(rank, size, store, is_one_host=is_one_host)
+    if rank == 1:
+        tell.send("ready")
+        tell.send(failure_of(lambda: dist.recv(torch.ones(8), 0)))
+        return
+
+    def close(*_: object) -> None:
+        dist.destroy_process_group()
+        tell.send("closed")
+
+    signal.signal(signal.SIGUSR1, close)
+    tell.send("ready")
+    tell.send(failure_of(waits))
+    gc.collect()
+    tell.send([each for each in _threads() if each.startswith("shoal")])
+
+
+def _threads() -> list[str]:
+    return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+
+
+def reduce() -> None:
+    dist.all_reduce(torch.ones(8))
+
+
+def reduce_in_background() -> None:
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+    assert work is not None
+    work.wait()
+
+
+def receive() -> None:
+    dist.recv(torch.ones(8), 1)
+
+
+@pytest.mark.parametrize("waits", [reduce, reduce_in_background, receive])
+@pytest.mark.parametrize("is_one_host", [True, False], ids=["one host", "several hosts"])
+def test_a_signal_handler_may_close_the_group_that_its_rank_waits_in(
+    waits: Callable[[], object], is_one_host: bool
+) -> None:
+    with Ranks(close_in_a_handler, 2, is_one_host, waits) as ranks:
+        ranks.hear()
+        time.sleep(0.1)
+        ranks.send(0, signal.SIGUSR1)
+        assert ranks.hear(0) == ["closed"]
+        (failure,) = ranks.hear(0)
+        assert failure.fault == "aborted", failure
+        assert "the group was closed" in str(failure)
+        assert ranks.hear(0) == [[]]  # and nothing of it runs any more
+        (left,) = ranks.hear(1)
+        assert (left.rank, left.fault) == (0, "peer lost"), left
 
 
 # --- forked children ---

@@ -1,0 +1,21 @@
+// The mailbox's lock, as those take it who must not wait long. Who waits for a message, and the mailbox's thread, take
+// it again and again, and a mutex goes to whoever is quickest: they look whether somebody posts, and give way.
+#pragma once
+
+#include "algorithms/mailbox.h"
+
+namespace shoal {
+
+class Mailbox::Posting {
+ public:
+  explicit Posting(Mailbox& mailbox) : lock_(mailbox.mutex_, std::defer_lock) {
+    mailbox.posting_.fetch_add(1, std::memory_order_relaxed);
+    lock_.lock();
+    mailbox.posting_.fetch_sub(1, std::memory_order_relaxed);
+  }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
+}  // namespace shoal

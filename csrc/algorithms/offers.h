@@ -1,0 +1,69 @@
+// The messages of a rank that their receivers know of and have not got yet: offered, to be read from where they lie,
+// or announced, to be sent when they are wanted.
+//
+// Who owns the bytes. Those of a send that is not complete are the application's, in place: it must not touch them
+// until the send is complete or has failed. Of a send that is complete at once there is a copy in a shared buffer,
+// which belongs to these offers. It is freed for other use when its receiver says that it has taken it, and not
+// before: not when the group is closed, not when the receiver is gone. What is still here when the offers are
+// destroyed is discarded: its pages go when the last process unmaps them, and are never anything else meanwhile.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+
+#include "algorithms/message.h"
+#include "transport/shared_buffers.h"
+
+namespace shoal {
+
+struct Offer {
+  int peer;
+  std::shared_ptr<Message> message;  // done when the receiver has its bytes; null: it is done, as there is a copy
+  const std::byte* data;             // the copy, or the application's
+  size_t bytes;
+  void* copy = nullptr;
+  size_t sent = 0;  // of an announced message
+};
+
+class Offers {
+ public:
+  static constexpr size_t largest_copy = 2 * 1024 * 1024;
+  static constexpr size_t most_copied_bytes = 32 * 1024 * 1024;  // of copies that nobody took yet
+  static constexpr int most_copies = 128;                        // each has a descriptor
+
+  explicit Offers(SharedBuffers& shared_buffers) : shared_buffers_(shared_buffers) {}
+  ~Offers();
+  Offers(const Offers&) = delete;
+
+  // A copy of a message, to be added as an offer or given back; null if it is too large, or too many are here.
+  // From any thread.
+  void* copy(const void* data, size_t bytes);
+  void give_back(void* copy, size_t bytes);
+
+  // --- with the mailbox's lock held ---
+
+  uint64_t add(Offer offer);         // its number
+  Offer* find(uint64_t number);      // null: there is none
+  void remove(uint64_t number);      // its receiver has got it
+  bool has_any_for(int peer) const;
+
+  // Removes those that have no copy, of sends that have failed.
+  void remove_uncopied();
+
+  template <class Visit>
+  void for_each(const Visit& visit) {
+    for (auto& [number, offer] : offers_) visit(offer);
+  }
+
+ private:
+  SharedBuffers& shared_buffers_;
+  std::map<uint64_t, Offer> offers_;
+  uint64_t next_number_ = 0;
+  std::atomic<size_t> copied_bytes_{0};
+  std::atomic<int> copies_{0};
+};
+
+}  // namespace shoal
