@@ -1,6 +1,5 @@
 #include "group.h"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,15 +13,6 @@
 namespace shoal {
 
 namespace {
-
-// How long a rank spins depends on whether every rank of the host has a core to spin on.
-Patience patience_for(int ranks_here, bool is_background) {
-  cpu_set_t cores;
-  const int available = sched_getaffinity(0, sizeof cores, &cores) == 0 ? CPU_COUNT(&cores) : 1;
-  if (ranks_here > available) return {.spins = 20, .yields = 200};
-  if (is_background) return {.spins = 100, .yields = 5};  // the application computes meanwhile
-  return {.spins = 2000, .yields = 50};
-}
 
 // Of who waits for a message, which may be long in coming: a rank that has no core of its own is to leave the cores
 // to those that compute.
@@ -58,9 +48,6 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hu
       hub_(hub),
       hierarchy_(options.hosts),
       one_host_(hierarchy_.hosts() == 1),
-      patience_(patience_for(static_cast<int>(local_ranks().size()), false)),
-      background_patience_(patience_for(static_cast<int>(local_ranks().size()), true)),
-      looks_(patience_.spins / 4),
       messages_waiting_(options.hosts.size()),
       board_(static_cast<int>(local_ranks().size())),
       offered_buffers_(local_ranks().size()),
@@ -169,7 +156,18 @@ void Group::watch_neighbours(const std::vector<Introduction>& introductions) {
 }
 
 void Group::start(bool can_read_peers) {
-  host_.emplace(Host{board_, peer_buffers_, shared_buffers_, huge_pages_, alarm_, {}, can_read_peers});
+  const std::vector<Cores> cores = board_.cores();
+  patience_ = patience_for(cores, false);
+  background_patience_ = patience_for(cores, true);
+  looks_ = patience_.spins / 4;
+  host_.emplace(Host{.board = board_,
+                     .peer_buffers = peer_buffers_,
+                     .shared_buffers = shared_buffers_,
+                     .huge_pages = huge_pages_,
+                     .alarm = alarm_,
+                     .patience = {},
+                     .can_read_peers = can_read_peers,
+                     .cache_share = cache_share(cores)});
   collective_links_ = std::make_unique<PeerLinks>(*this, 0, can_read_peers);
   message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // large messages are the mailbox's affair
   over_links_.emplace(rank(), hierarchy_, *collective_links_, alarm_);

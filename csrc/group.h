@@ -95,8 +95,8 @@ class Group {
   const Hierarchy hierarchy_;      // which ranks are on which host
   std::vector<int> across_ranks_;  // the ranks with this one's local index, by host, if every host has one
   bool one_host_;
-  Patience patience_, background_patience_;
-  int looks_;  // at a small operation's completion, before its caller is let go
+  Patience patience_, background_patience_;  // since the start, as the next one
+  int looks_ = 0;  // at a small operation's completion, before its caller is let go
   Alarm alarm_;
   std::atomic<int> waiting_{0};    // operations and messages that are waited for
   std::atomic<int> operations_waiting_{0};            // of these, operations: for all ranks

@@ -18,6 +18,7 @@ __all__ = [
     "chain",
     "halving_doubling",
     "hierarchical",
+    "hierarchical_all_gather",
     "in_order_parents",
     "one_shot",
     "pairwise",
@@ -159,6 +160,36 @@ def hierarchical(hosts: int, ranks_per_host: int) -> list[Step]:
     ]
 
 
+def hierarchical_all_gather(hosts: int, ranks_per_host: int) -> list[Step]:
+    """Parts go round a ring of the hosts, among ranks of one number, and are shared inside."""
+    ranks = hosts * ranks_per_host
+
+    def at(host: int, number: int) -> int:
+        return host % hosts * ranks_per_host + number
+
+    def same_number(rank: int) -> tuple[int, ...]:
+        return tuple(at(host, rank % ranks_per_host) for host in range(hosts))
+
+    across = [
+        Step(
+            "across: pass on",
+            [
+                Message(at(host, number), at(host + 1, number), (at(host - step, number),))
+                for host in range(hosts)
+                for number in range(ranks_per_host)
+            ],
+        )
+        for step in range(hosts - 1)
+    ]
+    inside = [
+        Message(sender, receiver, same_number(sender))
+        for sender in range(ranks)
+        for receiver in range(ranks)
+        if sender != receiver and sender // ranks_per_host == receiver // ranks_per_host
+    ]
+    return [*across, Step("inside: share", inside)]
+
+
 def tree(ranks: int) -> list[Step]:
     """In each step, whoever has it sends it half as far as in the one before."""
     distance = 1 << (ranks - 1).bit_length()
@@ -217,9 +248,20 @@ def _reduced(name: str, title: str, ranks: int, slices: int, steps: list[Step], 
     )  # fmt: skip
 
 
-def _moved(name: str, title: str, ranks: int, slices: int, steps: list[Step], owner: Sequence[int]) -> Played:
+def _moved(
+    name: str,
+    title: str,
+    ranks: int,
+    slices: int,
+    steps: list[Step],
+    owner: Sequence[int],
+    per_host: int = 0,
+) -> Played:
     start = [[{rank} & {owner[index]} for index in range(slices)] for rank in range(ranks)]
-    return Played(name=name, title=title, ranks=ranks, slices=slices, whole=1, start=start, steps=steps)
+    return Played(
+        name=name, title=title, ranks=ranks, slices=slices, whole=1, start=start, steps=steps,
+        ranks_per_host=per_host,
+    )  # fmt: skip
 
 
 PLAYED = (
@@ -233,6 +275,15 @@ PLAYED = (
         4,
         4,
         hierarchical(2, 2),
+        per_host=2,
+    ),
+    _moved(
+        "hierarchical-all-gather",
+        "Hierarchical all-gather, two hosts of two ranks",
+        4,
+        4,
+        hierarchical_all_gather(2, 2),
+        owner=range(4),
         per_host=2,
     ),
     _moved("tree", "Broadcast along a binomial tree, eight ranks", 8, 1, tree(8), owner=[0]),

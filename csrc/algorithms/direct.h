@@ -55,9 +55,8 @@ class Direct {
   // caller.
   void close();
 
-  // Folds everybody's input from `offset` into `out`, and writes the result to that place of everybody else's
-  // output too, if it is to be `pushed` there.
-  void fold(size_t offset, size_t bytes, std::byte* out, bool pushed = false);
+  // Folds everybody's input from `offset` into `out`.
+  void fold(size_t offset, size_t bytes, std::byte* out);
 
   // Takes bytes of a peer's input or output.
   void take_input(int index, size_t offset, size_t bytes, std::byte* out) {
@@ -70,13 +69,9 @@ class Direct {
   // Takes the slices of a block of the result, of which there are `slices`, from the ranks that folded them.
   void take_slices(int slices, Slice block);
 
-  // Whether everybody's output is in a shared buffer: what all ranks find alike.
-  bool outputs_are_shared() const;
-
   std::byte* output() const { return static_cast<std::byte*>(output_); }
 
  private:
-  void push(size_t offset, size_t bytes, const std::byte* data);
   void copy_shown(void* to, const void* from) const;
   void take(const PeerMemory& from, size_t offset, size_t bytes, std::byte* out);
 

@@ -6,6 +6,7 @@
 
 #include "algorithms/ring.h"
 #include "algorithms/slice.h"
+#include "algorithms/two_shot.h"
 
 // k hosts of g ranks; the buffer is cut into g slices. On every host rank i folds everybody's slice i; the ranks i
 // of all hosts reduce it in a ring; then everyone takes it from the rank i of his own host.
@@ -17,7 +18,9 @@
 //
 // What crosses the network is 2 (k - 1)/k S/g per rank, so 2 (k - 1)/k S per host, as little as can be, however
 // many ranks a host has. The all-gather is the second half of it: rank i gets the parts of the ranks i of other
-// hosts in a ring, and passes them on within the host; (k - 1)/k S per host cross the network.
+// hosts in a ring, and passes them on within the host; (k - 1)/k S per host cross the network. The reduce-scatter is
+// the first half: rank i folds what the ranks of its host have for the ranks i of all hosts, and these reduce-scatter
+// the sums in a ring.
 //
 // All of it is one schedule, piece by piece: while a piece crosses the network later ones are folded, and earlier
 // ones shared. Pieces within a host move in the order in which the ring across needs or finishes them, which both
@@ -128,6 +131,38 @@ Schedule hierarchical_all_gather(const Hierarchy& hierarchy, int rank, size_t by
     add_ring_all_gather(unused, hierarchy.across(index), host, bytes, element, chunk,
                         [&](const Region& piece, int) { schedule.receive(peer, piece, no_step); });
   }
+  return schedule;
+}
+
+Schedule hierarchical_reduce_scatter(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element,
+                                     size_t chunk) {
+  if (hierarchy.hosts() == 1) return direct_reduce_scatter(rank, hierarchy.ranks(), bytes, element, chunk);
+  Schedule schedule;
+  const int host = hierarchy.host_of(rank), own = hierarchy.index_of(rank);
+  const std::vector<int>& here = hierarchy.ranks_on(host);
+  const int count_here = static_cast<int>(here.size());
+
+  for (int index = 0; index < count_here; ++index) {
+    if (index == own) continue;
+    Schedule unused;
+    add_ring_reduce_scatter(unused, hierarchy.across(index), host, bytes, element, chunk,
+                            [&](const Region& piece, const TakeWindow&) {
+                              schedule.send(here[static_cast<size_t>(index)], piece, no_step);
+                              return Part{piece, no_step};
+                            });
+  }
+  const auto fold = [&](const Region& piece, const TakeWindow& take_window) {
+    if (count_here == 1) return Part{piece, no_step};
+    Part sum = take_window(piece.bytes);
+    Place from = piece.place();
+    for (int shift = 1; shift < count_here; ++shift) {
+      const int peer = here[static_cast<size_t>((own + shift) % count_here)];
+      sum.ready = schedule.receive_reduce(peer, sum.region, from, sum.ready);
+      from = sum.region.place();
+    }
+    return sum;
+  };
+  add_ring_reduce_scatter(schedule, hierarchy.across(own), host, bytes, element, chunk, fold);
   return schedule;
 }
 

@@ -41,6 +41,9 @@ Schedule hierarchical_all_reduce(const Hierarchy& hierarchy, int rank, size_t by
 // `bytes` per rank; the output holds as much for every rank. The hierarchy is even.
 Schedule hierarchical_all_gather(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element, size_t chunk);
 
+// The input holds `bytes` for every rank, the output this rank's sum. The hierarchy is even. Scratch: some ten chunks.
+Schedule hierarchical_reduce_scatter(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element, size_t chunk);
+
 // All-reduce one level after the other: for what is small, and for sums that are to travel in 16 bits; these are
 // rounded after each level.
 // `slices` is how many ranks of every host have one: the size of the smallest host. `across` reduces a slice of the

@@ -12,30 +12,6 @@ namespace shoal {
 
 namespace {
 
-// Two-shot. Where every output is in a shared buffer, rank i writes slice i of the result to all outputs
-// itself, which saves a tick and a reading; otherwise everyone reads it from rank i, block by block, while
-// the block is in the cache. (Writing into a peer's private memory is never done: a rank left behind by a
-// group that failed would write into what the peer has there by then.)
-void all_reduce(const Operation& op, Host& host) {
-  const int size = host.board.size();
-  // What is pushed to copies of the outputs, which all ranks make alike, is all but the rank's own slice.
-  Direct direct(op, host, op.bytes, op.bytes, all_but(slice_of(op.bytes, size, host.board.index()), op.bytes));
-  direct.open();
-  const bool pushed = direct.outputs_are_shared();
-  const size_t block_bytes = pushed ? op.bytes : 1024 * 1024;
-  for (size_t begin = 0; begin < op.bytes; begin += block_bytes) {
-    const Slice block{begin, std::min(block_bytes, op.bytes - begin)};
-    const Slice own = slice_of(block.bytes, size, host.board.index());
-    const size_t offset = begin + own.offset;
-    direct.fold(offset, own.bytes, static_cast<std::byte*>(op.output) + offset, pushed);
-    if (!pushed) {
-      direct.pass();
-      direct.take_slices(size, block);
-    }
-  }
-  direct.close();
-}
-
 // Several tensors lie in one buffer, each contiguous, so that a rank's parts of them lie apart. A rank writes into its
 // own buffer only, and there only what no peer reads: its own parts of a reduce-scatter, the others' of an all-gather.
 std::vector<Slice> parts_of(const std::vector<Stripe>& stripes, int index) {
@@ -72,15 +48,6 @@ void all_gather_stripes(const Operation& op, Host& host) {
   direct.pass();
 }
 
-void reduce_scatter(const Operation& op, Host& host) {
-  const Slice own{static_cast<size_t>(host.board.index()) * op.bytes, op.bytes};
-  const size_t whole = op.bytes * static_cast<size_t>(host.board.size());
-  Direct direct(op, host, whole, 0, all_but(own, whole));
-  direct.open();
-  direct.fold(own.offset, own.bytes, direct.output());
-  direct.pass();
-}
-
 // Every rank folds a slice into memory that the others can read; the root takes the slices.
 void reduce(const Operation& op, Host& host) {
   const int size = host.board.size();
@@ -95,17 +62,6 @@ void reduce(const Operation& op, Host& host) {
   for (int peer = 0; peer < size && host.board.index() == op.root; ++peer) {
     const Slice part = slice_of(op.bytes, size, peer);
     direct.take_output(peer, 0, part.bytes, static_cast<std::byte*>(op.output) + part.offset);
-  }
-  direct.pass();
-}
-
-void all_gather(const Operation& op, Host& host) {
-  const int size = host.board.size();
-  Direct direct(op, host, op.bytes, 0);
-  direct.open();
-  for (int step = 0; step < size; ++step) {
-    const int peer = (host.board.index() + step) % size;
-    direct.take_input(peer, 0, op.bytes, direct.output() + static_cast<size_t>(peer) * op.bytes);
   }
   direct.pass();
 }
@@ -188,11 +144,11 @@ void run_direct(const Operation& op, Host& host) {
     case Collective::barrier:
       return host.board.pass(host.patience, host.alarm, op.deadline);
     case Collective::all_reduce:
-      return all_reduce(op, host);
+      return run_host_all_reduce(op, host);
     case Collective::all_gather:
-      return op.stripes ? all_gather_stripes(op, host) : all_gather(op, host);
+      return op.stripes ? all_gather_stripes(op, host) : run_host_exchange(op, host);
     case Collective::reduce_scatter:
-      return op.stripes ? reduce_scatter_stripes(op, host) : reduce_scatter(op, host);
+      return op.stripes ? reduce_scatter_stripes(op, host) : run_host_exchange(op, host);
     case Collective::broadcast:
       return broadcast(op, host);
     case Collective::reduce:

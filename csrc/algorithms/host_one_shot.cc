@@ -70,9 +70,9 @@ bool fits_one_shot(const Operation& op, int size) {
       return false;
     case Collective::reduce_scatter:
     case Collective::scatter:
-      return op.bytes * static_cast<size_t>(size) <= Board::slot_bytes;
+      return op.bytes * static_cast<size_t>(size) <= one_shot_bytes;
     default:
-      return op.bytes <= Board::slot_bytes;
+      return op.bytes <= one_shot_bytes;
   }
 }
 

@@ -136,50 +136,59 @@ Schedule ring_all_gather(int rank, int size, size_t bytes, size_t element, size_
 // Rank r is to end with slice r, so every slice leaves one step earlier than above: slice r - (s + 1) in step
 // s. The input stays as it is: sums wait in scratch until they are sent on, in windows of one chunk that are
 // used in turn. Between the arrival of a chunk and its departure lie the other chunks of a lap: with two
-// windows more than a lap has chunks, one can be filled and one emptied at any time.
+// windows more than a lap has chunks, one can be filled and one emptied at any time. Where a rank's own part has to be
+// made first, it is in a window too, which then takes the sum.
+void add_ring_reduce_scatter(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
+                             size_t chunk, const OwnPart& own_part) {
+  const Ring ring{own, static_cast<int>(ranks.size())};
+  const int next = ranks[static_cast<size_t>(ring.next())], previous = ranks[static_cast<size_t>(ring.previous())];
+  chunk = std::min(chunk_bytes(element, chunk), std::max(bytes, element));
+  const int chunks = chunk_count(bytes, chunk);
+  const auto windows = static_cast<size_t>(std::min(chunks, chunks_per_lap) + 2);
+  std::vector<int> emptied(windows, no_step);  // the step that read what the window held
+  size_t used = 0;
+
+  const auto take_window = [&](size_t piece_bytes) {
+    const size_t window = used++ % windows;
+    schedule.scratch_bytes = std::max(schedule.scratch_bytes, (window + 1) * chunk);
+    return Part{{Space::scratch, window * chunk, piece_bytes}, emptied[window]};
+  };
+  const auto give_back = [&](const Region& region, int reader) {
+    if (region.space == Space::scratch) emptied[region.offset / chunk] = reader;
+  };
+  const auto part_of = [&](int place, int index) {
+    const size_t offset = static_cast<size_t>(ranks[static_cast<size_t>(place)]) * bytes;
+    return own_part(chunk_of({Space::input, offset, bytes}, chunk, index), take_window);
+  };
+  for (int lap = 0; lap < chunks; lap += chunks_per_lap) {
+    const int end = std::min(chunks, lap + chunks_per_lap);
+    std::vector<Part> leaving;  // by chunk of the lap
+    for (int index = lap; index < end; ++index) leaving.push_back(part_of(ring.sent(1), index));
+    for (int step = 0; step < ring.size - 1; ++step) {
+      for (int index = lap; index < end; ++index) {
+        Part& sum = leaving[static_cast<size_t>(index - lap)];
+        give_back(sum.region, schedule.send(next, sum.region, sum.ready));
+        const Part part = part_of(ring.received(step + 1), index);
+        if (step == ring.size - 2) {
+          const Region result = chunk_of({Space::output, 0, bytes}, chunk, index);
+          give_back(part.region, schedule.receive_reduce(previous, result, part.region.place(), part.ready));
+        } else {
+          sum = part.region.space == Space::scratch ? part : take_window(part.region.bytes);
+          sum.ready = schedule.receive_reduce(previous, sum.region, part.region.place(), sum.ready);
+        }
+      }
+    }
+  }
+}
+
 Schedule ring_reduce_scatter(int rank, int size, size_t bytes, size_t element, size_t chunk) {
   Schedule schedule;
   if (size == 1) {
     schedule.copy({Space::output, 0, bytes}, {Space::input, 0}, no_step);
     return schedule;
   }
-  const Ring ring{rank, size};
-  const auto boundaries = part_boundaries(bytes, size);
-  chunk = std::min(chunk_bytes(element, chunk), std::max(bytes, element));
-  const int chunks = chunk_count(bytes, chunk);
-  const int windows = std::min(std::min(chunks, chunks_per_lap) + 2, chunks * (size - 2));
-  schedule.scratch_bytes = static_cast<size_t>(windows) * chunk;
-
-  struct Leaving {
-    Region region;
-    int ready = no_step;  // the step that put it there
-  };
-  std::vector<int> emptied(static_cast<size_t>(windows), no_step);  // the step that sent what the window held
-  size_t window = 0;
-  for (int lap = 0; lap < chunks; lap += chunks_per_lap) {
-    const int end = std::min(chunks, lap + chunks_per_lap);
-    std::vector<Leaving> next_to_leave;  // by chunk of the lap; at first, input
-    const Region first_slice = slice(Space::input, boundaries, ring.sent(1));
-    for (int index = lap; index < end; ++index)
-      next_to_leave.push_back({chunk_of(first_slice, chunk, index)});
-    for (int step = 0; step < size - 1; ++step) {
-      const Region own_slice = slice(Space::input, boundaries, ring.received(step + 1));
-      for (int index = lap; index < end; ++index) {
-        auto& [leaving, ready] = next_to_leave[static_cast<size_t>(index - lap)];
-        const int sent = schedule.send(ring.next(), leaving, ready);
-        if (leaving.space == Space::scratch) emptied[leaving.offset / chunk] = sent;
-        const Region own = chunk_of(own_slice, chunk, index);
-        if (step == size - 2) {
-          const Region result = chunk_of({Space::output, 0, bytes}, chunk, index);
-          schedule.receive_reduce(ring.previous(), result, own.place(), no_step);
-        } else {
-          leaving = {Space::scratch, window * chunk, own.bytes};
-          ready = schedule.receive_reduce(ring.previous(), leaving, own.place(), emptied[window]);
-          window = (window + 1) % emptied.size();
-        }
-      }
-    }
-  }
+  add_ring_reduce_scatter(schedule, everyone(size), rank, bytes, element, chunk,
+                          [](const Region& piece, const TakeWindow&) { return Part{piece, no_step}; });
   return schedule;
 }
 

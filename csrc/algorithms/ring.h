@@ -37,4 +37,19 @@ void add_ring_all_reduce(Schedule& schedule, const std::vector<int>& ranks, int 
 void add_ring_all_gather(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
                          size_t chunk, const Finished& finished);
 
+// What a rank adds to a piece of the input, once `ready` is done: in the input itself, or in a window of scratch.
+struct Part {
+  Region region;
+  int ready = no_step;
+};
+
+// Gives a window of that many bytes, which may be written once `ready` is done.
+using TakeWindow = std::function<Part(size_t bytes)>;
+using OwnPart = std::function<Part(const Region& piece, const TakeWindow& take_window)>;
+
+// From the parts of each rank's input to this rank's sum, in the output. `own_part` is asked once for each piece, in the
+// order in which they are needed. Two ranks at least. Uses scratch from its beginning on.
+void add_ring_reduce_scatter(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
+                             size_t chunk, const OwnPart& own_part);
+
 }  // namespace shoal

@@ -60,6 +60,9 @@ Schedule schedule_of(const Operation& op, int rank, const Hierarchy& hierarchy) 
       }
       return direct_all_gather(rank, size, op.bytes);
     case Collective::reduce_scatter:
+      if (op.algorithm == Algorithm::hierarchical && hierarchy.is_even()) {
+        return hierarchical_reduce_scatter(hierarchy, rank, op.bytes, element, chunk_limit);
+      }
       if (op.algorithm == Algorithm::ring) return ring_reduce_scatter(rank, size, op.bytes, element, chunk_limit);
       if (op.algorithm == Algorithm::halving_doubling) {
         return recursive_halving_reduce_scatter(rank, size, op.bytes);

@@ -15,6 +15,8 @@ namespace shoal {
 
 constexpr size_t line_bytes = 64;
 
+inline size_t rounded_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
 // `parts` + 1 offsets: slice i of the buffer reaches from boundary i to boundary i + 1.
 inline std::vector<size_t> slice_boundaries(size_t bytes, size_t element, int parts) {
   const size_t unit = line_bytes % element == 0 ? line_bytes : element;
@@ -57,6 +59,12 @@ inline int chunk_count(size_t bytes, size_t chunk) { return static_cast<int>((by
 inline Region chunk_of(const Region& region, size_t chunk, int index) {
   const size_t begin = std::min(region.bytes, static_cast<size_t>(index) * chunk);
   return {region.space, region.offset + begin, std::min(chunk, region.bytes - begin)};
+}
+
+// What is folded or copied at once. The first cache, of 32 KiB or more, then holds it from the reading to the writing.
+inline size_t piece_bytes(int ranks) {
+  constexpr size_t in_cache = 24 * 1024, least = 1024, most = 8 * 1024;
+  return std::clamp(in_cache / static_cast<size_t>(ranks) / line_bytes * line_bytes, least, most);
 }
 
 }  // namespace shoal

@@ -93,6 +93,43 @@ void all_gather_gives_everybody_everything() {
   }
 }
 
+void reduce_scatter_gives_everybody_the_sum_of_his_part() {
+  unsigned seed = 0;
+  for (const auto& hosts : groups) {
+    const Hierarchy hierarchy(hosts);
+    if (!hierarchy.is_even()) continue;
+    for (const size_t count : {0, 1, 5, 200}) {
+      for (const size_t chunk : {16, 100, 1 << 20}) {
+        for (const size_t capacity : {7, 64, 1 << 20}) {
+          std::vector<Schedule> schedules;
+          std::vector<Elements> inputs, outputs(hosts.size(), Elements(count));
+          Elements sum(count * hosts.size());
+          for (size_t rank = 0; rank < hosts.size(); ++rank) {
+            schedules.push_back(
+                hierarchical_reduce_scatter(hierarchy, static_cast<int>(rank), 4 * count, 4, chunk));
+            inputs.push_back(elements_of(rank, count * hosts.size()));
+            for (size_t at = 0; at < sum.size(); ++at) sum[at] += inputs[rank][at];
+          }
+          const std::vector<Elements> given = inputs;
+          CHECK_EQUAL(run(std::move(schedules), inputs, outputs, capacity, ++seed), "");
+          CHECK(inputs == given);
+          for (size_t rank = 0; rank < hosts.size(); ++rank) {
+            const auto part = sum.begin() + static_cast<std::ptrdiff_t>(rank * count);
+            CHECK(std::equal(outputs[rank].begin(), outputs[rank].end(), part));
+          }
+        }
+      }
+    }
+  }
+}
+
+void scratch_of_a_reduce_scatter_does_not_grow_with_the_buffer() {
+  const Hierarchy hierarchy({0, 0, 0, 1, 1, 1});
+  for (const size_t bytes : {size_t{1} << 16, size_t{1} << 20}) {
+    CHECK_EQUAL(hierarchical_reduce_scatter(hierarchy, 4, bytes, 4, 1024).scratch_bytes, 10 * 1024);
+  }
+}
+
 // What the ranks of host 0 send to other hosts.
 size_t bytes_across(const Hierarchy& hierarchy, const std::function<Schedule(int rank)>& schedule_of) {
   size_t bytes = 0;
@@ -116,6 +153,8 @@ void bytes_across_are_as_few_as_can_be() {
                   2 * (k - 1) * whole / k);
       CHECK_EQUAL(bytes_across(hierarchy, [&](int rank) { return hierarchical_all_gather(hierarchy, rank, part, 4, 256); }),
                   (k - 1) * whole / k);
+      CHECK_EQUAL(bytes_across(hierarchy, [&](int rank) { return hierarchical_reduce_scatter(hierarchy, rank, part, 4, 256); }),
+                  (k - 1) * whole / k);
     }
   }
 }
@@ -125,6 +164,8 @@ void bytes_across_are_as_few_as_can_be() {
 int main() {
   all_reduce_is_the_sum_on_every_rank();
   all_gather_gives_everybody_everything();
+  reduce_scatter_gives_everybody_the_sum_of_his_part();
+  scratch_of_a_reduce_scatter_does_not_grow_with_the_buffer();
   bytes_across_are_as_few_as_can_be();
   return report();
 }

@@ -20,6 +20,7 @@ namespace shoal::testing {
 struct HostOptions {
   uint32_t first_tick = 0;
   bool reads_peers = true;
+  size_t most_block_bytes = Board::slot_bytes;
   Patience patience = {.spins = 20, .yields = 20};  // there are more ranks than cores
 };
 
@@ -28,7 +29,14 @@ struct HostRank {
   HostRank(int index, int size, SharedBuffers& shared_buffers, const HostOptions& options)
       : index(index),
         board(size, options.first_tick),
-        host{board, peer_buffers, shared_buffers, huge_pages, alarm, options.patience, options.reads_peers} {}
+        host{.board = board,
+             .peer_buffers = peer_buffers,
+             .shared_buffers = shared_buffers,
+             .huge_pages = huge_pages,
+             .alarm = alarm,
+             .patience = options.patience,
+             .can_read_peers = options.reads_peers,
+             .most_block_bytes = options.most_block_bytes} {}
 
   const int index;
   Board board;

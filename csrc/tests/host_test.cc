@@ -2,6 +2,7 @@
 // ranks run without anything between the operations.
 #include "algorithms/host.h"
 
+#include <cmath>
 #include <random>
 
 #include "algorithms/hierarchical.h"
@@ -71,15 +72,49 @@ std::vector<Case> random_cases(int size, unsigned seed, int count) {
   return cases;
 }
 
-void collectives_give_what_the_reference_gives(int size, bool reads_peers, uint32_t first_tick) {
-  HostRanks ranks(size, {.first_tick = first_tick, .reads_peers = reads_peers});
-  const auto cases = random_cases(size, static_cast<unsigned>(2 * size + reads_peers), 120);
+void collectives_give_what_the_reference_gives(int size, const HostOptions& options) {
+  HostRanks ranks(size, options);
+  const auto cases = random_cases(size, static_cast<unsigned>(2 * size + options.reads_peers), 120);
   ranks.run([&](HostRank& rank) {
     try {
       for (const Case& each : cases) run_case(each, rank);
     } catch (const std::exception& error) {
       std::fprintf(stderr, "rank %d: %s\n", rank.index, error.what());
       CHECK(false);
+    }
+  });
+}
+
+// Whatever is cut into how many blocks, and whoever's buffer goes through slots: the same bits on every rank.
+void an_all_reduce_folds_floats_in_the_order_of_ranks(int size, size_t block_bytes) {
+  HostRanks ranks(size, {.most_block_bytes = block_bytes});
+  ranks.run([&](HostRank& rank) {
+    std::mt19937 random(1);
+    for (const size_t count : {size_t{1}, size_t{100}, size_t{5000}, size_t{20'001}}) {
+      std::vector<float> wanted(count), given;
+      for (int index = 0; index < size; ++index) {
+        std::vector<float> of_rank(count);
+        for (float& each : of_rank) each = std::ldexp(static_cast<float>(random() % 2000) - 1000, random() % 20);
+        for (size_t at = 0; at < count; ++at) wanted[at] = index == 0 ? of_rank[at] : wanted[at] + of_rank[at];
+        if (index == rank.index) given = of_rank;
+      }
+      for (const Placement placement : {Placement::own, Placement::mixed, Placement::shared}) {
+        const bool shared = is_shared(placement, rank.index);
+        const size_t bytes = count * sizeof(float);
+        std::vector<float> own = given;
+        float* const data =
+            shared ? static_cast<float*>(rank.host.shared_buffers.allocate(bytes)) : own.data();
+        std::copy(given.begin(), given.end(), data);
+        Operation operation;
+        operation.collective = Collective::all_reduce;
+        operation.dtype = Dtype::float32;
+        operation.input = operation.output = data;
+        operation.bytes = bytes;
+        operation.deadline = Deadline::after(60);
+        run_direct(operation, rank.host);
+        CHECK(std::equal(wanted.begin(), wanted.end(), data));
+        if (shared) rank.host.shared_buffers.release(data);
+      }
     }
   });
 }
@@ -213,10 +248,14 @@ void an_alarm_ends_a_collective_that_others_never_call() {
 int main() {
   for (int size = 1; size <= 5; ++size) {
     for (const bool reads_peers : {true, false}) {
-      collectives_give_what_the_reference_gives(size, reads_peers, 0);
+      collectives_give_what_the_reference_gives(size, {.reads_peers = reads_peers});
     }
   }
-  collectives_give_what_the_reference_gives(3, false, UINT32_MAX - 100);
+  collectives_give_what_the_reference_gives(3, {.first_tick = UINT32_MAX - 100, .reads_peers = false});
+  collectives_give_what_the_reference_gives(4, {.most_block_bytes = 5000});
+  for (const size_t block_bytes : {size_t{1}, Board::slot_bytes}) {
+    for (const int size : {2, 5}) an_all_reduce_folds_floats_in_the_order_of_ranks(size, block_bytes);
+  }
   for (const bool reads_peers : {true, false}) {
     parts_may_be_in_place(reads_peers);
     for (int size = 1; size <= 5; ++size) stripes_give_what_the_reference_gives(size, reads_peers);

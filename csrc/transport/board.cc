@@ -35,6 +35,7 @@ Board::Board(int size, uint32_t first_tick)
   Front* front = new (segments_[0].data()) Front;
   front->flag.value.store(first_tick, std::memory_order_relaxed);
   front->cookie = known_number;
+  front->cores = find_cores();
 }
 
 Introduction Board::introduce() const {
@@ -58,6 +59,12 @@ void Board::attach(int index, const std::vector<Introduction>& peers, const std:
   index_ = index;
   peers_ = peers;
   ranks_ = ranks;
+}
+
+std::vector<Cores> Board::cores() const {
+  std::vector<Cores> cores;
+  for (int index = 0; index < size_; ++index) cores.push_back(front(index).cores);
+  return cores;
 }
 
 bool Board::can_read_peers() const {

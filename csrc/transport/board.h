@@ -15,6 +15,7 @@
 #include <iosfwd>
 #include <vector>
 
+#include "common/cores.h"
 #include "common/patience.h"
 #include "transport/presence.h"
 #include "transport/segment.h"
@@ -46,6 +47,7 @@ struct Front {
   Reason reason{};
   alignas(64) uint64_t cookie = 0;  // a known number, for peers to try whether they can read this process
   alignas(64) Notice notices[2];
+  Cores cores;  // that the rank may use
 };
 static_assert(sizeof(Front) <= 4096);
 
@@ -76,7 +78,7 @@ struct Ring {
 
 class Board {
  public:
-  static constexpr size_t slot_bytes = 256 * 1024;
+  static constexpr size_t slot_bytes = 512 * 1024;
   static constexpr int channels = 2;  // of rings: collectives, and point to point
 
   // This rank's own part, for a host of `size` ranks of the group. The first tick is a test's affair.
@@ -87,6 +89,9 @@ class Board {
   // Maps the parts of the others. `peers` is in the order of local indices, `index` is this rank's own;
   // `ranks` gives each one's rank in the group, for errors.
   void attach(int index, const std::vector<Introduction>& peers, const std::vector<int>& ranks);
+
+  // The cores of every rank, in the order of local indices.
+  std::vector<Cores> cores() const;
 
   // Whether the memory of every peer can be read directly (process_vm_readv).
   bool can_read_peers() const;
@@ -104,7 +109,7 @@ class Board {
   void prepare(const Patience&, const Alarm&, const Deadline&);
   bool is_prepared() { return settled_ == tick_ || all_published(); }
   Notice& own_notice() { return front(index_).notices[(tick_ + 1) & 1]; }
-  std::byte* own_slot() { return slot(index_, tick_ + 1); }
+  std::byte* own_slot() { return slot_of(index_, tick_ + 1); }
   void publish() { front(index_).flag.set(++tick_); }
 
   // Whether the others have published this rank's last tick too; the same, waiting, for all or for one.
@@ -113,7 +118,13 @@ class Board {
   void await(int index, const Patience&, const Alarm&, const Deadline&) const;
 
   const Notice& notice(int index) const { return front(index).notices[tick_ & 1]; }
-  const std::byte* slot(int index) const { return slot(index, tick_); }
+  const std::byte* slot(int index) const { return slot_of(index, tick_); }
+
+  // What ranks write into each other's slots is settled between them: between two ticks a byte is written by one.
+  uint32_t next_tick() const { return tick_ + 1; }
+  std::byte* slot_of(int index, uint32_t tick) const {
+    return segments_[index].data() + 4096 + (tick & 1) * slot_bytes;
+  }
 
   // A barrier: nothing written, everybody seen.
   void pass(const Patience& patience, const Alarm& alarm, const Deadline& deadline) {
@@ -127,9 +138,6 @@ class Board {
 
  private:
   size_t segment_bytes() const;
-  std::byte* slot(int index, uint32_t tick) const {
-    return segments_[index].data() + 4096 + (tick & 1) * slot_bytes;
-  }
   // Numbers wrap around after 2^32 ticks: compared by difference.
   bool has_reached(uint32_t value) const { return static_cast<int32_t>(value - tick_) >= 0; }
 

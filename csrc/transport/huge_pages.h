@@ -17,6 +17,10 @@ class HugePages {
   // Says that peers are about to read these bytes of private memory. From any thread.
   void note(const void* data, size_t bytes);
 
+  // Says that these bytes are about to be written. If nobody touched them yet, their pages are made huge, or at least
+  // all at once, which takes less time than the faults of as many small ones.
+  static void make_room(void* data, size_t bytes);
+
  private:
   static constexpr size_t most_entries = 1024;
 

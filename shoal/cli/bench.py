@@ -64,6 +64,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--rounds", metavar="N", type=int, default=5, help="turns of each backend (default 5)"
     )
     parser.add_argument("--algorithm", metavar="NAME", help="that the backend shoal must use")
+    parser.add_argument(
+        "--fresh", action="store_true", help="measure new tensors for each operation too, beside reused ones"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every round's time")
     parser.add_argument(
         "--plot", metavar="FILE", type=Path, help="also draw time and busbw over size, such as bench.png"
@@ -124,6 +127,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         op=args.op,
         rounds=args.rounds,
         algorithm=args.algorithm,
+        fresh=args.fresh,
     )
     if args.ranks < 1:
         raise ConfigError(
@@ -169,4 +173,5 @@ def _words(args: argparse.Namespace) -> list[str]:
     names = ("collective", "backend", "sizes", "dtype", "op", "rounds", "algorithm", "plot", "calibrate")
     given = {name: getattr(args, name) for name in names}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]
-    return ["bench", *words, *(["--json"] if args.json else [])]
+    flags = [f"--{name}" for name in ("fresh", "json") if getattr(args, name)]
+    return ["bench", *words, *flags]

@@ -37,6 +37,7 @@ receives from one. The pipelined ones (double-tree, chain) are given in the limi
 | all_gather     | direct           | n-1                   | (n-1)/n *                             |
 |                | ring             | n-1                   | (n-1)/n                               |
 |                | recursive        | ceil(log2 n)          | (n-1)/n *                             |
+|                | hierarchical     | k-1                   | (k-1)/k, and (g-1)/g S inside hosts   |
 | reduce_scatter | as all_gather    |                       |                                       |
 | broadcast      | tree             | ceil(log2 n)          | ceil(log2 n)                          |
 |                | chain            | n-1                   | 1                                     |
@@ -205,9 +206,18 @@ _DEFINED = (
     _network("all_gather", "direct", _others, _rest, crowds=True),
     _network("all_gather", "ring", _others, _rest),
     _network("all_gather", "recursive", _doublings, _rest, crowds=True),
+    _network("all_gather", "hierarchical", _others, _rest, inside=(("all_gather", "direct"),)),
     _network("reduce_scatter", "direct", _others, _rest, crowds=True),
     _network("reduce_scatter", "ring", _others, _rest, forwards_sums=True),
     _network("reduce_scatter", "recursive", _doublings, _rest, crowds=True, forwards_sums=True),
+    _network(
+        "reduce_scatter",
+        "hierarchical",
+        _others,
+        _rest,
+        forwards_sums=True,
+        inside=(("reduce_scatter", "direct"),),
+    ),
     _network("broadcast", "tree", _doublings, _doublings),
     _network("broadcast", "chain", _others, _once),
     _network("reduce", "tree", _doublings, _doublings, sent=_once, forwards_sums=True),

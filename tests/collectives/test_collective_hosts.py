@@ -17,8 +17,8 @@ from shoal.testing.hosts import Hosts, enter_host, why_no_hosts
 
 NETWORK_ALGORITHMS = {
     "all_reduce": ("two-shot", "ring", "halving-doubling", "double-tree", "hierarchical"),
-    "all_gather": ("direct", "ring", "recursive"),
-    "reduce_scatter": ("direct", "ring", "recursive"),
+    "all_gather": ("direct", "ring", "recursive", "hierarchical"),
+    "reduce_scatter": ("direct", "ring", "recursive", "hierarchical"),
     "broadcast": ("tree", "chain"),
     "reduce": ("tree", "chain"),
 }

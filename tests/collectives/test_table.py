@@ -36,7 +36,8 @@ def plain_time(table, name, call, nbytes):
     carried = nbytes * (call.widening if algorithm.forwards_sums else 1)
     seconds = algorithm.time(cost, call.ranks, carried, per_host)
     if name == "hierarchical":
-        for inner in ("reduce_scatter", "all_gather"):
+        halves = ("reduce_scatter", "all_gather")
+        for inner in halves if call.collective == "all_reduce" else (call.collective,):
             key = (inner, "direct", "shared-memory")
             seconds += ALGORITHMS[key].time(table.entries[key], per_host, nbytes)
     return seconds
@@ -78,7 +79,9 @@ def test_sums_of_16_bit_floats_count_double_where_partial_sums_travel():
 def test_hierarchical_is_for_several_ranks_on_each_of_several_hosts():
     table = built_in_table()
     for ranks, hosts, offered in ((4, 2, True), (12, 3, True), (4, 4, False), (4, 1, False), (5, 2, False)):
-        assert ("hierarchical" in table.candidates(Call("all_reduce", "network", ranks, hosts))) == offered
+        for collective in ("all_reduce", "all_gather", "reduce_scatter"):
+            names = table.candidates(Call(collective, "network", ranks, hosts))
+            assert ("hierarchical" in names) == offered
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -89,6 +89,22 @@ def test_hierarchical_is_a_reduce_scatter_inside_an_all_reduce_across_and_an_all
     assert algorithm.bytes_sent(hosts * per_host, nbytes, per_host) == pytest.approx(sent)
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])
+def test_a_hierarchical_half_is_one_inside_and_a_ring_across(collective):
+    algorithm = find_algorithm(collective, "hierarchical", "network")
+    ring_across = find_algorithm(collective, "ring", "network")
+    hosts, per_host, nbytes = 3, 4, 1_200_000
+    assert algorithm.inside == ((collective, "direct"),)
+    assert algorithm.steps(hosts * per_host, per_host) == ring_across.steps(hosts)
+    # A ring has the parts of one rank of every host; the rings of a host share its interface.
+    assert algorithm.bytes_on_path(hosts * per_host, nbytes, per_host) == pytest.approx(
+        per_host * ring_across.bytes_on_path(hosts, nbytes / per_host)
+    )
+    assert algorithm.bytes_sent(hosts * per_host, nbytes, per_host) == pytest.approx(
+        ring_across.bytes_sent(hosts, nbytes / per_host)
+    )
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 6, 64])
 def test_times_are_the_published_formulas(ranks):
     n, a, b, size = ranks, 3e-6, 2e-10, 5_000_000.0

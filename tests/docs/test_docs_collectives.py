@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 from drawn.collectives import pictures  # noqa: E402
-from played import PLAYED, chain, hierarchical, in_order_parents, ring  # noqa: E402
+from played import PLAYED, chain, hierarchical, hierarchical_all_gather, in_order_parents, ring  # noqa: E402
 
 PAGE = (ROOT / "docs" / "concepts" / "collectives.md").read_text()
 GUIDE = (ROOT / "docs" / "guides" / "bench.md").read_text()
@@ -111,7 +111,7 @@ def bytes_of(played, rank, side):
 
 @pytest.mark.parametrize(
     "played",
-    [each for each in PLAYED if each.name not in ("chain", "hierarchical")],
+    [each for each in PLAYED if each.name not in ("chain", "hierarchical", "hierarchical-all-gather")],
     ids=lambda each: each.name,
 )
 def test_an_algorithm_is_drawn_with_the_steps_and_bytes_of_the_cost_model(played):
@@ -133,6 +133,15 @@ def test_hierarchical_is_drawn_as_a_ring_between_two_steps_in_shared_memory():
     assert len(across) == algorithm.steps(6, 2) == len(ring(3))
     for step in (first, last):
         assert all(sender // 2 == receiver // 2 for sender, receiver, _ in step.messages)
+    sent = sum(Fraction(len(m.slices), 6) for step in across for m in step.messages if m.sender == 0)
+    assert float(sent) == pytest.approx(algorithm.bytes_sent(6, 1, 2))
+
+
+def test_a_hierarchical_all_gather_is_drawn_as_a_ring_before_a_step_in_shared_memory():
+    algorithm = ALGORITHMS["all_gather", "hierarchical", "network"]
+    *across, last = hierarchical_all_gather(3, 2)
+    assert len(across) == algorithm.steps(6, 2)
+    assert all(sender // 2 == receiver // 2 for sender, receiver, _ in last.messages)
     sent = sum(Fraction(len(m.slices), 6) for step in across for m in step.messages if m.sender == 0)
     assert float(sent) == pytest.approx(algorithm.bytes_sent(6, 1, 2))
 
@@ -187,7 +196,8 @@ def test_the_error_of_different_calls_reads_as_the_page_shows_it():
 @pytest.mark.parametrize(
     ("said", "file", "code"),
     [
-        ("a slot of 256 KiB", "transport/board.h", "slot_bytes = 256 * 1024;"),
+        ("up to 256 KiB", "algorithms/host.h", "one_shot_bytes = 256 * 1024;"),
+        ("at most 512 KiB", "transport/board.h", "slot_bytes = 512 * 1024;"),
         ("stripes of 128 KiB", "transport/tcp_link.h", "stripe_bytes = 128 * 1024;"),
         ("From 64 KiB on the receiver reads", "algorithms/mailbox.h", "offered_bytes = 64 * 1024;"),
         ("from 512 KiB on by a ring", "group.cc", "large = 512 * 1024;"),

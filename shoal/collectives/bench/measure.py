@@ -4,12 +4,20 @@ At each size every contestant first shows that it is right. Then come the rounds
 has its turn, every other round in the reverse order, so that what drifts on the machine meets all alike. A
 turn is as many operations as fill some 50 ms, at least 3, after one that is not counted and finds the caches
 as the previous contestant left them. Its time is the mean over its operations on the slowest rank.
+
+Tensors are reused: the operations of a turn are on the same ones, as buckets of gradients are. Where fresh
+ones are asked for too, every size is measured once more, and each operation is on tensors that no operation
+was on before, in pages that the system has just given, as malloc gives them to large tensors. What a rank
+gives was allocated and written before the clock started, since whoever made it had to write it; what it gets
+is only allocated, so that its first page faults are the operation's. That is so for every contestant.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import TypeVar
@@ -29,6 +37,7 @@ _TURN_SECONDS = 0.05
 _WARM_UP_SECONDS = 0.01
 _FEWEST, _MOST = 3, 100_000
 _MOST_BUFFERS = 64  # of one size: what is so small that more would be needed is a matter of latency
+_FRESH_BYTES = 8 << 20  # of tensors made in advance: what was just written is in a cache, as in training
 _LARGER_THAN_ANY = 99  # than any right result but a product's; shows what was not written
 
 Result = TypeVar("Result")
@@ -45,13 +54,16 @@ def measure(
         ranks: This rank among all.
 
     Yields:
-        What was measured of each contestant at one size of one collective; the same on all ranks.
+        What was measured of each contestant at one size of one collective; the same on all ranks. Fresh
+        tensors come after the reused ones of a collective.
     """
     for name in settings.collectives:
         collective = COLLECTIVES[name]
-        sizes = settings.sizes if collective.output is not Extent.NONE else (0,)
-        for size in sizes:
-            yield _Point(collective, size, settings, ranks).measure(contestants)
+        has_sizes = collective.output is not Extent.NONE
+        sizes = settings.sizes if has_sizes else (0,)
+        for fresh in (False, True) if settings.fresh and has_sizes else (False,):
+            for size in sizes:
+                yield _Point(collective, size, settings, ranks, fresh).measure(contestants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +83,13 @@ class _Point:
         size: Bytes of the whole, as asked for; at least an element for each rank is measured.
         settings: What else to measure.
         ranks: This rank among all.
+        fresh: Whether each operation is on tensors of its own.
     """
 
-    def __init__(self, collective: Collective, size: int, settings: Settings, ranks: Ranks) -> None:
+    def __init__(
+        self, collective: Collective, size: int, settings: Settings, ranks: Ranks, fresh: bool = False
+    ) -> None:
+        self._fresh = fresh
         self._collective = collective
         self._settings = settings
         self._ranks = ranks
@@ -114,21 +130,23 @@ class _Point:
                 seconds=tuple(seconds.get(name, ())),
                 wrong=ready[name].wrong if name in ready else None,
                 problem=problems.get(name),
+                fresh=self._fresh,
             )
             for name in contestants
         )
 
-    def _buffers(self, contestant: Contestant) -> Buffers:
+    def _buffers(self, contestant: Contestant, fresh: bool = False) -> Buffers:
+        empty = _new_pages if fresh and contestant.memory == "cpu" else contestant.empty
         like = torch.empty(0, dtype=self._dtype)
         sizes = {
             Extent.NONE: 0,
             Extent.PART: self._count // self._ranks.count,
             Extent.WHOLE: self._count,
         }
-        output = contestant.empty(sizes[self._collective.output], like)
+        output = empty(sizes[self._collective.output], like)
         if self._collective.input is Extent.NONE:
             return Buffers(output, output)
-        return Buffers(contestant.empty(sizes[self._collective.input], like), output)
+        return Buffers(empty(sizes[self._collective.input], like), output)
 
     def _prepare(self, contestant: Contestant, buffers: Buffers) -> _Ready | str:
         """Has the contestant do the collective once, and checks it; or says why it cannot."""
@@ -177,12 +195,45 @@ class _Point:
         return iterations
 
     def _turn(self, ready: _Ready, iterations: int) -> float:
+        if self._fresh:
+            return self._fresh_turn(ready, iterations)
         operations = cycle(ready.operations)
+        self._start(next(operations), ready)
+        seconds = self._time(islice(operations, iterations), ready)
+        return self._ranks.largest(seconds / iterations)
+
+    def _fresh_turn(self, ready: _Ready, iterations: int) -> float:
+        size = max(self._count * self._dtype.itemsize, 1)
+        together = min(max(_FRESH_BYTES // size, 1), _MOST_BUFFERS)
+        parts, seconds = math.ceil(iterations / together), 0.0
+        for _ in range(parts):
+            operations = [self._fresh_operation(ready.contestant) for _ in range(together)]
+            self._start(ready.operations[0], ready)
+            seconds += self._time(operations, ready)
+        return self._ranks.largest(seconds / (parts * together))
+
+    def _fresh_operation(self, contestant: Contestant) -> Operation:
+        buffers = self._buffers(contestant, fresh=True)
+        buffers.input.zero_()
+        return contestant.operation(self._collective, buffers, self._settings.op)
+
+    def _start(self, operation: Operation, ready: _Ready) -> None:
+        """One operation that is not counted, with which the ranks come together."""
         self._ranks.start_together()
-        next(operations)()
+        operation()
         ready.contestant.finish()
+
+    @staticmethod
+    def _time(operations: Iterable[Operation], ready: _Ready) -> float:
         start = time.perf_counter()
-        for operation in islice(operations, iterations):
+        for operation in operations:
             operation()
         ready.contestant.finish()
-        return self._ranks.largest((time.perf_counter() - start) / iterations)
+        return time.perf_counter() - start
+
+
+def _new_pages(elements: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in a mapping of its own, which goes with it."""
+    nbytes = max(elements, 1) * like.element_size()
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype, count=elements) if elements else torch.empty_like(like)

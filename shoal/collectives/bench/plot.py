@@ -53,8 +53,9 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure = _figure_class()(figsize=(2 * _INCHES[0], grid * _INCHES[1]), layout="constrained")
     for (times, rates), collective in zip(figure.subplots(grid, 2, squeeze=False), collectives, strict=False):
         of_collective = [row for row in measured if row.collective == collective]
-        for backend in dict.fromkeys(row.backend for row in of_collective):
-            _draw([row for row in of_collective if row.backend == backend], times, rates)
+        for backend, fresh in dict.fromkeys((row.backend, row.fresh) for row in of_collective):
+            drawn = [row for row in of_collective if (row.backend, row.fresh) == (backend, fresh)]
+            _draw(drawn, f"{backend}, fresh" if fresh else backend, times, rates)
         for axes, label in ((times, "time, us"), (rates, "busbw, GB/s")):
             axes.set(title=collective, xlabel="size, bytes", ylabel=label, xscale="log", yscale="log")
             axes.set_xscale("log", base=2)
@@ -63,19 +64,14 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _draw(rows: Sequence[Row], times: Any, rates: Any) -> None:
-    """One contestant's lines, and the range of its rounds around them."""
+def _draw(rows: Sequence[Row], label: str, times: Any, rates: Any) -> None:
+    """One contestant's lines, dashed for fresh tensors, and the range of its rounds around them."""
+    style = {"marker": ".", "label": label, "linestyle": "--" if rows[0].fresh else "-"}
     sizes = [row.bytes for row in rows]
-    (drawn,) = times.plot(sizes, [row.median * 1e6 for row in rows], marker=".", label=rows[0].backend)
+    (drawn,) = times.plot(sizes, [row.median * 1e6 for row in rows], **style)
     low, high = [min(row.seconds) * 1e6 for row in rows], [max(row.seconds) * 1e6 for row in rows]
     times.fill_between(sizes, low, high, color=drawn.get_color(), alpha=0.15)
-    rates.plot(
-        sizes,
-        [row.busbw / 1e9 for row in rows],
-        marker=".",
-        color=drawn.get_color(),
-        label=rows[0].backend,
-    )
+    rates.plot(sizes, [row.busbw / 1e9 for row in rows], color=drawn.get_color(), **style)
 
 
 def _figure_class() -> Any:

@@ -34,15 +34,14 @@ class Facts:
 
 def report_table(points: Iterable[tuple[Row, ...]], facts: Facts) -> None:
     """Prints each size when it is measured, and what holds for all at the end."""
-    collective = None
+    shown = None
     remarks: dict[str, None] = {}
     for point in points:
-        if point[0].collective != collective:
-            print(
-                ("\n" if collective else "")
-                + heading(point[0].collective, facts.settings.backends, facts.ranks)
-            )
-            collective = point[0].collective
+        first = point[0]
+        if (first.collective, first.fresh) != shown:
+            title = heading(first.collective, facts.settings.backends, facts.ranks, fresh=first.fresh)
+            print(("\n" if shown else "") + title)
+            shown = first.collective, first.fresh
         print(line(point), flush=True)
         remarks |= dict.fromkeys(remark for row in point if (remark := _remark(row)))
     method = (
@@ -59,7 +58,8 @@ def report_json(points: Iterable[tuple[Row, ...]], facts: Facts) -> None:
     """Prints one object when all is measured; before, on stderr, what has been."""
     rows = []
     for point in points:
-        print(f"measured: {point[0].collective}, {point[0].bytes} bytes", file=sys.stderr, flush=True)
+        what = f"{point[0].collective}, {point[0].bytes} bytes{', fresh' * point[0].fresh}"
+        print(f"measured: {what}", file=sys.stderr, flush=True)
         rows += [row.as_json() for row in point]
     content = {
         "machine": asdict(facts.machine),

@@ -27,6 +27,7 @@ class Row:
         seconds: Of one operation, by round; empty where there was a problem.
         wrong: Elements over all ranks that were not what they must be; None where nothing was checked.
         problem: Why the contestant does not do this; None where it does.
+        fresh: Whether each operation was on new tensors; otherwise all were on the same ones.
     """
 
     collective: str
@@ -40,6 +41,7 @@ class Row:
     seconds: tuple[float, ...]
     wrong: int | None
     problem: str | None
+    fresh: bool = False
 
     @property
     def median(self) -> float:

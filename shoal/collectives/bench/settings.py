@@ -33,6 +33,7 @@ class Settings:
         rounds: Turns of each backend at each size.
         algorithm: That the backend `shoal` must use for collectives that have it; its own choice if None.
         apart: Bytes between two uses of a buffer, so that caches do not have it; 0 for always the same one.
+        fresh: Whether to measure every size once more, with new tensors for each operation.
 
     Raises:
         ConfigError: A name does not exist, a number is too small, or the algorithm has no one to use it.
@@ -46,6 +47,7 @@ class Settings:
     rounds: int = 5
     algorithm: str | None = None
     apart: int = 0
+    fresh: bool = False
 
     def __post_init__(self) -> None:
         for option, names, known in (

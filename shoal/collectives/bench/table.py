@@ -12,9 +12,9 @@ _GAP = "  "
 _BAR = "|"
 
 
-def heading(collective: str, backends: Sequence[str], ranks: int) -> str:
-    """The lines above a collective's rows."""
-    title = f"{collective}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
+def heading(collective: str, backends: Sequence[str], ranks: int, *, fresh: bool = False) -> str:
+    """The lines above a collective's rows, those of fresh tensors or those of reused ones."""
+    title = f"{collective}, {ranks} {'rank' if ranks == 1 else 'ranks'}{', fresh tensors' * fresh}"
     names, units = _what("size", "count", "type", "op"), _what("(B)", "", "", "")
     if len(backends) == 1:
         alone = (("time", 8), ("range", 15), ("algbw", 7), ("busbw", 7), ("check", 7))

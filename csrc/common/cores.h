@@ -1,0 +1,40 @@
+// The cores that a process may use, and what limits and caches come with them.
+#pragma once
+
+#include <array>
+#include <bitset>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/patience.h"
+
+namespace shoal {
+
+// What one process finds. It has no pointers, so that processes can tell each other in shared memory.
+struct Cores {
+  static constexpr size_t most = 1024;  // cores; of a larger machine the first ones count
+
+  std::bitset<most> allowed;      // to the process, by sched_setaffinity or a cpuset
+  std::bitset<most> cache_heads;  // of each last-level cache of these cores, the core of the lowest number
+  uint64_t cache_bytes = 0;       // in one of these caches; 0: the system does not say
+  uint64_t quota_group = 0;       // the control group with the tightest limit of CPU time; 0: none has one
+  double quota = 0;               // that limit, in cores
+};
+
+// Of the calling process. `root` is where /proc and /sys are, for tests.
+Cores find_cores(const std::string& root = "");
+
+// How many of the processes can run at once, each on a core of its own, within the limits of CPU time. At most as many
+// as there are processes: if fewer, some have to wait for others.
+int count_running(const std::vector<Cores>& processes);
+
+// Bytes of last-level cache for each of the processes, if they share those that they have evenly. It is the same for
+// every process that knows the same.
+size_t cache_share(const std::vector<Cores>& processes);
+
+// How processes that run on these cores wait for each other. In the background, the application computes meanwhile.
+Patience patience_for(const std::vector<Cores>& processes, bool is_background);
+
+}  // namespace shoal
