@@ -229,9 +229,7 @@ class _Forming:
             raise self._core.failure("forming a group")
         if self._options.direct_reads:  # before anyone tries whether it can read
             own = hosts[self._rank]
-            peers = [
-                each.pid for rank, each in enumerate(members) if each.host == own and rank != self._rank
-            ]
+            peers = [each.pid for rank, each in enumerate(members) if each.host == own and rank != self._rank]
             allowed = self._core.group_allow_reads(
                 self._group, (ctypes.c_int * len(peers))(*peers), len(peers)
             )
