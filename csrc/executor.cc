@@ -55,6 +55,11 @@ void Executor::wait(Task& task) {
   if (task.failure) std::rethrow_exception(task.failure);
 }
 
+void Executor::settle() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !running_ || runner_ == std::this_thread::get_id(); });
+}
+
 bool Executor::wait_until(Task& task, Deadline limit) {
   start_background();
   std::unique_lock lock(mutex_);
@@ -79,6 +84,7 @@ void Executor::run_front(std::unique_lock<std::mutex>& lock, bool is_background)
   const std::shared_ptr<Task> task = queue_.front();
   queue_.pop_front();
   running_ = true;
+  runner_ = std::this_thread::get_id();
   lock.unlock();
   try {
     run_(*task, is_background);

@@ -43,6 +43,10 @@ class Executor {
   // Returns when the task is done; throws what went wrong in it, or Interrupted.
   void wait(Task& task);
 
+  // Returns when no other thread runs a task; after the alarm, which ends those that run. Who calls it may be within a
+  // task of his own, which a signal interrupted.
+  void settle();
+
   // Returns then at the latest: false if the task is not done. It is left to the executor's thread.
   bool wait_until(Task& task, Deadline limit);
 
@@ -56,6 +60,7 @@ class Executor {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Task>> queue_;
   bool running_ = false;
+  std::thread::id runner_;  // while it is running
   bool wanted_ = false;  // the background thread is to run what is queued
   bool stopped_ = false;
   std::thread thread_;

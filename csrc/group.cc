@@ -8,29 +8,12 @@
 #include <thread>
 
 #include "algorithms/hierarchical.h"
+#include "common/counted.h"
 #include "common/interruption.h"
 
 namespace shoal {
 
 namespace {
-
-// Of who waits for a message, which may be long in coming: a rank that has no core of its own is to leave the cores
-// to those that compute.
-Patience for_messages(const Patience& patience) {
-  constexpr int most_yields = 50;
-  return {.spins = patience.spins, .yields = patience.yields > most_yields ? 5 : patience.yields};
-}
-
-// Counts what is waited for while it is: peers that are silent, or left, are given up only then.
-class Counted {
- public:
-  explicit Counted(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
-  ~Counted() { count_.fetch_sub(1); }
-  Counted(const Counted&) = delete;
-
- private:
-  std::atomic<int>& count_;
-};
 
 // Which hierarchical operations are not one schedule: those in which flags within the host save time, and sums of
 // 16-bit floats, which two-shot moves as such, as it passes on no unfinished sums.
@@ -254,41 +237,6 @@ bool Group::wait(Task& task, const std::optional<Deadline>& limit) {
   return true;
 }
 
-std::shared_ptr<Message> Group::send(int peer, int tag, const void* data, size_t bytes) {
-  alarm_.check();
-  if (peer == rank() || peer < 0 || peer >= size()) {
-    throw Failure(Code::invalid, -1, "rank " + std::to_string(peer) + " is no other rank to send to");
-  }
-  return mailbox_->send(peer, tag, data, bytes);
-}
-
-std::shared_ptr<Message> Group::receive(int peer, int tag, void* data, size_t bytes) {
-  alarm_.check();
-  if (peer == rank() || peer < -1 || peer >= size()) {
-    throw Failure(Code::invalid, -1, "rank " + std::to_string(peer) + " is no other rank to receive from");
-  }
-  return mailbox_->receive(peer, tag, data, bytes);
-}
-
-bool Group::wait(Message& message, Deadline deadline, const std::optional<Deadline>& limit) {
-  Counted waiting(waiting_);
-  std::optional<Counted> for_peer;
-  if (message.peer >= 0) for_peer.emplace(messages_waiting_[static_cast<size_t>(message.peer)]);
-  if (limit && limit->remaining() < deadline.remaining()) {
-    if (!mailbox_->wait_until(message, for_messages(patience_), *limit)) return false;
-  }
-  try {
-    mailbox_->wait(message, for_messages(patience_), deadline);
-  } catch (const Failure& failure) {
-    // A message of the wrong size harms no other.
-    if (failure.code == Code::mismatch) throw;
-    hear_out(failure);
-    abort(failure.code, failure.rank, failure.what());
-    alarm_.check();
-  }
-  return true;
-}
-
 void Group::abort(Code code, int rank, const std::string& text) {
   watch_->tell(code, rank, text);
 }
@@ -313,27 +261,9 @@ void Group::end() {
   board_.wake_sleepers();
 }
 
-bool Group::is_waited_for(int rank) const {
-  return operations_waiting_.load() > 0 || messages_waiting_[static_cast<size_t>(rank)].load() > 0;
-}
-
-// What a rank of this host offers is as it was sent for as long as its state says that it is there.
-bool Group::is_open(int rank) const {
-  std::atomic<uint32_t>& state = board_.front(hierarchy_.index_of(rank)).state;
-  // Not a mere load, which might come before those of what was read.
-  return state.fetch_or(0, std::memory_order_acq_rel) == static_cast<uint32_t>(PeerState::running);
-}
-
-// By the Watch, before there is a mailbox or while there is one.
-void Group::note_parting(int rank, Parting parting) {
-  std::lock_guard lock(wake_mutex_);
-  partings_[static_cast<size_t>(rank)] = parting;
-  if (mailbox_) tell_mailbox(rank, parting);
-}
-
-void Group::tell_mailbox(int rank, Parting parting) {
-  if (parting == Parting::is_gone) return mailbox_->note_gone(rank);
-  mailbox_->note_leaving(rank);
+void Group::settle() {
+  if (executor_) executor_->settle();
+  if (mailbox_) mailbox_->settle();
 }
 
 void Group::run(Task& task, bool is_background) {

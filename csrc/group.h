@@ -68,6 +68,10 @@ class Group {
   // are still delivered, until the group is destroyed, which waits for that.
   void end();
 
+  // After `end`: returns when no thread touches an operation's or a message's memory any more, but for the one that
+  // calls it, within an operation that a signal interrupted.
+  void settle();
+
   int rank() const { return options_.rank; }
   int size() const { return static_cast<int>(options_.hosts.size()); }
 

@@ -13,6 +13,7 @@ void VisitedGroup::close() {
   if (enter(closed)) {
     self_ = shared_from_this();
     group_->end();
+    if (visits > 0) group_->settle();
     leave();
   }
   if (visits > 0) return;

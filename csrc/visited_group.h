@@ -9,7 +9,8 @@
 // Who frees: the last one out. A closer counts as a visitor, so the group is destroyed, once, by whoever finds that
 // nobody else is in: its threads, connections and memory are gone then. Who closes waits for that, but not within a
 // visit of its own thread, to this group or another: it would wait for itself, or for one who waits for it. Then it
-// goes on with the group ended, and the last visitor destroys it on the way out.
+// goes on with the group ended, once no other thread touches the memory of operations any more, and the last visitor
+// destroys the group on the way out.
 //
 // Who keeps the object: its owner's shared_ptr, and from the moment that it is closed to the moment that the group is
 // destroyed the object itself. So its owner may let go of it within a visit too.

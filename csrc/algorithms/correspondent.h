@@ -63,6 +63,8 @@ struct Correspondent {
 
   Link* link = nullptr;  // null while there is none
   bool is_requested = false;
+  std::exception_ptr failure;  // the link has ended, at this moment, and nobody has said yet that the peer leaves
+  double failed_at = 0;
 
   // Outward: frames in order, and after them the bytes that the peer wants, by the offer's number.
   std::deque<Frame> frames;

@@ -85,6 +85,9 @@ class Mailbox {
   // it was raised before, and then nothing is delivered any more either.
   void close(const std::function<bool()>& raise);
 
+  // After `close`: returns when no thread reads into a message's memory any more.
+  void settle();
+
   // After `close`: returns when the peers have taken in all that complete sends have promised them, or have ended, or
   // the deadline has passed. By one thread.
   void hand_over(const Deadline& deadline);
@@ -100,7 +103,7 @@ class Mailbox {
   // Within a host and between hosts: smaller messages are eager.
   static constexpr size_t eager_here = 64 * 1024, eager_elsewhere = 1024 * 1024 + 1;
   static constexpr size_t posting_bytes = 64 * 1024;        // moved each way by who posts a small message, at most
-  static constexpr size_t serving_bytes = 1024 * 1024;      // each way with a peer by who waits, before he looks at others
+  static constexpr size_t serving_bytes = 1024 * 1024;      // each way with a peer, before others have their turn
   static constexpr size_t piece_bytes = 128 * 1024;         // moved before he looks whether somebody posts
   static constexpr size_t reading_bytes = 4 * 1024 * 1024;  // read without it, before an alarm is heard
   static constexpr size_t content_bytes = 1024 * 1024;      // in a frame, so that others come between
@@ -122,6 +125,7 @@ class Mailbox {
   bool progress();
   bool is_connected(int peer);
   bool serve(int peer, size_t limit);
+  void judge_failure(Correspondent& with_peer);
   void take_in_what_came();
   void push(int peer, Frame frame);
   void answer(int peer, Header::Kind kind, uint64_t number = 0);
@@ -132,6 +136,8 @@ class Mailbox {
   void begin(int peer, Incoming& incoming);
   void end(int peer, Incoming& incoming);
   void return_credit(int peer, size_t bytes);
+
+  // mailbox_reading.cc
   bool read_offered(std::unique_lock<std::mutex>& lock);
   void end_reading(int peer, bool is_read);
 

@@ -1,5 +1,4 @@
-// Frames on the links to peers, and what peers offer: how messages move. The lock is held, but while a piece of an
-// offered message is read.
+// Frames on the links to and from peers. The lock is held.
 
 #include <algorithm>
 #include <array>
@@ -45,6 +44,7 @@ bool Mailbox::progress() {
     for (int step = 0; step < peers_.size; ++step) {
       const int peer = (first_ + step) % peers_.size;
       moved |= serve(peer, serving_bytes);
+      if (with(peer).failure) judge_failure(with(peer));
       if (!moved || !somebody_posts()) continue;
       first_ = peer + 1;
       break;
@@ -67,9 +67,21 @@ bool Mailbox::serve(int peer, size_t limit) {
     const bool written = write_frames(peer, limit);
     return read_frames(peer, limit) || written;
   } catch (const Failure&) {
-    if (!delivers_ && !with_peer.is_leaving && !with_peer.is_gone) throw;
-    with_peer.is_closed = true;  // a peer that left in order takes its links with it
+    with_peer.is_closed = true;
+    with_peer.failure = std::current_exception();
+    with_peer.failed_at = Deadline::now();
     return false;
+  }
+}
+
+// A peer that left takes its links with it, which harms nobody but who waits for it; the Watch tells about that. It may
+// do so after the link's end was seen.
+void Mailbox::judge_failure(Correspondent& with_peer) {
+  constexpr double grace = 1;
+  if (delivers_ || with_peer.is_expected || with_peer.is_leaving || with_peer.is_gone) {
+    with_peer.failure = nullptr;
+  } else if (Deadline::now() > with_peer.failed_at + grace) {
+    std::rethrow_exception(with_peer.failure);
   }
 }
 
@@ -119,7 +131,7 @@ bool Mailbox::write_frames(int peer, size_t limit) {
 bool Mailbox::has_frame(Correspondent& to) {
   if (!to.frames.empty() || to.contents.empty()) return !to.frames.empty();
   const uint64_t number = to.contents.front();
-  const Offer& offer = *offers_.find(number);
+  const Offer& offer = *offers_.find(number);  // its send is not complete
   const size_t bytes = std::min(content_bytes, offer.bytes - offer.sent);
   const Header header{.kind = Header::Kind::content, .bytes = bytes, .number = number};
   to.frames.push_back({.header = header, .bytes = offer.data + offer.sent});
@@ -269,79 +281,6 @@ void Mailbox::return_credit(int peer, size_t bytes) {
   to.owed += bytes;
   const bool has_header_to_write = !to.frames.empty() && to.frames.back().written == 0;
   if (to.owed >= Correspondent::all_credit / 4 && !has_header_to_write) answer(peer, Header::Kind::credit);
-}
-
-// --- what is offered ---
-
-// Reads a piece of a message that a peer offered, or of one that has long been here, without the lock. False if there
-// is none to read that no other thread reads.
-bool Mailbox::read_offered(std::unique_lock<std::mutex>& lock) {
-  if (readings_ == 0 || broken_) return false;
-  int peer = 0;
-  while (peer < peers_.size && (with(peer).readings.empty() || with(peer).is_being_read)) ++peer;
-  if (peer == peers_.size) return false;
-
-  Correspondent& from = with(peer);
-  Arrival& arrival = from.readings.front();
-  const size_t bytes = std::min(reading_bytes, arrival.header.bytes - arrival.done);
-  std::byte* const to = arrival.to() + arrival.done;
-  std::exception_ptr failure;
-  from.is_being_read = true;
-  lock.unlock();
-  try {
-    if (arrival.source) {
-      std::memcpy(to, arrival.source.get() + arrival.done, bytes);
-    } else {
-      peers_.read(peer, arrival.header.offered, arrival.done, bytes, to);
-    }
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  lock.lock();
-  from.is_being_read = false;
-  arrival.done += bytes;
-  if (broken_) {
-    fail_pending();
-    answer_if_heard(peer);
-  } else if (failure && (arrival.source || peers_.is_open(peer))) {
-    fail_all(failure);
-  } else if (failure || arrival.done == arrival.header.bytes) {
-    end_reading(peer, failure == nullptr);
-    attempt([&] { serve(peer, serving_bytes); });
-  }
-  read_.notify_all();
-  return true;
-}
-
-// A message was read, or cannot be, as its sender has left.
-void Mailbox::end_reading(int peer, bool is_read) {
-  Correspondent& from = with(peer);
-  const Arrival arrival = std::move(from.readings.front());
-  from.readings.pop_front();
-  --readings_;
-  const bool is_kept_here = arrival.source != nullptr;
-  // What lies in the application's memory is what was sent for as long as the sender has not left.
-  const bool is_sound = is_read && (is_kept_here || arrival.header.is_copy || peers_.is_open(peer));
-  if (arrival.message) {
-    if (is_sound) {
-      finish(*arrival.message);
-    } else {
-      fail(*arrival.message, left(peer));
-    }
-  } else {
-    arrival.early->is_complete = is_sound;
-    if (!is_sound) arrival.early->bytes = nullptr;
-    if (const auto message = arrival.early->wanted_by) {
-      if (is_sound) {
-        deliver(arrival.early);
-      } else {
-        early_.erase(arrival.early);
-        fail(*message, left(peer));
-      }
-    }
-  }
-  if (!is_kept_here) answer(peer, Header::Kind::taken, arrival.header.number);
-  answer_if_heard(peer);
 }
 
 }  // namespace shoal

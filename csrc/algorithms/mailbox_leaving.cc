@@ -74,6 +74,11 @@ void Mailbox::keep_what_is_promised(Correspondent& to) {
   }
 }
 
+void Mailbox::settle() {
+  std::unique_lock lock(mutex_);
+  read_.wait(lock, [this] { return readings_ == 0; });
+}
+
 void Mailbox::hand_over(const Deadline& deadline) {
   std::unique_lock lock(mutex_);
   const auto is_done = [](const Correspondent& each) {

@@ -19,7 +19,8 @@ void* Offers::copy(const void* data, size_t bytes) {
   const bool is_few = copies_.fetch_add(1) < most_copies;
   void* copy = nullptr;
   try {
-    if (has_room && is_few) copy = shared_buffers_.allocate(std::bit_ceil(bytes));  // few sizes, so that they come again
+    // Few sizes, so that the next message finds it again.
+    if (has_room && is_few) copy = shared_buffers_.allocate(std::bit_ceil(bytes));
   } catch (const Failure&) {
     // No memory to share, or no descriptor: the message is sent without.
   }

@@ -1,5 +1,5 @@
-// What mailboxes owe each other: messages of a rank that left, room for those that nobody asked for, and not to wait for
-// who reads.
+// What mailboxes owe each other: the messages of a rank that left, room for those that nobody asked for, and no waiting
+// for who reads.
 #include <algorithm>
 #include <cstring>
 
@@ -16,7 +16,7 @@ void what_was_sent_is_delivered_though_its_sender_left(Way way) {
   constexpr size_t sizes[] = {0, 8, 5000, 60'000, 65'536, 100'000, 1'000'000};
   Mailboxes mailboxes(3, way);
   const auto each = [&](const auto& work) {
-    for (int number = 0; number < 21; ++number) work(number % 2, number, sizes[static_cast<size_t>(number) % std::size(sizes)]);
+    for (int number = 0; number < 21; ++number) work(number % 2, number, sizes[number % 7]);
   };
   std::vector<std::shared_ptr<Message>> sent;
   std::vector<Bytes> data;
@@ -130,6 +130,28 @@ void all_may_leave_at_once(Way way) {
   });
 }
 
+// That a link has ended says nothing by itself: the peer may have left, which is told elsewhere, and perhaps later.
+void a_link_that_ends_harms_others_only_if_nobody_says_that_its_peer_left() {
+  for (const bool has_left : {true, false}) {
+    Mailboxes mailboxes(3, Way::network);
+    char byte = 'x', received = 0;
+    const auto for_ever = mailboxes[0].receive(2, 0, &received, 1);
+    mailboxes.end_link(0, 2);
+    const auto exchange = [&] {
+      wait(mailboxes[1], *mailboxes[1].send(0, 1, &byte, 1));
+      wait(mailboxes[0], *mailboxes[0].receive(1, 1, &received, 1));
+    };
+    exchange();
+    if (has_left) mailboxes[0].note_gone(2);
+    CHECK_EQUAL(mailboxes[0].wait_until(*for_ever, patience, Deadline::after(1.2)), !has_left);
+    if (has_left) {
+      exchange();
+    } else {
+      CHECK_THROWS(wait(mailboxes[0], *for_ever), Code::peer_lost);
+    }
+  }
+}
+
 // Messages that nobody asks for do not fill the receiver's memory, nor stand in the way of the one that it waits for.
 void unasked_messages_wait_with_their_sender(Way way) {
   constexpr int count = 200;
@@ -146,7 +168,8 @@ void unasked_messages_wait_with_their_sender(Way way) {
   wait(mailboxes[1], *mailboxes[1].receive(0, 9, &received, 1));
   CHECK_EQUAL(received, 'x');
   wait(mailboxes[0], *wanted);
-  const auto complete = std::count_if(sent.begin(), sent.end(), [](const auto& message) { return message->done.load(); });
+  const auto is_done = [](const auto& message) { return message->done.load(); };
+  const auto complete = static_cast<size_t>(std::count_if(sent.begin(), sent.end(), is_done));
   CHECK(complete * bytes <= Correspondent::all_credit);
   CHECK(complete * bytes > Correspondent::all_credit / 2);
   std::vector<Bytes> got(count, Bytes(bytes));
@@ -220,6 +243,7 @@ int main() {
     all_may_leave_at_once(way);
     unasked_messages_wait_with_their_sender(way);
   }
+  a_link_that_ends_harms_others_only_if_nobody_says_that_its_peer_left();
   who_posts_does_not_wait_for_who_reads();
   a_message_that_is_read_fails_when_nobody_writes_to_it_any_more();
   return report();

@@ -54,7 +54,7 @@ class Mailboxes {
       links_.push_back(std::make_unique<HostLinks>(host_[rank].board));
       Mailbox::Peers peers{
           .size = size,
-          .links = way == Way::network ? network_.of(rank) : *links_.back(),
+          .links = way == Way::network ? static_cast<Links&>(network_.of(rank)) : *links_.back(),
           .doorbell = way == Way::network ? nullptr : &host_[rank].board.front(rank).doorbell,
           .shared_buffers = host_.shared_buffers(),
           .can_read_peers = way == Way::read,
@@ -99,6 +99,9 @@ class Mailboxes {
     mailboxes_[static_cast<size_t>(rank)].reset();
     tell([&](Mailbox& mailbox) { mailbox.note_gone(rank); });
   }
+
+  // Of the network: a rank finds that its connection with a peer was closed.
+  void end_link(int rank, int peer) { network_.of(rank).end(peer); }
 
   // Calls this in the next read of what a peer offers.
   void before_reading(std::function<void()> work) { before_reading_ = std::move(work); }

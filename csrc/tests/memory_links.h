@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <mutex>
@@ -50,11 +51,19 @@ class MemoryLink final : public Link {
  public:
   MemoryLink(MemoryStream& outward, MemoryStream& inward) : outward_(outward), inward_(inward) {}
 
-  size_t send(const void* data, size_t size) override { return outward_.write(data, size); }
-  size_t receive(void* data, size_t size) override { return inward_.read(data, size); }
+  size_t send(const void* data, size_t size) override { return check(), outward_.write(data, size); }
+  size_t receive(void* data, size_t size) override { return check(), inward_.read(data, size); }
   bool append_poll(std::vector<pollfd>&, bool, bool) override { return false; }
 
+  // As a connection that its other end has closed.
+  void end() { is_ended_ = true; }
+
  private:
+  void check() const {
+    if (is_ended_) throw Failure(Code::peer_lost, -1, "the link has ended");
+  }
+
+  std::atomic<bool> is_ended_{false};
   MemoryStream& outward_;
   MemoryStream& inward_;
 };
@@ -65,6 +74,7 @@ class MemoryLinks final : public Links {
 
   Link& to(int peer, Deadline) override { return links_[static_cast<size_t>(peer)]; }
   Link* find(int peer) override { return &links_[static_cast<size_t>(peer)]; }
+  void end(int peer) { links_[static_cast<size_t>(peer)].end(); }
 
  private:
   std::deque<MemoryLink> links_;
@@ -83,7 +93,7 @@ class MemoryNetwork {
     }
   }
 
-  Links& of(int rank) { return links_[static_cast<size_t>(rank)]; }
+  MemoryLinks& of(int rank) { return links_[static_cast<size_t>(rank)]; }
 
   bool is_empty() {
     return std::all_of(streams_.begin(), streams_.end(),

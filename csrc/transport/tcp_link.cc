@@ -4,9 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <system_error>
-#include <thread>
 
 namespace shoal {
 
@@ -72,10 +70,7 @@ void TcpLink::interrupt() {
 }
 
 void TcpLink::fail(const std::string& what) const {
-  // A peer that gave up because of a third rank said so before it closed this connection: let that arrive.
-  using namespace std::chrono_literals;
-  for (int look = 0; look < 30 && !alarm_.is_raised(); ++look) std::this_thread::sleep_for(1ms);
-  alarm_.check();
+  alarm_.check();  // a peer that gave up because of a third rank said so before it closed this connection
   throw Failure(Code::peer_lost, peer_,
                 "the connection with rank " + std::to_string(peer_) + " ended: " + what);
 }

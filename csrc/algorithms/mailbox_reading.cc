@@ -1,0 +1,83 @@
+// Messages that peers offer, and early ones that are large, are read by whoever waits, or by the mailbox's thread,
+// without the lock. Meanwhile the message belongs to the thread that reads it: it alone may finish it or let it fail.
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "algorithms/mailbox.h"
+
+namespace shoal {
+
+// Reads a piece of a message that a peer offered, or of one that has long been here, without the lock. False if there
+// is none to read that no other thread reads.
+bool Mailbox::read_offered(std::unique_lock<std::mutex>& lock) {
+  if (readings_ == 0 || broken_) return false;
+  int peer = 0;
+  while (peer < peers_.size && (with(peer).readings.empty() || with(peer).is_being_read)) ++peer;
+  if (peer == peers_.size) return false;
+
+  Correspondent& from = with(peer);
+  Arrival& arrival = from.readings.front();
+  const size_t bytes = std::min(reading_bytes, arrival.header.bytes - arrival.done);
+  std::byte* const to = arrival.to() + arrival.done;
+  std::exception_ptr failure;
+  from.is_being_read = true;
+  lock.unlock();
+  try {
+    if (arrival.source) {
+      std::memcpy(to, arrival.source.get() + arrival.done, bytes);
+    } else {
+      peers_.read(peer, arrival.header.offered, arrival.done, bytes, to);
+    }
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  lock.lock();
+  from.is_being_read = false;
+  arrival.done += bytes;
+  if (broken_) {
+    fail_pending();
+    answer_if_heard(peer);
+  } else if (failure && (arrival.source || peers_.is_open(peer))) {
+    fail_all(failure);
+  } else if (failure || arrival.done == arrival.header.bytes) {
+    end_reading(peer, failure == nullptr);
+    attempt([&] { serve(peer, serving_bytes); });
+  }
+  read_.notify_all();
+  return true;
+}
+
+// A message was read, or cannot be, as its sender has left.
+void Mailbox::end_reading(int peer, bool is_read) {
+  Correspondent& from = with(peer);
+  const Arrival arrival = std::move(from.readings.front());
+  from.readings.pop_front();
+  --readings_;
+  const bool is_kept_here = arrival.source != nullptr;
+  // What lies in the application's memory is what was sent for as long as the sender has not left.
+  const bool is_sound = is_read && (is_kept_here || arrival.header.is_copy || peers_.is_open(peer));
+  if (arrival.message) {
+    if (is_sound) {
+      finish(*arrival.message);
+    } else {
+      fail(*arrival.message, left(peer));
+    }
+  } else {
+    arrival.early->is_complete = is_sound;
+    if (!is_sound) arrival.early->bytes = nullptr;
+    if (const auto message = arrival.early->wanted_by) {
+      if (is_sound) {
+        deliver(arrival.early);
+      } else {
+        early_.erase(arrival.early);
+        fail(*message, left(peer));
+      }
+    }
+  }
+  if (!is_kept_here) answer(peer, Header::Kind::taken, arrival.header.number);
+  answer_if_heard(peer);
+}
+
+}  // namespace shoal

@@ -1,0 +1,18 @@
+// Counts what is waited for while it is: peers that are silent, or left, are given up only then.
+#pragma once
+
+#include <atomic>
+
+namespace shoal {
+
+class Counted {
+ public:
+  explicit Counted(std::atomic<int>& count) : count_(count) { count_.fetch_add(1); }
+  ~Counted() { count_.fetch_sub(1); }
+  Counted(const Counted&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
+}  // namespace shoal
