@@ -331,9 +331,9 @@ void a_group_forms_while_the_one_before_is_left() {
   const Hubs hubs = make_hubs(2);
   constexpr int rounds = 60;
   std::vector<Ranks> groups;
+  std::vector<std::thread> processes;
   for (int round = 0; round < rounds; ++round) groups.push_back(make_ranks_of(hubs));
   const std::vector<Endpoint> endpoints = endpoints_of(groups.front());
-  std::vector<std::thread> processes;
   for (size_t index = 0; index < hubs.size(); ++index) {
     processes.emplace_back([&, index] {
       std::mt19937 random(static_cast<unsigned>(index));
