@@ -308,7 +308,6 @@ void groups_of_the_same_processes_share_their_connections() {
   }
   for (const int count : descriptors) CHECK_EQUAL(count, descriptors.front());
   CHECK_EQUAL(endpoints_of(groups.front())[1].address, endpoints_of(groups.back())[1].address);
-
   groups[0].clear();  // nobody but its own ranks hears of it
   groups[1][2]->watch.tell(Code::aborted, 2, "rank 2 aborted the group");
   for (auto& rank : groups[1]) CHECK(comes_true([&] { return rank->alarm.is_raised(); }));
@@ -338,7 +337,7 @@ void a_group_forms_while_the_one_before_is_left() {
     processes.emplace_back([&, index] {
       std::mt19937 random(static_cast<unsigned>(index));
       for (int round = 0; round < rounds; ++round) {
-        std::unique_ptr<NetworkRank>& self = groups[static_cast<size_t>(round)][index];
+        auto& self = groups[static_cast<size_t>(round)][index];
         self->start(endpoints, secret_of(static_cast<uint8_t>(round)));
         CHECK(!self->alarm.is_raised());
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
