@@ -199,12 +199,12 @@ def test_the_error_of_different_calls_reads_as_the_page_shows_it():
         ("up to 256 KiB", "algorithms/host.h", "one_shot_bytes = 256 * 1024;"),
         ("at most 512 KiB", "transport/board.h", "slot_bytes = 512 * 1024;"),
         ("stripes of 128 KiB", "transport/tcp_link.h", "stripe_bytes = 128 * 1024;"),
-        ("From 64 KiB on the receiver reads", "algorithms/mailbox.h", "offered_bytes = 64 * 1024;"),
+        ("from 64 KiB on, the receiver reads", "algorithms/mailbox.h", "eager_here = 64 * 1024,"),
         ("from 512 KiB on by a ring", "group.cc", "large = 512 * 1024;"),
-        ("looked for every 20 ms", "transport/watch.cc", "longest_tick = 0.02;"),
+        ("looked for every 20 ms", "transport/watch.cc", "longest_tick = 0.02, longest_idle_tick = 0.2;"),
         ("after 0.5 s of waiting; after `heartbeat`", "group.cc", "one_host_ ? 0.5 : options_.heartbeat"),
         ("idle for a minute", "transport/tcp_socket.h", "idle_seconds = 60;"),
-        ("takes longer than five seconds", "transport/tcp_network.h", "handshake_limit = 5)"),
+        ("takes longer than five seconds", "transport/hub.h", "handshake_limit = 5)"),
     ],
 )
 def test_numbers_on_the_page_are_those_of_the_native_core(said, file, code):
