@@ -151,6 +151,8 @@ void Group::start(bool can_read_peers) {
                      .patience = {},
                      .can_read_peers = can_read_peers,
                      .cache_share = cache_share(cores)});
+  // Ranks that wait for each other's cores wait once a block.
+  if (count_running(cores) < static_cast<int>(cores.size())) host_->most_block_bytes = Board::slot_bytes;
   collective_links_ = std::make_unique<PeerLinks>(*this, 0, can_read_peers);
   message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // large messages are the mailbox's affair
   over_links_.emplace(rank(), hierarchy_, *collective_links_, alarm_);

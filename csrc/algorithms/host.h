@@ -24,14 +24,14 @@ struct Host {
   Patience patience;
   bool can_read_peers;  // process_vm_readv works between all ranks of the host
   size_t cache_share = 16 << 20;  // bytes of last-level cache for each rank, alike on all
-  size_t most_block_bytes = Board::slot_bytes;  // of what is passed through the slots block by block
+  size_t most_block_bytes = 512 * 1024;  // of what goes through the slots block by block; alike on all
   std::vector<std::byte> scratch = {};  // kept from one operation to the next
 };
 
 // A block's bytes: two slots of each rank, and what it reads and writes meanwhile, should stay in the caches.
 inline size_t block_bytes(const Host& host) {
   constexpr size_t least = 64 * 1024;
-  return std::min(std::max(host.cache_share / 8, least), host.most_block_bytes);
+  return std::min({std::max(host.cache_share / 8, least), host.most_block_bytes, Board::slot_bytes});
 }
 
 // One-shot: every rank copies what others need into its slot and publishes; when all have, every rank takes

@@ -20,7 +20,7 @@ namespace shoal::testing {
 struct HostOptions {
   uint32_t first_tick = 0;
   bool reads_peers = true;
-  size_t most_block_bytes = Board::slot_bytes;
+  size_t most_block_bytes = 512 * 1024;
   Patience patience = {.spins = 20, .yields = 20};  // there are more ranks than cores
 };
 

@@ -78,7 +78,7 @@ struct Ring {
 
 class Board {
  public:
-  static constexpr size_t slot_bytes = 512 * 1024;
+  static constexpr size_t slot_bytes = 1024 * 1024;
   static constexpr int channels = 2;  // of rings: collectives, and point to point
 
   // This rank's own part, for a host of `size` ranks of the group. The first tick is a test's affair.

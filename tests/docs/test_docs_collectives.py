@@ -197,7 +197,8 @@ def test_the_error_of_different_calls_reads_as_the_page_shows_it():
     ("said", "file", "code"),
     [
         ("up to 256 KiB", "algorithms/host.h", "one_shot_bytes = 256 * 1024;"),
-        ("at most 512 KiB", "transport/board.h", "slot_bytes = 512 * 1024;"),
+        ("at most 512 KiB", "algorithms/host.h", "most_block_bytes = 512 * 1024;"),
+        ("1 MiB where ranks", "transport/board.h", "slot_bytes = 1024 * 1024;"),
         ("stripes of 128 KiB", "transport/tcp_link.h", "stripe_bytes = 128 * 1024;"),
         ("from 64 KiB on, the receiver reads", "algorithms/mailbox.h", "eager_here = 64 * 1024,"),
         ("from 512 KiB on by a ring", "group.cc", "large = 512 * 1024;"),
