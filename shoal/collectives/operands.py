@@ -24,7 +24,7 @@ _ABOVE_OFFSETS = 1 << 44
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """The size of its elements."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def address_of(tensor: torch.Tensor) -> int:

@@ -31,7 +31,7 @@ class Done(_Base):
     """
 
     def __init__(self, result: Sequence[Any], algorithm: str = "") -> None:
-        super().__init__()
+        _Base.__init__(self)  # a small operation notices super()
         self._result = result
         self.algorithm = algorithm
         self.finished = time.perf_counter()
