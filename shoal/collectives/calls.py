@@ -86,7 +86,10 @@ def _defined_on(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 _NUMBERS = {  # by the hash of the ReduceOp, which is its kind's and read three times as fast as the kind
-    (hash(ReduceOp(_Kind.__members__[name])), dtype): (_DTYPES[_COMPLEX.get(dtype, dtype)], _REDUCTIONS.index(name))
+    (hash(ReduceOp(_Kind.__members__[name])), dtype): (
+        _DTYPES[_COMPLEX.get(dtype, dtype)],
+        _REDUCTIONS.index(name),
+    )
     for dtype in (*_DTYPES, *_COMPLEX)
     for name in _defined_on(dtype)
 }
