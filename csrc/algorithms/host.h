@@ -46,7 +46,7 @@ void finish_one_shot(const Operation& operation, Host& host);
 // says that they have, so that the buffers may be used again.
 void run_direct(const Operation& operation, Host& host);
 
-// "Two-shot": rank i folds the i-th slice of all, and gives the sum to everyone.
+// "Two-shot", and reduce: rank i folds the i-th slice of all, and gives the sum to everyone, or to the root.
 void run_host_all_reduce(const Operation& operation, Host& host);
 
 // All-gather and reduce-scatter of one tensor.

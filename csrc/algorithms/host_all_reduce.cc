@@ -1,4 +1,4 @@
-// The all-reduce within a host of what is too large for one-shot.
+// The all-reduce within a host of what is too large for one-shot, and the reduce, whose sums only the root takes.
 //
 // The buffer is cut into blocks, and a block into a slice for each rank: rank i folds everybody's slice i, in the
 // order of ranks. A private buffer goes through the rank's slots, block by block; all that ranks share stays in the
@@ -74,6 +74,7 @@ class AllReduce {
         output_(static_cast<std::byte*>(operation.output)),
         cut_(operation.bytes, block_bytes(host), host.board.size()),
         piece_bytes_(piece_bytes(host.board.size())),
+        only_taker_(operation.collective == Collective::reduce ? operation.root : -1),
         peers_(static_cast<size_t>(host.board.size())),
         sources_(peers_.size()) {}
 
@@ -98,7 +99,7 @@ class AllReduce {
     board_.prepare(host_.patience, host_.alarm, op_.deadline);
     Notice& notice = board_.own_notice();
     notice.input = describe(input_, op_.bytes, host_.shared_buffers);
-    notice.output = describe(output_, op_.bytes, host_.shared_buffers);
+    notice.output = takes(board_.index()) ? describe(output_, op_.bytes, host_.shared_buffers) : notice.input;
     notice.released = host_.shared_buffers.released();
     is_mapped_ = is_mapped(notice);
     if (!is_mapped_) exchange(0);
@@ -121,6 +122,9 @@ class AllReduce {
     return host_.peer_buffers.map(board_.pid_of(index), board_.rank_of(index), region);
   }
 
+  // Whether a rank gets the sums.
+  bool takes(int index) const { return only_taker_ < 0 || index == only_taker_; }
+
   void finish_tick() {
     board_.publish();
     board_.await_all(host_.patience, host_.alarm, op_.deadline);
@@ -132,7 +136,7 @@ class AllReduce {
     for (int step = 1; step < board_.size(); ++step) {
       const int peer = (board_.index() + step) % board_.size();
       std::byte* const place = board_.own_slot() + static_cast<size_t>(peer) * cut_.most_of_slice();
-      const Slice sums = tick >= 2 ? cut_.slice(tick - 2, peer) : Slice{0, 0};
+      const Slice sums = tick >= 2 && takes(board_.index()) ? cut_.slice(tick - 2, peer) : Slice{0, 0};
       const Slice given = tick < cut_.blocks() ? cut_.slice(tick, peer) : Slice{0, 0};
       for (size_t at = 0; at < std::max(sums.bytes, given.bytes); at += piece_bytes_) {
         if (at < sums.bytes) {
@@ -158,12 +162,15 @@ class AllReduce {
         const std::byte* const input = index == board_.index() ? input_ : peers_[static_cast<size_t>(index)].input;
         sources_[static_cast<size_t>(index)] = input != nullptr ? input + offset : place_of(index) + at;
       }
-      combine(op_.dtype, op_.reduction, output_ + offset, sources_.data(), board_.size(), bytes / size_of(op_.dtype),
-              board_.size());
-      for (int step = 1; step < board_.size(); ++step) {
-        const int index = (board_.index() + step) % board_.size();
+      const auto target = [&](int index) {
+        if (index == board_.index()) return output_ + offset;
         std::byte* const output = peers_[static_cast<size_t>(index)].output;
-        std::memcpy(output != nullptr ? output + offset : place_of(index) + at, output_ + offset, bytes);
+        return output != nullptr ? output + offset : place_of(index) + at;
+      };
+      std::byte* const sum = target(takes(board_.index()) ? board_.index() : only_taker_);
+      combine(op_.dtype, op_.reduction, sum, sources_.data(), board_.size(), bytes / size_of(op_.dtype), board_.size());
+      for (int step = 1; step < board_.size() && only_taker_ < 0; ++step) {
+        std::memcpy(target((board_.index() + step) % board_.size()), sum, bytes);
       }
       host_.alarm.check();
     }
@@ -176,6 +183,7 @@ class AllReduce {
   std::byte* const output_;
   Cut cut_;
   const size_t piece_bytes_;
+  const int only_taker_;  // of the sums; -1: everybody takes them
   bool is_mapped_ = false;  // this rank's buffer, by the peers
   std::vector<Peer> peers_;
   std::vector<const void*> sources_;

@@ -48,24 +48,6 @@ void all_gather_stripes(const Operation& op, Host& host) {
   direct.pass();
 }
 
-// Every rank folds a slice into memory that the others can read; the root takes the slices.
-void reduce(const Operation& op, Host& host) {
-  const int size = host.board.size();
-  const Slice own = slice_of(op.bytes, size, host.board.index());
-  std::vector<std::byte> folded(own.bytes);
-  Operation slice = op;
-  slice.output = folded.data();
-  Direct direct(slice, host, op.bytes, own.bytes);
-  direct.open();
-  direct.fold(own.offset, own.bytes, direct.output());
-  direct.pass();
-  for (int peer = 0; peer < size && host.board.index() == op.root; ++peer) {
-    const Slice part = slice_of(op.bytes, size, peer);
-    direct.take_output(peer, 0, part.bytes, static_cast<std::byte*>(op.output) + part.offset);
-  }
-  direct.pass();
-}
-
 void gather(const Operation& op, Host& host) {
   Direct direct(op, host, op.bytes, 0);
   direct.open();
@@ -144,6 +126,7 @@ void run_direct(const Operation& op, Host& host) {
     case Collective::barrier:
       return host.board.pass(host.patience, host.alarm, op.deadline);
     case Collective::all_reduce:
+    case Collective::reduce:
       return run_host_all_reduce(op, host);
     case Collective::all_gather:
       return op.stripes ? all_gather_stripes(op, host) : run_host_exchange(op, host);
@@ -151,8 +134,6 @@ void run_direct(const Operation& op, Host& host) {
       return op.stripes ? reduce_scatter_stripes(op, host) : run_host_exchange(op, host);
     case Collective::broadcast:
       return broadcast(op, host);
-    case Collective::reduce:
-      return reduce(op, host);
     case Collective::gather:
       return gather(op, host);
     case Collective::scatter:

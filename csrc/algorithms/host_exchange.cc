@@ -13,7 +13,8 @@
 // The number of blocks is even. So the last block is taken out of one's own slot, which nobody else uses then: one may
 // leave and begin the next operation, and the slot's lines are where they are needed first.
 //
-// A buffer that peers have mapped is not put anywhere: they take from it, and a last tick says that they have.
+// A buffer that peers have mapped is not put anywhere: they take from it, and a last tick says that they have. If all
+// buffers are such, one block is the whole.
 
 #include <algorithm>
 #include <cstring>
@@ -73,15 +74,22 @@ class Exchange {
     is_mapped_ = notice.input.descriptor >= 0;
     move(0);
     finish_tick();
-    bool some_are_mapped = is_mapped_;
+    bool some_are_mapped = is_mapped_, all_are_mapped = is_mapped_;
     for (int index = 0; index < board_.size(); ++index) {
       if (index == board_.index()) continue;
       const Notice& theirs = board_.notice(index);
       host_.peer_buffers.refresh(board_.pid_of(index), theirs.released);
-      if (theirs.input.descriptor < 0) continue;
-      some_are_mapped = true;
+      const bool is_mapped = theirs.input.descriptor >= 0;
+      some_are_mapped |= is_mapped;
+      all_are_mapped &= is_mapped;
+      if (!is_mapped) continue;
       mapped_[static_cast<size_t>(index)] =
           host_.peer_buffers.map(board_.pid_of(index), board_.rank_of(index), theirs.input);
+    }
+    if (all_are_mapped) {
+      blocks_ = 1;
+      block_bytes_ = op_.bytes;
+      if (gathers_) piece_bytes_ = alarm_bytes;  // copied in one direction after the other
     }
     return some_are_mapped;
   }
@@ -119,7 +127,8 @@ class Exchange {
         if (gathers_ && take.bytes > 0) take_part(peer, take, at, tick);
         if (!is_mapped_ && give.bytes > 0) std::memcpy(place(peer, tick) + at, given_to(peer) + give.offset, give.bytes);
       }
-      if (gathers_ && give.bytes > 0) copy(part(output_, board_.index()) + give.offset, input_ + give.offset, give.bytes);
+      const Slice own = is_mapped_ ? take : give;  // what is put in the slot is in the caches
+      if (gathers_ && own.bytes > 0) copy(part(output_, board_.index()) + own.offset, input_ + own.offset, own.bytes);
       if (at % alarm_bytes == 0) host_.alarm.check();
     }
   }
@@ -160,7 +169,7 @@ class Exchange {
             piece.bytes / size_of(op_.dtype), board_.size());
   }
 
-  static constexpr size_t alarm_bytes = 1 << 20;
+  static constexpr size_t alarm_bytes = 16 << 20;
 
   const Operation& op_;
   Host& host_;
@@ -170,7 +179,7 @@ class Exchange {
   const size_t input_bytes_;
   std::byte* const output_;
   const size_t output_bytes_;
-  const size_t piece_bytes_;
+  size_t piece_bytes_;
   size_t most_bytes_;   // of a place
   size_t blocks_, block_bytes_;
   uint32_t first_tick_ = 0;

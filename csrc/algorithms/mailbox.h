@@ -138,7 +138,7 @@ class Mailbox {
   void return_credit(int peer, size_t bytes);
 
   // mailbox_reading.cc
-  bool read_offered(std::unique_lock<std::mutex>& lock);
+  size_t read_offered(std::unique_lock<std::mutex>& lock, size_t most_bytes = SIZE_MAX);
   void end_reading(int peer, bool is_read);
 
   // mailbox_leaving.cc

@@ -9,13 +9,18 @@
 
 namespace shoal {
 
-// Reads a piece of a message that a peer offered, or of one that has long been here, without the lock. False if there
-// is none to read that no other thread reads.
-bool Mailbox::read_offered(std::unique_lock<std::mutex>& lock) {
-  if (readings_ == 0 || broken_) return false;
+// Reads a piece of a message that a peer offered, or of one that has long been here, without the lock: how many
+// bytes. 0 if there is none that no other thread reads and that has no more than `most_bytes` left.
+size_t Mailbox::read_offered(std::unique_lock<std::mutex>& lock, size_t most_bytes) {
+  if (readings_ == 0 || broken_) return 0;
+  const auto is_for_this_thread = [&](const Correspondent& from) {
+    if (from.readings.empty() || from.is_being_read) return false;
+    const Arrival& next = from.readings.front();
+    return next.header.bytes - next.done <= most_bytes;
+  };
   int peer = 0;
-  while (peer < peers_.size && (with(peer).readings.empty() || with(peer).is_being_read)) ++peer;
-  if (peer == peers_.size) return false;
+  while (peer < peers_.size && !is_for_this_thread(with(peer))) ++peer;
+  if (peer == peers_.size) return 0;
 
   Correspondent& from = with(peer);
   Arrival& arrival = from.readings.front();
@@ -46,7 +51,7 @@ bool Mailbox::read_offered(std::unique_lock<std::mutex>& lock) {
     attempt([&] { serve(peer, serving_bytes); });
   }
   read_.notify_all();
-  return true;
+  return bytes;
 }
 
 // A message was read, or cannot be, as its sender has left.

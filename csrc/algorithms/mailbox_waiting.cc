@@ -50,7 +50,7 @@ bool Mailbox::wait_until(Message& message, const Patience& patience, const Deadl
   int idle = 0;  // rounds since something moved
   for (unsigned round = 1; !message.done.load(std::memory_order_acquire); ++round) {
     bool moved = progress();
-    if (!message.done.load(std::memory_order_relaxed)) moved |= read_offered(lock);
+    if (!message.done.load(std::memory_order_relaxed)) moved |= read_offered(lock) > 0;
     idle = moved ? 0 : idle + 1;
     const bool is_patient = idle > patience.spins + patience.yields;
     if ((is_patient || round % rounds_per_look_at_the_clock == 0) && limit.has_passed()) return false;
@@ -67,6 +67,8 @@ bool Mailbox::wait_until(Message& message, const Patience& patience, const Deadl
     }
     lock.lock();
   }
+  // What takes no longer than to wake the mailbox's thread for it, which would take a core from somebody.
+  for (size_t left = serving_bytes, read = 1; read > 0; left -= read) read = read_offered(lock, left);
   return true;
 }
 
@@ -147,7 +149,7 @@ void Mailbox::run() {
     if (is_left()) {
       note_private_memory(lock);
       bool moved = progress();
-      moved |= read_offered(lock);
+      moved |= read_offered(lock) > 0;
       if (moved) {
         pause = shortest;
         give_way(lock);
