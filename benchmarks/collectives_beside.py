@@ -2,11 +2,11 @@
 
     git worktree add ../before COMMIT
     (cd ../before && PYTHON setup.py build_ext --inplace)
-    python benchmarks/collectives_beside.py ../before [--rounds 5] [--ranks 2] [--fresh] [--collective all_reduce]
+    python benchmarks/collectives_beside.py ../before [--ranks 2] [--collective all_reduce] [--fresh]
 
-Each round runs `shoal bench` once from each checkout, every other round in the reverse order; its figure is the
-median of the bench's own rounds, and a ratio is taken in each round. Both use the packages of one environment.
-`--fresh` needs a checkout that has it.
+Each round runs `shoal bench` once from each checkout, every other round in the reverse order. Its figure is
+the median of the bench's own rounds, and a ratio is taken in each round. Both use the packages of one
+environment. `--fresh` needs a checkout that has it.
 """
 
 from __future__ import annotations

@@ -174,10 +174,7 @@ int shoal_group_join(shoal_group* group, const char* const* introductions, const
 }
 
 int shoal_group_start(shoal_group* group, int can_read_peers) {
-  return static_cast<int>(guarded([&] {
-    Visit(*group->group)->start(can_read_peers != 0);
-    return 0;
-  }));
+  return static_cast<int>(guarded([&] { return Visit(*group->group)->start(can_read_peers != 0); }));
 }
 
 int shoal_group_abort(shoal_group* group, const char* text) {

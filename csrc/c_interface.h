@@ -37,6 +37,7 @@ int shoal_group_introduce(shoal_group* group, char* text, size_t capacity);
 // How this rank reaches its peers' memory: a Reach (group.h).
 int shoal_group_join(shoal_group* group, const char* const* introductions, const char* secret,
                      double timeout);
+// How many ranks of this host take turns on a core: 1 if each has one of its own.
 int shoal_group_start(shoal_group* group, int can_read_peers);
 int shoal_group_abort(shoal_group* group, const char* text);
 // 0 while the group works; otherwise why it does not.

@@ -138,7 +138,7 @@ void Group::watch_neighbours(const std::vector<Introduction>& introductions) {
   });
 }
 
-void Group::start(bool can_read_peers) {
+int Group::start(bool can_read_peers) {
   const std::vector<Cores> cores = board_.cores();
   patience_ = patience_for(cores, false);
   background_patience_ = patience_for(cores, true);
@@ -152,7 +152,8 @@ void Group::start(bool can_read_peers) {
                      .can_read_peers = can_read_peers,
                      .cache_share = cache_share(cores)});
   // Ranks that wait for each other's cores wait once a block.
-  if (count_running(cores) < static_cast<int>(cores.size())) host_->most_block_bytes = Board::slot_bytes;
+  const int turns = turns_on_a_core(cores);
+  if (turns > 1) host_->most_block_bytes = Board::slot_bytes;
   collective_links_ = std::make_unique<PeerLinks>(*this, 0, can_read_peers);
   message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // large messages are the mailbox's affair
   over_links_.emplace(rank(), hierarchy_, *collective_links_, alarm_);
@@ -187,6 +188,7 @@ void Group::start(bool can_read_peers) {
   }
   const auto run_task = [this](Task& task, bool is_background) { run(task, is_background); };
   executor_ = std::make_unique<Executor>(run_task);
+  return turns;
 }
 
 // Who destroys a group is the last who uses it. It goes in this order: whoever waits is freed; peers take in what

@@ -42,11 +42,12 @@ class Group {
   ~Group();
 
   // Forming a group: every rank lets its peers on the host read its memory, if it wants direct reads, publishes its
-  // introduction, joins with everybody's, and starts when all have joined.
+  // introduction, joins with everybody's, and starts when all have joined. How many ranks of this host take turns on a
+  // core: 1 if each has one of its own.
   void allow_reads_by(std::vector<pid_t> peers) { allowed_reads_.emplace(std::move(peers)); }
   std::string introduce() const;
   Reach join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline);
-  void start(bool can_read_peers);
+  int start(bool can_read_peers);
 
   // Begins an operation. Null if it is done already; otherwise it has to be waited for.
   std::shared_ptr<Task> call(Operation operation, bool asynchronous);

@@ -236,6 +236,11 @@ int count_running(const std::vector<Cores>& processes) {
   return std::min(within_limits, Matching(processes).count());
 }
 
+int turns_on_a_core(const std::vector<Cores>& processes) {
+  const int count = static_cast<int>(processes.size()), running = std::max(count_running(processes), 1);
+  return std::max((count + running - 1) / running, 1);
+}
+
 size_t cache_share(const std::vector<Cores>& processes) {
   std::bitset<Cores::most> heads;
   uint64_t least = UINT64_MAX;
@@ -248,7 +253,7 @@ size_t cache_share(const std::vector<Cores>& processes) {
 }
 
 Patience patience_for(const std::vector<Cores>& processes, bool is_background) {
-  if (count_running(processes) < static_cast<int>(processes.size())) return {.spins = 20, .yields = 200};
+  if (turns_on_a_core(processes) > 1) return {.spins = 20, .yields = 200};
   if (is_background) return {.spins = 100, .yields = 5};
   return {.spins = 2000, .yields = 50};
 }

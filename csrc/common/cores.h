@@ -30,6 +30,9 @@ Cores find_cores(const std::string& root = "");
 // as there are processes: if fewer, some have to wait for others.
 int count_running(const std::vector<Cores>& processes);
 
+// How many of the processes take turns on a core: 1 if each has one of its own.
+int turns_on_a_core(const std::vector<Cores>& processes);
+
 // Bytes of last-level cache for each of the processes, if they share those that they have evenly. It is the same for
 // every process that knows the same.
 size_t cache_share(const std::vector<Cores>& processes);

@@ -30,6 +30,7 @@ Cores limited(Cores cores, double quota, uint64_t group) {
 void ranks_that_are_bound_to_a_core_each_spin() {
   const std::vector<Cores> pinned{bound_to({0}), bound_to({1}), bound_to({2}), bound_to({3})};
   CHECK_EQUAL(count_running(pinned), 4);
+  CHECK_EQUAL(turns_on_a_core(pinned), 1);
   CHECK_EQUAL(patience_for(pinned, false).spins, 2000);
   CHECK(patience_for(pinned, true).spins < 2000);  // in the background it leaves the core to the application
 }
@@ -40,6 +41,7 @@ void ranks_that_share_a_core_do_not_spin() {
   const std::vector<Cores> crowded{bound_to({0}), bound_to({0}), bound_to({0, 1, 2, 3, 4, 5})};
   CHECK_EQUAL(count_running(crowded), 2);
   CHECK(patience_for(crowded, false).spins < 100);
+  CHECK_EQUAL(turns_on_a_core(crowded), 2);
 }
 
 void the_first_ranks_leave_cores_to_those_that_can_use_no_others() {

@@ -32,6 +32,11 @@ class TimedGroup(Protocol):
         """On how many hosts they are, equally many on each."""
         ...
 
+    @property
+    def turns(self) -> int:
+        """How many of them take turns on a core: 1 if each has one of its own."""
+        ...
+
     def run(self, collective: str, algorithm: str, nbytes: int) -> float | None:
         """Seconds of one call, a median of enough of them, the same on every rank.
 
@@ -68,17 +73,19 @@ def calibrate(
     """
     entries = {}
     for collective in collectives:
-        call = Call(collective, group.level, group.ranks, group.hosts)
+        call = Call(collective, group.level, group.ranks, group.hosts, turns=group.turns)
         for name in table.candidates(call):
             timed = {nbytes: group.run(collective, name, nbytes) for nbytes in sizes}
             times = {nbytes: seconds for nbytes, seconds in timed.items() if seconds is not None}
             if len(times) < 2:
                 continue
             algorithm = find_algorithm(collective, name, group.level)
+            steps = algorithm.steps(call.ranks, call.ranks_per_host)
+            on_path = algorithm.bytes_on_path(call.ranks, call.turns, call.ranks_per_host)
             entries[collective, name, group.level] = fit_alpha_beta(
-                steps=[algorithm.steps(call.ranks, call.ranks_per_host)] * len(times),
-                nbytes=[algorithm.bytes_on_path(call.ranks, each, call.ranks_per_host) for each in times],
+                steps=[steps] * len(times),
+                nbytes=[on_path * each for each in times],
                 seconds=list(times.values()),
-                known=[table.predict_inside(name, call, each) for each in times],
+                known=[steps * call.waiting + table.predict_inside(name, call, each) for each in times],
             )
     return Table(entries)

@@ -133,12 +133,14 @@ class Chooser:
         options: What is forced, and the table of costs.
         ranks: Of the group.
         hosts: On which they are.
+        turns: How many of them take turns on a core, on one host: 1 if each has one of its own.
     """
 
-    def __init__(self, options: Options, ranks: int, hosts: int) -> None:
+    def __init__(self, options: Options, ranks: int, hosts: int, turns: int = 1) -> None:
         self._options = options
         self._ranks = ranks
         self._hosts = hosts
+        self._turns = turns
         self._bounds: dict[tuple[str, int], tuple[tuple[float, ...], tuple[str, ...]]] = {}
 
     def choose(self, collective: str, nbytes: int, slot: int, widening: int = 1) -> str:
@@ -165,5 +167,6 @@ class Chooser:
         # Within a host the core has those of the network too, through rings of bytes in shared memory.
         if forced is not None and (self._hosts == 1 or (collective, forced, level) in ALGORITHMS):
             return (), (forced,)
-        choices = self._options.table.choices(Call(collective, level, self._ranks, self._hosts, widening))
+        call = Call(collective, level, self._ranks, self._hosts, widening, self._turns)
+        choices = self._options.table.choices(call)
         return choices.bounds, choices.names

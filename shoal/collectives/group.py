@@ -74,6 +74,11 @@ class ProcessGroup(NamedGroup):
         return self._native.hosts
 
     @property
+    def turns(self) -> int:
+        """How many of its ranks take turns on a core: 1 if each has one of its own, or is on another host."""
+        return self._native.turns
+
+    @property
     def timeout(self) -> timedelta:
         """The time limit of operations that have none of their own."""
         return timedelta(seconds=self._native.timeout)

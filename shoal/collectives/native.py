@@ -69,7 +69,8 @@ class NativeGroup:
         self.hosts = len({member.host for member in self.formed.members})
         # Within a host there would be nothing to gain: see Work.get_future.
         self._completer = Completer() if self.hosts > 1 else None
-        self._chooser = Chooser(options, size, self.hosts)
+        self.turns = self.formed.turns if self.hosts == 1 else 1
+        self._chooser = Chooser(options, size, self.hosts, self.turns)
         self._debug = options.debug
         self._Counts = ctypes.c_uint64 * size
         self._monitored = MonitoredBarrier()

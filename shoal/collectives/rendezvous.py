@@ -55,15 +55,17 @@ class Formed:
         handle: The native group.
         members: Its ranks.
         all_read: Whether the ranks of each host read each other's private memory.
+        turns: How many ranks of this host take turns on a core: 1 if each has one of its own.
     """
 
     handle: int
     members: tuple[Member, ...]
     all_read: bool
+    turns: int
 
     def among(self, ranks: Sequence[int]) -> Formed:
         """What is known of some of the ranks, in this order."""
-        return Formed(self.handle, tuple(self.members[rank] for rank in ranks), self.all_read)
+        return Formed(self.handle, tuple(self.members[rank] for rank in ranks), self.all_read, self.turns)
 
 
 def host_identity(environment: Mapping[str, str] = os.environ) -> str:
@@ -251,9 +253,9 @@ class _Forming:
         return self._core.check(outcome, "joining the group")
 
     def _start(self, members: Sequence[Member], all_read: bool) -> Formed:
-        self._core.check(self._core.group_start(self._group, all_read), "forming a group")
+        turns = self._core.check(self._core.group_start(self._group, all_read), "forming a group")
         handle, self._group = self._group, 0
-        return Formed(handle, tuple(members), all_read)
+        return Formed(handle, tuple(members), all_read, turns)
 
     def _free(self) -> None:
         handle, self._group = self._group, 0

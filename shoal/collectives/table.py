@@ -16,6 +16,10 @@ from shoal.errors import ConfigError
 
 __all__ = ["Call", "Choices", "Table"]
 
+_TURN_SECONDS = 20e-6
+"""How much longer a step takes for each rank that takes turns on a core, until all of them have run. Measured
+with 4 and 8 ranks on two virtual cores (docs/log.md, 2026-11-22)."""
+
 
 class Call(NamedTuple):
     """One kind of call, whatever the size of its buffer.
@@ -26,6 +30,7 @@ class Call(NamedTuple):
         ranks: Of the group.
         hosts: On which they are, equally many on each.
         widening: Bytes in which partial sums travel, over those of the tensor: 2 for sums of 16-bit floats.
+        turns: How many ranks take turns on a core, in shared memory: 1 if each has one of its own.
     """
 
     collective: str
@@ -33,6 +38,12 @@ class Call(NamedTuple):
     ranks: int
     hosts: int = 1
     widening: int = 1
+    turns: int = 1
+
+    @property
+    def waiting(self) -> float:
+        """Seconds in which a step waits for ranks that have no core."""
+        return _TURN_SECONDS * self.turns if self.turns > 1 else 0.0
 
     @property
     def ranks_per_host(self) -> int:
@@ -72,7 +83,8 @@ class _Line(NamedTuple):
 class Table:
     """alpha and beta by (collective, algorithm, level); algorithms without an entry are never chosen.
 
-    Between hosts, beta is that of a host's whole network interface.
+    In shared memory they are those of ranks with a core each. Between hosts, beta is that of a host's whole
+    network interface.
     """
 
     entries: Mapping[tuple[str, str, str], AlphaBeta]
@@ -146,8 +158,9 @@ class Table:
         inside = self._lines_inside(algorithm, call)
         return _Line(
             name,
-            at_zero=cost.alpha * algorithm.steps(call.ranks, sharing) + sum(line.at_zero for line in inside),
-            per_byte=cost.beta * algorithm.bytes_on_path(call.ranks, carried, sharing)
+            at_zero=(cost.alpha + call.waiting) * algorithm.steps(call.ranks, sharing)
+            + sum(line.at_zero for line in inside),
+            per_byte=cost.beta * call.turns * algorithm.bytes_on_path(call.ranks, carried, sharing)
             + sum(line.per_byte for line in inside),
         )
 

@@ -49,7 +49,8 @@ class _Group:
         self._ranks = ranks
         self._contestants: dict[tuple[str, str], TorchGroup] = {}
         self.ranks = ranks.count
-        self.hosts = self._form({}).hosts
+        group = self._form({})
+        self.hosts, self.turns = group.hosts, group.turns
         self.level = "shared-memory" if self.hosts == 1 else "network"
 
     def run(self, collective: str, algorithm: str, nbytes: int) -> float | None:
