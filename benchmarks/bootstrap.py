@@ -2,17 +2,20 @@
 
     python benchmarks/bootstrap.py [--rounds 5] [--ranks 2,4,8,16,64] [--simulated 16,64,256,1024]
 
-Real ranks are processes of this machine. They meet at a barrier, form the default group over a TCPStore, and
-then further groups of all of them. Simulated ranks are threads that tell each other, through one TCPStore,
-texts as long as those of real ones, in as many rounds: what a store bears, without the memory and the
-connections of so many processes. Beside them, the plain way: each rank reads the text of each other.
+Real ranks are processes of this machine. They connect to a TCPStore, meet at a barrier, form the default
+group, and then further groups of all of them. The connections are torch's, and their time is told apart:
+its store asks for the name of each client's host, one after the other, which takes long where nobody
+answers. (The line "::ffff:127.0.0.1 localhost" in /etc/hosts answers.) Simulated ranks are threads that
+tell each other, through one TCPStore, texts as long as those of real ones, in as many rounds: what a store
+bears, without the memory and the connections of so many processes. Beside them, the plain way: each rank
+reads the text of each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
-import socket
 import sys
 import threading
 import time
@@ -43,47 +46,48 @@ _MOST_PLAIN = 256
 """Ranks from which on the plain way takes minutes."""
 _TIMEOUT = timedelta(seconds=600)
 
-Times = tuple[float, float, float]
-"""When a rank began, when it had formed its first group, and when it had formed the further ones."""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+Times = tuple[float, float, float, float]
+"""Seconds that a rank's connection to the store took; when it began to form its first group, when that was
+formed, and when the further ones were."""
 
 
 # --- real ranks ---
 
 
 def _form(tell: Connection, barrier: Barrier, backend: str, rank: int, size: int, port: int) -> None:
+    gc.disable()  # or all ranks' garbage would be collected at the same moment, which takes 0.1 s each
+    barrier.wait()
+    asked = time.monotonic()
+    store = dist.TCPStore("127.0.0.1", port, None, False, _TIMEOUT)
+    connected = time.monotonic() - asked
     barrier.wait()
     began = time.monotonic()
-    dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", timeout=_TIMEOUT, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, timeout=_TIMEOUT, rank=rank, world_size=size)
     formed = time.monotonic()
     for _ in range(_FURTHER_GROUPS):
         dist.new_group(range(size), backend=backend)
-    tell.send((began, formed, time.monotonic()))
+    tell.send((connected, began, formed, time.monotonic()))
     barrier.wait()
     dist.destroy_process_group()
 
 
-def _form_for_real(backend: str, size: int) -> tuple[float, float]:
-    """Seconds for the first group, and for each of the further ones."""
+def _form_for_real(backend: str, size: int) -> tuple[float, float, float]:
+    """Seconds for the connections, for the first group, and for each of the further ones."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "shoal.collectives", "rounds"])
-    barrier, port = context.Barrier(size), _free_port()
+    store = dist.TCPStore("127.0.0.1", 0, None, True, _TIMEOUT, wait_for_workers=False)
+    barrier = context.Barrier(size)
     pipes = []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        context.Process(target=_form, args=(theirs, barrier, backend, rank, size, port)).start()
+        context.Process(target=_form, args=(theirs, barrier, backend, rank, size, store.port)).start()
         theirs.close()
         pipes.append(ours)
     times: list[Times] = [pipe.recv() for pipe in pipes]
     for process in multiprocessing.active_children():
         process.join()
-    begun, formed, further = (max(each) for each in zip(*times, strict=True))
-    return formed - begun, (further - formed) / _FURTHER_GROUPS
+    connected, begun, formed, further = (max(each) for each in zip(*times, strict=True))
+    return connected, formed - begun, (further - formed) / _FURTHER_GROUPS
 
 
 # --- simulated ranks ---
@@ -174,23 +178,24 @@ def main() -> None:
     machine = describe()
     print("# Forming a group\n")
     print(
-        f"Written by `python benchmarks/bootstrap.py --rounds {options.rounds}`: seconds, median and\n"
-        f"range of {options.rounds} interleaved rounds. *First*: from the last rank's call of\n"
-        f"`init_process_group` until all have returned. *Further*: each of {_FURTHER_GROUPS}\n"
-        "`new_group` of all ranks after it.\n"
+        f"Written by `benchmarks/bootstrap.py --rounds {options.rounds}`: seconds, median and range of "
+        f"{options.rounds} interleaved rounds. *Store*: until all ranks are connected to torch's store. "
+        "*First*: from then on, from the last rank's call of `init_process_group` until all have returned. *Further*: "
+        f"each of {_FURTHER_GROUPS} `new_group` of all ranks after it.\n"
     )
     print(f"{machine}\n".replace("\n", "  \n"))
     print("\n## Ranks that are processes, on these cores\n")
-    print("| ranks | Shoal, first | gloo, first | Shoal, further | gloo, further |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| ranks | store | Shoal, first | gloo, first | Shoal, further | gloo, further |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for size in options.ranks:
-        seconds: dict[str, list[tuple[float, float]]] = {"shoal": [], "gloo": []}
+        seconds: dict[str, list[tuple[float, float, float]]] = {"shoal": [], "gloo": []}
         for number in range(options.rounds):
             print(f"{size} ranks, round {number + 1} of {options.rounds}", file=sys.stderr)
             for backend in sorted(seconds, reverse=number % 2 == 1):
                 seconds[backend].append(_form_for_real(backend, size))
-        cells = [_spread([each[kind] for each in seconds[who]]) for kind in (0, 1) for who in seconds]
-        print(f"| {size} | {' | '.join(cells)} |", flush=True)
+        connected = [each[0] for times in seconds.values() for each in times]
+        cells = [_spread([each[kind] for each in seconds[who]]) for kind in (1, 2) for who in seconds]
+        print(f"| {size} | {_spread(connected)} | {' | '.join(cells)} |", flush=True)
     print("\n## Simulated ranks\n")
     print(
         "| ranks | three rounds (a first group) | one round (a further group) "
