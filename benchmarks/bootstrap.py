@@ -180,8 +180,8 @@ def main() -> None:
     print(
         f"Written by `benchmarks/bootstrap.py --rounds {options.rounds}`: seconds, median and range of "
         f"{options.rounds} interleaved rounds. *Store*: until all ranks are connected to torch's store. "
-        "*First*: from then on, from the last rank's call of `init_process_group` until all have returned. *Further*: "
-        f"each of {_FURTHER_GROUPS} `new_group` of all ranks after it.\n"
+        "*First*: from then on, from the last rank's call of `init_process_group` until all have returned. "
+        f"*Further*: each of {_FURTHER_GROUPS} `new_group` of all ranks after it.\n"
     )
     print(f"{machine}\n".replace("\n", "  \n"))
     print("\n## Ranks that are processes, on these cores\n")
