@@ -33,8 +33,9 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hu
       one_host_(hierarchy_.hosts() == 1),
       messages_waiting_(options.hosts.size()),
       board_(static_cast<int>(local_ranks().size())),
-      offered_buffers_(local_ranks().size()),
+      peer_buffers_(shared_buffers),
       partings_(options.hosts.size()) {
+  for (size_t index = 0; index < local_ranks().size(); ++index) offered_buffers_.emplace_back(shared_buffers);
   if (index() < hierarchy_.smallest()) across_ranks_ = hierarchy_.across(index());
   Front& front = board_.front(0);
   const LocalPeer self{options_.rank, getpid(),        0,            &front.heartbeat,

@@ -29,6 +29,7 @@ struct HostRank {
   HostRank(int index, int size, SharedBuffers& shared_buffers, const HostOptions& options)
       : index(index),
         board(size, options.first_tick),
+        peer_buffers(shared_buffers),
         host{.board = board,
              .peer_buffers = peer_buffers,
              .shared_buffers = shared_buffers,

@@ -48,8 +48,8 @@ class Mailboxes {
   Mailboxes(int size, Way way)
       : host_(size),
         network_(size, 200'000),
-        has_left_(static_cast<size_t>(size)),
-        buffers_(static_cast<size_t>(size * size)) {
+        has_left_(static_cast<size_t>(size)) {
+    for (int pair = 0; pair < size * size; ++pair) buffers_.emplace_back(host_.shared_buffers());
     for (int rank = 0; rank < size; ++rank) {
       links_.push_back(std::make_unique<HostLinks>(host_[rank].board));
       Mailbox::Peers peers{

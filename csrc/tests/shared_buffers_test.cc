@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -207,7 +208,7 @@ void a_peer_unmaps_what_was_given_back_and_nothing_else() {
   void* first = buffers.allocate(500'000);
   void* second = buffers.allocate(1'000'000);
   const Location one = describe(first, 500'000, buffers), two = describe(second, 1'000'000, buffers);
-  PeerBuffers peer;
+  PeerBuffers peer(buffers);
   const pid_t owner = getpid();
   CHECK_EQUAL(peer.map(owner, 0, one), first);
   CHECK_EQUAL(peer.map(owner, 0, two), second);
@@ -221,6 +222,46 @@ void a_peer_unmaps_what_was_given_back_and_nothing_else() {
   Location beyond = two;
   beyond.bytes = beyond.segment.bytes + 1;
   CHECK_THROWS(peer.map(owner, 3, beyond), Code::system);
+}
+
+// Without descriptors left, who attaches gives back those that its own buffers do not need.
+void a_peers_buffer_is_mapped_once_kept_ones_are_given_back() {
+  int ready[2], done[2];
+  CHECK_EQUAL(pipe(ready), 0);
+  CHECK_EQUAL(pipe(done), 0);
+  const pid_t owner = fork();
+  if (owner == 0) {
+    SharedBuffers buffers;
+    void* const data = buffers.allocate(500'000);
+    std::memset(data, 7, 500'000);
+    const Location shown = describe(data, 500'000, buffers);
+    char end;
+    const bool told = write(ready[1], &shown, sizeof shown) == sizeof shown && read(done[0], &end, 1) == 1;
+    _exit(told ? 0 : 1);
+  }
+  SharedBuffers own;
+  void* kept[] = {own.allocate(500'000), own.allocate(1'000'000)};
+  for (void* each : kept) own.release(each);
+  Location shown;
+  CHECK_EQUAL(read(ready[0], &shown, sizeof shown), static_cast<ssize_t>(sizeof shown));
+  rlimit before{};
+  getrlimit(RLIMIT_NOFILE, &before);
+  rlimit low = before;
+  low.rlim_cur = 100;
+  setrlimit(RLIMIT_NOFILE, &low);
+  std::vector<Descriptor> taken;
+  while (taken.empty() || taken.back()) taken.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  PeerBuffers peer(own);
+  const std::byte* const theirs = peer.map(owner, 0, shown);
+  CHECK(theirs[0] == std::byte{7} && theirs[499'999] == std::byte{7});
+  CHECK_EQUAL(own.released(), 2u);
+  taken.clear();
+  setrlimit(RLIMIT_NOFILE, &before);
+  CHECK_EQUAL(write(done[1], "", 1), 1);
+  int status = -1;
+  waitpid(owner, &status, 0);
+  CHECK_EQUAL(status, 0);
+  for (const int fd : {ready[0], ready[1], done[0], done[1]}) close(fd);
 }
 
 void what_is_no_buffer_is_refused() {
@@ -272,6 +313,7 @@ int main() {
   small_buffers_share_segments_and_do_not_overlap();
   no_more_than_so_many_segments_are_kept_the_latest_ones();
   // Before the next: the sanitizer needs descriptors to check a type, here Failure's, that it has not seen yet.
+  a_peers_buffer_is_mapped_once_kept_ones_are_given_back();
   what_is_no_buffer_is_refused();
   a_process_without_descriptors_left_uses_those_of_the_buffers_that_are_kept();
   the_limit_of_descriptors_is_raised_and_never_lowered();

@@ -39,7 +39,16 @@ std::byte* PeerBuffers::map(pid_t pid, int rank, const Location& region) {
   const std::pair key(pid, region.segment.cookie);
   auto found = mapped_.find(key);
   if (found == mapped_.end()) {
-    found = mapped_.emplace(key, Segment::attach(pid, region.descriptor, region.segment, rank)).first;
+    const auto attach = [&] { return Segment::attach(pid, region.descriptor, region.segment, rank); };
+    Segment segment;
+    try {
+      segment = attach();
+    } catch (const Failure& failure) {
+      if (!has_run_out(failure.error)) throw;
+      own_.trim();
+      segment = attach();
+    }
+    found = mapped_.emplace(key, std::move(segment)).first;
   }
   return found->second.data() + region.offset;
 }

@@ -21,6 +21,9 @@ Location describe(const void* data, size_t bytes, SharedBuffers& buffers);
 // readable, and is looked up by the segment's cookie, so a new segment is never taken for an old one.
 class PeerBuffers {
  public:
+  // Where the system has no descriptors left, what `own` keeps and nobody uses is given back.
+  explicit PeerBuffers(SharedBuffers& own) : own_(own) {}
+
   // The first byte of `region`, which is in a shared buffer of the process `pid`.
   std::byte* map(pid_t pid, int rank, const Location& region);
 
@@ -28,6 +31,7 @@ class PeerBuffers {
   void refresh(pid_t pid, uint32_t released);
 
  private:
+  SharedBuffers& own_;
   std::map<std::pair<pid_t, uint64_t>, Segment> mapped_;  // by process and cookie
   std::map<pid_t, uint32_t> released_;
 };
