@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.collectives.bench import Machine, Row, ratio
-from shoal.collectives.bench.contestants import require_available
+from shoal.bench import Machine, Row, ratio
+from shoal.bench.contestants import require_available
 from shoal.errors import UserError
 from shoal.units import format_bytes, format_seconds
 

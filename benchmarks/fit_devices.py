@@ -5,7 +5,7 @@
 Each constant has an expected value, from data sheets and micro-benchmarks, and says how sure that is (the
 standard deviation of its logarithm). What is minimised is the sum of squares of the rows' errors, in units of
 6 % and each family alike, and of the constants' departures from what is expected: constants stay physical
-where rows do not tell. Half of the rows are fitted (`shoal.planner.validate.is_fitted`); the other half says
+where rows do not tell. Half of the rows are fitted (`shoal.validate.is_fitted`); the other half says
 how far that holds. Prints both, and the constants as they stand in the data file.
 """
 
@@ -25,9 +25,7 @@ from shoal.cluster import Cluster, Device
 from shoal.cost.block import block_cost
 from shoal.cost.step import Costs
 from shoal.planner.bucket import usual_bucket
-from shoal.planner.published import Measured, read_table
-from shoal.planner.published_layers import MeasuredLayer, read_layers
-from shoal.planner.validate import is_fitted, published_workload
+from shoal.validate import Measured, MeasuredLayer, is_fitted, published_workload, read_layers, read_table
 from shoal.workload import workload_of
 
 __all__ = ["CONSTANTS", "Constant", "fit", "main"]

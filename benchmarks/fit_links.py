@@ -25,8 +25,7 @@ from typing import Any
 from shoal.cli.table import table_of
 from shoal.cluster.tables import table
 from shoal.cost.network import Group, algorithm_seconds
-from shoal.planner.published_collectives import MeasuredCollective, read_collectives
-from shoal.planner.validate import is_fitted
+from shoal.validate import MeasuredCollective, is_fitted, read_collectives
 
 NETWORKS = ("infiniband", "roce", "efa1", "efa2", "efa3", "efa4")
 TCP = ("tcpx", "tcpxo")  # slower for all sizes below 100 MB; swept on two nodes alone

@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from shoal.bench import COLLECTIVES, describe, parse_sizes
+from shoal.bench.contestants import Buffers
+from shoal.bench.contestants.torch_group import TorchGroup
 from shoal.collectives import Options
-from shoal.collectives.bench import COLLECTIVES, describe, parse_sizes
-from shoal.collectives.bench.contestants import Buffers
-from shoal.collectives.bench.contestants.torch_group import TorchGroup
 from shoal.errors import UserError, WorkerError
 from shoal.testing.hosts import Hosts, enter_host
 from shoal.units import format_bytes

@@ -29,7 +29,7 @@ from parallel_experts import over_all_to_all
 from parallel_step import UntiedTask, alone, dealt, over_shoal
 from rounds import Burst, Ranks, Spread, Step, interleave
 
-from shoal.collectives.bench import describe
+from shoal.bench import describe
 from shoal.errors import WorkerError
 from shoal.timeline import Timeline, explain
 

@@ -34,7 +34,7 @@ from pipeline_played import PlayedStep, median_times, played_steps, spread_of
 from pipeline_step import MODELS, TORCH_SCHEDULES, PipelineTask, alone, over_pipeline, over_torch
 from rounds import Burst, Ranks, Spread, Step, interleave
 
-from shoal.collectives.bench import describe
+from shoal.bench import describe
 from shoal.errors import WorkerError
 from shoal.parallel.pieces import cut_pieces
 from shoal.parallel.stage_costs import computed_costs

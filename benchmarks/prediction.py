@@ -39,8 +39,8 @@ from contestants import Task
 from rounds import Ranks, Spread, Step
 
 import shoal
+from shoal.bench import describe
 from shoal.cluster import Cluster
-from shoal.collectives.bench import describe
 from shoal.cost.calibrate import calibrate
 from shoal.cost.observation import Observation
 from shoal.cost.suited import workload_on

@@ -21,7 +21,7 @@ from typing import Any, final
 from contestants import Task, make_trainer
 from rounds import Ranks, Spread, Step
 
-from shoal.collectives.bench import describe
+from shoal.bench import describe
 from shoal.record import NullRecorder, OpenSpan, Recorder, SpanRecorder
 
 _WARM_UP = 4  # steps; a multiple of the pattern's four, as the rounds are

@@ -26,7 +26,7 @@ from statistics import median
 from contestants import CONTESTANTS, REFERENCE, Contestant, Task
 from rounds import Burst, Ranks, Spread, interleave
 
-from shoal.collectives.bench import describe
+from shoal.bench import describe
 from shoal.errors import WorkerError
 from shoal.units import format_bytes
 

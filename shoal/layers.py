@@ -14,17 +14,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("simulate",),
     ("planner",),
+    ("validate",),
     ("collectives",),
-    ("models", "data", "record", "probe"),
+    ("models", "data", "record"),
+    ("trace", "bench"),
+    ("probe",),
     ("checkpoint",),
     ("parallel",),
-    ("server",),
-    ("elastic",),
+    ("launch",),
     ("train",),
+    ("check",),
     ("web", "cli"),
     ("testing",),
 )
 """Top to bottom. `run` is the directory on disk, beside the other nouns that it holds."""
 
-TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:5] for name in line)
+TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:6] for name in line)
 """Packages that never import torch, so that planning and reporting start in well under a second."""

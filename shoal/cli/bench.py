@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
-    from shoal.collectives.bench import Settings
-    from shoal.collectives.bench.world import Ranks
+    from shoal.bench import Settings
+    from shoal.bench.world import Ranks
 
 __all__ = ["add_parser", "run"]
 
@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.collectives.bench.mpirun import abort, choose_master, mpirun, ranks_of_mpi, started_by_mpirun
-    from shoal.collectives.bench.world import Ranks
-    from shoal.elastic import find_world, launch, run_rank
+    from shoal.bench.mpirun import abort, choose_master, mpirun, ranks_of_mpi, started_by_mpirun
+    from shoal.bench.world import Ranks
+    from shoal.launch import find_world, launch, run_rank
 
     settings = _settings(args)
     world = find_world()
@@ -115,9 +115,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _settings(args: argparse.Namespace) -> Settings:
     """What to measure, once it is certain that it can be."""
-    from shoal.collectives.bench import COLLECTIVES, Settings, parse_names, parse_sizes
-    from shoal.collectives.bench.contestants import require_available
-    from shoal.collectives.bench.plot import require_plot
+    from shoal.bench import COLLECTIVES, Settings, parse_names, parse_sizes
+    from shoal.bench.contestants import require_available
+    from shoal.bench.plot import require_plot
 
     settings = Settings(
         collectives=tuple(COLLECTIVES) if args.collective == "all" else parse_names(args.collective),
@@ -141,10 +141,10 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _measure(args: argparse.Namespace, settings: Settings, ranks: Ranks) -> int:
-    from shoal.collectives.bench.calibration import write_table
-    from shoal.collectives.bench.report import report_json, report_table
-    from shoal.collectives.bench.run import run, stdout_for_data
-    from shoal.collectives.bench.world import joined
+    from shoal.bench.calibration import write_table
+    from shoal.bench.report import report_json, report_table
+    from shoal.bench.run import run, stdout_for_data
+    from shoal.bench.world import joined
 
     with stdout_for_data(), joined(ranks):
         if args.calibrate is not None:

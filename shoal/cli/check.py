@@ -19,7 +19,7 @@ from shoal.plan import Plan
 from shoal.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
-    from shoal.train.comparison import AnyTrial, Deviation, Verdict, Walk
+    from shoal.check import AnyTrial, Deviation, Verdict, Walk
 
 __all__ = ["add_parser", "run", "tell"]
 
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.elastic import find_world, run_rank
-    from shoal.train.comparison import compare_here, compare_locally
+    from shoal.check import compare_here, compare_locally
+    from shoal.launch import find_world, run_rank
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
@@ -139,8 +139,8 @@ def _be_silent(verdict: Verdict) -> None:
 
 def _walk(args: argparse.Namespace, there: int | None) -> Walk:
     """What is asked for, once it is certain that it can be."""
+    from shoal.check import Walk, covering, trial_of, with_axes
     from shoal.train import TrainConfig, load_config, resolve
-    from shoal.train.comparison import Walk, covering, trial_of, with_axes
 
     _require_all(args)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options

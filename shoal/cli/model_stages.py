@@ -15,7 +15,7 @@ from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, ti
 from shoal.units import parse_bytes
 
 if TYPE_CHECKING:
-    from shoal.train.comparison import Trial
+    from shoal.check import Trial
 
 __all__ = ["ModelStages", "add_arguments", "open_model"]
 
@@ -181,12 +181,12 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
         UserError: There is no such model, or it cannot be cut into stages or measured.
     """
     # Imported here because they bring torch, which schedules without a model do without.
+    from shoal.check import Trial
     from shoal.parallel import Batch
     from shoal.parallel.piece_memory import with_memory
     from shoal.parallel.stage_costs import computed_costs
     from shoal.parallel.stage_layout import stages_of
     from shoal.train import load_config
-    from shoal.train.comparison import Trial
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     laid_out = {"microbatch": args.microbatch, "recompute": args.recompute}

@@ -17,7 +17,7 @@ from shoal.cli.table import table_of
 from shoal.errors import ConfigError, UserError, WorkerError, nearest
 
 if TYPE_CHECKING:
-    from shoal.collectives.bench.world import Ranks
+    from shoal.bench.world import Ranks
     from shoal.probe import Probed
 
 __all__ = ["add_parser", "run"]
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.collectives.bench.world import Ranks
-    from shoal.elastic import find_world, launch, run_rank
+    from shoal.bench.world import Ranks
+    from shoal.launch import find_world, launch, run_rank
 
     backend = _backend(args.backend)
     _require_writable(args.out)
@@ -93,8 +93,8 @@ def _backend(asked: str | None) -> str:
     """What to measure, once it is certain that it can be."""
     import torch
 
+    from shoal.bench.contestants import require_available
     from shoal.collectives import is_built
-    from shoal.collectives.bench.contestants import require_available
 
     if asked is None:
         return "nccl" if torch.cuda.is_available() else "shoal" if is_built() else "gloo"
@@ -131,8 +131,8 @@ def _require_writable(path: Path) -> None:
 
 
 def _measure(args: argparse.Namespace, backend: str, ranks: Ranks) -> int:
-    from shoal.collectives.bench.run import stdout_for_data
-    from shoal.collectives.bench.world import joined
+    from shoal.bench.run import stdout_for_data
+    from shoal.bench.world import joined
     from shoal.probe import QUICK, THOROUGH, Place, probe
 
     def say(text: str) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import WorkerError
 
 if TYPE_CHECKING:
-    from shoal.elastic import World
+    from shoal.launch import World
     from shoal.train import Job
 
 __all__ = ["add_parser", "run"]
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.elastic import RankLog, World, find_world, keep_output
+    from shoal.launch import RankLog, World, find_world, keep_output
     from shoal.train import check, choose_device, nothing_left_to_do
 
     world = find_world()
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _as_rank(world: World, choose: Callable[[], Job]) -> int:
     """Trains as one rank, whose error `run_rank` tells; rank 0 then tells how to go on."""
-    from shoal.elastic import run_rank
+    from shoal.launch import run_rank
     from shoal.train import execute
 
     chosen: list[Job] = []
@@ -110,7 +110,7 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
 
 
 def _on_local_ranks(job: Job) -> int:
-    from shoal.elastic import launch
+    from shoal.launch import launch
 
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
         file.write(pickle.dumps(job))

@@ -11,9 +11,8 @@ from typing import Any
 
 from shoal.cli.table import table_of
 from shoal.errors import UserError
-from shoal.planner.accuracy import Accuracy, Comparison, accuracy_of
-from shoal.planner.validate import validate
 from shoal.units import format_bytes, format_seconds
+from shoal.validate import Accuracy, Comparison, accuracy_of, validate
 
 __all__ = ["add_parser", "run"]
 

@@ -24,8 +24,8 @@ from shoal.cluster import Cluster, Device
 from shoal.cost.compute import Seconds, attention_seconds, host_seconds, operation_seconds
 from shoal.cost.joins import Join, joins_of
 from shoal.cost.layout import Layout
-from shoal.cost.meetings import seconds_late
 from shoal.cost.network import Group, collective_seconds
+from shoal.cost.synchronisations import seconds_late
 from shoal.workload import Block, Part, Pass, Product
 
 __all__ = ["BlockCost", "block_cost"]

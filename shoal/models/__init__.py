@@ -16,7 +16,6 @@ from shoal.models.precision import SingleDevice, cast_module
 from shoal.models.presets import preset, preset_names
 from shoal.models.sampling import generate
 from shoal.models.task import Task, batch_normalizations, rows, sample_count
-from shoal.models.trace import trace
 from shoal.models.transformer import Block, Transformer
 
 __all__ = [
@@ -44,5 +43,4 @@ __all__ = [
     "set_auxiliary_scale",
     "tensors_in",
     "token_keys",
-    "trace",
 ]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.models.operators import EXPENSIVE
+from shoal.trace import EXPENSIVE
 
 __all__ = ["recompute_blocks"]
 

@@ -21,7 +21,6 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
-from shoal.parallel.gaps import NOT_KNOWN, EndOfStage, Forward, Gap, Place, disordered
 from shoal.parallel.stage_layout import (
     StageLayout,
     named_part,
@@ -29,6 +28,7 @@ from shoal.parallel.stage_layout import (
     parts_by_piece,
     tied_names,
 )
+from shoal.parallel.stage_placeholders import NOT_KNOWN, EndOfStage, Forward, Gap, Place, disordered
 
 __all__ = ["Stage", "take_stages"]
 

@@ -2,8 +2,7 @@
 
 `choose` ranks all legal Plans of a Workload on a Cluster (`Candidate`, `Choice`) and explains the best
 (`Explanation`); `scale` draws the curve over numbers of devices (`Scaling`). `Search` looks through a `Space`
-for both. Called by `shoal plan`, `shoal scale` and `shoal train --plan auto`; the tables of published
-measurements are for `shoal validate`.
+for both. Called by `shoal plan`, `shoal scale` and `shoal train --plan auto`.
 """
 
 from shoal.planner.candidate import Candidate

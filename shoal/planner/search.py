@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from shoal.cluster import Cluster
 from shoal.cost.jitter import with_stragglers
 from shoal.cost.memory import RankMemory
-from shoal.cost.room import too_large
+from shoal.cost.smallest_fit import too_large
 from shoal.cost.step import StepCost
 from shoal.plan import Plan
 from shoal.planner.candidate import Candidate
-from shoal.planner.room import LeastMemory
+from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees, leanest_sharding
 from shoal.planner.tree import Branch, Timed, Tree

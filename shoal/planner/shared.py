@@ -17,7 +17,7 @@ from shoal.plan.schedules import placement_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
 from shoal.planner.exchanged import LeastExchange, Passes
-from shoal.planner.room import LeastMemory, Share, StateBytes
+from shoal.planner.memory_bound import LeastMemory, Share, StateBytes
 from shoal.planner.space import Degrees, Sharding, Space, Variant
 from shoal.workload import Workload
 

@@ -27,7 +27,7 @@ from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
 from shoal.planner.bound import least_seconds
 from shoal.planner.bucket import best_bucket
-from shoal.planner.room import Share, StateBytes
+from shoal.planner.memory_bound import Share, StateBytes
 from shoal.planner.shared import Shared
 from shoal.planner.space import RECOMPUTES, Degrees, Sharding, Variant
 

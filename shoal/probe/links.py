@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shoal.bench import Settings
+from shoal.bench.contestants.torch_group import TorchGroup
+from shoal.bench.measure import measure
+from shoal.bench.world import Ranks
 from shoal.collectives import Options
-from shoal.collectives.bench import Settings
-from shoal.collectives.bench.contestants.torch_group import TorchGroup
-from shoal.collectives.bench.measure import measure
-from shoal.collectives.bench.world import Ranks
 from shoal.cost.network import Group
 from shoal.errors import CommunicationError
 from shoal.probe.measurements import CollectiveTime, HostRates, SendTime

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-from shoal.collectives.bench.world import Ranks
+from shoal.bench.world import Ranks
 from shoal.collectives.rendezvous import host_identity
 from shoal.errors import ClusterError
 

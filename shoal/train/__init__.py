@@ -24,11 +24,11 @@ from shoal.train.job import (
     nothing_left_to_do,
     resolve,
 )
+from shoal.train.learning_rate import learning_rate
 from shoal.train.located import located
 from shoal.train.portable import load, save
 from shoal.train.restore import load_model
 from shoal.train.result import StepResult
-from shoal.train.schedule import learning_rate
 from shoal.train.trainer import Trainer
 
 __all__ = [

@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from shoal.elastic import find_world, run_rank
+from shoal.launch import find_world, run_rank
 from shoal.train.execute import execute
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from torch import nn
 from shoal.cluster import Cluster
 from shoal.cost.suited import workload_on
 from shoal.errors import ConfigError, ModelError, UserError
-from shoal.models import Transformer, next_token_loss, trace
+from shoal.models import Transformer, next_token_loss
 from shoal.parallel import require_layout
 from shoal.plan import Plan
 from shoal.planner import choose
+from shoal.trace import trace
 from shoal.train.config import TrainConfig
 from shoal.train.located import build_model
 from shoal.workload import Workload, transformer_shape

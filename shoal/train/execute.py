@@ -25,7 +25,6 @@ from shoal.checkpoint import (
     verify,
 )
 from shoal.data import Corpus, prepare
-from shoal.elastic import EXIT_STOPPED, StopSignal, World, join
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -34,6 +33,7 @@ from shoal.errors import (
     ModelError,
     TrainingError,
 )
+from shoal.launch import EXIT_STOPPED, StopSignal, World, join
 from shoal.models import Transformer
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run

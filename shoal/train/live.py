@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TextIO
 
-from shoal.elastic import TERMINAL
+from shoal.launch import TERMINAL
 from shoal.run import Run, tokens_per_second
 from shoal.simulate import measured_timeline
 from shoal.timeline import explain

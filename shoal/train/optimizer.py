@@ -13,8 +13,8 @@ from shoal.errors import ConfigError, UserError
 from shoal.models import Transformer, find_factory
 from shoal.parallel import Owned, Parallel, TensorLayout, Together, WholeParameters
 from shoal.train.config import OPTIMIZERS, OptimizerConfig
+from shoal.train.learning_rate import scaled_peak
 from shoal.train.lion import Lion
-from shoal.train.schedule import scaled_peak
 
 __all__ = ["OptimizerFactory", "build_optimizer", "groups_by_decay", "require_factories"]
 

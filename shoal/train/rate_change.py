@@ -6,7 +6,7 @@ import math
 
 from shoal.run import Run
 from shoal.train.config import OptimizerConfig, TrainConfig, load_config
-from shoal.train.schedule import learning_rate, scaled_peak
+from shoal.train.learning_rate import learning_rate, scaled_peak
 
 __all__ = ["describe_rate_change", "rate_change_of"]
 

@@ -22,6 +22,7 @@ from shoal.timeline import Kind
 from shoal.train.buffers import ChangingBuffers
 from shoal.train.config import OptimizerConfig
 from shoal.train.evaluate import Evaluation, evaluate
+from shoal.train.learning_rate import RateCourse, Schedule
 from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
 from shoal.train.not_finite import Skips, explain_not_finite
@@ -31,7 +32,6 @@ from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
 from shoal.train.saved import SavedTraining
-from shoal.train.schedule import RateCourse, Schedule
 
 __all__ = ["Trainer"]
 

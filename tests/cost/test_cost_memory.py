@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.activations import block_memory
-from shoal.cost.every_second import every_second_product
 from shoal.cost.held import held_by_rank
 from shoal.cost.layout import Layout
 from shoal.cost.memory import Memories, memory_of
-from shoal.cost.room import smallest_fit, too_large
+from shoal.cost.smallest_fit import smallest_fit, too_large
 from shoal.cost.states import state_bytes
+from shoal.cost.torchtitan_recompute import every_second_product
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.plan.schedules import NAMES, Work, make

@@ -17,7 +17,7 @@ from shoal.plan.stages import Cost, split_by_cost
 from shoal.planner.balance import balanced_split
 from shoal.planner.bound import least_seconds
 from shoal.planner.bucket import usual_bucket
-from shoal.planner.room import LeastMemory
+from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.search import Search
 from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees, Space

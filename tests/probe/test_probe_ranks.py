@@ -19,7 +19,7 @@ def pool():
 def place_of(backend, host_of=None):
     import torch.distributed as dist
 
-    from shoal.collectives.bench.world import Ranks
+    from shoal.bench.world import Ranks
     from shoal.probe import Place
 
     rank = dist.get_rank()

@@ -21,7 +21,7 @@ from optimizer_stand_ins import (
 from shoal.errors import ConfigError
 from shoal.plan import Plan
 from shoal.train import OptimizerConfig, learning_rate, load_config
-from shoal.train.schedule import RateCourse
+from shoal.train.learning_rate import RateCourse
 
 SGD = {"name": "sgd", "options": {"momentum": 0.9}}
 CLOSE = {"rel": 1e-5}  # fp32 sums in another order

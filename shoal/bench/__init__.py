@@ -1,0 +1,27 @@
+"""Measures collectives: any backend, any size, checked, in interleaved rounds.
+
+Nouns: Settings (what to measure), Collective (buffers and bus factor of one), Contestant (an implementation
+of them all), Row (what was measured of one contestant at one size), Machine (the facts beside the figures).
+`shoal bench` starts the ranks; on each of them `run` measures, and rank 0 reports.
+"""
+
+from shoal.bench.collective import COLLECTIVES, Collective, Extent
+from shoal.bench.machine import Machine, describe
+from shoal.bench.row import Row, ratio
+from shoal.bench.settings import BACKENDS, DTYPES, OPERATORS, Settings, parse_names, parse_sizes
+
+__all__ = [
+    "BACKENDS",
+    "COLLECTIVES",
+    "DTYPES",
+    "OPERATORS",
+    "Collective",
+    "Extent",
+    "Machine",
+    "Row",
+    "Settings",
+    "describe",
+    "parse_names",
+    "parse_sizes",
+    "ratio",
+]

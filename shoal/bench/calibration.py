@@ -1,0 +1,74 @@
+"""`shoal bench --calibrate`: the table of algorithms, measured on the ranks of the bench."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shoal.bench.contestants.torch_group import TorchGroup
+from shoal.bench.machine import describe
+from shoal.bench.measure import measure
+from shoal.bench.settings import Settings
+from shoal.bench.world import Ranks
+from shoal.collectives.calibrate import calibrate
+from shoal.collectives.calls import SLOT_BYTES
+from shoal.collectives.group import ProcessGroup
+from shoal.collectives.options import Options
+from shoal.collectives.table_file import built_in_table, save_table
+from shoal.cost import COLLECTIVES
+
+__all__ = ["write_table"]
+
+_ROUNDS = 3
+
+
+def write_table(settings: Settings, ranks: Ranks, file: Path) -> None:
+    """Times every algorithm on the ranks, and writes the table on rank 0; every rank calls this.
+
+    Args:
+        settings: Which collectives, and at which sizes.
+        ranks: This rank among all.
+        file: What to write.
+    """
+    group = _Group(ranks)
+    collectives = tuple(name for name in settings.collectives if name in COLLECTIVES)
+    table = calibrate(group, built_in_table(), collectives, settings.sizes)
+    if ranks.rank == 0:
+        where = f"{ranks.count} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
+        save_table(table, file, f"shoal bench --calibrate: {where}\n{describe()}")
+        print(f"table written to {file}; SHOAL_TABLE={file} has every group use it", file=sys.stderr)
+
+
+class _Group:
+    """The ranks of the bench, made to use one algorithm at a time: a `TimedGroup`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._contestants: dict[tuple[str, str], TorchGroup] = {}
+        self.ranks = ranks.count
+        group = self._form({})
+        self.hosts, self.turns = group.hosts, group.turns
+        self.level = "shared-memory" if self.hosts == 1 else "network"
+
+    def run(self, collective: str, algorithm: str, nbytes: int) -> float | None:
+        """See `TimedGroup.run`."""
+        if algorithm == "one-shot" and self._slot_bytes(collective, nbytes) > SLOT_BYTES:
+            return None
+        key = collective, algorithm
+        if key not in self._contestants:
+            self._contestants[key] = TorchGroup("shoal", self._form({collective: algorithm}))
+        settings = Settings(collectives=(collective,), backends=("shoal",), sizes=(nbytes,), rounds=_ROUNDS)
+        ((row,),) = list(measure(settings, {"shoal": self._contestants[key]}, self._ranks))
+        return statistics.median(row.seconds) if row.seconds else None
+
+    def _slot_bytes(self, collective: str, nbytes: int) -> float:
+        return nbytes / self.ranks if collective in ("all_gather", "gather") else nbytes
+
+    @staticmethod
+    def _form(algorithms: dict[str, str]) -> ProcessGroup:
+        group = dist.new_group(backend="shoal", pg_options=Options(algorithms=algorithms))
+        assert isinstance(group, ProcessGroup)
+        return group

@@ -1,0 +1,136 @@
+"""Intel's oneCCL on CPUs, through its C interface (`libccl.so.2`, since release 2022).
+
+PyTorch's bindings for it have ended, so calls go straight to the library. It finds its ranks through a unique
+id, which rank 0 makes, and moves bytes through Intel MPI, which it is quicker with than with libfabric: so
+`mpirun` starts its ranks, with LD_LIBRARY_PATH, by which the library finds its parts. To install it:
+pip install oneccl impi-rt impi-devel mpi4py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import MutableMapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.bench.collective import Collective
+from shoal.bench.contestants.contestant import Buffers, Contestant, Operation, UnsupportedError
+
+__all__ = ["OneCCL", "find_oneccl"]
+
+_UNIQUE_ID_BYTES = 4096
+
+# Numbers of the types and operators, as in oneapi/ccl/v2/types.h.
+_TYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int32: 2,
+    torch.int64: 4,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_OPERATORS = {"sum": 0, "product": 1, "max": 2, "min": 3, "avg": 4}
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_char * _UNIQUE_ID_BYTES)]
+
+
+def find_oneccl(prefix: str = sys.prefix) -> Path | None:
+    """The library in the environment that this Python lives in; None if it is not there."""
+    library = Path(prefix) / "lib" / "libccl.so.2"
+    return library if library.exists() else None
+
+
+class OneCCL(Contestant):
+    """All ranks of the default group, which tells them the id.
+
+    Args:
+        library: `libccl.so.2`.
+        environment: Gets what selects the CPU and the transport, unless it says so already.
+    """
+
+    def __init__(self, library: Path, environment: MutableMapping[str, str] = os.environ) -> None:
+        environment.setdefault("CCL_PLUGIN", "ONECCL_LEGACY_CPU")
+        environment.setdefault("CCL_ATL_TRANSPORT", "mpi")
+        environment.setdefault("CCL_LOG_LEVEL", "error")
+        # Its worker threads would compete with the ranks for their cores, and slow every other contestant.
+        environment.setdefault("CCL_WORKER_OFFLOAD", "0")
+        self._library: Any = ctypes.CDLL(str(library))
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._communicator = ctypes.c_void_p()
+        _check(
+            self._library.onecclCommInitRank(
+                ctypes.byref(self._communicator), ctypes.c_size_t(self._ranks), self._id(), self._rank
+            )
+        )
+
+    def empty(self, elements: int, like: Tensor) -> Tensor:
+        """Ordinary memory."""
+        return torch.empty(elements, dtype=like.dtype)
+
+    def operation(self, collective: Collective, buffers: Buffers, op: str) -> Operation:
+        """A call to the library with its arguments."""
+        given, got = ctypes.c_void_p(buffers.input.data_ptr()), ctypes.c_void_p(buffers.output.data_ptr())
+        if buffers.output.dtype not in _TYPES:
+            raise UnsupportedError(f"oneCCL has no {buffers.output.dtype}")
+        dtype, operator = _TYPES[buffers.output.dtype], _OPERATORS[op]
+        whole = ctypes.c_size_t(buffers.output.numel())
+        part = ctypes.c_size_t(max(1, min(buffers.input.numel(), buffers.output.numel())))
+        share = ctypes.c_size_t(buffers.input.numel() // self._ranks)
+        arguments: tuple[Any, ...]
+        match collective.name:
+            case "all_reduce":
+                name, arguments = "AllReduce", (got, got, whole, dtype, operator)
+            case "all_gather":
+                name, arguments = "AllGather", (given, got, part, dtype)
+            case "reduce_scatter":
+                name, arguments = "ReduceScatter", (given, got, part, dtype, operator)
+            case "all_to_all":
+                name, arguments = "AllToAll", (given, got, share, dtype)
+            case "broadcast":
+                name, arguments = "Broadcast", (got, got, whole, dtype, 0)
+            case "reduce":
+                name, arguments = "Reduce", (got, got, whole, dtype, operator, 0)
+            case "send_recv":
+                raise UnsupportedError("oneCCL joins a send and a receive on GPUs only")
+            case _:
+                raise UnsupportedError(f"oneCCL's C interface has no {collective.name}")
+        call = getattr(self._library, f"oneccl{name}")
+        return partial(_checked, partial(call, *arguments, self._communicator, None))
+
+    def finish(self) -> None:
+        """Every call has ended when it returns."""
+
+    def version(self) -> str:
+        """As the library says."""
+        code = ctypes.c_int()
+        _check(self._library.onecclGetVersion(ctypes.byref(code)))
+        return f"oneCCL {code.value // 10000}.{code.value // 100 % 100}"
+
+    def _id(self) -> _UniqueId:
+        """The id that rank 0 makes."""
+        unique = _UniqueId()
+        if self._rank == 0:
+            _check(self._library.onecclGetUniqueId(ctypes.byref(unique)))
+        shared = torch.frombuffer(bytearray(bytes(unique)), dtype=torch.uint8)
+        dist.broadcast(shared, 0)
+        return _UniqueId.from_buffer_copy(shared.numpy().tobytes())
+
+
+def _checked(call: partial[int]) -> None:
+    _check(call())
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        raise RuntimeError(f"oneCCL reports error {result}")

@@ -1,0 +1,110 @@
+"""No communication at all: the bound that a collective through shared memory is measured by.
+
+A collective within a host has to read and write certain bytes, whoever's they are. In an all-reduce of S
+bytes over n ranks by two shots, for one, each rank reads S/n from n buffers and writes the sum to n buffers.
+This contestant has every rank do just these reads and writes on memory of its own, all ranks at once. Nobody
+waits for anybody, no cache line is another core's: what a collective takes beyond this is what coordination
+and the traffic between caches cost.
+
+It walks in blocks that a core's own cache holds, so that a value that is written n times is read from memory
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shoal.bench.collective import Collective
+from shoal.bench.contestants.contestant import Buffers, Contestant, Operation
+
+__all__ = ["PrivateMemory"]
+
+_BLOCK_BYTES = 128 << 10
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "product": torch.mul,
+}
+
+
+class PrivateMemory(Contestant):
+    """One rank's reads and writes.
+
+    Args:
+        rank: This rank.
+        ranks: How many there are.
+    """
+
+    communicates = False
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank = rank
+        self._ranks = ranks
+
+    def empty(self, elements: int, like: Tensor) -> Tensor:
+        """Ordinary memory."""
+        return torch.empty(elements, dtype=like.dtype)
+
+    def operation(self, collective: Collective, buffers: Buffers, op: str) -> Operation:
+        """What this rank reads and writes in the collective."""
+        given, got = buffers.input, buffers.output
+        match collective.name:
+            case "all_reduce":
+                parts = self._parts(got)
+                return partial(_reduce, _blocks(parts), _blocks(parts), _COMBINE[op])
+            case "reduce":
+                parts = self._parts(got)
+                return partial(_reduce, _blocks(parts), _blocks(parts[:1]), _COMBINE[op])
+            case "reduce_scatter":
+                return partial(_reduce, _blocks(self._parts(given)), _blocks([got]), _COMBINE[op])
+            case "barrier":
+                return _nothing
+            case "broadcast" if self._rank == 0:
+                return _nothing
+            case "gather" if self._rank != 0:
+                return _nothing
+        # What is left writes the whole output, and reads as much, all of it different bytes.
+        return partial(got.copy_, torch.zeros_like(got))
+
+    def finish(self) -> None:
+        """Every call has ended when it returns."""
+
+    def version(self) -> str:
+        """What the figures stand for."""
+        return "memory: the same reads and writes on private memory, all ranks at once"
+
+    def _parts(self, whole: Tensor) -> list[Tensor]:
+        """One part for each rank; elements that do not divide are left out."""
+        part = whole.numel() // self._ranks
+        return [whole[rank * part : (rank + 1) * part] for rank in range(self._ranks)]
+
+
+def _blocks(parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """The parts cut into blocks; the n-th entry has the n-th block of each part."""
+    elements = max(1, _BLOCK_BYTES // parts[0].element_size())
+    return list(zip(*(part.split(elements) for part in parts), strict=True))
+
+
+def _reduce(
+    sources: Sequence[Sequence[Tensor]],
+    targets: Sequence[Sequence[Tensor]],
+    combine: Callable[..., Tensor],
+) -> None:
+    """Combines the n-th blocks of all sources, and writes the result to the n-th block of every target."""
+    for blocks, (result, *copies) in zip(sources, targets, strict=True):
+        combine(blocks[0], blocks[-1], out=result)
+        for block in blocks[1:-1]:
+            combine(result, block, out=result)
+        for copy in copies:
+            copy.copy_(result)
+
+
+def _nothing() -> None:
+    """Reads and writes nothing."""

@@ -1,0 +1,239 @@
+"""The measurement: checked first, then timed in turns.
+
+At each size every contestant first shows that it is right. Then come the rounds: in each, every contestant
+has its turn, every other round in the reverse order, so that what drifts on the machine meets all alike. A
+turn is as many operations as fill some 50 ms, at least 3, after one that is not counted and finds the caches
+as the previous contestant left them. Its time is the mean over its operations on the slowest rank.
+
+Tensors are reused: the operations of a turn are on the same ones, as buckets of gradients are. Where fresh
+ones are asked for too, every size is measured once more, and each operation is on tensors that no operation
+was on before, in pages that the system has just given, as malloc gives them to large tensors. What a rank
+gives was allocated and written before the clock started, since whoever made it had to write it; what it gets
+is only allocated, so that its first page faults are the operation's. That is so for every contestant.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import TypeVar
+
+import torch
+
+from shoal.bench.collective import COLLECTIVES, Collective, Extent
+from shoal.bench.contestants import Buffers, Contestant, Operation, UnsupportedError
+from shoal.bench.reference import expected, given
+from shoal.bench.row import Row
+from shoal.bench.settings import Settings
+from shoal.bench.world import Ranks
+
+__all__ = ["measure"]
+
+_TURN_SECONDS = 0.05
+_WARM_UP_SECONDS = 0.01
+_FEWEST, _MOST = 3, 100_000
+_MOST_BUFFERS = 64  # of one size: what is so small that more would be needed is a matter of latency
+_FRESH_BYTES = 8 << 20  # of tensors made in advance: what was just written is in a cache, as in training
+_LARGER_THAN_ANY = 99  # than any right result but a product's; shows what was not written
+
+Result = TypeVar("Result")
+
+
+def measure(
+    settings: Settings, contestants: Mapping[str, Contestant], ranks: Ranks
+) -> Iterator[tuple[Row, ...]]:
+    """Measures one collective at one size after the other; every rank must iterate.
+
+    Args:
+        settings: What to measure.
+        contestants: By name, on this rank.
+        ranks: This rank among all.
+
+    Yields:
+        What was measured of each contestant at one size of one collective; the same on all ranks. Fresh
+        tensors come after the reused ones of a collective.
+    """
+    for name in settings.collectives:
+        collective = COLLECTIVES[name]
+        has_sizes = collective.output is not Extent.NONE
+        sizes = settings.sizes if has_sizes else (0,)
+        for fresh in (False, True) if settings.fresh and has_sizes else (False,):
+            for size in sizes:
+                yield _Point(collective, size, settings, ranks, fresh).measure(contestants)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A contestant that has shown that it is right."""
+
+    contestant: Contestant
+    operations: tuple[Operation, ...]  # one after another, each with buffers of its own
+    wrong: int | None
+
+
+class _Point:
+    """One collective at one size.
+
+    Args:
+        collective: Which.
+        size: Bytes of the whole, as asked for; at least an element for each rank is measured.
+        settings: What else to measure.
+        ranks: This rank among all.
+        fresh: Whether each operation is on tensors of its own.
+    """
+
+    def __init__(
+        self, collective: Collective, size: int, settings: Settings, ranks: Ranks, fresh: bool = False
+    ) -> None:
+        self._fresh = fresh
+        self._collective = collective
+        self._settings = settings
+        self._ranks = ranks
+        self._dtype: torch.dtype = getattr(torch, settings.dtype)
+        multiple = ranks.count if collective.divides else 1
+        self._count = max(size // self._dtype.itemsize // multiple, 1) * multiple if size else 0
+
+    def measure(self, contestants: Mapping[str, Contestant]) -> tuple[Row, ...]:
+        """One row for each contestant, in their order."""
+        shared: dict[str, Buffers] = {}
+        ready: dict[str, _Ready] = {}
+        problems: dict[str, str] = {}
+        for name, contestant in contestants.items():
+            if contestant.memory not in shared:
+                shared[contestant.memory] = self._buffers(contestant)
+            entered = self._prepare(contestant, shared[contestant.memory])
+            if isinstance(entered, _Ready):
+                ready[name] = entered
+            else:
+                problems[name] = entered
+        for buffers in shared.values():
+            buffers.zero()
+        iterations = {name: self._warm_up(entered) for name, entered in ready.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in ready}
+        for index in range(self._settings.rounds):
+            for name in reversed(ready) if index % 2 else ready:
+                seconds[name].append(self._turn(ready[name], iterations[name]))
+        return tuple(
+            Row(
+                collective=self._collective.name,
+                backend=name,
+                ranks=self._ranks.count,
+                bytes=self._count * self._dtype.itemsize,
+                count=self._count,
+                dtype=self._settings.dtype,
+                op=self._settings.op if self._collective.reduces else None,
+                iterations=iterations.get(name, 0),
+                seconds=tuple(seconds.get(name, ())),
+                wrong=ready[name].wrong if name in ready else None,
+                problem=problems.get(name),
+                fresh=self._fresh,
+            )
+            for name in contestants
+        )
+
+    def _buffers(self, contestant: Contestant, fresh: bool = False) -> Buffers:
+        empty = _new_pages if fresh and contestant.memory == "cpu" else contestant.empty
+        like = torch.empty(0, dtype=self._dtype)
+        sizes = {
+            Extent.NONE: 0,
+            Extent.PART: self._count // self._ranks.count,
+            Extent.WHOLE: self._count,
+        }
+        output = empty(sizes[self._collective.output], like)
+        if self._collective.input is Extent.NONE:
+            return Buffers(output, output)
+        return Buffers(empty(sizes[self._collective.input], like), output)
+
+    def _prepare(self, contestant: Contestant, buffers: Buffers) -> _Ready | str:
+        """Has the contestant do the collective once, and checks it; or says why it cannot."""
+        problem, operation = "", None
+        buffers.output.fill_(_LARGER_THAN_ANY)
+        buffers.input.copy_(self._of_this_rank(given))
+        self._ranks.start_together()
+        try:
+            operation = contestant.operation(self._collective, buffers, self._settings.op)
+            operation()
+            contestant.finish()
+        except (UnsupportedError, RuntimeError, ValueError, TypeError) as error:
+            problem = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if self._ranks.total(operation is None or problem != ""):
+            return problem or "another rank could not do it"
+        assert operation is not None
+        wrong = self._wrong(buffers) if contestant.communicates else None
+        others = []
+        for _ in range(1, self._sets):
+            more = self._buffers(contestant)
+            more.zero()
+            others.append(contestant.operation(self._collective, more, self._settings.op))
+        return _Ready(contestant, (operation, *others), wrong)
+
+    @property
+    def _sets(self) -> int:
+        """How many buffers take turns."""
+        size = max(self._count * self._dtype.itemsize, 1)
+        return min(1 + self._settings.apart // size, _MOST_BUFFERS)
+
+    def _wrong(self, buffers: Buffers) -> int:
+        """How many elements of all ranks are not what they must be."""
+        wanted = self._of_this_rank(expected)
+        wrong = 0 if wanted is None else int((buffers.output.cpu() != wanted).sum())
+        return int(self._ranks.total(wrong))
+
+    def _of_this_rank(self, of: Callable[..., Result]) -> Result:
+        rank, count = self._ranks.rank, self._ranks.count
+        return of(self._collective, self._count, count, rank, dtype=self._dtype, op=self._settings.op)
+
+    def _warm_up(self, ready: _Ready) -> int:
+        """How many operations a turn has."""
+        iterations = _FEWEST
+        for seconds in (_WARM_UP_SECONDS, _TURN_SECONDS):
+            iterations = min(max(_FEWEST, round(seconds / self._turn(ready, iterations))), _MOST)
+        return iterations
+
+    def _turn(self, ready: _Ready, iterations: int) -> float:
+        if self._fresh:
+            return self._fresh_turn(ready, iterations)
+        operations = cycle(ready.operations)
+        self._start(next(operations), ready)
+        seconds = self._time(islice(operations, iterations), ready)
+        return self._ranks.largest(seconds / iterations)
+
+    def _fresh_turn(self, ready: _Ready, iterations: int) -> float:
+        size = max(self._count * self._dtype.itemsize, 1)
+        together = min(max(_FRESH_BYTES // size, 1), _MOST_BUFFERS)
+        parts, seconds = math.ceil(iterations / together), 0.0
+        for _ in range(parts):
+            operations = [self._fresh_operation(ready.contestant) for _ in range(together)]
+            self._start(ready.operations[0], ready)
+            seconds += self._time(operations, ready)
+        return self._ranks.largest(seconds / (parts * together))
+
+    def _fresh_operation(self, contestant: Contestant) -> Operation:
+        buffers = self._buffers(contestant, fresh=True)
+        buffers.input.zero_()
+        return contestant.operation(self._collective, buffers, self._settings.op)
+
+    def _start(self, operation: Operation, ready: _Ready) -> None:
+        """One operation that is not counted, with which the ranks come together."""
+        self._ranks.start_together()
+        operation()
+        ready.contestant.finish()
+
+    @staticmethod
+    def _time(operations: Iterable[Operation], ready: _Ready) -> float:
+        start = time.perf_counter()
+        for operation in operations:
+            operation()
+        ready.contestant.finish()
+        return time.perf_counter() - start
+
+
+def _new_pages(elements: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in a mapping of its own, which goes with it."""
+    nbytes = max(elements, 1) * like.element_size()
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=like.dtype, count=elements) if elements else torch.empty_like(like)

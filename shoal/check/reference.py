@@ -1,0 +1,222 @@
+"""The same training on one device, written as plainly as it can be: what every Plan is held against.
+
+It shares no code with `shoal.parallel` or the Trainer: the optimizer's weights, one loop, and a model in the
+type that computes, whose gradients are summed in the type of the optimizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shoal.check.task_trial import AnyTrial, TaskTrial
+from shoal.check.trace import Forward, Trace
+from shoal.check.trial import CLIP, OPTIMIZER, Trial
+from shoal.models import SingleDevice, cast_module, logits_of, map_tensors, set_auxiliary_scale
+from shoal.models.dropout import token_keys
+from shoal.train.learning_rate import learning_rate
+
+__all__ = ["Alone", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
+
+Tensors = dict[str, torch.Tensor]
+"""By the parameter's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step computed.
+
+    Attributes:
+        losses: Of every token, before the step: `[batch, seq]`, in double precision on the CPU. Of a Task:
+            `[batch]`, for each sample the mean over its micro-batch.
+        norm: Of the whole gradient, before clipping.
+        gradients: By the parameter's name, before clipping; on the CPU.
+        parameters: As well, after the step.
+    """
+
+    losses: torch.Tensor
+    norm: float
+    gradients: Tensors
+    parameters: Tensors
+
+    @property
+    def loss(self) -> float:
+        """Mean over the batch."""
+        return float(self.losses.mean())
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """In which order and which precision one device sums.
+
+    Attributes:
+        compute: Type of the weights that compute.
+        master: Type of the optimizer's copy, and of the sums of gradients.
+        microbatch: Samples in one forward.
+        rotated: By how many places the samples of a batch are moved round.
+    """
+
+    compute: torch.dtype
+    master: torch.dtype
+    microbatch: int
+    rotated: int = 0
+
+
+class Alone:
+    """Trains a Trial on one device.
+
+    Args:
+        trial: What is trained.
+        sums: In which order and precision.
+        device: Where.
+    """
+
+    def __init__(self, trial: AnyTrial, sums: Sums, device: torch.device) -> None:
+        self._trial = trial
+        self._sums = sums
+        self._model = trial.build_with_values(device)
+        self._trained = {
+            name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad
+        }
+        self._masters = {
+            name: parameter.detach().to(sums.master, copy=True).requires_grad_()
+            for name, parameter in self._trained.items()
+        }
+        cast_module(self._model, sums.compute)
+        losses = _TaskLosses if isinstance(trial, TaskTrial) else _TokenLosses
+        self._losses: Callable[[Sequence[int]], torch.Tensor] = losses(trial, self._model, sums, device)  # type: ignore[arg-type]
+
+    def run(self) -> list[Step]:
+        """All steps, from the first values."""
+        trial = self._trial
+        masters = self._masters
+        optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [m for m in masters.values() if m.ndim >= 2],
+                    "weight_decay": OPTIMIZER.weight_decay,
+                },
+                {"params": [m for m in masters.values() if m.ndim < 2], "weight_decay": 0.0},
+            ],
+            betas=OPTIMIZER.betas,
+            eps=OPTIMIZER.eps,
+        )
+        steps = []
+        for number in range(trial.steps):
+            rate = learning_rate(OPTIMIZER, step=number, steps=trial.steps, batch=trial.batch)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            losses = self.backward(trial.batch_of(number))
+            gradients = {name: _gradient_of(master) for name, master in masters.items()}
+            norm = torch.nn.utils.clip_grad_norm_(masters.values(), CLIP).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters = {name: master.detach().cpu().clone() for name, master in masters.items()}
+            steps.append(Step(losses, norm, gradients, parameters))
+        return steps
+
+    def backward(self, indices: Sequence[int]) -> torch.Tensor:
+        """Leaves the gradient of the mean loss over these samples at the masters.
+
+        Returns:
+            The losses as `Step` has them, of these samples.
+        """
+        sums = self._sums
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self._trained[name].copy_(master)
+        moved = [*indices[sums.rotated :], *indices[: sums.rotated]]
+        micro = [moved[start : start + sums.microbatch] for start in range(0, len(moved), sums.microbatch)]
+        told = []
+        for chosen in micro:
+            share = len(chosen) / len(moved)
+            set_auxiliary_scale(self._model, share)
+            losses = self._losses(chosen)
+            (losses.mean() * share).backward()
+            self._take_gradients()
+            told.append(losses.detach().double().cpu())
+        return torch.cat(told).roll(sums.rotated, 0)
+
+    def _take_gradients(self) -> None:
+        """Adds what backward left at the model to the masters' gradients."""
+        for name, master in self._masters.items():
+            gradient = self._trained[name].grad
+            if gradient is not None:
+                wide = gradient.to(master.dtype)
+                master.grad = wide if master.grad is None else master.grad.add_(wide)
+                self._trained[name].grad = None
+
+    def traced(self, indices: Sequence[int]) -> Forward:
+        """What the layers give for these samples, in their order; not to be used again."""
+        trace = Trace(self._model)
+        self.backward(indices)
+        return trace.forwards[0]
+
+    def gradients(self) -> Tensors:
+        """What `backward` left, on the CPU."""
+        return {name: _gradient_of(master) for name, master in self._masters.items()}
+
+
+class _TokenLosses:
+    """From samples of a Trial to the losses of their tokens, `[batch, seq]`."""
+
+    def __init__(self, trial: Trial, model: nn.Module, sums: Sums, device: torch.device) -> None:
+        self._seed = trial.seed
+        self._model = model
+        self._device = device
+        self._samples = trial.samples(model)
+        dealt = itertools.chain.from_iterable(map(trial.batch_of, range(trial.steps)))
+        self._places = {index: place for place, index in enumerate(dealt)}
+
+    def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
+        """A forward of these samples."""
+        inputs, targets = (part.to(self._device) for part in self._samples.batch(np.array(chosen)))
+        self._set_dropout(chosen, inputs.shape[1])
+        logits = logits_of(self._model(inputs))
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses = F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), reduction="none")
+        return losses.view(len(chosen), -1)
+
+    def _set_dropout(self, chosen: Sequence[int], sequence: int) -> None:
+        """Gives models that take keys the masks that these samples have under every layout."""
+        if hasattr(self._model, "dropout_keys"):
+            places = torch.tensor([self._places[index] for index in chosen], device=self._device)
+            positions = torch.arange(sequence, device=self._device)
+            self._model.dropout_keys = token_keys(self._seed, 0, places, positions)
+
+
+class _TaskLosses:
+    """From samples of a Task to the mean loss over them, for each of them, `[batch]`."""
+
+    def __init__(self, trial: TaskTrial, model: nn.Module, sums: Sums, device: torch.device) -> None:
+        self._samples = trial.samples()
+        self._model = SingleDevice(model, sums.compute)
+        self._device = device
+
+    def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
+        """A forward of these samples."""
+        part = map_tensors(lambda tensor: tensor.to(self._device), self._samples.rows(chosen))
+        return self._samples.task.loss(self._model, part).expand(len(chosen))
+
+
+def gradients_of(trial: AnyTrial, indices: Sequence[int], device: torch.device) -> Tensors:
+    """The gradient of the mean loss over some samples, with the first values, in fp32."""
+    alone = Alone(trial, Sums(torch.float32, torch.float32, max(1, len(indices))), device)
+    alone.backward(indices)
+    return alone.gradients()
+
+
+def forward_of(trial: Trial, compute: torch.dtype, device: torch.device) -> Forward:
+    """What the layers give for the batch of the first step, with the first values."""
+    alone = Alone(trial, Sums(compute, torch.promote_types(compute, torch.float32), trial.batch), device)
+    return alone.traced(trial.batch_of(0))
+
+
+def _gradient_of(master: torch.Tensor) -> torch.Tensor:
+    return (torch.zeros_like(master) if master.grad is None else master.grad).detach().cpu().clone()

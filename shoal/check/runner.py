@@ -1,0 +1,221 @@
+"""Comparing one Plan after another, as one of ranks that stay; and starting such ranks on this machine."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, final
+
+import torch
+import torch.distributed as dist
+
+from shoal.check.distributed import RankStep, trace_under, train_under
+from shoal.check.forward import ForwardReference, first_fault
+from shoal.check.task_trial import AnyTrial, TaskTrial
+from shoal.check.task_under_plan import train_task_under
+from shoal.check.tolerance import Yardstick
+from shoal.check.trial import Trial
+from shoal.check.verdict import Verdict, judge, may_be_of_forward, with_fault
+from shoal.errors import TrainingError, UserError, WorkerError
+from shoal.launch import StopSignal, World, join, launch
+from shoal.plan import Mesh, Plan
+from shoal.train.config import TrainConfig
+from shoal.train.execute import choose_device
+
+__all__ = ["Comparison", "Walk", "compare_here", "compare_locally", "serve"]
+
+_TIMEOUT = 300.0  # seconds; also what the other ranks wait for the first one's reference
+_USER_ERROR, _STOPPED = 2, 130
+
+Value = TypeVar("Value")
+Tell = Callable[[Verdict], object]
+Trained = tuple[list[RankStep], Verdict | None]
+"""What a rank saw of all steps, or why it did not make them."""
+
+
+@final
+class Comparison:
+    """Compares Plans with one device, as one rank of the default process group. All ranks call it together.
+
+    Args:
+        trial: What is trained.
+        device: What this rank computes on.
+    """
+
+    def __init__(self, trial: AnyTrial, device: torch.device) -> None:
+        self._trial = trial
+        self._device = device
+        self._yardsticks: dict[tuple[str, int | None], Yardstick] = {}
+        self._forwards: dict[str, ForwardReference] = {}
+
+    def check(self, plan: Plan) -> Verdict | None:
+        """Trains under a Plan and holds it against the reference.
+
+        Returns:
+            The verdict on the first rank, None on the others.
+        """
+        ranks = _gathered(self._trained(plan))
+        verdict = None if ranks is None else self._judged(plan, ranks)
+        # Also keeps ranks together: the first one's reference takes longer than groups wait to be formed.
+        if _told(verdict is not None and may_be_of_forward(verdict)) and isinstance(self._trial, Trial):
+            traces = _gathered(trace_under(self._trial, plan, self._device))
+            if traces is not None and verdict is not None:
+                reference = self._forward_reference(self._trial, plan.precision)
+                verdict = with_fault(verdict, first_fault(self._trial, Mesh.of(plan), traces, reference))
+            if dist.is_initialized():
+                dist.barrier()
+        return verdict
+
+    def _trained(self, plan: Plan) -> Trained:
+        try:
+            if isinstance(self._trial, TaskTrial):
+                return train_task_under(self._trial, plan, self._device), None
+            return train_under(self._trial, plan, self._device), None
+        except UserError as error:
+            return [], Verdict(str(plan), "refused", reason=str(error))
+        except TrainingError as error:
+            return [], Verdict(str(plan), "failed", reason=str(error))
+
+    def _judged(self, plan: Plan, ranks: Sequence[Trained]) -> Verdict:
+        for _, ended in ranks:
+            if ended is not None:
+                return ended
+        return judge(self._trial, plan, self._yardstick(plan), [steps for steps, _ in ranks])
+
+    def _forward_reference(self, trial: Trial, precision: str) -> ForwardReference:
+        if precision not in self._forwards:
+            self._forwards[precision] = ForwardReference.measure(trial, precision, self._device)
+        return self._forwards[precision]
+
+    def _yardstick(self, plan: Plan) -> Yardstick:
+        microbatch = plan.with_microbatch_for(self._trial.batch).microbatch
+        key = plan.precision, microbatch if self._trial.depends_on_micro_batches() else None
+        if key not in self._yardsticks:
+            self._yardsticks[key] = Yardstick.measure(self._trial, key[0], self._device, key[1])
+        return self._yardsticks[key]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walk:
+    """Plans to compare one after the other.
+
+    Attributes:
+        trial: What is trained.
+        plans: All for the same number of ranks.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    trial: AnyTrial
+    plans: Sequence[Plan]
+    device: str = "auto"
+
+
+def compare_here(walk: Walk, world: World, tell: Tell) -> list[Verdict]:
+    """Compares all Plans of a walk, as one of the ranks of `world`; joins them and leaves them.
+
+    Args:
+        walk: The same on all ranks.
+        world: The ranks.
+        tell: Called with each verdict on the first rank.
+
+    Returns:
+        The verdicts on the first rank; on the others nothing.
+    """
+    device = choose_device(TrainConfig.model_validate({"device": walk.device}), world.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    join(world, device, timeout=_TIMEOUT)
+    comparison = Comparison(walk.trial, device)
+    verdicts = []
+    for plan in walk.plans:
+        verdict = comparison.check(plan)
+        if verdict is not None:
+            verdicts.append(verdict)
+            tell(verdict)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    return verdicts
+
+
+def compare_locally(walk: Walk, tell: Tell) -> list[Verdict]:
+    """Compares all Plans of a walk on ranks that this starts on this machine.
+
+    The ranks stay from Plan to Plan. When one fails, its Plan is broken, and new ranks take up the Plans
+    behind it.
+
+    Args:
+        walk: What to compare.
+        tell: Called with each verdict, in the process that has it: importable by name, as pickle needs it.
+
+    Raises:
+        UserError: Something given cannot work.
+        WorkerError: The ranks were stopped.
+    """
+    ranks = walk.plans[0].ranks
+    if ranks == 1:
+        return compare_here(walk, World(rank=0, ranks=1, local_rank=0, master=("", 0)), tell)
+    verdicts: list[Verdict] = []
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+        job, results = Path(folder) / "job", Path(folder) / "results"
+        while len(verdicts) < len(walk.plans):
+            left = Walk(trial=walk.trial, plans=walk.plans[len(verdicts) :], device=walk.device)
+            job.write_bytes(pickle.dumps((left, tell, results)))
+            results.write_bytes(b"")
+            try:
+                launch([sys.executable, "-m", "shoal.check", str(job)], ranks)
+                verdicts += _read(results)
+            except WorkerError as error:
+                if error.exit_code in (_USER_ERROR, _STOPPED):
+                    raise
+                verdicts += _read(results)
+                if len(verdicts) < len(walk.plans):
+                    broken = Verdict(str(walk.plans[len(verdicts)]), "broken", reason=str(error))
+                    tell(broken)
+                    verdicts.append(broken)
+    return verdicts
+
+
+def serve(job: Path, world: World, stop: StopSignal) -> int:
+    """What a rank that `compare_locally` started does; the first leaves the verdicts in a file."""
+    walk, tell, results = pickle.loads(job.read_bytes())
+
+    def keep(verdict: Verdict) -> None:
+        with results.open("ab") as file:
+            pickle.dump(verdict, file)
+        tell(verdict)
+
+    compare_here(walk, world, keep)
+    return 0
+
+
+def _told(value: bool) -> bool:
+    """What the first rank says."""
+    told = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _gathered(value: Value) -> list[Value] | None:
+    """What every rank gives, on the first rank."""
+    if not dist.is_initialized():
+        return [value]
+    is_first = dist.get_rank() == 0
+    ranks = [value] * dist.get_world_size()
+    dist.gather_object(value, ranks if is_first else None, dst=0)
+    return ranks if is_first else None
+
+
+def _read(results: Path) -> list[Verdict]:
+    verdicts = []
+    with results.open("rb") as file:
+        while True:
+            try:
+                verdicts.append(pickle.load(file))
+            except EOFError:
+                return verdicts

@@ -1,0 +1,162 @@
+"""What is trained for a comparison of a Task: a model with inputs and a loss of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from shoal.check.trial import Trial, require_counts, without_dropout
+from shoal.errors import ConfigError, ModelError, PlanError
+from shoal.models import Task, batch_normalizations, build_or_task, map_tensors, sample_count
+from shoal.parallel import require_layout, require_trainable
+from shoal.plan import Plan
+
+__all__ = ["AnyTrial", "TaskSamples", "TaskTrial", "trial_of"]
+
+_ALONG = ("pp", "cp", "ep")  # degrees that cut a model or a sample in ways that Shoal has to know
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskTrial:
+    """What is trained.
+
+    Attributes:
+        model: The factory that gives the Task, as `shoal.models.build_or_task` takes it.
+        model_options: Its keyword arguments.
+        steps: Optimizer steps.
+        batch: Samples in one step, over all ranks: those of a batch of the Task.
+        seed: Fixes the first weights.
+
+    Raises:
+        ConfigError: A number is out of range.
+    """
+
+    model: str
+    batch: int
+    model_options: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_counts(self, steps=1, batch=1, seed=0)
+
+    @property
+    def size(self) -> str:
+        """How large a step is, in words."""
+        return f"{self.batch} samples"
+
+    def samples(self) -> TaskSamples:
+        """The samples of all batches."""
+        task = build_or_task(self.model, overrides=self.model_options)
+        assert isinstance(task, Task)
+        return TaskSamples(task, self.batch)
+
+    def build_with_values(self, device: torch.device | str) -> nn.Module:
+        """The model as training starts from it. Torch's own dropout is turned off.
+
+        Raises:
+            ModelError: It has nothing to train.
+        """
+        torch.manual_seed(self.seed)
+        model = self.samples().task.build()
+        require_trainable(model)
+        return without_dropout(model).to(device)
+
+    def statistics(self) -> list[str]:
+        """The names of the model's layers of batch normalization."""
+        return batch_normalizations(self.build_with_values("cpu"))
+
+    def depends_on_micro_batches(self) -> bool:
+        """Always so: what a Task's model and loss do with a micro-batch is not known."""
+        return True
+
+    def batch_of(self, step: int) -> list[int]:
+        """The samples of step number `step`, from 0: batches come one after the other."""
+        return list(range(step * self.batch, (step + 1) * self.batch))
+
+    def require_possible(self) -> Callable[[Plan], None]:
+        """As `Trial.require_possible`."""
+        model = self.build_with_values("cpu")
+
+        def require(plan: Plan) -> None:
+            large = [axis for axis in _ALONG if getattr(plan, axis) > 1]
+            if large:
+                given = f"{large[0]}={getattr(plan, large[0])}"
+                raise PlanError(
+                    f"{given} was given, and {self.model} is a Task, with inputs of its own",
+                    possible="dp and tp, with any sharding",
+                    change=f"leave out {' and '.join(large)}, or give a model that takes tokens",
+                )
+            require_layout(model, plan, 1)
+            plan.with_microbatch_for(self.batch)
+
+        return require
+
+
+AnyTrial = Trial | TaskTrial
+
+
+@final
+class TaskSamples:
+    """The samples of a Task's batches, by number.
+
+    Args:
+        task: Gives the batches.
+        size: Samples in a batch.
+    """
+
+    def __init__(self, task: Task, size: int) -> None:
+        self.task = task
+        self._size = size
+
+    def rows(self, indices: Sequence[int]) -> Any:
+        """These samples, which are all of one batch."""
+        number = indices[0] // self._size
+        places = torch.tensor([index - number * self._size for index in indices])
+        return map_tensors(lambda tensor: tensor[places], self.task.batch(number))
+
+
+def trial_of(
+    model: str,
+    options: Mapping[str, Any],
+    *,
+    sizes: Mapping[str, int | None],
+    default_batch: int,
+    **numbers: int,
+) -> AnyTrial:
+    """The Trial of a model that takes tokens, or of a Task.
+
+    Args:
+        model: As `shoal.models.build_or_task` takes it.
+        options: Changes to it.
+        sizes: `batch` and `sequence`, as `Trial` has them; None where they are not given.
+        default_batch: Sequences in one step, if that is not given.
+        numbers: `steps` and `seed`, see `Trial`.
+
+    Raises:
+        ModelError: The Task's batch holds no samples.
+        ConfigError: A size was given that the Task says itself.
+    """
+    made = build_or_task(model, overrides=options, device="cpu" if ":" in model else "meta")
+    if not isinstance(made, Task):
+        given = {name: size for name, size in sizes.items() if size is not None}
+        return Trial(model=model, model_options=options, **{"batch": default_batch, **given}, **numbers)
+    held = sample_count(made.batch(0))
+    if not held:
+        raise ModelError(
+            f"the first batch of {model} holds no tensor with samples",
+            possible="tensors with samples along dim 0, in dicts, lists, tuples or dataclasses",
+            change="correct what the Task's `batch` gives",
+        )
+    for name, size in sizes.items():
+        if size is not None and (name, size) != ("batch", held):
+            raise ConfigError(
+                f"{name}={size} was given, and {model} says itself what a batch is",
+                possible=f"batches of {held} samples, as it gives them",
+                change=f"leave out --{name}",
+            )
+    return TaskTrial(model=model, model_options=options, batch=held, **numbers)

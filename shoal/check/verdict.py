@@ -1,0 +1,245 @@
+"""Whether a Plan computed the same training, and what departs first if it did not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal.check.diagnosis import (
+    Evidence,
+    explain_gradient,
+    explain_norm,
+    explain_parameter,
+    explain_samples,
+)
+from shoal.check.distributed import Copy, Fragment, RankStep, copies, distinct
+from shoal.check.forward import Fault
+from shoal.check.reference import Tensors
+from shoal.check.task_trial import AnyTrial
+from shoal.check.tolerance import Yardstick, relative, scales_of, vector_deviation
+from shoal.plan import Mesh, Plan
+
+__all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
+
+_SHOWN = 6  # names of parameters that depart beside the first
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far a quantity lies from the reference, relatively, and how far rounding explains.
+
+    Attributes:
+        value: The deviation.
+        bound: What rounding explains.
+        name: Of several parameters, the one that lies farthest beyond its bound.
+    """
+
+    value: float
+    bound: float
+    name: str = ""
+
+    @property
+    def departs(self) -> bool:
+        """Whether rounding alone does not explain it."""
+        return not self.value <= self.bound
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The deviations of one step.
+
+    Attributes:
+        step: Its number, from 1.
+        loss: Of the loss.
+        norm: Of the gradient's norm, before clipping.
+        gradients: Of the gradient that lies farthest beyond its bound.
+        parameters: Of the parameter that does, after the step.
+    """
+
+    step: int
+    loss: Deviation
+    norm: Deviation
+    gradients: Deviation
+    parameters: Deviation
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """What departs first.
+
+    Attributes:
+        step: In which step.
+        quantity: "samples", "gradient", "gradient norm", "loss" or "parameter".
+        name: Of the parameter, the first in the model's order that departs.
+        deviation: How far.
+        bound: How far rounding explains.
+        text: All of this in sentences, with what it looks like.
+        layer: The first in forward order that departs; "" if none does, or it was not looked for.
+    """
+
+    step: int
+    quantity: str
+    name: str
+    deviation: float
+    bound: float
+    text: str
+    layer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one Plan.
+
+    Attributes:
+        plan: The Plan's text form.
+        outcome: "passed"; "failed", it computes something else; "refused", it cannot be laid over this model;
+            "broken", it did not end.
+        steps: The deviations.
+        departure: What departs first, if the Plan failed.
+        reason: Why it was refused or broken.
+    """
+
+    plan: str
+    outcome: str
+    steps: tuple[StepReport, ...] = ()
+    departure: Departure | None = None
+    reason: str = ""
+
+
+def judge(trial: AnyTrial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequence[RankStep]]) -> Verdict:
+    """Holds what all ranks computed against the reference.
+
+    Args:
+        trial: What was trained.
+        plan: Under which Plan.
+        yardstick: The reference.
+        ranks: By rank, what each saw of every step.
+    """
+    reports = []
+    departure = None
+    mesh = Mesh.of(plan)
+    microbatch = plan.with_microbatch_for(trial.batch).microbatch
+    assert microbatch is not None
+    for index, (reference, bounds) in enumerate(zip(yardstick.steps, yardstick.bounds, strict=True)):
+        seen = [steps[index] for steps in ranks]
+        gradients = _distinct_copies([step.gradients for step in seen])
+        parameters = _distinct_copies([step.parameters for step in seen])
+        gradient_deviations = _deviations(gradients, reference.gradients, bounds.gradients)
+        parameter_deviations = _deviations(parameters, reference.parameters, bounds.parameters)
+        report = StepReport(
+            index + 1,
+            _worst_number([step.loss for step in seen], reference.loss, bounds.loss),
+            _worst_number([step.norm for step in seen], reference.norm, bounds.norm),
+            _farthest(gradient_deviations),
+            _farthest(parameter_deviations),
+        )
+        reports.append(report)
+        if departure is None:
+            evidence = Evidence(
+                trial=trial,
+                mesh=mesh,
+                step=index + 1,
+                wanted=trial.batch_of(index),
+                microbatch=microbatch,
+                seen=seen,
+                reference=reference,
+            )
+            departure = _first_departure(report, gradient_deviations, parameter_deviations, evidence)
+    outcome = "passed" if departure is None else "failed"
+    return Verdict(str(plan), outcome, tuple(reports), departure)
+
+
+def may_be_of_forward(verdict: Verdict) -> bool:
+    """Whether the fault may lie in the first step's forward, so that it is worth tracing."""
+    departure = verdict.departure
+    return departure is not None and departure.step == 1 and departure.quantity in ("gradient", "loss")
+
+
+def with_fault(verdict: Verdict, fault: Fault | None) -> Verdict:
+    """The verdict with what was found in forward, if the fault can be there."""
+    departure = verdict.departure
+    assert departure is not None
+    if fault is not None:
+        layer, told = fault.layer, fault.text
+    elif verdict.steps[0].loss.departs:
+        layer, told = "", "forward: every layer agrees whose output a rank has whole"
+    else:
+        return verdict
+    return replace(verdict, departure=replace(departure, layer=layer, text=f"{departure.text}\n  {told}"))
+
+
+def _first_departure(
+    report: StepReport,
+    gradients: Sequence[Deviation],
+    parameters: Sequence[Deviation],
+    evidence: Evidence,
+) -> Departure | None:
+    """In the order in which a step meets them: samples, gradients with their loss, norm, parameters."""
+    step = report.step
+    wrong_samples = explain_samples(evidence)
+    if wrong_samples:
+        return Departure(step, "samples", "", math.inf, 0.0, f"step {step}: {wrong_samples}")
+    loss = f"; the loss departs too, by {report.loss.value:.1e}" if report.loss.departs else ""
+    departing = [each for each in gradients if each.departs]
+    if departing:
+        first = departing[0]
+        text = f"{_said(step, 'the gradient of', departing)}{loss}{explain_gradient(evidence, departing)}"
+        return Departure(step, "gradient", first.name, first.value, first.bound, text)
+    if report.loss.departs:
+        text = f"{_said(step, 'the loss', [report.loss])}, though every gradient agrees"
+        return Departure(step, "loss", "", report.loss.value, report.loss.bound, text)
+    if report.norm.departs:
+        text = f"{_said(step, 'the gradient norm', [report.norm])}, though every gradient agrees"
+        text += explain_norm(evidence)
+        return Departure(step, "gradient norm", "", report.norm.value, report.norm.bound, text)
+    departing = [each for each in parameters if each.departs]
+    if departing:
+        first = departing[0]
+        text = f"{_said(step, 'after the optimizer', departing)}, though every gradient agrees"
+        text += explain_parameter(evidence, first.name)
+        return Departure(step, "parameter", first.name, first.value, first.bound, text)
+    return None
+
+
+def _said(step: int, what: str, departing: Sequence[Deviation]) -> str:
+    first = departing[0]
+    named = f"{what} {first.name}" if first.name else what
+    text = f"step {step}: {named} departs by {first.value:.1e}, and rounding explains {first.bound:.1e}"
+    if len(departing) > 1:
+        others = [each.name for each in departing[1:]]
+        shown = others if len(others) <= _SHOWN else [*others[: _SHOWN - 1], "...", others[-1]]
+        text += f"; so do {len(others)} behind it: {', '.join(shown)}"
+    return text
+
+
+def _distinct_copies(ranks: Sequence[Sequence[Fragment]]) -> dict[str, list[Copy]]:
+    return copies(distinct((rank, fragment) for rank, held in enumerate(ranks) for fragment in held))
+
+
+def _deviations(
+    held: Mapping[str, Sequence[Copy]], reference: Tensors, bounds: Mapping[str, float]
+) -> list[Deviation]:
+    """The worst copy of each parameter, in the model's order. The first copy has to be complete."""
+    scales = scales_of(reference)
+    deviations = []
+    for name, value in reference.items():
+        values = [math.inf]
+        if held.get(name):
+            values = [vector_deviation(held[name][0].values, value, scales[name])]
+            for copy in held[name][1:]:
+                there = torch.cat(list(copy.places.values()))
+                part = copy.values.flatten()[there]
+                values.append(vector_deviation(part, value.flatten()[there], scales[name]))
+        deviations.append(Deviation(max(values), bounds[name], name))
+    return deviations
+
+
+def _farthest(deviations: Sequence[Deviation]) -> Deviation:
+    return max(deviations, key=lambda each: each.value / each.bound)
+
+
+def _worst_number(values: Sequence[float], reference: float, bound: float) -> Deviation:
+    return Deviation(max(relative(value, reference) for value in values), bound)

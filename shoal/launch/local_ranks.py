@@ -1,0 +1,118 @@
+"""Ranks on this machine, as processes: started, listened to, signalled and ended."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, final
+
+from shoal.launch.output import RankLog, pass_on
+
+__all__ = ["LocalRanks"]
+
+_AT_ONCE = 1 << 16  # bytes that are read of a pipe, which holds as many
+
+
+@final
+class LocalRanks:
+    """Processes of ranks, whose output this process passes on. Leaving the context ends those that are left.
+
+    Each rank is a session of its own: Ctrl-C on the terminal reaches this process alone, which decides what
+    the ranks are told, and a signal to a rank reaches the processes that it started.
+
+    Args:
+        command: A program and its arguments, the same for all ranks.
+        environments: The environment of each rank.
+        logs: The directory in which the output is kept too, if one is wanted.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path | None
+    ) -> None:
+        self._outputs = selectors.DefaultSelector()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._logs = [RankLog(logs, rank, len(environments)) for rank in range(len(environments))]
+        for environment, log in zip(environments, self._logs, strict=True):
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._processes.append(process)
+            self._add_output(process.stdout, 1, log)
+            self._add_output(process.stderr, 2, log)
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.signal(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        while self._outputs.get_map() and self._outputs.select(0):
+            self.listen(0)
+        for key in list(self._outputs.get_map().values()):  # a child that outlives its rank may hold these
+            self._close_output(key)
+        self._outputs.close()
+        for log in self._logs:
+            log.close()
+
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+
+    def exit_codes(self) -> dict[int, int]:
+        """The exit code of each rank that has ended; negative for the signal that ended it."""
+        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def stopped(self) -> list[int]:
+        """The ranks whose processes are stopped, as by SIGSTOP or a debugger (Linux)."""
+        return [rank for rank in self.running() if _state_of(self._processes[rank].pid) in ("T", "t")]
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to every rank that has not ended."""
+        for rank in self.running():
+            os.killpg(self._processes[rank].pid, number)
+
+    def listen(self, seconds: float) -> None:
+        """Passes on what ranks print next. Returns when something was passed on, or after that time."""
+        if not self._outputs.get_map():
+            time.sleep(seconds)
+            return
+        for key, _ in self._outputs.select(seconds):
+            data = os.read(key.fd, _AT_ONCE)
+            if data:
+                descriptor, log = key.data
+                log.write(data)
+                pass_on(data, descriptor)
+            else:
+                self._close_output(key)
+
+    def _add_output(self, pipe: IO[bytes] | None, descriptor: int, log: RankLog) -> None:
+        assert pipe is not None
+        self._outputs.register(pipe, selectors.EVENT_READ, (descriptor, log))
+
+    def _close_output(self, key: selectors.SelectorKey) -> None:
+        self._outputs.unregister(key.fileobj)
+        assert not isinstance(key.fileobj, int)
+        key.fileobj.close()  # type: ignore[attr-defined]
+
+
+def _state_of(process: int) -> str:
+    """The state of a process as Linux abbreviates it; empty where it cannot be known."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[0]

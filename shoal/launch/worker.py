@@ -1,0 +1,88 @@
+"""What a process does around the work of its rank: die with its launcher, heed signals, leave an outcome."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from shoal.errors import UserError
+from shoal.launch.launcher import LAUNCHER, OUTCOMES
+from shoal.launch.outcome import Outcome
+
+__all__ = ["StopSignal", "run_rank"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+class StopSignal:
+    """Whether someone asked this process to stop, by SIGTERM or Ctrl-C; a second Ctrl-C ends it at once.
+
+    Until `heed` is called there is nothing to save, and a signal ends the process: also where it waits for
+    ranks that will never come, in native code that no handler of Python's interrupts.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+    def heed(self) -> None:
+        """From here on a signal is only noted; who does the work looks at `received`."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.received = signal.Signals(number)
+
+
+def run_rank(rank: int, work: Callable[[StopSignal], int]) -> int:
+    """Does the work of one rank and accounts for how it ended.
+
+    Under `shoal`'s own launcher the outcome is left for the launcher to tell. Under another one it is told
+    here, and left in the error file that torchelastic asks for.
+
+    Args:
+        rank: The global rank.
+        work: Gives the exit code.
+
+    Returns:
+        The exit code of the process.
+    """
+    folder = os.environ.get(OUTCOMES)
+    if folder is not None:
+        _die_with(int(os.environ[LAUNCHER]))
+    try:
+        outcome = Outcome(rank=rank, exit_code=work(StopSignal()))
+    except BaseException as error:
+        outcome = Outcome.of_error(rank, error)
+        if folder is None:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            if not isinstance(error, UserError):  # torchrun would print the traceback too
+                get_error_handler().record_exception(error)
+            _tell(outcome, error)
+    if folder is not None:
+        outcome.write(Path(folder))
+    return outcome.exit_code
+
+
+def _tell(outcome: Outcome, error: BaseException) -> None:
+    text = str(error) if isinstance(error, UserError) else outcome.error
+    print(f"shoal: rank {outcome.rank} failed: {text}", file=sys.stderr)
+    if outcome.detail:
+        print(outcome.detail, file=sys.stderr)
+
+
+def _die_with(launcher: int) -> None:
+    """Has the kernel end this process when the launcher ends, however that happens (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it ended while this process was still importing
+        os._exit(1)

@@ -1,0 +1,330 @@
+"""Listens to a model's operators while it runs on fake tensors, and sums them up.
+
+Each storage that an operator makes has a `Part`, which says how tensor parallelism would divide it. It
+follows from how the tensor came about, by Megatron's scheme (Shoeybi et al. 2019, arXiv:1909.08053): what the
+model is given is STREAM; a product of STREAM with a weight divides the weight's COLUMNS, and so its result; a
+product of that with a weight divides the ROWS, and its sum over ranks is STREAM again. Attention's result is
+divided by heads. Any other operator gives what the largest of its tensors is; where two are as large, the
+stream wins. What no input and no random number has gone into depends on positions alone. In a mixture of
+experts all is WHOLE.
+
+In backward the scheme holds the other way round. There an operator counts with the piece whose forward made
+the node that autograd is at: autograd numbers its nodes, and a piece's numbers follow one another.
+
+Attention that is not fused is two products of activations, the second with what the first gave. It becomes
+one `Attention`, and the passes over its scores are part of it. A mask that depends on positions alone is
+taken to be the causal one.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shoal.trace.observed import Made, Moved, Piece, address
+from shoal.trace.operators import (
+    ATTENTIONS,
+    COPIES,
+    EXPENSIVE,
+    FREE,
+    LOOKUPS,
+    PRODUCTS,
+    Sizes,
+    argument,
+    bias_of,
+    product_of,
+)
+from shoal.workload import Attention, Part, Product
+
+__all__ = ["Recorder"]
+
+_NO_NUMBER = 2**63  # nodes that add to the gradient of a parameter have none
+_STRONGER = (Part.STREAM, Part.COLUMNS, Part.WHOLE)
+
+
+class Recorder(TorchDispatchMode):
+    """See the top of the file.
+
+    Args:
+        pieces: How many the model has.
+        samples: In the batch that goes through it.
+        parameters: The model's.
+        inputs: What it is given.
+
+    Attributes:
+        pieces: What was heard of each.
+        made: Storages by address.
+        reused: Names of parameters that a later piece used again.
+    """
+
+    def __init__(
+        self, pieces: int, samples: int, parameters: Mapping[str, Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        super().__init__()
+        self.pieces = [Piece() for _ in range(pieces)]
+        self.made: dict[int, Made] = {}
+        self.reused: set[str] = set()
+        self._samples = samples
+        self._names = {address(parameter): name for name, parameter in parameters.items()}
+        self._inputs = {address(each) for each in inputs}
+        self._owners: dict[str, int] = {}
+        self._first: Sizes | None = None  # of the last product of activations, if its result is not used yet
+        self._in_experts = False
+        self._current = 0
+        self._starts = [0]
+        self._entered = [0]
+
+    # -- what the tracer tells -----------------------------------------------------------------------
+
+    def enter(self, piece: int, stream: Tensor | None = None) -> None:
+        """From here on operators belong to a piece, whose input is `stream` whatever made it."""
+        self._current = piece
+        self._starts.append(_get_sequence_nr())
+        self._entered.append(piece)
+        self.pieces[piece].stream = stream
+        made = None if stream is None else self.made.get(address(stream))
+        if made is not None and made.part is Part.COLUMNS:
+            made.part = Part.STREAM
+
+    def enter_experts(self) -> None:
+        """From here on operators belong to a mixture of experts."""
+        self._in_experts = True
+
+    def leave_experts(self) -> None:
+        """The mixture is done."""
+        self._in_experts = False
+
+    def experts(self, rows: Tensor, weight: Tensor, result: Tensor) -> None:
+        """A product `[rows, in]` of each expert's share of rows with its own of `[experts, out, in]`."""
+        sizes = Sizes(rows, weight, len(rows), weight.shape[-1], weight.shape[-2], len(weight))
+        self._hear_product("experts", sizes, Part.STREAM)
+        self.made[address(result)].result_of = Part.STREAM
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Forward keeps a tensor: what is an activation counts with the first piece that needs it."""
+        where = address(tensor)
+        made = self.made.get(where)
+        if made is not None and made.elements > 1:
+            piece = made.piece if made.part is Part.POSITIONS else self._current
+            if not any(where in each.saved for each in self.pieces):
+                self.pieces[piece].saved[where] = made
+        return tensor
+
+    # -- what operators tell -------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        """Calls the operator, and takes note of it."""
+        named = named or {}
+        result = function(*arguments, **named)
+        if function.namespace != "prim":
+            self._hear(function, arguments, named, result)
+        return result
+
+    def _hear(self, function: Any, arguments: Any, named: Any, result: Any) -> None:
+        node = torch._C._current_autograd_node()
+        given = _tensors((arguments, named))
+        results = _tensors(result)
+        addresses = {address(each) for each in given}
+        fresh = [each for each in results if address(each) not in addresses]
+        if function.is_view or not (fresh or function._schema.is_mutable):
+            return
+        if node is None:
+            for each in given:
+                self._use(each)
+        name = _plain(function._schema.name)
+        piece = self._current if node is None else self._piece_of(node)
+        product: Part | None = None
+        part = self._largest(given)
+        if torch.Tag.nondeterministic_seeded in function.tags and part is Part.POSITIONS:
+            part = Part.STREAM  # drawn for each sample anew
+        if function in PRODUCTS:
+            sizes = product_of(function, arguments, results[0])
+            product, part = self._product_parts(sizes)
+            if node is None:
+                self._hear_product(name, sizes, product, bias_of(function, arguments))
+        elif function in ATTENTIONS:
+            product = part = Part.STREAM if self._in_experts else Part.COLUMNS
+            if node is None:
+                self._hear_attention(function, arguments, named)
+        elif node is None or not _is_product_backward(name):
+            self._hear_pass(function, name, node, piece, part, given, results)
+        for each in fresh:
+            width = each.element_size()
+            self.made[address(each)] = Made(each.untyped_storage(), piece, part, width, name)
+            if function in EXPENSIVE and node is None:
+                self.made[address(each)].result_of = product
+        if function in COPIES and address(given[0]) in self._names:
+            self._names[address(results[0])] = self._names[address(given[0])]
+
+    def _product_parts(self, sizes: Sizes) -> tuple[Part, Part]:
+        """Of the product, and of its result."""
+        left, right = address(sizes.left), address(sizes.right)
+        if left not in self._names and right not in self._names:
+            part = self._largest([sizes.left, sizes.right])
+            return Part.WHOLE, part
+        part = self._part(sizes.right if left in self._names else sizes.left)
+        if self._in_experts or sizes.copies > 1:
+            return Part.STREAM, Part.STREAM
+        if part in (Part.WHOLE, Part.POSITIONS):
+            return Part.WHOLE, part
+        return (Part.ROWS, Part.STREAM) if part is Part.COLUMNS else (Part.COLUMNS, Part.COLUMNS)
+
+    def _hear_product(self, name: str, sizes: Sizes, part: Part, bias: Tensor | None = None) -> None:
+        weight = self._use(sizes.right) or self._use(sizes.left)
+        if weight is None:
+            self._hear_scores(name, sizes)
+            return
+        owner = self.pieces[self._owners[weight]]
+        owner.parameters[weight] = part
+        if sizes.copies > 1:
+            owner.experts.add(weight)
+        added = None if bias is None else self._use(bias)
+        if added is not None and part is Part.COLUMNS:
+            self.pieces[self._owners[added]].parameters[added] = part
+        self.pieces[self._current].operations.append(self._product(weight, sizes, part))
+
+    def _hear_scores(self, name: str, sizes: Sizes) -> None:
+        """A product of activations: the first half of attention that is not fused, or the second."""
+        piece, heads = self.pieces[self._current], max(1, sizes.copies // self._samples)
+        first, self._first = self._first, None
+        if first is not None and (first.copies, first.outputs) == (sizes.copies, sizes.inputs):
+            length = first.rows // first.copies
+            piece.operations.remove(self._product(name, first, Part.WHOLE))
+            piece.operations.append(
+                Attention(length, heads, heads, first.inputs, sizes.outputs, causal=False, fused=False)
+            )
+            piece.scores.add(first.rows * first.outputs)
+            return
+        self._first = sizes
+        piece.operations.append(self._product(name, sizes, Part.WHOLE))
+
+    def _hear_attention(self, function: Any, arguments: Any, named: Any) -> None:
+        query, key, value = arguments[:3]
+        groups = len(query) / self._samples
+        causal = bool(argument(function, arguments, named, "is_causal"))
+        for mask in _tensors((arguments[3:], named)):
+            causal = causal or self._part(mask) is Part.POSITIONS
+        self.pieces[self._current].operations.append(
+            Attention(
+                query.shape[2],
+                round(query.shape[1] * groups),
+                round(key.shape[1] * groups),
+                query.shape[3],
+                value.shape[3],
+                causal=causal,
+            )
+        )
+
+    def _hear_pass(
+        self,
+        function: Any,
+        name: str,
+        node: Any,
+        piece: int,
+        part: Part,
+        given: list[Tensor],
+        results: list[Tensor],
+    ) -> None:
+        if function in FREE or not results:
+            return
+        written = sum(map(_nbytes, results))
+        read = sum(map(_nbytes, given))
+        if function in LOOKUPS:
+            read += written - _nbytes(given[0])
+            self._hear_lookup(given)
+        elements = max(each.numel() for each in results)
+        if node is None:
+            self.pieces[piece].operations.append(Moved(name, part, elements, read + written))
+            return
+        forward = _plain(re.sub(r"Backward\d*$", "", node.name()))
+        known = {each.name for each in self.pieces[piece].operations if isinstance(each, Moved)}
+        name = forward if forward in known else name
+        self.pieces[piece].backward.append(Moved(name, part, elements, read + written))
+
+    def _hear_lookup(self, given: list[Tensor]) -> None:
+        """A look-up in a parameter: divided if what is looked up is of the sample, a position's if not."""
+        table = self._names.get(address(given[0]))
+        if table is not None and len(given) > 1:
+            owner = self.pieces[self._owners[table]]
+            owner.tables.add(table)
+            if self._part(given[1]) is not Part.POSITIONS:
+                owner.parameters[table] = Part.COLUMNS
+
+    def _product(self, name: str, sizes: Sizes, part: Part) -> Product:
+        """Of one sample. Copies are of a weight: activations, such as heads, make one product."""
+        rows, outputs, copies = sizes.rows, sizes.outputs, sizes.copies
+        if address(sizes.left) in self._names:  # the weight stands on the left
+            rows, outputs = outputs * copies, rows // copies
+        elif address(sizes.right) not in self._names:
+            copies = 1
+        each = max(1, round(rows / self._samples))
+        return Product(_last(name), each, sizes.inputs, outputs, part, copies)
+
+    def _use(self, tensor: Tensor) -> str | None:
+        """The name of the parameter that a tensor is, which counts with the piece that uses it first."""
+        name = self._names.get(address(tensor))
+        if name is not None:
+            owner = self._owners.setdefault(name, self._current)
+            self.pieces[owner].parameters.setdefault(name, Part.POSITIONS)
+            if owner != self._current:
+                self.reused.add(name)
+        return name
+
+    # -- parts ---------------------------------------------------------------------------------------
+
+    def _part(self, tensor: Tensor) -> Part:
+        where = address(tensor)
+        if where in self._inputs:
+            return Part.STREAM
+        made = self.made.get(where)
+        return Part.POSITIONS if made is None else made.part
+
+    def _largest(self, tensors: Sequence[Tensor]) -> Part:
+        """What the largest of tensors is that are no parameters; the strongest of those that are as large."""
+        sizes: dict[Part, int] = {}
+        for each in tensors:
+            if address(each) not in self._names:
+                part = self._part(each)
+                sizes[part] = max(sizes.get(part, 0), each.numel())
+        sizes.pop(Part.POSITIONS, None)  # with anything of a sample it becomes that
+        part = max(sizes, key=lambda part: (sizes[part], -_STRONGER.index(part)), default=Part.POSITIONS)
+        return Part.STREAM if self._in_experts and part is not Part.POSITIONS else part
+
+    def _piece_of(self, node: Any) -> int:
+        """The piece whose forward made a node; gradients' sums come with the last one that did."""
+        number = node._sequence_nr()
+        if number < _NO_NUMBER:
+            self._current = self._entered[bisect_right(self._starts, number) - 1]
+        return self._current
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """That reading or writing a tensor moves: what is expanded is there once."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def _plain(name: str) -> str:
+    """`aten::_to_copy`, `ToCopy` and `to_copy_` are one."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition("::")[2])
+    return words.strip("_").lower()
+
+
+def _last(name: str) -> str:
+    """Of a parameter's name, the module that has it, or the parameter where experts have several."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _is_product_backward(name: str) -> bool:
+    return name == "convolution_backward" or name.startswith("scaled_dot_product")

@@ -1,0 +1,198 @@
+"""A Workload of any module, by running it on fake tensors, which have shapes but neither memory nor values.
+
+A copy of the module with fake parameters runs forward and backward once, on the given inputs. What its
+operators are, `Recorder` hears; what forward keeps for backward, autograd's hooks tell. Pieces are the
+module's blocks (`find_blocks`), what runs before them, and what runs after. Experts are taken to get even
+loads, and to drop nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from shoal.errors import ModelError
+from shoal.models.blocks import find_blocks
+from shoal.models.experts import Mixture, run_experts
+from shoal.trace.operator_trace import Recorder
+from shoal.trace.summary import summarise
+from shoal.workload import Workload
+
+__all__ = ["trace"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def trace(
+    module: nn.Module,
+    inputs: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    *,
+    precision: str = "bf16",
+    device: torch.device | str = "cpu",
+) -> Workload:
+    """The work of a module on samples like those of `inputs`. It takes no memory and leaves the module alone.
+
+    Args:
+        module: Any; the meta device will do. Its mode, training or not, counts.
+        inputs: What its forward gets: a tensor, a tuple of arguments, or a mapping of named ones. The first
+            dim of the first tensor counts samples, and what follows from inputs grows with it.
+        loss: From what the module returns to a scalar; None for the sum of what it returns.
+        precision: bf16 or fp32, the type of the weights that compute and of floating inputs. Trace with the
+            one to plan for: what is fp32 all the same then stays apart.
+        device: The kind of device whose kernels are meant, such as "cuda"; torch has to be built for it.
+
+    Raises:
+        ModelError: The inputs hold no tensor, the precision is unknown, or what the module does depends on
+            values, or fails.
+    """
+    if precision not in _DTYPES:
+        raise ModelError(
+            f"a model cannot be traced with precision={precision!r}",
+            possible=", ".join(_DTYPES),
+            change="name one of these",
+        )
+    dtype = _DTYPES[precision]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        model = _fake_copy(module, dtype, torch.device(device))
+        arguments, named = _fake_inputs(inputs, dtype, torch.device(device))
+    tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
+    if not tensors or not tensors[0].ndim:
+        raise ModelError(
+            "the inputs to trace a model with hold no tensor of samples",
+            possible="a tensor such as tokens [batch, seq], a tuple of arguments, or a mapping of named ones",
+            change="give such inputs",
+        )
+    blocks = find_blocks(model) or [model]
+    recorder = Recorder(len(blocks) + 2, len(tensors[0]), dict(model.named_parameters()), tensors)
+    _attach(recorder, model, blocks)
+    try:
+        with mode, recorder:
+            with torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same):
+                output = model(*arguments, **named)
+                value = _total(output) if loss is None else loss(output)
+            value.backward()
+    except Exception as error:
+        said = next(iter(str(error).splitlines()), "")
+        raise ModelError(
+            f"tracing {type(module).__name__} raised {type(error).__name__}: {said}",
+            possible="a forward whose operators and shapes do not depend on the values of tensors",
+            change="correct the inputs or the loss, or describe the model by a ModelShape",
+        ) from error
+    if all(piece.stream is None for piece in recorder.pieces[1:-1]):
+        raise ModelError(
+            f"no block of {type(module).__name__} was called with a tensor",
+            possible="blocks in a ModuleList or a Sequential, whose forwards are called on the hidden state",
+            change="call the blocks themselves in the model's forward",
+        )
+    workload = summarise(
+        recorder, type(module).__name__, dict(model.named_parameters()), len(tensors[0]), dtype
+    )
+    # Hugging Face's models repeat keys and values for their queries before they attend.
+    kv_heads = getattr(getattr(module, "config", None), "num_key_value_heads", None)
+    return workload if kv_heads is None else replace(workload, kv_heads=kv_heads)
+
+
+def _fake_copy(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The same module with parameters and buffers that have no values."""
+    known: dict[int, Any] = {}
+    for parameter in module.parameters():
+        kind = dtype if parameter.is_floating_point() else parameter.dtype
+        fake = torch.empty(parameter.shape, dtype=kind, device=device)
+        known[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        known[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return copy.deepcopy(module, known)
+
+
+def _fake_inputs(
+    inputs: Any, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fake(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        kind = dtype if value.is_floating_point() else value.dtype
+        return torch.empty(value.shape, dtype=kind, device=device)
+
+    inputs = tree_map(fake, inputs)
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _attach(recorder: Recorder, model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Tells the recorder where blocks and experts begin and end."""
+
+    def enter(piece: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        stream = next((each for each in (*arguments, *named.values()) if isinstance(each, Tensor)), None)
+        recorder.enter(piece, stream)
+
+    def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+        recorder.enter(len(blocks) + 1, next(iter(_floating(output)), None))
+
+    for number, block in enumerate(blocks, 1):
+        block.register_forward_pre_hook(partial(enter, number), with_kwargs=True)
+    blocks[-1].register_forward_hook(leave)
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            _listen_to_experts(recorder, module)
+
+
+def _listen_to_experts(recorder: Recorder, mixture: Mixture) -> None:
+    """Multiplies without asking how many rows each expert has, which nobody knows."""
+
+    def enter(module: nn.Module, arguments: Any) -> None:
+        recorder.enter_experts()
+
+    def leave(module: nn.Module, arguments: Any, output: Any) -> None:
+        recorder.leave_experts()
+
+    def multiply(rows: Tensor, counts: Tensor, weights: Any) -> tuple[Tensor, ...]:
+        results: tuple[Tensor, ...] = _Even.apply(recorder, rows, *weights)
+        return results
+
+    mixture.capacity = None
+    mixture.compute = partial(run_experts, multiply=multiply)
+    mixture.register_forward_pre_hook(enter)
+    mixture.register_forward_hook(leave)
+
+
+class _Even(torch.autograd.Function):
+    """Results and gradients of `multiply_by_experts`, in shape alone."""
+
+    @staticmethod
+    def forward(context: Any, recorder: Recorder, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        context.save_for_backward(rows, *weights)
+        results = tuple(rows.new_empty(len(rows), weight.shape[1]) for weight in weights)
+        for weight, result in zip(weights, results, strict=True):
+            recorder.experts(rows, weight, result)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *weights = context.saved_tensors
+        return None, torch.empty_like(rows), *map(torch.empty_like, weights)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _floating(output: Any) -> Iterator[Tensor]:
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def _total(output: Any) -> Tensor:
+    return torch.stack([each.sum().float() for each in _floating(output) if each.requires_grad]).sum()

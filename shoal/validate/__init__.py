@@ -1,0 +1,26 @@
+"""Hold predictions to measurements: tables of training steps, layers and collectives, published or one's own.
+
+`validate` reads a table and returns a Comparison for each row, `accuracy_of` sums them up. `read_table`,
+`read_layers` and `read_collectives` read the three kinds of tables. Imports no torch.
+"""
+
+from shoal.validate.accuracy import Accuracy, Comparison, accuracy_of
+from shoal.validate.collectives import MeasuredCollective, read_collectives
+from shoal.validate.layers import MeasuredLayer, read_layers
+from shoal.validate.predictions import is_fitted, published_workload, validate
+from shoal.validate.steps import Measured, read_table
+
+__all__ = [
+    "Accuracy",
+    "Comparison",
+    "Measured",
+    "MeasuredCollective",
+    "MeasuredLayer",
+    "accuracy_of",
+    "is_fitted",
+    "published_workload",
+    "read_collectives",
+    "read_layers",
+    "read_table",
+    "validate",
+]

@@ -1,0 +1,121 @@
+"""Tables of timed collectives, as nccl-tests prints them: one row is a size on a machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.cluster import PRESETS, Cluster
+from shoal.cluster.tables import matching
+from shoal.errors import ClusterError
+from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
+
+__all__ = ["COLUMNS", "LEAST_BYTES", "USUAL_NODE", "MeasuredCollective", "read_collectives"]
+
+LEAST_BYTES = 64 * 1024
+"""Smaller buffers are left out: what they take is the library's protocols for tiny messages."""
+
+USUAL_NODE = 8
+"""Devices of a node, where a table tells of some within one."""
+
+_ALGORITHMS = {r"\bRing\b": "ring", r"^(algo=)?NVLS": "switch"}
+"""What notes say of runs whose algorithm was forced."""
+
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
+
+
+def _bytes(cell: str) -> int:
+    """Reads a size; nccl-tests prints 0 where a buffer is too small for its ranks."""
+    return 0 if cell == "0" else count(cell)
+
+
+def _stated(cell: str) -> int | None:
+    """A count; None where the source leaves it to be guessed, such as "16?"."""
+    return None if cell.endswith("?") else count(cell)
+
+
+COLUMNS: Mapping[str, Callable[[str], Any]] = {
+    "op": word(*_COLLECTIVES),
+    "platform": word(),
+    "nodes": _stated,
+    "ranks": _stated,
+    "size_bytes": _bytes,
+    "time_us": measured,
+    "note": str,
+}
+"""The columns of a table, and what reads their cells. Further columns are ignored."""
+
+_OPTIONAL = frozenset(("nodes", "ranks", "time_us", "note"))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCollective:
+    """One row.
+
+    Attributes:
+        line: Of the file.
+        settings: Its cells but for what was measured, as text.
+        collective: Its name.
+        platform: The machine, in words.
+        cluster: The same, of the presets.
+        nbytes: As nccl-tests counts: the whole buffer.
+        algorithm: That was forced, as shoal.cost.network names it; None for the library's choice.
+        seconds: Measured.
+    """
+
+    line: int
+    settings: str
+    collective: str
+    platform: str
+    cluster: Cluster
+    nbytes: int
+    algorithm: str | None
+    seconds: float
+
+
+def read_collectives(path: str | Path, refuse: Refuse = strictly) -> list[MeasuredCollective]:
+    """Reads a table of timed collectives; leaves out small buffers, and rows that do not say who took part.
+
+    Args:
+        path: Of the file.
+        refuse: Is given the errors of rows that cannot be used.
+
+    Raises:
+        DataError: The file is missing, lacks a column, or has a cell that cannot be read.
+        ClusterError: A row names a machine that is not known.
+    """
+    found = Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse)
+    return [each for each in found if each is not None]
+
+
+def _measured(row: Row) -> MeasuredCollective | None:
+    if not (row["nodes"] and row["ranks"] and row["time_us"] and row["size_bytes"] >= LEAST_BYTES):
+        return None
+    if row["ranks"] % row["nodes"]:
+        row.refuse(f"has {row['ranks']} ranks on {row['nodes']} nodes", possible="as many on every node")
+    return MeasuredCollective(
+        row.line,
+        ",".join(f"{name}={value}" for name, value in row.values.items() if name != "time_us"),
+        row["op"],
+        row["platform"],
+        _cluster(row),
+        row["size_bytes"],
+        next((name for said, name in _ALGORITHMS.items() if re.search(said, row["note"] or "")), None),
+        row["time_us"] / 1e6,
+    )
+
+
+def _cluster(row: Row) -> Cluster:
+    """The preset that the platform names, or one with the device that it names."""
+    platform, ranks = row["platform"], row["ranks"]
+    preset = matching("nodes", platform) or platform.lower().replace(" ", "-")
+    try:
+        if preset in PRESETS:
+            return Cluster.preset(preset, ranks)
+        in_node = ranks // row["nodes"] if row["nodes"] > 1 else max(ranks, USUAL_NODE)
+        return Cluster.assemble(platform, ranks, in_node, None)
+    except ClusterError as error:
+        raise row.located(error) from None

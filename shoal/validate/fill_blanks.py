@@ -1,0 +1,67 @@
+"""The Plan that a row of a table means: where it leaves settings open, what its authors will have chosen.
+
+That is the quickest Plan that fits. There may be thousands, so they are not all timed. A Plan waits with
+what its pipeline takes at least, whatever its sharding. When that is the least of all, the Plan is either
+too large, and waits anew with the next recompute, which takes longer; or it fits, and waits with all of its
+step's seconds. The first of these to be the least is the quickest. Where not even the smallest micro-batch
+fits with the most recompute, no larger one is tried.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import cache
+
+from shoal.cost.memory import Memories
+from shoal.cost.step import Costs
+from shoal.plan import Plan
+from shoal.planner.bucket import usual_bucket
+from shoal.validate.steps import Measured
+
+__all__ = ["quickest"]
+
+
+def quickest(row: Measured, costs: Costs, memories: Memories) -> Plan:
+    """The quickest of a row's Plans that fit; if none fits, the quickest of all.
+
+    Args:
+        row: Of a table.
+        costs: Of its workload on its cluster.
+        memories: The same.
+    """
+    if len(row.plans) == 1 and len(row.recomputes) == 1:
+        return _bucketed(row.plans[0], costs)
+    smallest = min(plan.microbatch or 0 for plan in row.plans)
+
+    @cache
+    def fits(plan: Plan) -> bool:
+        return memories.fullest(plan, row.batch).fits(costs.cluster)
+
+    waiting = [(_least(plan, row, costs), order, False, plan) for order, plan in enumerate(row.plans)]
+    heapq.heapify(waiting)
+    while waiting:
+        _, order, is_whole, plan = heapq.heappop(waiting)
+        if is_whole:
+            return plan
+        if not fits(plan.replace(microbatch=smallest, recompute=row.recomputes[-1])):
+            continue
+        if fits(plan):
+            whole = _bucketed(plan, costs)
+            heapq.heappush(waiting, (costs.step(whole, row.batch).seconds, order, True, whole))
+            continue
+        later = row.recomputes[row.recomputes.index(plan.recompute) + 1 :]
+        if later:
+            longer = plan.replace(recompute=later[0])
+            heapq.heappush(waiting, (_least(longer, row, costs), order, False, longer))
+    plans = (_bucketed(plan, costs) for plan in row.plans)
+    return min(plans, key=lambda plan: costs.step(plan, row.batch).seconds)
+
+
+def _bucketed(plan: Plan, costs: Costs) -> Plan:
+    """With buckets that suit the links: no table states their size."""
+    return plan.replace(bucket=usual_bucket(costs.cluster, plan))
+
+
+def _least(plan: Plan, row: Measured, costs: Costs) -> float:
+    """Seconds that a step takes at least, whatever its sharding."""
+    return costs.pipeline(plan, plan.microbatches_of(row.batch)).total

@@ -1,0 +1,183 @@
+"""Predictions beside measurements, row by row, of tables of steps, of layers and of collectives."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.cost.block import block_cost
+from shoal.cost.memory import Memories
+from shoal.cost.network import Group, algorithm_seconds
+from shoal.cost.step import Costs
+from shoal.cost.torchtitan_recompute import every_second_product
+from shoal.errors import UserError
+from shoal.units import format_bytes
+from shoal.validate.accuracy import Comparison
+from shoal.validate.cells import Refuse, Table, strictly
+from shoal.validate.collectives import USUAL_NODE, MeasuredCollective, read_collectives
+from shoal.validate.fill_blanks import quickest
+from shoal.validate.layers import MeasuredLayer, read_layers
+from shoal.validate.machines import machine_of, published_cluster
+from shoal.validate.steps import Measured, read_table
+from shoal.workload import Workload, workload_of
+
+__all__ = [
+    "compare_collectives",
+    "compare_layers",
+    "compare_steps",
+    "is_fitted",
+    "published_workload",
+    "validate",
+]
+
+
+_Row = TypeVar("_Row")
+
+
+def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
+    """Predicts every row of a table, whose columns tell what it has: steps, layers or collectives.
+
+    Args:
+        path: Of the table.
+        refuse: Is given the error of each row that cannot be predicted: a cell that cannot be read, a layout
+            that no Plan describes, a device that is not known.
+
+    Raises:
+        DataError: The table cannot be read, or lacks a column.
+        UserError: What `refuse` raises.
+    """
+    columns = Table.open(path).columns
+    if "forward_ms" in columns:
+        return list(compare_layers(read_layers(path, refuse), refuse))
+    if "size_bytes" in columns:
+        return list(compare_collectives(read_collectives(path, refuse)))
+    return list(compare_steps(read_table(path, refuse), refuse))
+
+
+def is_fitted(row: Measured | MeasuredCollective) -> bool:
+    """Whether constants may be fitted to a row; the other half only tells how well they do.
+
+    By the SHA-256 of the row's settings: what was measured has no part in it, and rows that ask for the same
+    prediction are in the same half.
+    """
+    return hashlib.sha256(row.settings.encode()).digest()[0] % 2 == 0
+
+
+def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterator[Comparison]:
+    """Of every row its step and its memory, where these were measured.
+
+    Args:
+        rows: Of a table.
+        refuse: Is given the errors of rows whose machine is not known.
+    """
+    known: dict[object, tuple[Costs, Memories]] = {}
+
+    def compare(row: Measured) -> Iterator[Comparison]:
+        machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
+        key = (row.shape, machine, _is_per_operator(row), _is_fsdp(row))
+        if key not in known:
+            costs = Costs(published_workload(row), machine_of(row))
+            known[key] = costs, Memories(costs.workload, costs.cluster, costs)
+        return _compare_step(row, *known[key])
+
+    return _each(rows, compare, refuse)
+
+
+def compare_layers(rows: Sequence[MeasuredLayer], refuse: Refuse = strictly) -> Iterator[Comparison]:
+    """Of every row forward, backward and both; `refuse` is given the errors of devices that are not known."""
+    return _each(rows, _compare_layer, refuse)
+
+
+def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparison]:
+    """Of every row the time of the collective."""
+    for row in rows:
+        group = Group(row.cluster.devices)
+        seconds = algorithm_seconds(row.collective, row.nbytes, group, row.cluster)
+        yield Comparison(
+            line=row.line,
+            family=row.platform,
+            name=f"{row.collective} of {format_bytes(row.nbytes)} on {group.size}",
+            quantity=row.collective,
+            measured=row.seconds,
+            predicted=seconds.get(row.algorithm or "", min(seconds.values())),
+            fitted=is_fitted(row),
+        )
+
+
+def _each(
+    rows: Iterable[_Row], compare: Callable[[_Row], Iterable[Comparison]], refuse: Refuse
+) -> Iterator[Comparison]:
+    """The comparisons of all rows but those that raise a UserError."""
+    for row in rows:
+        try:
+            compared = list(compare(row))
+        except UserError as error:
+            refuse(error)
+        else:
+            yield from compared
+
+
+def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[Comparison]:
+    plan = quickest(row, costs, memories)
+    compared = partial(
+        Comparison,
+        line=row.line,
+        family=row.family,
+        name=f"{row.shape.name} on {plan.ranks} x {row.device}",
+        plan=str(plan),
+        fitted=is_fitted(row),
+    )
+    if row.seconds is not None:
+        yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
+    if row.memory is not None:
+        allocated = memories.fullest(plan, row.batch).allocated  # an allocator knows of no contexts
+        yield compared(quantity="memory", measured=row.memory, predicted=allocated)
+
+
+def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
+    layout = row.layout
+    workload = workload_of(row.shape)
+    cluster = published_cluster(row.line, row.device, layout.tp, max(layout.tp, USUAL_NODE), None)
+    cost = block_cost(workload.layers[0], workload.hidden, workload.length, cluster, layout)
+    for quantity, measured, predicted in (
+        ("forward", row.forward, cost.forward),
+        ("backward", row.backward, cost.backward),
+        ("layer", row.forward + row.backward, cost.forward + cost.backward),
+    ):
+        yield Comparison(
+            line=row.line,
+            family="layers",
+            name=row.name,
+            quantity=quantity,
+            measured=measured,
+            predicted=predicted,
+            fitted=True,
+        )
+
+
+def _is_per_operator(row: Measured) -> bool:
+    """Whether a selective recompute is torchtitan's, which shards as zero3 does, and fuses attention."""
+    return (
+        row.shape.fused_attention
+        and tuple(row.recomputes) == ("selective",)
+        and all(plan.shard == "zero3" for plan in row.plans)
+    )
+
+
+def published_workload(row: Measured) -> Workload:
+    """What the row's model does, with the recompute that its authors mean.
+
+    Programs that shard by FSDP recompute by torch's own function; others by one that makes all again.
+    """
+    workload = workload_of(row.shape)
+    if not _is_fsdp(row):
+        workload = workload.with_layers(lambda layer: replace(layer, stops_early=False))
+    return every_second_product(workload) if _is_per_operator(row) else workload
+
+
+def _is_fsdp(row: Measured) -> bool:
+    return all(plan.shard == "zero3" for plan in row.plans)

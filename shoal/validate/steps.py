@@ -1,0 +1,300 @@
+"""Tables of measured training steps, such as those that papers publish: one row is a model on a machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import PlanError
+from shoal.plan import CHOICES, Plan, divisors
+from shoal.plan.stages import split_by_count
+from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
+from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDINGS, spelled
+from shoal.workload import ModelShape
+
+__all__ = ["COLUMNS", "Measured", "read_table"]
+
+_FLAGS = {
+    **dict.fromkeys(("0", "0.0", "false", "no", "n", "off"), 0),
+    **dict.fromkeys(("1", "1.0", "true", "yes", "y", "on"), 1),
+}
+
+
+def _flag(cell: str) -> int:
+    found = _FLAGS.get(cell.lower())
+    if found is None:
+        raise ValueError("0 or 1")
+    return found
+
+
+def _degree(cell: str) -> int:
+    """A count of ways to divide, of which 0 and none mean that there is no division."""
+    return 1 if cell.lower() in ("0", "0.0", "none") else count(cell)
+
+
+def _rate(cell: str) -> float:
+    """A number above 0, or 0 for no network at all."""
+    return 0.0 if cell in ("0", "0.0") else measured(cell)
+
+
+COLUMNS: Mapping[str, Callable[[str], Any]] = {
+    "family": word(),
+    "model": word(),
+    "layers": count,
+    "hidden": count,
+    "ffn": count,
+    "heads": count,
+    "kv_heads": count,
+    "vocab": count,
+    "seq": count,
+    "gated_mlp": _flag,
+    "device": word(),
+    "devices_per_node": count,
+    "network_gbps_per_node": _rate,
+    "num_devices": count,
+    "tp": _degree,
+    "pp": _degree,
+    "dp": _degree,
+    "cp": _degree,
+    "virtual_stages": _degree,
+    "microbatch": count,
+    "global_batch": count,
+    "sharding": spelled(SHARDINGS),
+    "recompute": spelled(RECOMPUTES),
+    "sequence_parallel": _flag,
+    "precision": spelled(PRECISIONS),
+    "attention": spelled(ATTENTIONS),
+    "step_s": measured,
+    "memory_gib": measured,
+}
+"""The columns of a table, and what reads their cells. Further columns are ignored."""
+
+_DEGREES = ("tp", "pp", "dp", "cp")
+_OPTIONAL = frozenset(
+    [
+        *("model", "ffn", "heads", "kv_heads", "vocab", "gated_mlp"),
+        *("devices_per_node", "network_gbps_per_node", *_DEGREES, "virtual_stages", "microbatch"),
+        *("sharding", "recompute", "sequence_parallel", "precision", "attention", "memory_gib"),
+    ]
+)
+"""Columns that may be absent, and whose cells may be blank: not stated."""
+
+_INSTEAD = {"step_s": "memory_gib"}
+"""Where the second is filled in, the first may be blank."""
+
+_NOT_SETTINGS = ("family", "model", "step_s", "memory_gib")
+
+_MICROBATCHES = (1, 2, 4, 8, 16)  # what is tried where a row does not say
+_SHARDS = ("none", "zero1", "zero3")  # zero2 takes no less time than zero1
+_VIRTUALS = (1, 2, 4)  # where not even the pipeline's degree is said
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One row.
+
+    Attributes:
+        line: Of the file, for messages.
+        settings: Its cells but for names and measurements, as text: equal for rows that ask for the same
+            prediction.
+        family: Rows of one source.
+        shape: Of the model.
+        device: Its name.
+        devices_per_node: In a node; None if not said.
+        network: Bytes/s of a node's network interfaces together, one direction; None if not said.
+        products: What products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
+        plans: Every Plan that the row's settings allow, with the least recompute of these: one, unless some
+            are blank. All have as many ranks.
+        recomputes: What they allow for recompute, the least first: each takes longer than the one before.
+        batch: Samples of a step.
+        seconds: Of a step, measured; None if not said.
+        memory: Bytes of the device that has most, measured; None if not said.
+    """
+
+    line: int
+    settings: str
+    family: str
+    shape: ModelShape
+    device: str
+    devices_per_node: int | None
+    network: float | None
+    products: str
+    plans: Sequence[Plan]
+    recomputes: Sequence[str]
+    batch: int
+    seconds: float | None
+    memory: float | None
+
+
+def read_table(path: str | Path, refuse: Refuse = strictly) -> list[Measured]:
+    """Reads a table of measured steps.
+
+    Args:
+        path: Of the file.
+        refuse: Is given the errors of rows that cannot be used.
+
+    Raises:
+        DataError: The file is missing, lacks a column, has a cell that cannot be read, or a row that no Plan
+            describes.
+    """
+    return list(Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse, _INSTEAD))
+
+
+def _measured(row: Row) -> Measured:
+    memory = row["memory_gib"]
+    recompute = "selective" if row["recompute"] == "per-op SAC" else row["recompute"]
+    recomputes = (recompute,) if recompute else CHOICES["recompute"]
+    return Measured(
+        row.line,
+        ",".join(f"{name}={value}" for name, value in row.values.items() if name not in _NOT_SETTINGS),
+        row["family"],
+        _shape(row),
+        row["device"],
+        row["devices_per_node"],
+        _network(row),
+        "bf16" if row["precision"] in (None, "fp16") else row["precision"],
+        _plans(row, recomputes[0]),
+        recomputes,
+        row["global_batch"],
+        row["step_s"],
+        None if memory is None else memory * 2**30,
+    )
+
+
+def _network(row: Row) -> float | None:
+    """Bytes/s of a node's interfaces; a single node needs none."""
+    gigabits = row["network_gbps_per_node"]
+    if gigabits == 0 and row["num_devices"] > (row["devices_per_node"] or row["num_devices"]):
+        row.refuse(
+            f"has {row['num_devices']} devices, {row['devices_per_node']} in a node, and a network of 0",
+            possible="network_gbps_per_node above 0, or blank for the usual one",
+        )
+    return gigabits * 1e9 / 8 if gigabits else None
+
+
+def _shape(row: Row) -> ModelShape:
+    """The model; what is not said of it is as in most models of its kind, GPT's or Llama's."""
+    hidden = row["hidden"]
+    heads = row["heads"] or max(1, hidden // (128 if hidden >= 2048 else 64))
+    gated = row["gated_mlp"]
+    if gated is None:
+        gated = (row["kv_heads"] or heads) < heads or (row["ffn"] or 4 * hidden) != 4 * hidden
+    if heads % (row["kv_heads"] or 1):
+        row.refuse(
+            f"has {heads} heads and {row['kv_heads']} key-value heads",
+            possible="kv_heads that divide the heads",
+        )
+    return ModelShape(
+        name=row["model"] or "transformer",
+        layers=row["layers"],
+        hidden=hidden,
+        ffn=row["ffn"] or (round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden),
+        heads=heads,
+        kv_heads=row["kv_heads"],
+        vocab=row["vocab"] or (32000 if gated else 51200),
+        seq=row["seq"],
+        gated=bool(gated),
+        rotary=bool(gated),
+        biases=not gated,
+        dropout=row["attention"] == "unfused",
+        fused_attention=row["attention"] != "unfused",
+    )
+
+
+def _plans(row: Row, recompute: str) -> list[Plan]:
+    """What the row says; each blank setting takes every value that is legal."""
+    plans, refusals = [], []
+    for settings in _settings(row):
+        try:
+            plan = Plan(**settings, recompute=recompute).with_microbatch_for(row["global_batch"])
+            split_by_count(row["layers"], plan.stages)  # raises if there are more stages than layers
+        except PlanError as error:
+            refusals.append(error)
+            continue
+        plans += _sharded(row, plan)
+    if not plans:
+        row.refuse(
+            f"has a layout that no Plan describes: {refusals[0].given}",
+            possible=refusals[0].possible,
+        )
+    return plans
+
+
+def _sharded(row: Row, plan: Plan) -> list[Plan]:
+    """The Plan with every sharding that may be meant; hsdp shares states out within each node."""
+    if row["sharding"] == "hsdp":
+        within = (row["devices_per_node"] or plan.ranks) // (plan.tp * plan.cp)
+        is_split = 1 < within < plan.dp and plan.dp % within == 0
+        return [plan.replace(shard="zero3", replicate=plan.dp // within if is_split else 1)]
+    shards = [row["sharding"]] if row["sharding"] else _SHARDS if plan.dp * plan.cp > 1 else ["none"]
+    return [plan.replace(shard=shard) for shard in shards]
+
+
+def _settings(row: Row) -> Iterator[dict[str, Any]]:
+    """The fields of every Plan that may be meant, but for sharding and recompute, which any of them takes."""
+    for degrees in _degrees(row):
+        sizes, virtuals = _sizes(row, degrees["dp"]), _virtuals(row, degrees["pp"])
+        for microbatch, virtual in itertools.product(sizes, virtuals):
+            yield {
+                **degrees,
+                "tensor": _tensor(row, degrees["tp"]),
+                "schedule": "interleaved" if virtual > 1 else "1f1b",
+                "virtual": virtual,
+                "split": "count",
+                "microbatch": microbatch,
+                "precision": "fp32" if row["precision"] in ("fp32", "tf32") else "bf16",
+            }
+
+
+def _degrees(row: Row) -> list[dict[str, int]]:
+    """Every way to give devices to the degrees that a row leaves open: tp within a node, and the least cp."""
+    devices, batch = row["num_devices"], row["global_batch"]
+    in_node = min(devices, row["devices_per_node"] or devices)
+    tps = [row["tp"]] if row["tp"] else [size for size in divisors(_shape(row).heads) if size <= in_node]
+    pps = divisors(row["layers"]) if row["pp"] is None else [row["pp"]]
+    cps = divisors(devices) if row["cp"] is None else [row["cp"]]
+    found = next(filter(None, (_of_context(row, cp, itertools.product(tps, pps)) for cp in cps)), [])
+    if not found:
+        said = ", ".join(f"{name}={row[name]}" for name in _DEGREES if row[name] is not None)
+        row.refuse(
+            f"has {devices} devices, a batch of {batch}, and {said or 'no degrees'}",
+            possible=f"dp x tp x pp x cp = {devices}, and a batch that dp divides",
+        )
+    return found
+
+
+def _of_context(row: Row, cp: int, others: Iterable[tuple[int, int]]) -> list[dict[str, int]]:
+    """The degrees with this cp and one of these pairs of tp and pp that fit the devices and the batch."""
+    found = []
+    for tp, pp in others:
+        dp = row["num_devices"] // (tp * pp * cp) if row["dp"] is None else row["dp"]
+        if dp * tp * pp * cp == row["num_devices"] and row["global_batch"] % dp == 0:
+            found.append({"dp": dp, "tp": tp, "pp": pp, "cp": cp})
+    return found
+
+
+def _sizes(row: Row, dp: int) -> Sequence[int]:
+    """Micro-batches."""
+    if row["microbatch"] is not None:
+        return (row["microbatch"],)
+    return [size for size in _MICROBATCHES if row["global_batch"] // dp % size == 0]
+
+
+def _virtuals(row: Row, pp: int) -> Sequence[int]:
+    """Stages of a rank."""
+    if row["virtual_stages"] is not None:
+        return (row["virtual_stages"],)
+    if pp == 1 or row["layers"] % pp:
+        return (1,)
+    legal = divisors(row["layers"] // pp)
+    return legal if row["pp"] is not None else [virtual for virtual in _VIRTUALS if virtual in legal]
+
+
+def _tensor(row: Row, tp: int) -> str:
+    """How tensor parallelism communicates: no table states overlap, which takes no longer than none."""
+    if tp == 1:
+        return "sequence"
+    return "plain" if row["sequence_parallel"] == 0 else "async"

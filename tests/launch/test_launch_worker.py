@@ -1,0 +1,77 @@
+"""What a process does around the work of its rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from shoal.errors import PlanError, TrainingError
+from shoal.launch import StopSignal, run_rank
+
+
+@pytest.fixture(autouse=True)
+def own_signals(monkeypatch):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.delenv("SHOAL_OUTCOMES", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    yield
+    for number, action in before.items():
+        signal.signal(number, action)
+
+
+def test_the_exit_code_is_what_the_work_gives():
+    assert run_rank(0, lambda stop: 75) == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_is_heeded_is_noted(number):
+    def work(stop):
+        stop.heed()
+        assert stop.received is None
+        os.kill(os.getpid(), number)
+        assert stop.received == number
+        return 0
+
+    assert run_rank(0, work) == 0
+
+
+def test_a_signal_that_is_not_heeded_yet_ends_the_process():
+    StopSignal()
+    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
+def test_an_error_is_told_with_the_rank_and_a_traceback(capsys):
+    def work(stop):
+        raise TrainingError("step 3 has a loss of nan")
+
+    assert run_rank(5, work) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("shoal: rank 5 failed: TrainingError: step 3 has a loss of nan\n")
+    assert "Traceback" in captured.err
+
+
+def test_a_users_mistake_is_told_without_a_traceback(capsys):
+    def work(stop):
+        raise PlanError("this was given", possible="that", change="this to that")
+
+    assert run_rank(0, work) == 2
+    error = capsys.readouterr().err
+    assert error.splitlines() == [
+        "shoal: rank 0 failed: this was given",
+        "  possible: that",
+        "  change: this to that",
+    ]
+
+
+def test_another_launcher_finds_the_error_in_its_error_file(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+    def work(stop):
+        raise ValueError("of this rank")
+
+    assert run_rank(0, work) == 1
+    assert "of this rank" in file.read_text()
