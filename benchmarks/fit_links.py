@@ -8,9 +8,9 @@ hold. Rows count that say how many nodes and ranks took part, from 64 KiB. A row
 is held to that one, the others to the quickest.
 
 What is fitted belongs to a type of link, never to a platform. Two nodes alone are joined by trees that load
-each interface half as much as larger rings do (shoal.cost.network says why), so they tell little of rings:
-all networks but TCP share one half size, fitted to sweeps of more nodes too. Latencies are of each network.
-Shares of networks are not fitted: 0.97 of a packet is payload.
+each interface half as much as larger rings do (shoal.cost.collectives.network says why), so they tell
+little of rings: all networks but TCP share one half size, fitted to sweeps of more nodes too. Latencies are
+of each network. Shares of networks are not fitted: 0.97 of a packet is payload.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from shoal.cli.table import table_of
 from shoal.cluster.tables import table
-from shoal.cost.network import Group, algorithm_seconds
+from shoal.cost.collectives.network import Group, algorithm_seconds
 from shoal.validate import MeasuredCollective, is_fitted, read_collectives
 
 NETWORKS = ("infiniband", "roce", "efa1", "efa2", "efa3", "efa4")

@@ -15,7 +15,7 @@ counts; with ep, where ranks get unequal numbers of rows and formulas are of eve
     kept      live after forward, less live before it: what backward will read, and gathered weights
     peak      most that was live in a step, less the batch
 
-The formulas are those of `shoal/cost/memory.py`, which also says at which moment each peak is.
+The formulas are those of `shoal/cost/memory/memory.py`, which also says at which moment each peak is.
 
 Exits with 1 if a figure departs from its formula by more than a tenth.
 """

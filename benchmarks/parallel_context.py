@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from shoal.models import next_token_loss
 from shoal.models.transformer import Attention, Rotary
-from shoal.parallel.positions import zigzag_positions
+from shoal.parallel.context.positions import zigzag_positions
 
 __all__ = ["gathered_attention", "over_context_parallel", "over_gathered", "over_torch_ring", "torch_ring"]
 

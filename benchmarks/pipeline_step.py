@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import shoal
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.models.transformer import FeedForward
-from shoal.parallel.pieces import cut_pieces
+from shoal.parallel.pipeline.pieces import cut_pieces
 from shoal.plan import Plan
 from shoal.record import SpanRecorder
 from shoal.timeline import Kind

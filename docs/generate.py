@@ -30,7 +30,8 @@ from sent import SENT, bytes_sent
 from shoal.cli.main import main
 from shoal.cluster import Device, Level
 from shoal.collectives import Options
-from shoal.cost import LEVELS, collectives
+from shoal.cost import LEVELS
+from shoal.cost.collectives import algorithms as collectives
 from shoal.layers import LAYERS, TORCH_FREE
 from shoal.models import preset, preset_names
 from shoal.plan import CHOICES, Plan
@@ -45,8 +46,12 @@ __all__ = ["MODELLED", "ROOT", "pages", "render"]
 ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELLED = (
-    *("activations", "block", "buckets", "compute", "crowding", "exchange", "goodput", "held", "jitter"),
-    *("joins", "long_run", "meetings", "memory", "moments", "network", "offload", "states", "step"),
+    "collectives.network",
+    *("time.block", "time.buckets", "time.compute", "time.crowding", "time.data_parallel", "time.joins"),
+    *("time.step", "time.synchronisations"),
+    *("memory.activation_peaks", "memory.activations", "memory.memory", "memory.offload"),
+    *("memory.peak_candidates", "memory.states"),
+    *("outlook.goodput", "outlook.jitter", "outlook.long_run"),
 )
 """Modules of shoal.cost whose formulas are on a page."""
 
@@ -218,7 +223,7 @@ def _schedules() -> str:
 
 
 def _algorithms(level: str) -> str:
-    """The table of a level, as shoal.cost.collectives tells it above its code."""
+    """The table of a level, as shoal.cost.collectives.algorithms tells it above its code."""
     tables = re.findall(r"^\|(?:.|\n\|)*", inspect.getdoc(collectives) or "", re.MULTILINE)
     return tables[LEVELS.index(level)]
 

@@ -10,10 +10,10 @@ import torch
 
 from drawn.svg import BLUE, COLORS, WIDTH, arrow, box, frame, svg, text
 from drawn.watched import watch
-from shoal.parallel.fused_attention import Kernel, Operands, kernel_for
-from shoal.parallel.positions import POSITIONS
-from shoal.parallel.ring_attention import ring_attention
-from shoal.parallel.ulysses import ulysses_attention
+from shoal.parallel.context.fused_attention import Kernel, Operands, kernel_for
+from shoal.parallel.context.positions import POSITIONS
+from shoal.parallel.context.ring_attention import ring_attention
+from shoal.parallel.context.ulysses import ulysses_attention
 
 __all__ = ["CHUNKS", "RANKS", "Block", "heads_and_positions", "pictures", "ring_steps"]
 
@@ -56,7 +56,7 @@ def ring_steps() -> list[list[Block]]:
             axis.note("causal" if causal else "whole", *operands)
             return kernel_for(operands, causal=causal)
 
-        with patch("shoal.parallel.ring_attention.kernel_for", watched_kernel):
+        with patch("shoal.parallel.context.ring_attention.kernel_for", watched_kernel):
             ring_attention(query, key, value, axis)
 
     steps: list[list[Block]] = [[] for _ in range(RANKS)]

@@ -17,7 +17,7 @@ from shoal.models import Mixture, TransformerConfig
 from shoal.models.expert_products import Multiply
 from shoal.models.experts import run_experts
 from shoal.parallel.axes import Axes
-from shoal.parallel.expert import cut_experts, expert_parallel
+from shoal.parallel.expert.expert import cut_experts, expert_parallel
 from shoal.plan import AXES, Mesh, Plan
 from shoal.record import NullRecorder
 
@@ -72,7 +72,7 @@ def rows_to_experts() -> tuple[list[list[Row]], list[list[Row]]]:
             axis.note("experts", rows, counts)
             return run_experts(rows, counts, *weights, multiply=multiply)
 
-        with patch("shoal.parallel.expert.run_experts", watched_experts):
+        with patch("shoal.parallel.expert.expert.run_experts", watched_experts):
             mixture(hidden)
 
     def listed(rows: Tensor, counts: Tensor, first: int) -> list[Row]:

@@ -18,7 +18,7 @@ from shoal.check.forward_recorder import ForwardUnderWay
 from shoal.check.trace import RankTrace, Trace
 from shoal.check.trial import CLIP, OPTIMIZER, RandomTokens, Trial
 from shoal.parallel import Axis, Owned, Parallel
-from shoal.parallel.stage_layout import parts_by_piece, stages_of
+from shoal.parallel.pipeline.stage_layout import parts_by_piece, stages_of
 from shoal.plan import Plan
 from shoal.record import Recorder
 from shoal.train.trainer import Trainer

@@ -183,9 +183,9 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
     # Imported here because they bring torch, which schedules without a model do without.
     from shoal.check import Trial
     from shoal.parallel import Batch
-    from shoal.parallel.piece_memory import with_memory
-    from shoal.parallel.stage_costs import computed_costs
-    from shoal.parallel.stage_layout import stages_of
+    from shoal.parallel.pipeline.piece_memory import with_memory
+    from shoal.parallel.pipeline.stage_costs import computed_costs
+    from shoal.parallel.pipeline.stage_layout import stages_of
     from shoal.train import load_config
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
@@ -238,9 +238,9 @@ def _measured(trial: Trial, device_asked: str, recompute: str) -> list[Cost]:
     import numpy as np
 
     from shoal.models import next_token_loss
+    from shoal.parallel.pipeline.stage_costs import measured_costs
+    from shoal.parallel.pipeline.stage_layout import named_part, stages_of
     from shoal.parallel.recompute import recompute_blocks
-    from shoal.parallel.stage_costs import measured_costs
-    from shoal.parallel.stage_layout import named_part, stages_of
     from shoal.train import TrainConfig, choose_device
 
     device = choose_device(TrainConfig.model_validate({"device": device_asked}), 0)

@@ -47,7 +47,7 @@ class Prediction:
             ModelError: Its model is not known.
             ClusterError: The Cluster has no such number of devices.
         """
-        from shoal.cost.suited import workload_on
+        from shoal.cost.time.suited import workload_on
         from shoal.plan import Plan
         from shoal.workload import shape
 

@@ -43,7 +43,7 @@ class TimedGroup(Protocol):
         Args:
             collective: Such as "all_reduce".
             algorithm: Such as "ring".
-            nbytes: S, as shoal.cost.collectives defines it for each collective.
+            nbytes: S, as shoal.cost.collectives.algorithms defines it for each collective.
 
         Returns:
             None if the algorithm does not take a buffer of that size.

@@ -148,7 +148,7 @@ class Chooser:
 
         Args:
             collective: One of `COLLECTIVE_NUMBERS`, but for the barrier.
-            nbytes: Of the whole buffer, as shoal.cost.collectives defines it.
+            nbytes: Of the whole buffer, as shoal.cost.collectives.algorithms defines it.
             slot: What one rank would have to put into its slot for one-shot, in bytes.
             widening: 2 for sums of 16-bit floats, which some algorithms pass on as 32-bit ones.
         """

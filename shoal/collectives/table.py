@@ -64,7 +64,7 @@ class Choices(NamedTuple):
     names: tuple[str, ...]
 
     def choose(self, nbytes: int) -> str:
-        """The best algorithm for a buffer of that size, S as shoal.cost.collectives defines it."""
+        """The best algorithm for a buffer of that size, S as shoal.cost.collectives.algorithms defines it."""
         return self.names[bisect_right(self.bounds, nbytes)]
 
 

@@ -5,8 +5,8 @@ and a byte cost), Offload (what keeping state outside of the device does to a st
 algorithm in shoal/collectives, by the simulator, the planner and the docs.
 """
 
-from shoal.cost.algorithm import Algorithm, AlphaBeta
-from shoal.cost.collectives import (
+from shoal.cost.collectives.algorithm import Algorithm, AlphaBeta
+from shoal.cost.collectives.algorithms import (
     ALGORITHMS,
     COLLECTIVES,
     LEVELS,
@@ -14,8 +14,8 @@ from shoal.cost.collectives import (
     find_algorithm,
     require_name,
 )
-from shoal.cost.fit import fit_alpha_beta
-from shoal.cost.offload import Offload
+from shoal.cost.collectives.fit import fit_alpha_beta
+from shoal.cost.memory.offload import Offload
 
 __all__ = [
     "ALGORITHMS",

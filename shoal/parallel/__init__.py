@@ -9,15 +9,15 @@ sees). The trainer calls `parallelize`, and so does a user with a loop of their 
 from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
-from shoal.parallel.composed import Composed, parts_of, title_of
+from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
+from shoal.parallel.optimizer.together import Together
+from shoal.parallel.optimizer.whole_parameters import WholeParameters
 from shoal.parallel.owned import Frozen, Owned, local_part
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.piece_memory import Batch
-from shoal.parallel.stage_layout import StageLayout
-from shoal.parallel.tensor_layout import Split, TensorLayout
-from shoal.parallel.together import Together
-from shoal.parallel.vocabulary import SplitLogits
-from shoal.parallel.whole_parameters import WholeParameters
+from shoal.parallel.pipeline.piece_memory import Batch
+from shoal.parallel.pipeline.stage_layout import StageLayout
+from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
+from shoal.parallel.tensor.vocabulary import SplitLogits
 
 __all__ = [
     "Axes",

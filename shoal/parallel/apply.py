@@ -12,33 +12,33 @@ from torch import nn
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer
 from shoal.parallel.axes import Axes
-from shoal.parallel.blocks import find_blocks
-from shoal.parallel.bucket import Fill
-from shoal.parallel.context import context_parallel, require_context
-from shoal.parallel.deferred import Deferral, put_off_products
+from shoal.parallel.context.context import context_parallel, require_context
+from shoal.parallel.context.positions import require_sequence, residual_positions
+from shoal.parallel.data.blocks import find_blocks
+from shoal.parallel.data.bucket import Fill
+from shoal.parallel.data.naive import naive
+from shoal.parallel.data.replicated import replicated
+from shoal.parallel.data.strategy import Setup, Strategy
+from shoal.parallel.data.zero1 import zero1
+from shoal.parallel.data.zero2 import zero2
+from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
-from shoal.parallel.expert import cut_experts, expert_parallel, require_experts
-from shoal.parallel.hugging_face import has_tensor_plan
-from shoal.parallel.hugging_face_sequence import refuse_labels, split_stream, use_no_cache
+from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
+from shoal.parallel.hugging_face.layout import has_tensor_plan
+from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
 from shoal.parallel.layout import Cut
-from shoal.parallel.naive import naive
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.piece_memory import Batch
-from shoal.parallel.pieces import Pieces, Room, cut_pieces
-from shoal.parallel.pipeline import Pipeline, StageEntry, StageHere
-from shoal.parallel.positions import require_sequence, residual_positions
+from shoal.parallel.pipeline.deferred import Deferral, put_off_products
+from shoal.parallel.pipeline.piece_memory import Batch
+from shoal.parallel.pipeline.pieces import Pieces, Room, cut_pieces
+from shoal.parallel.pipeline.runtime import Pipeline, StageEntry, StageHere
+from shoal.parallel.pipeline.stage_layout import StageLayout
+from shoal.parallel.pipeline.stages import take_stages
 from shoal.parallel.precision import cast_inputs, kept_in_fp32
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.replicated import replicated
-from shoal.parallel.stage_layout import StageLayout
-from shoal.parallel.stages import take_stages
-from shoal.parallel.strategy import Setup, Strategy
-from shoal.parallel.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
-from shoal.parallel.tensor_layout import TensorLayout
+from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
+from shoal.parallel.tensor.tensor_layout import TensorLayout
 from shoal.parallel.whole import Whole
-from shoal.parallel.zero1 import zero1
-from shoal.parallel.zero2 import zero2
-from shoal.parallel.zero3 import zero3
 from shoal.plan import Plan
 from shoal.record import NullRecorder, Recorder
 

@@ -15,14 +15,14 @@ from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import set_auxiliary_scale
 from shoal.parallel.access import refuse_copies
 from shoal.parallel.axes import Axes
+from shoal.parallel.context.positions import local_sequence, residual_positions
+from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.layout import Cut
-from shoal.parallel.norm import gradient_norm, scale_gradients
-from shoal.parallel.optimizers import follow_optimizers
+from shoal.parallel.optimizer.norm import gradient_norm, scale_gradients
+from shoal.parallel.optimizer.optimizers import follow_optimizers
 from shoal.parallel.owned import fixed_parameters
-from shoal.parallel.pipeline import Loss, MicroBatch, Pipeline
-from shoal.parallel.positions import local_sequence, residual_positions
+from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from shoal.parallel.state import State
-from shoal.parallel.strategy import Strategy
 from shoal.parallel.whole import Whole
 from shoal.plan import Plan
 

@@ -12,8 +12,8 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
 from shoal.parallel.owned import Frozen, Owned
-from shoal.parallel.pieces import Pieces
-from shoal.parallel.stage_chain import Form
+from shoal.parallel.pipeline.pieces import Pieces
+from shoal.parallel.pipeline.stage_chain import Form
 
 __all__ = ["Whole"]
 

@@ -1,6 +1,6 @@
 """A bound that no step under a Plan is quicker than, in a microsecond: what lets a search skip most Plans.
 
-`shoal.cost.step` takes pace + fill + sends + data + update. With W the seconds of all blocks for a
+`shoal.cost.time.step` takes pace + fill + sends + data + update. With W the seconds of all blocks for a
 micro-batch, the slowest of p ranks has S >= W / p. So with m micro-batches and v stages on a rank
 
     pace + fill = m S + (W - S) / v = (m - 1 / v) S + W / v

@@ -2,16 +2,16 @@
 
 Small buckets start early and pay the collective's latency often; the last one, which is full only when
 backward ends, is never hidden. `usual_bucket` looks at the links alone, so that a search has one for every
-Plan that it times; `best_bucket` asks `shoal.cost.step` for every size.
+Plan that it times; `best_bucket` asks `shoal.cost.time.step` for every size.
 """
 
 from __future__ import annotations
 
 from shoal.cluster import Cluster
-from shoal.cost.bucket_times import gather_seconds, reduce_seconds
-from shoal.cost.buckets import Bucket, families_of
 from shoal.cost.layout import Layout
-from shoal.cost.step import Costs
+from shoal.cost.time.bucket_times import gather_seconds, reduce_seconds
+from shoal.cost.time.buckets import Bucket, families_of
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 
 __all__ = ["best_bucket", "usual_bucket"]

@@ -16,7 +16,7 @@ pipeline of ranks with stages 1 to v, of m micro-batches, comes on its first ran
 
 With zero3 each layer is a bucket. Else all layers of a stage count as one: the larger a bucket is, the less
 each byte of it takes. Where layers are unlike, each counts as the least, and the ends count as nothing.
-`shoal.cost.exchange` says what exchanges take.
+`shoal.cost.time.data_parallel` says what exchanges take.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.bucket_times import gather_seconds, reduce_seconds
-from shoal.cost.buckets import Bucket, Family, families_of, held_by_rank
-from shoal.cost.exchange import StageWork, runs_of
+from shoal.cost.time.bucket_times import gather_seconds, reduce_seconds
+from shoal.cost.time.buckets import Bucket, Family, families_of, held_by_rank
+from shoal.cost.time.data_parallel import StageWork, runs_of
 from shoal.plan import Plan
 from shoal.planner.space import Degrees, Sharding
 from shoal.workload import Workload

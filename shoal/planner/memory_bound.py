@@ -7,7 +7,7 @@ The first rank along `pp` holds the states of its layers, and their activations 
 Before the model is cut that is not known; but some rank has ceil(layers / pp) of them, and each for one
 micro-batch at least. Where layers are unlike, some rank has as much as ranks have on average.
 
-`shoal.cost.memory` counts the ends too, what a backward holds for a moment, and all ranks.
+`shoal.cost.memory.memory` counts the ends too, what a backward holds for a moment, and all ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from operator import mul
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.activations import block_memory
-from shoal.cost.exchange import runs_of
-from shoal.cost.held import held_by_rank
 from shoal.cost.layout import Layout
-from shoal.cost.memory import FRAGMENTS
-from shoal.cost.states import state_bytes
+from shoal.cost.memory.activation_peaks import held_by_rank
+from shoal.cost.memory.activations import block_memory
+from shoal.cost.memory.memory import FRAGMENTS
+from shoal.cost.memory.states import state_bytes
+from shoal.cost.time.data_parallel import runs_of
 from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
 from shoal.planner.space import Degrees, Sharding, Variant

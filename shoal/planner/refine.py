@@ -1,9 +1,9 @@
 """The best Plans looked at once more, by the simulator: with their real tables and what really overlaps.
 
-A search compares Plans by the closed form of `shoal.cost.step`. Of those that it found each step is played,
-and they are put in the order of what that gives. To play an action takes some tens of microseconds, so it is
-done if the tables of all of them have no more than MOST_ACTIONS together; else all keep the closed form, as
-seconds of two kinds do not compare.
+A search compares Plans by the closed form of `shoal.cost.time.step`. Each step of those that it found is
+played, and they are put in the order of what that gives. To play an action takes some tens of microseconds,
+so it is done if the tables of all of them have no more than MOST_ACTIONS together; else all keep the closed
+form, as seconds of two kinds do not compare.
 
 schedule=search is no part of the search's space: it is made for times that are known, and takes a second. The
 best Plan with a pipeline is tried with it, with one and with two stages on a rank, and with as many

@@ -7,11 +7,11 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.block import BlockCost
-from shoal.cost.exchange import runs_of
 from shoal.cost.layout import Layout
-from shoal.cost.memory import Memories
-from shoal.cost.step import Costs
+from shoal.cost.memory.memory import Memories
+from shoal.cost.time.block import BlockCost
+from shoal.cost.time.data_parallel import runs_of
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
 from shoal.planner.balance import balanced_split

@@ -21,8 +21,8 @@ from functools import cached_property
 from typing import Protocol
 
 from shoal.cost.layout import Layout
-from shoal.cost.memory import RankMemory
-from shoal.cost.step import PipelineCost, StepCost, exposed_sends
+from shoal.cost.memory.memory import RankMemory
+from shoal.cost.time.step import PipelineCost, StepCost, exposed_sends
 from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
 from shoal.planner.bound import least_seconds

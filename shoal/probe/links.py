@@ -20,7 +20,7 @@ from shoal.bench.contestants.torch_group import TorchGroup
 from shoal.bench.measure import measure
 from shoal.bench.world import Ranks
 from shoal.collectives import Options
-from shoal.cost.network import Group
+from shoal.cost.collectives.network import Group
 from shoal.errors import CommunicationError
 from shoal.probe.measurements import CollectiveTime, HostRates, SendTime
 from shoal.probe.place import Place

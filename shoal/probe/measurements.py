@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shoal.cluster import Cluster
-from shoal.cost.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.cost.collectives.network import Group, algorithm_seconds, send_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group, algorithm_seconds, send_seconds
+from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
 from shoal.workload import Attention
 
 __all__ = [
@@ -126,7 +126,7 @@ class CollectiveTime:
         level: Index of the outermost level of links that it takes.
         collective: Its name.
         group: Who takes part.
-        nbytes: As `shoal.cost.network` counts them.
+        nbytes: As `shoal.cost.collectives.network` counts them.
         seconds: Of the slowest rank.
     """
 

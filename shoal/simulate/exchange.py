@@ -1,7 +1,7 @@
 """What data-parallel ranks exchange of a stage, bucket by bucket: gradients, and weights that are sharded.
 
 A bucket is reduced over the shards and then over the replicas, and gathered over the shards;
-`shoal.cost.buckets` says which parameters are in one, and which ranks these are.
+`shoal.cost.time.buckets` says which parameters are in one, and which ranks these are.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.cost.bucket_times import SUM_WIDTH, copy_seconds
-from shoal.cost.buckets import Bucket, Family, buckets_of, families_of, held_by_rank
+from shoal.cost.collectives.network import Group, collective_load, collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group, collective_load, collective_seconds
-from shoal.cost.step import Costs
+from shoal.cost.time.bucket_times import SUM_WIDTH, copy_seconds
+from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, held_by_rank
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
 from shoal.simulate.within import Members

@@ -47,7 +47,7 @@ class Start:
     Attributes:
         key: What a `Wait` names it by; all that were begun under it are waited for.
         collective: What is begun.
-        load: How much it loads the device while it travels: see `shoal.cost.network.collective_load`.
+        load: How much it loads the device while it travels: `shoal.cost.collectives.network.collective_load`.
     """
 
     key: object

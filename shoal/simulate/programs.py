@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from shoal.cost.buckets import held_by_rank, shards_of
+from shoal.cost.collectives.network import Group, collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group, collective_seconds
-from shoal.cost.step import Costs
+from shoal.cost.time.buckets import held_by_rank, shards_of
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.plan.schedules import Action, Schedule, Step, Times, Work, transfers
 from shoal.simulate.engine import RankProgram

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from shoal.cost.layout import Layout
-from shoal.cost.step import Costs
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.plan.schedules import Action, Work
 from shoal.simulate.exchange import Exchange

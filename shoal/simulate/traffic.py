@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.cost.network import Group, algorithm_seconds
-from shoal.cost.step import Costs
+from shoal.cost.collectives.network import Group, algorithm_seconds
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.plan.schedules import Action, Work
 from shoal.simulate.passage import Collective, Exposed, Piece, Start

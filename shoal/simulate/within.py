@@ -1,6 +1,6 @@
 """The pieces of a block's forward and backward: its compute, cut by the communications within it.
 
-What joins the ranks of tp stands before and behind equal parts of compute, as `shoal.cost.joins` lists it;
+What joins the ranks of tp stands before and behind equal parts of compute (`shoal.cost.time.joins` lists it);
 attention's exchange over cp stands behind the first part of compute, and experts get their tokens before the
 last part and give them back after it. Costs say how long exchanges over cp and with experts take together:
 each has an equal share. What ranks wait for one another in a block, they wait at its last communication.
@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.cost.block import BlockCost
-from shoal.cost.joins import Join, Joined
+from shoal.cost.collectives.network import Group
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group
+from shoal.cost.time.block import BlockCost
+from shoal.cost.time.joins import Join, Joined
 from shoal.simulate.passage import Collective, Exposed, Piece
 from shoal.workload import Block, Part, Workload
 

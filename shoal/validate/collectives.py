@@ -62,7 +62,7 @@ class MeasuredCollective:
         platform: The machine, in words.
         cluster: The same, of the presets.
         nbytes: As nccl-tests counts: the whole buffer.
-        algorithm: That was forced, as shoal.cost.network names it; None for the library's choice.
+        algorithm: That was forced, as shoal.cost.collectives.network names it; None for the library's choice.
         seconds: Measured.
     """
 

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.cost.block import block_cost
-from shoal.cost.memory import Memories
-from shoal.cost.network import Group, algorithm_seconds
-from shoal.cost.step import Costs
-from shoal.cost.torchtitan_recompute import every_second_product
+from shoal.cost.collectives.network import Group, algorithm_seconds
+from shoal.cost.memory.memory import Memories
+from shoal.cost.memory.torchtitan_recompute import every_second_product
+from shoal.cost.time.block import block_cost
+from shoal.cost.time.step import Costs
 from shoal.errors import UserError
 from shoal.units import format_bytes
 from shoal.validate.accuracy import Comparison

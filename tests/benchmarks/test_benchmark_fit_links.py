@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from shoal.cluster import Cluster
-from shoal.cost.network import Group, collective_seconds
+from shoal.cost.collectives.network import Group, collective_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = [2**power for power in range(16, 35)]

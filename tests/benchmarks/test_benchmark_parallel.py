@@ -18,7 +18,7 @@ from rounds import Burst
 from torch import distributed as dist
 
 from shoal.models import Mixture, preset
-from shoal.parallel.positions import zigzag_positions
+from shoal.parallel.context.positions import zigzag_positions
 from shoal.timeline import Kind, Lane, Span, Timeline
 
 BATCH, HEADS, SEQ, WIDTH = 2, 2, 16, 8

@@ -17,7 +17,7 @@ from pipeline_step import MODELS, TORCH_SCHEDULES, PipelineTask, TorchStage, alo
 from rounds import Burst
 
 from shoal.models import TransformerConfig
-from shoal.parallel.pieces import cut_pieces
+from shoal.parallel.pipeline.pieces import cut_pieces
 from shoal.plan import Plan
 from shoal.plan.schedules import NAMES, Times, Work, make, play
 from shoal.timeline import Kind, Lane, Span, Timeline

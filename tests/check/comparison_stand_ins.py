@@ -17,10 +17,12 @@ from shoal.check.trace import RankTrace
 from shoal.data import Loader
 from shoal.models import Mixture
 from shoal.models.experts import within_capacity
-from shoal.parallel import Axis, Parallel, context, expert
-from shoal.parallel.positions import POSITIONS
+from shoal.parallel import Axis, Parallel
+from shoal.parallel.context import context
+from shoal.parallel.context.positions import POSITIONS
+from shoal.parallel.data.update import WeightUpdate
+from shoal.parallel.expert import expert
 from shoal.parallel.striped import Striped
-from shoal.parallel.update import WeightUpdate
 from shoal.plan import Plan
 
 SHAPE = {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 32}

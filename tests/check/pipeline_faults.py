@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shoal.data import Loader
 from shoal.parallel import pieces
-from shoal.parallel.pipeline import Pipeline
+from shoal.parallel.pipeline.runtime import Pipeline
 from shoal.plan.schedules import Action, Payload
 from shoal.plan.stages import ranges_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cluster import Cluster
-from shoal.cost.long_run import long_run
+from shoal.cost.outlook.long_run import long_run
 from shoal.units import parse_count
 from shoal.workload import shape, workload_of
 

@@ -13,9 +13,9 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.models import build
-from shoal.parallel.pieces import cut_pieces
-from shoal.parallel.stage_costs import computed_costs
-from shoal.parallel.stage_layout import stages_of
+from shoal.parallel.pipeline.pieces import cut_pieces
+from shoal.parallel.pipeline.stage_costs import computed_costs
+from shoal.parallel.pipeline.stage_layout import stages_of
 from shoal.plan import Plan
 from shoal.plan.schedules import NAMES, Times, make, play
 from shoal.plan.schedules.draw import draw

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.calibrate import calibrate
-from shoal.cost.jitter import with_stragglers
-from shoal.cost.network import Group, collective_seconds
-from shoal.cost.observation import Observation, Transfer, transfers_of
-from shoal.cost.step import Costs
+from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.outlook.calibrate import calibrate
+from shoal.cost.outlook.jitter import with_stragglers
+from shoal.cost.outlook.observation import Observation, Transfer, transfers_of
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.simulate import simulate
 from shoal.timeline import Kind, Lane, Span, Timeline

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.buckets import buckets_of, families_of, held_by_rank, shards_of
-from shoal.cost.network import Group, collective_seconds
-from shoal.cost.step import Costs
+from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.time.buckets import buckets_of, families_of, held_by_rank, shards_of
+from shoal.cost.time.step import Costs
 from shoal.plan import Mesh, Plan, divisors
 from shoal.simulate import simulate
 from shoal.workload import ModelShape, workload_of

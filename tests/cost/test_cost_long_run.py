@@ -5,10 +5,10 @@ import math
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.jitter import straggler_share, with_stragglers
-from shoal.cost.long_run import long_run
-from shoal.cost.maximum import lognormal_maximum
-from shoal.cost.step import Costs
+from shoal.cost.outlook.jitter import straggler_share, with_stragglers
+from shoal.cost.outlook.long_run import long_run
+from shoal.cost.time.maximum import lognormal_maximum
+from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError
 from shoal.plan import Plan
 from shoal.workload import shape, workload_of

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.activations import block_memory
-from shoal.cost.held import held_by_rank
 from shoal.cost.layout import Layout
-from shoal.cost.memory import Memories, memory_of
-from shoal.cost.smallest_fit import smallest_fit, too_large
-from shoal.cost.states import state_bytes
-from shoal.cost.torchtitan_recompute import every_second_product
+from shoal.cost.memory.activation_peaks import held_by_rank
+from shoal.cost.memory.activations import block_memory
+from shoal.cost.memory.memory import Memories, memory_of
+from shoal.cost.memory.smallest_fit import smallest_fit, too_large
+from shoal.cost.memory.states import state_bytes
+from shoal.cost.memory.torchtitan_recompute import every_second_product
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.plan.schedules import NAMES, Work, make

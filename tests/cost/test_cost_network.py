@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.network import (
+from shoal.cost.collectives.network import (
     Group,
     algorithm_seconds,
     collective_load,

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.cluster import Cluster, Host
 from shoal.cost import Offload
-from shoal.cost.memory import memory_of
-from shoal.cost.step import Costs
+from shoal.cost.memory.memory import memory_of
+from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import Plan
 from shoal.workload import shape, workload_of

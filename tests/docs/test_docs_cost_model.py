@@ -3,10 +3,10 @@
 import pytest
 
 from shoal.cluster import Cluster, Level
-from shoal.cost.compute import pass_seconds
+from shoal.cost.collectives.network import Group, collective_load, collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.network import Group, collective_load, collective_seconds
-from shoal.cost.step import Costs
+from shoal.cost.time.compute import pass_seconds
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.workload import shape, workload_of
 

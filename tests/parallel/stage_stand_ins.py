@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from shoal.models import next_token_loss
-from shoal.parallel.stage_layout import StageLayout, stages_of
-from shoal.parallel.stages import take_stages
+from shoal.parallel.pipeline.stage_layout import StageLayout, stages_of
+from shoal.parallel.pipeline.stages import take_stages
 from shoal.plan.stages import ranges_of
 
 TOKENS = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(1))

@@ -14,17 +14,17 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.communication import Axis
-from shoal.parallel.context import context_parallel
-from shoal.parallel.positions import (
+from shoal.parallel.context.context import context_parallel
+from shoal.parallel.context.positions import (
     POSITIONS,
     contiguous_positions,
     local_sequence,
     require_sequence,
     zigzag_positions,
 )
+from shoal.parallel.context.ring_attention import ring_attention
+from shoal.parallel.context.ulysses import ulysses_attention
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.ring_attention import ring_attention
-from shoal.parallel.ulysses import ulysses_attention
 from shoal.record import NullRecorder
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}

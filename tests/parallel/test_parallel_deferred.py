@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from shoal.errors import TrainingError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.parallel.deferred import Deferral, deferred_linear, put_off_products, split_backward
+from shoal.parallel.pipeline.deferred import Deferral, deferred_linear, put_off_products, split_backward
 from shoal.parallel.recompute import recompute_blocks
 
 SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}

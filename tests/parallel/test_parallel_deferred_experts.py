@@ -9,7 +9,7 @@ from parallel_stand_ins import assembled
 
 from shoal.models import Mixture, Transformer, TransformerConfig, expert_products, next_token_loss
 from shoal.parallel import parallelize
-from shoal.parallel.deferred import Deferral, deferred_experts, put_off_products, split_backward
+from shoal.parallel.pipeline.deferred import Deferral, deferred_experts, put_off_products, split_backward
 from shoal.parallel.recompute import recompute_blocks
 from shoal.plan import Plan
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.errors import ModelError, PlanError
 from shoal.models import Mixture, Transformer, TransformerConfig, auxiliary_loss, next_token_loss
 from shoal.parallel.communication import Axis
-from shoal.parallel.expert import cut_experts, expert_parallel
+from shoal.parallel.expert.expert import cut_experts, expert_parallel
 from shoal.record import NullRecorder
 
 SHAPE = {

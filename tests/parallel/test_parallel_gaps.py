@@ -6,8 +6,8 @@ from stage_stand_ins import LOOPED, ONE_EACH, TOKENS, TUPLES, V_SHAPED, Tuples, 
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.parallel.stage_layout import StageLayout
-from shoal.parallel.stages import take_stages
+from shoal.parallel.pipeline.stage_layout import StageLayout
+from shoal.parallel.pipeline.stages import take_stages
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from torch import nn
 from shoal.errors import ModelError, PlanError
 from shoal.models import logits_of
 from shoal.parallel import parallelize, require_layout
-from shoal.parallel.hugging_face import has_tensor_plan, layout_of_hugging_face
+from shoal.parallel.hugging_face.layout import has_tensor_plan, layout_of_hugging_face
 from shoal.plan import Plan
 
 

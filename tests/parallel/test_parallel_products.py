@@ -8,8 +8,8 @@ from parallel_stand_ins import ListRecorder
 
 from shoal.errors import PlanError
 from shoal.parallel import Axis
-from shoal.parallel.products import column_products, row_product
 from shoal.parallel.recompute import recompute_blocks
+from shoal.parallel.tensor.products import column_products, row_product
 from shoal.record import NullRecorder
 
 SEQ, WIDTH, OUTS = 8, 24, (16, 8, 32)  # multiples of 4 ranks

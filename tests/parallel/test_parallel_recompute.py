@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel.communication import Axis
-from shoal.parallel.context import context_parallel
-from shoal.parallel.positions import local_sequence
+from shoal.parallel.context.context import context_parallel
+from shoal.parallel.context.positions import local_sequence
 from shoal.parallel.recompute import recompute_blocks
 from shoal.record import NullRecorder
 

@@ -8,9 +8,9 @@ from shoal.errors import ConfigError, ModelError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
 from shoal.parallel import stage_costs as module
-from shoal.parallel.stage_costs import computed_costs, measured_costs
-from shoal.parallel.stage_layout import StageLayout, stages_of
-from shoal.parallel.stages import take_stages
+from shoal.parallel.pipeline.stage_costs import computed_costs, measured_costs
+from shoal.parallel.pipeline.stage_layout import StageLayout, stages_of
+from shoal.parallel.pipeline.stages import take_stages
 from shoal.plan.stages import Cost, split_by_cost
 
 SHAPE = {"vocab_size": 61, "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}

@@ -9,10 +9,10 @@ from torch import nn
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import Batch, apply, device_memory, local_part, parallelize
-from shoal.parallel.piece_memory import with_memory
-from shoal.parallel.pieces import Room, cut_pieces
-from shoal.parallel.stage_costs import computed_costs
-from shoal.parallel.stage_layout import stages_of
+from shoal.parallel.pipeline.piece_memory import with_memory
+from shoal.parallel.pipeline.pieces import Room, cut_pieces
+from shoal.parallel.pipeline.stage_costs import computed_costs
+from shoal.parallel.pipeline.stage_layout import stages_of
 from shoal.plan import Plan
 
 SEQ, MICROBATCH = 32, 2

@@ -22,9 +22,9 @@ from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, TransformerConfig, logits_of, next_token_loss, set_auxiliary_scale
 from shoal.models.dropout import token_keys
 from shoal.parallel import parallelize
+from shoal.parallel.pipeline.stage_layout import StageLayout, parameters_by_piece, stages_of, tied_names
+from shoal.parallel.pipeline.stages import take_stages
 from shoal.parallel.recompute import recompute_blocks
-from shoal.parallel.stage_layout import StageLayout, parameters_by_piece, stages_of, tied_names
-from shoal.parallel.stages import take_stages
 
 SHAPE = {"vocab_size": 61, "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from shoal.models.loss import IGNORED
 from shoal.parallel import Axis
 from shoal.parallel import vocabulary as vocabulary_module
-from shoal.parallel.vocabulary import embed_rows, vocabulary_cross_entropy
+from shoal.parallel.tensor.vocabulary import embed_rows, vocabulary_cross_entropy
 from shoal.record import NullRecorder
 
 VOCABULARY, SEQ, WIDTH = 37, 8, 6

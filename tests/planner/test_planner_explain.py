@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.memory import memory_of
-from shoal.cost.step import Costs
+from shoal.cost.memory.memory import memory_of
+from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import Plan
 from shoal.planner import Search, choose

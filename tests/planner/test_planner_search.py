@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.memory import Memories
-from shoal.cost.step import Costs
+from shoal.cost.memory.memory import Memories
+from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.plan.schedules import placement_of
 from shoal.plan.stages import Cost, split_by_cost

@@ -3,8 +3,8 @@
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.maximum import lognormal_maximum
-from shoal.cost.network import Group, algorithm_seconds
+from shoal.cost.collectives.network import Group, algorithm_seconds
+from shoal.cost.time.maximum import lognormal_maximum
 from shoal.plan import Plan
 from shoal.simulate import simulate, traffic_of
 from shoal.workload import ModelShape, shape, workload_of

@@ -1,0 +1,233 @@
+"""Collectives and their algorithms by name, with the steps and bytes of each: the one list of them.
+
+n ranks, g of them on each host, k = n / g hosts; S bytes of the whole buffer: of all-reduce, broadcast and
+reduce the tensor, of all-gather and gather the output, of the others one rank's (the root's) input.
+
+Bytes on the path are the largest transfer of each step, summed. With the seconds of a step (alpha) and of a
+byte (beta),
+
+    time = alpha * steps + beta * bytes on the path
+
+In shared memory ranks read one another's buffers: one-shot what each has copied into a shared slot, direct
+(of all-reduce: two-shot) the buffers themselves. A step is a synchronisation, however many ranks take part.
+
+| collective     | algorithm        | steps                 | bytes on the path / S                 |
+|----------------|------------------|-----------------------|---------------------------------------|
+| all_reduce     | one-shot         | 1                     | n-1                                   |
+|                | two-shot         | 2                     | 2(n-1)/n                              |
+| all_gather     | one-shot, direct | 1                     | (n-1)/n                               |
+| reduce_scatter | one-shot, direct | 1                     | (n-1)/n                               |
+| broadcast      | one-shot, direct | 1                     | 1                                     |
+| reduce         | one-shot         | 1                     | n-1: the root folds                   |
+|                | direct           | 2                     | 2(n-1)/n: each folds a slice          |
+| all_to_all     | direct           | 1                     | (n-1)/n                               |
+| gather         | one-shot, direct | 1                     | (n-1)/n                               |
+| scatter        | one-shot, direct | 1                     | 1/n                                   |
+
+Over the network a step is a message that waits for the one before it; in a step a rank sends to one rank and
+receives from one. The pipelined ones (double-tree, chain) are given in the limit of small chunks.
+
+| collective     | algorithm        | steps                 | bytes on the path / S                 |
+|----------------|------------------|-----------------------|---------------------------------------|
+| all_reduce     | two-shot         | 2(n-1)                | 2(n-1)/n *                            |
+|                | ring             | 2(n-1)                | 2(n-1)/n                              |
+|                | halving-doubling | 2 ceil(log2 n)        | 2(n-1)/n *                            |
+|                | double-tree      | 2 floor(log2 n)       | 2                                     |
+|                | hierarchical     | 2(k-1)                | 2(k-1)/k, and S/g each inside hosts   |
+| all_gather     | direct           | n-1                   | (n-1)/n *                             |
+|                | ring             | n-1                   | (n-1)/n                               |
+|                | recursive        | ceil(log2 n)          | (n-1)/n *                             |
+|                | hierarchical     | k-1                   | (k-1)/k, and (g-1)/g S inside hosts   |
+| reduce_scatter | as all_gather    |                       |                                       |
+| broadcast      | tree             | ceil(log2 n)          | ceil(log2 n)                          |
+|                | chain            | n-1                   | 1                                     |
+| reduce         | as broadcast     |                       |                                       |
+| all_to_all     | pairwise         | n-1                   | (n-1)/n *                             |
+| gather         | direct           | n-1                   | (n-1)/n                               |
+| scatter        | direct           | n-1                   | (n-1)/n                               |
+
+* Every rank of a host sends to other hosts at once, so g(n-g)/(n-1) times as much goes through the host's
+interface; of the others one flow leaves a host, as ranks are numbered host by host. Ring all-reduce moves
+nearly 2S through every rank: its bytes do not shrink with more ranks. Halving-doubling that hands the buffers
+of ranks beyond a power of two to ranks within would take 2 steps and 2S more; ours takes any number as it is.
+
+Sources: Thakur, Rabenseifner and Gropp, 2005 (ring, recursive, pairwise, tree); Träff, 2024, arXiv:2410.14234
+(halving-doubling of any number of ranks); Sanders, Speck and Träff, 2009 (double tree).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.cost.collectives.algorithm import Algorithm
+from shoal.errors import ConfigError, nearest
+
+__all__ = ["ALGORITHMS", "COLLECTIVES", "LEVELS", "algorithms_of", "find_algorithm", "require_name"]
+
+LEVELS: tuple[str, ...] = ("shared-memory", "network")
+"""What carries the bytes: the memory of one host, or the network between hosts."""
+
+COLLECTIVES: tuple[str, ...] = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "broadcast",
+    "reduce",
+    "all_to_all",
+    "gather",
+    "scatter",
+)
+
+
+def find_algorithm(collective: str, name: str, level: str) -> Algorithm:
+    """The algorithm of that name.
+
+    Raises:
+        ConfigError: There is no such collective, level or algorithm, or it is not on that level.
+    """
+    require_name("a collective", collective, COLLECTIVES)
+    require_name("a level", level, LEVELS)
+    offered = tuple(each.name for each in algorithms_of(collective, level))
+    require_name(f"a {level} algorithm of {collective}", name, offered)
+    return ALGORITHMS[collective, name, level]
+
+
+def algorithms_of(collective: str, level: str) -> tuple[Algorithm, ...]:
+    """The algorithms of a collective on a level, in the order of the tables above."""
+    return tuple(each for each in ALGORITHMS.values() if (each.collective, each.level) == (collective, level))
+
+
+def require_name(what: str, given: str, offered: Sequence[str]) -> None:
+    """Raises ConfigError unless the name is among those offered.
+
+    Args:
+        what: What it should be, with its article, such as "a collective".
+        given: The name.
+        offered: Those that there are.
+    """
+    if given not in offered:
+        raise ConfigError(
+            f"{given!r} is not {what}{nearest(given, offered)}",
+            possible=", ".join(offered),
+            change="use one of these names",
+        )
+
+
+def _once(n: int) -> int:
+    """1, or 0 for a rank alone."""
+    return min(n - 1, 1)
+
+
+def _twice(n: int) -> int:
+    return 2 * _once(n)
+
+
+def _others(n: int) -> int:
+    return n - 1
+
+
+def _others_twice(n: int) -> int:
+    return 2 * (n - 1)
+
+
+def _rest(n: int) -> float:
+    """The share of a buffer that belongs to others."""
+    return (n - 1) / n
+
+
+def _rest_twice(n: int) -> float:
+    return 2 * (n - 1) / n
+
+
+def _part(n: int) -> float:
+    return _once(n) / n
+
+
+def _doublings(n: int) -> int:
+    """ceil(log2 n)"""
+    return (n - 1).bit_length()
+
+
+def _shared(
+    collective: str, name: str, steps: Callable[[int], int], path: Callable[[int], float]
+) -> Algorithm:
+    return Algorithm(collective, name, "shared-memory", steps, path, sent_of=path)
+
+
+def _network(
+    collective: str,
+    name: str,
+    steps: Callable[[int], int],
+    path: Callable[[int], float],
+    sent: Callable[[int], float] | None = None,
+    crowds: bool = False,
+    forwards_sums: bool = False,
+    inside: tuple[tuple[str, str], ...] = (),
+) -> Algorithm:
+    """Without `sent`, one rank sends all that is on the path."""
+    sent = sent or path
+    return Algorithm(collective, name, "network", steps, path, sent, crowds, forwards_sums, inside)
+
+
+_DEFINED = (
+    _shared("all_reduce", "one-shot", _once, _others),
+    _shared("all_reduce", "two-shot", _twice, _rest_twice),
+    _shared("all_gather", "one-shot", _once, _rest),
+    _shared("all_gather", "direct", _once, _rest),
+    _shared("reduce_scatter", "one-shot", _once, _rest),
+    _shared("reduce_scatter", "direct", _once, _rest),
+    _shared("broadcast", "one-shot", _once, _once),
+    _shared("broadcast", "direct", _once, _once),
+    _shared("reduce", "one-shot", _once, _others),
+    _shared("reduce", "direct", _twice, _rest_twice),
+    _shared("all_to_all", "direct", _once, _rest),
+    _shared("gather", "one-shot", _once, _rest),
+    _shared("gather", "direct", _once, _rest),
+    _shared("scatter", "one-shot", _once, _part),
+    _shared("scatter", "direct", _once, _part),
+    _network("all_reduce", "two-shot", _others_twice, _rest_twice, crowds=True),
+    _network("all_reduce", "ring", _others_twice, _rest_twice, forwards_sums=True),
+    _network(
+        "all_reduce",
+        "halving-doubling",
+        lambda n: 2 * _doublings(n),
+        _rest_twice,
+        crowds=True,
+        forwards_sums=True,
+    ),
+    _network("all_reduce", "double-tree", lambda n: 2 * (n.bit_length() - 1), _twice, forwards_sums=True),
+    _network(
+        "all_reduce",
+        "hierarchical",
+        _others_twice,
+        _rest_twice,
+        inside=(("reduce_scatter", "direct"), ("all_gather", "direct")),
+    ),
+    _network("all_gather", "direct", _others, _rest, crowds=True),
+    _network("all_gather", "ring", _others, _rest),
+    _network("all_gather", "recursive", _doublings, _rest, crowds=True),
+    _network("all_gather", "hierarchical", _others, _rest, inside=(("all_gather", "direct"),)),
+    _network("reduce_scatter", "direct", _others, _rest, crowds=True),
+    _network("reduce_scatter", "ring", _others, _rest, forwards_sums=True),
+    _network("reduce_scatter", "recursive", _doublings, _rest, crowds=True, forwards_sums=True),
+    _network(
+        "reduce_scatter",
+        "hierarchical",
+        _others,
+        _rest,
+        forwards_sums=True,
+        inside=(("reduce_scatter", "direct"),),
+    ),
+    _network("broadcast", "tree", _doublings, _doublings),
+    _network("broadcast", "chain", _others, _once),
+    _network("reduce", "tree", _doublings, _doublings, sent=_once, forwards_sums=True),
+    _network("reduce", "chain", _others, _once, forwards_sums=True),
+    _network("all_to_all", "pairwise", _others, _rest, crowds=True),
+    _network("gather", "direct", _others, _rest, sent=_part),
+    _network("scatter", "direct", _others, _rest),
+)
+
+ALGORITHMS: dict[tuple[str, str, str], Algorithm] = {
+    (each.collective, each.name, each.level): each for each in _DEFINED
+}
+"""By collective, name and level."""

@@ -1,0 +1,1 @@
+"""Bytes of states and activations on each rank, when they are most, and what fits."""

@@ -1,0 +1,258 @@
+"""Memory of each rank along the axis `pp`: how much, when in a step, and of what.
+
+A rank has, all the time, the states of `states.py`; the gradients among them come only in backward where they
+are sharded and one micro-batch is all of a step. Beside these it has what `moments.py` says for each moment
+of the step, with the activations of as many micro-batches as `held.py` says, each as large as
+`activations.py` says. With pp > 1 come five messages of the stream: one received ahead, four being sent.
+
+So much for the tensors. On a Cluster there are also its `reserved` bytes (contexts, libraries' buffers), and
+what an allocator holds beyond the tensors: FRAGMENTS of them, and the shards of gradients all the time, which
+are made on a stream of their own, whose memory the other streams do not get.
+
+Not counted: what one kernel takes for itself, and the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from shoal.cluster import Cluster
+from shoal.cost.layout import Layout
+from shoal.cost.memory.activation_peaks import Held, held_by_rank
+from shoal.cost.memory.activations import stream_bytes
+from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
+from shoal.cost.memory.rank import Outline, Pieces
+from shoal.cost.memory.states import States, states_of
+from shoal.cost.time.split import flop_costs, pieces_by_stage
+from shoal.cost.time.step import Costs
+from shoal.plan import Plan
+from shoal.plan.stages import Cost
+from shoal.workload import Workload
+
+__all__ = ["FRAGMENTS", "Memories", "RankMemory", "memory_of"]
+
+FRAGMENTS = 0.08
+"""Share of the tensors' bytes that an allocator holds besides, in pieces that none of them fits."""
+
+_FP32 = 4.0  # bytes
+_MESSAGES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of a rank at its peak.
+
+    Attributes:
+        rank: Where along the axis `pp`; the ranks along the other axes hold as much.
+        moment: When in a step: loss, head, block k from its end, or optimizer.
+        parts: Bytes by name: weights, gradients, optimizer, activations, working, gathered, buckets,
+            messages, fragments, reserved.
+        states: Bytes of weights, gradients and optimizer between two steps.
+        kept: Bytes that forwards keep for backward, with zero3 gathered weights among them.
+    """
+
+    rank: int
+    moment: str
+    parts: Mapping[str, float]
+    states: float
+    kept: float
+
+    @property
+    def peak(self) -> float:
+        """All parts together."""
+        return sum(self.parts.values())
+
+    @property
+    def allocated(self) -> float:
+        """What an allocator such as torch's reports as reserved: all but contexts and libraries' buffers."""
+        return self.peak - self.parts.get("reserved", 0.0)
+
+    @property
+    def largest(self) -> str:
+        """The name of the largest part."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+    def fits(self, cluster: Cluster, margin: float = 0.0) -> bool:
+        """Whether a device has that much, when the share `margin` of its memory is to be left free."""
+        return self.peak <= cluster.device.memory * (1 - margin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What of a rank's memory does not depend on how many ranks a state is cut over."""
+
+    outline: Outline
+    messages: float
+    kept: float
+    moments: tuple[Moment, ...]
+    highest: Moment
+
+
+class Memories:
+    """The memory of a Workload's ranks under any Plan; remembers what Plans share.
+
+    Args:
+        workload: What is trained.
+        cluster: Where; None: tensors alone are counted.
+        costs: Of the same workload and cluster, by which `split=cost` cuts it; None: those that follow from
+            the cluster, and without one FLOP.
+        copies: Whether the backend copies what it reduces and scatters, as gloo does.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster | None = None,
+        costs: Costs | None = None,
+        *,
+        copies: bool = False,
+    ) -> None:
+        self.workload = workload
+        self.cluster = cluster
+        self._costs = Costs(workload, cluster) if costs is None and cluster is not None else costs
+        self._copies = copies
+        self._pieces: dict[Layout, Pieces] = {}
+        self._uncovered: dict[tuple[object, ...], list[Outline]] = {}
+        self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
+
+    def of(self, plan: Plan, batch: int) -> tuple[RankMemory, ...]:
+        """Of every rank along `pp`, in a step of `batch` samples.
+
+        Raises:
+            PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
+        """
+        plan = plan.with_microbatch_for(batch)
+        layout = Layout.of(plan)
+        ranks = (self._rank(plan, layout, outline) for outline in self._outlines(plan, layout, batch))
+        return tuple(self._memory(plan, batch, rank) for rank in ranks)
+
+    def fullest(self, plan: Plan, batch: int) -> RankMemory:
+        """The one of these with the highest peak; does not look at ranks that cannot be it.
+
+        Args:
+            plan: With its micro-batch settled: this is asked of too many Plans to check each.
+            batch: Samples of a step.
+
+        Raises:
+            PlanError: The model does not divide into the Plan's stages.
+        """
+        layout = Layout.of(plan)
+        cut: tuple[object, ...] = (layout,)
+        if plan.pp > 1:
+            cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
+        key = (*cut, plan.shard, plan.bucket) if plan.shard in ("zero2", "zero3") else cut
+        ranks = self._largest.get(key)
+        if ranks is None:
+            outlines = self._uncovered.get(cut)
+            if outlines is None:
+                outlines = self._uncovered[cut] = _uncovered(self._outlines(plan, layout, batch))
+            ranks = tuple(self._rank(plan, layout, outline) for outline in outlines)
+            self._largest[key] = ranks
+        fullest = ranks[0]
+        if len(ranks) > 1:
+            fullest = max(ranks, key=lambda rank: self._tensors(plan, batch, rank))
+        return self._memory(plan, batch, fullest)
+
+    def _tensors(self, plan: Plan, batch: int, rank: _Rank) -> float:
+        """Bytes of a rank's tensors at its highest moment."""
+        states, moment = self._at_peak(plan, batch, rank, self._states(plan, rank.outline))
+        return sum(states) + moment.whole + rank.messages
+
+    def _memory(self, plan: Plan, batch: int, rank: _Rank) -> RankMemory:
+        """A rank's, at its highest moment."""
+        between = self._states(plan, rank.outline)
+        states, moment = self._at_peak(plan, batch, rank, between)
+        parts = {
+            "weights": states.weights,
+            "gradients": states.gradients,
+            "optimizer": states.optimizer,
+            "activations": moment.activations,
+            "working": moment.working,
+            "gathered": moment.gathered,
+            "buckets": moment.buckets,
+            "messages": rank.messages,
+        }
+        if self.cluster is not None:
+            parts["fragments"] = FRAGMENTS * sum(parts.values())
+            parts["reserved"] = self.cluster.reserved
+        return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept)
+
+    def _at_peak(self, plan: Plan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
+        """What a rank that has so much between two steps has at its highest moment, and that moment."""
+        assert plan.microbatch is not None
+        if self.cluster is None and plan.shard in ("zero2", "zero3") and batch == plan.dp * plan.microbatch:
+            shards = plan.shards * plan.cp
+            highest = max(rank.moments, key=lambda moment: moment.whole + moment.freed / shards)
+            return states._replace(gradients=highest.freed / shards), highest
+        return states, rank.highest
+
+    def _states(self, plan: Plan, outline: Outline) -> States:
+        """Of all parameters of a rank, between two steps."""
+        shards = plan.shards * plan.cp
+        weights, gradients, optimizer = states_of(plan, shards)
+        dense, experts = outline.dense, outline.experts
+        if not experts:
+            return States(dense * weights, dense * gradients, dense * optimizer)
+        of_expert = states_of(plan, shards / plan.ep)
+        return States(
+            dense * weights + experts * of_expert.weights,
+            dense * gradients + experts * of_expert.gradients,
+            dense * optimizer + experts * of_expert.optimizer,
+        )
+
+    def _outlines(self, plan: Plan, layout: Layout, batch: int) -> Iterator[Outline]:
+        """What each rank along `pp` has."""
+        pieces = self._pieces.get(layout)
+        if pieces is None:
+            pieces = self._pieces[layout] = Pieces(self.workload, layout)
+        microbatches = batch // plan.dp // layout.microbatch
+        stages = pieces_by_stage(self.workload, plan, microbatches, lambda: self._piece_costs(layout))
+        if plan.pp == 1:
+            return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),))
+        virtual = plan.stages // plan.pp
+        held = held_by_rank(plan.schedule, plan.pp, virtual, microbatches, plan.activations)
+        return pieces.outlines(stages, plan.placement, held)
+
+    def _rank(self, plan: Plan, layout: Layout, outline: Outline) -> _Rank:
+        stack, ends, activations = outline.stack, outline.ends, outline.activations
+        update = Moment("optimizer", freed=_FP32 * (outline.dense + layout.ep * outline.experts))
+        moments = (*moments_of(plan, layout, activations, stack, ends, copies=self._copies), update)
+        return _Rank(
+            outline,
+            _MESSAGES * stream_bytes(self.workload, layout) if plan.pp > 1 else 0.0,
+            activations + gathered_bytes(plan, layout, stack, ends),
+            moments,
+            max(moments, key=lambda moment: moment.whole),
+        )
+
+    def _piece_costs(self, layout: Layout) -> list[Cost]:
+        if self._costs is None:
+            return flop_costs(self.workload)
+        return self._costs.piece_costs(layout)
+
+
+def memory_of(
+    workload: Workload, plan: Plan, batch: int, cluster: Cluster | None = None
+) -> tuple[RankMemory, ...]:
+    """The memory of every rank along `pp`; who asks for many Plans keeps a `Memories`.
+
+    Args:
+        workload: What is trained.
+        plan: How it is laid over ranks.
+        batch: Samples of a step.
+        cluster: Where; None: tensors alone are counted.
+
+    Raises:
+        PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
+    """
+    return Memories(workload, cluster).of(plan, batch)
+
+
+def _uncovered(outlines: Iterable[Outline]) -> list[Outline]:
+    """Those that no other covers; of several that are alike, the first."""
+    left: list[Outline] = []
+    for outline in outlines:
+        if not any(other.covers(outline) for other in left):
+            left = [other for other in left if not outline.covers(other)] + [outline]
+    return left

@@ -1,0 +1,149 @@
+"""What the ranks along the axis `pp` have of a model under a Layout: their blocks, and what these keep.
+
+That is the part of their memory that is the same for every way to shard the states, so it is computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, product
+from operator import mul
+
+from shoal.cost.layout import Layout
+from shoal.cost.memory.activation_peaks import Held
+from shoal.cost.memory.activations import BlockMemory, block_memory, end_memory
+from shoal.cost.memory.peak_candidates import StageEnds
+from shoal.cost.memory.stack import Stack
+from shoal.workload import Workload
+
+__all__ = ["Outline", "Pieces"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What one rank has.
+
+    Attributes:
+        index: Of the rank along `pp`.
+        dense: Parameters after tensor parallelism, without experts.
+        experts: Parameters of its experts.
+        activations: Bytes of all micro-batches at its fullest moment.
+        stack: The layers of the stage whose backward comes next then.
+        ends: What it has of the model's ends.
+    """
+
+    index: int
+    dense: float
+    experts: float
+    activations: float
+    stack: Stack
+    ends: StageEnds
+
+    def covers(self, other: Outline) -> bool:
+        """Whether it needs at least as much as another at every moment, however states are sharded."""
+        mine, its = self.ends, other.ends
+        return (
+            self.dense >= other.dense
+            and self.experts >= other.experts
+            and self.activations >= other.activations
+            and self.activations - mine.kept >= other.activations - its.kept
+            and mine.embedding >= its.embedding
+            and mine.head >= its.head
+            and (mine.last is not None or its.last is None)
+            and self.stack.layers[: len(other.stack.layers)] == other.stack.layers
+        )
+
+
+class Pieces:
+    """The pieces of a Workload under a Layout, with running sums over them.
+
+    Args:
+        workload: What is laid out.
+        layout: How.
+    """
+
+    def __init__(self, workload: Workload, layout: Layout) -> None:
+        last = len(workload.layers) + 1
+        known: dict[tuple[int, bool], BlockMemory] = {}
+        blocks = []
+        for piece, block in enumerate(workload.pieces):
+            key = id(block), 0 < piece < last
+            if key not in known:
+                known[key] = block_memory(block, workload, layout, is_layer=0 < piece < last)
+            blocks.append(known[key])
+        self._blocks = tuple(blocks)
+        self._ep = layout.ep
+        self._stacks: dict[tuple[int, ...], Stack] = {}
+        self._kept = _sums(self._blocks, lambda block: block.kept)
+        self._halves = _sums(self._blocks, lambda block: block.halves)
+        self._dense = _sums(self._blocks, lambda block: block.dense)
+        self._experts = _sums(self._blocks, lambda block: block.experts)
+        has = product((False, True), repeat=2)  # the embedding, the end
+        self._ends = {each: self._ends_of(workload, layout, *each) for each in has}
+
+    def outlines(
+        self, stages: Sequence[range], placement: Sequence[int], held: Sequence[Sequence[Held]]
+    ) -> Iterator[Outline]:
+        """What each rank has, in order.
+
+        Args:
+            stages: The pieces of each.
+            placement: By stage, its rank.
+            held: By rank, the moments at which it may hold most.
+        """
+        mine: list[list[range]] = [[] for _ in held]
+        for stage, rank in zip(stages, placement, strict=True):
+            mine[rank].append(stage)
+        for index, (ranges, moments) in enumerate(zip(mine, held, strict=True)):
+            yield self._outline(index, ranges, moments)
+
+    def _ends_of(
+        self, workload: Workload, layout: Layout, has_embedding: bool, has_end: bool
+    ) -> tuple[StageEnds, float]:
+        """What a rank has of the ends, and of a tied weight that another rank's embedding has too."""
+        embedding, end = self._blocks[0], self._blocks[-1]
+        tied = 0.0
+        if workload.tied and has_end and not has_embedding:
+            tied = workload.embedding.parameters.divided / layout.tp
+        ends = StageEnds(
+            embedding.parameters if has_embedding else 0.0,
+            end.parameters + tied if has_end else 0.0,
+            end.kept if has_end else 0.0,
+            end_memory(workload, layout) if has_end else None,
+        )
+        return ends, tied
+
+    def _outline(self, index: int, stages: Sequence[range], held: Sequence[Held]) -> Outline:
+        last = len(self._blocks) - 1
+        ends, tied = self._ends[stages[0].start == 0, stages[-1].stop == last + 1]
+        layers = range(0)
+        for stage in stages:
+            layers = range(max(stage.start, 1), min(stage.stop, last)) or layers
+        kept, halves = _over(self._kept, stages), _over(self._halves, stages)
+        return Outline(
+            index,
+            tied + sum(_over(self._dense, stages)),
+            sum(_over(self._experts, stages)),
+            max([sum(map(mul, whole, kept)) + sum(map(mul, half, halves)) for whole, half in held]),
+            self._stack(layers),
+            ends,
+        )
+
+    def _stack(self, layers: range) -> Stack:
+        """Of these layers; of alike ones the same."""
+        blocks = self._blocks[layers.start : layers.stop]
+        key = tuple(map(id, blocks))
+        found = self._stacks.get(key)
+        if found is None:
+            found = self._stacks[key] = Stack.of(blocks, self._ep)
+        return found
+
+
+def _sums(blocks: Sequence[BlockMemory], of: Callable[[BlockMemory], float]) -> list[float]:
+    return list(accumulate(map(of, blocks), initial=0.0))
+
+
+def _over(sums: Sequence[float], stages: Sequence[range]) -> list[float]:
+    """Of each stage."""
+    return [sums[stage.stop] - sums[stage.start] for stage in stages]

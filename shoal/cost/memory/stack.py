@@ -1,0 +1,47 @@
+"""The layers of a stage as its backward meets them, from the end on, with running sums over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from shoal.cost.memory.activations import BlockMemory
+
+__all__ = ["Stack"]
+
+_FP32 = 4.0  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Layers of one stage; each sum is over all layers before a place, in backward's order.
+
+    Attributes:
+        layers: What each takes.
+        telling: Places of those at which memory can be most: between them it changes evenly.
+        kept: Sums of bytes kept of a micro-batch.
+        gradients: Sums of bytes of fp32 gradients on the rank.
+        freed: The same before experts are divided: they are on so many fewer ranks that share their
+            gradients' shards.
+    """
+
+    layers: tuple[BlockMemory, ...]
+    telling: tuple[int, ...]
+    kept: tuple[float, ...]
+    gradients: tuple[float, ...]
+    freed: tuple[float, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[BlockMemory], ep: int) -> Stack:
+        """Of layers in forward's order, whose experts are over ep ranks."""
+        turned = tuple(layers[::-1])
+        firsts = {layer: place for place, layer in reversed(list(enumerate(turned)))}
+        places = {0, 1, 2, len(turned) - 1, *firsts.values()} & set(range(len(turned)))
+        return cls(
+            turned,
+            tuple(sorted(places)),
+            tuple(accumulate((each.kept for each in turned), initial=0.0)),
+            tuple(accumulate((_FP32 * each.parameters for each in turned), initial=0.0)),
+            tuple(accumulate((_FP32 * (each.dense + ep * each.experts) for each in turned), initial=0.0)),
+        )

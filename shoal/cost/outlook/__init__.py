@@ -1,0 +1,1 @@
+"""Long runs: failures, goodput and days; and a Cluster corrected by what runs measured."""

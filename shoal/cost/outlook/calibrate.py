@@ -1,0 +1,270 @@
+"""Corrects a Cluster by what runs measured, so that the next prediction is nearer.
+
+What is compared, and what each difference corrects:
+
+    the optimizer's seconds of a step              the rate of the memory: an update is passes over it only
+    forward and backward of a step, without        the rates of products and attention, by one factor, as no
+    what they wait for                             span tells them apart
+    each communication's seconds, from when all    the rate of the level that its group spans: the median over
+    of its group were there                        the transfers that are large enough to show it
+    waits for later ranks, without a pipeline      jitter: how much the ranks' steps vary
+
+Where a data sheet says what a device could do, a rate is a share of it: one that would leave (0, 1] ends at
+its bound, and the rest of the difference is told as `left`. Of cores nothing is said but what was measured,
+so rates have no bound. There caches decide how fast a pass is, and an update, which streams through memory,
+says nothing of other passes: forward and backward correct all of a device's rates by one factor, and the
+optimizer then its rate of streams.
+
+Of several runs each counts alike: their predictions are over and under by the same proportion. Factors are
+looked for with the cost model itself, which is quicker with every larger rate, so that formulas stand in one
+place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+from shoal.cluster import Cluster
+from shoal.cost.collectives.network import collective_seconds, send_seconds
+from shoal.cost.outlook.jitter import with_stragglers
+from shoal.cost.outlook.observation import SENDS, Observation, Transfer
+from shoal.cost.time.step import Costs
+
+__all__ = ["Calibration", "Correction", "calibrate"]
+
+_PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")
+_LEAST_SHARE = 1e-3
+_MOST_JITTER = 0.99
+_HALVINGS = 40  # of the interval in which a factor is looked for
+_LIMIT = 1e3  # of a factor, up and down
+_STEADY = 0.05  # jitter from which another is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What one difference changed.
+
+    Attributes:
+        name: Of what was compared: "optimizer", "compute", a level's name, or "stragglers".
+        measured, before, after: Seconds: measured, predicted with the Cluster as it was, and as it is now; of
+            several runs their sums.
+    """
+
+    name: str
+    measured: float
+    before: float
+    after: float
+
+    @property
+    def left(self) -> float:
+        """What still is between prediction and measurement, as a share of the measured seconds."""
+        return self.after / self.measured - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A Cluster that was corrected, and how."""
+
+    cluster: Cluster
+    corrections: tuple[Correction, ...]
+
+
+def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibration:
+    """The Cluster with which predictions of these runs would have come closest.
+
+    Args:
+        cluster: What predictions were made with.
+        observations: One run or more.
+
+    Raises:
+        ClusterError: The Cluster cannot have as many devices as a run had ranks.
+    """
+    found = cluster
+    if cluster.cores:
+        found = _corrected(found, _with_all_rates, _COMPUTE, observations)
+        found = _corrected(found, _with_stream_rate, _OPTIMIZER, observations)
+    else:
+        found = _corrected(found, _with_memory_rate, _OPTIMIZER, observations)
+        found = _corrected(found, _with_product_rates, _COMPUTE, observations)
+    quantities = [_OPTIMIZER, _COMPUTE]
+    for index, level in enumerate(cluster.levels):
+        quantity = _transfers_over(index, level.name)
+        found = _corrected(found, partial(_with_level_rate, index=index), quantity, observations)
+        quantities.append(quantity)
+    found = _corrected(found, _with_steadiness, _STRAGGLERS, observations)
+    quantities.append(_STRAGGLERS)
+    corrections = (_correction(each, observations, cluster, found) for each in quantities)
+    return Calibration(found, tuple(each for each in corrections if each is not None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Quantity:
+    """What is compared.
+
+    Attributes:
+        name: Of the correction.
+        measured: Its seconds in a run, one by one.
+        predicted: The same, on a Cluster with as many devices as the run had ranks.
+    """
+
+    name: str
+    measured: Callable[[Observation, Cluster], Sequence[float]]
+    predicted: Callable[[Observation, Cluster], Sequence[float]]
+
+    def is_measured(self, observation: Observation, cluster: Cluster) -> bool:
+        """Whether the run says anything of it."""
+        measured = self.measured(observation, cluster)
+        return bool(measured) and min(measured) > 0
+
+    def error(self, observation: Observation, cluster: Cluster) -> float:
+        """Logarithm of predicted over measured, the median of them."""
+        measured = self.measured(observation, cluster)
+        pairs = zip(self.predicted(observation, cluster), measured, strict=True)
+        return math.log(median(predicted / seconds for predicted, seconds in pairs))
+
+
+def _correction(
+    quantity: _Quantity, observations: Iterable[Observation], before: Cluster, after: Cluster
+) -> Correction | None:
+    sums = [0.0, 0.0, 0.0]
+    for each in observations:
+        old, new = _sized(before, each), _sized(after, each)
+        sums[0] += sum(quantity.measured(each, old))
+        sums[1] += sum(quantity.predicted(each, old))
+        sums[2] += sum(quantity.predicted(each, new))
+    return Correction(quantity.name, *sums) if sums[0] > 0 else None
+
+
+def _sized(cluster: Cluster, observation: Observation) -> Cluster:
+    ranks = observation.plan.ranks
+    return cluster if cluster.devices == ranks else cluster.with_devices(ranks)
+
+
+def _optimizer_seconds(observation: Observation, cluster: Cluster) -> float:
+    costs = Costs(observation.workload, cluster)
+    return costs.step(observation.plan, observation.batch).parts["optimizer"]
+
+
+def _straggler_seconds(observation: Observation, cluster: Cluster) -> float:
+    cost = Costs(observation.workload, cluster).step(observation.plan, observation.batch)
+    return with_stragglers(cost, cluster).parts["straggler"]
+
+
+def _compute_seconds(observation: Observation, cluster: Cluster) -> float:
+    """Forward and backward of a step without communication, the mean over the ranks of pp."""
+    plan = observation.plan
+    count = plan.microbatches_of(observation.batch)
+    stages = Costs(observation.workload, cluster).stages(plan, count)
+    waited = (each.tensor + each.context + each.expert + each.late for each in stages)
+    return count * fmean(each.total - wait for each, wait in zip(stages, waited, strict=True))
+
+
+_OPTIMIZER = _Quantity(
+    "optimizer",
+    lambda run, cluster: [run.optimizer],
+    lambda run, cluster: [_optimizer_seconds(run, cluster)],
+)
+_COMPUTE = _Quantity(
+    "compute",
+    lambda run, cluster: [run.compute],
+    lambda run, cluster: [_compute_seconds(run, cluster)],
+)
+_STRAGGLERS = _Quantity(
+    "stragglers",
+    lambda run, cluster: [run.stragglers] if run.plan.pp == 1 and run.plan.ranks > 1 else [],
+    lambda run, cluster: [_straggler_seconds(run, cluster)],
+)
+
+
+def _transfers_over(index: int, name: str) -> _Quantity:
+    """The transfers whose group a level's links join, and those within it do not."""
+
+    def chosen(observation: Observation, cluster: Cluster) -> list[Transfer]:
+        return [each for each in observation.transfers if _level_of(each, cluster) == index]
+
+    return _Quantity(
+        name,
+        lambda run, cluster: [each.seconds for each in chosen(run, cluster)],
+        lambda run, cluster: [_transfer_seconds(each, cluster) for each in chosen(run, cluster)],
+    )
+
+
+def _level_of(transfer: Transfer, cluster: Cluster) -> int:
+    """Index of the innermost level whose links join all of the group."""
+    group, last = transfer.group, len(cluster.levels) - 1
+    return next((i for i, level in enumerate(cluster.levels) if group.within(level) == group.size), last)
+
+
+def _transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
+    if transfer.operation in SENDS:
+        return send_seconds(transfer.nbytes, transfer.group.stride, cluster)
+    return collective_seconds(transfer.operation, transfer.nbytes, transfer.group, cluster)
+
+
+def _with_all_rates(cluster: Cluster, factor: float) -> Cluster:
+    return cluster.replace(device=cluster.device.slowed(1 / factor))
+
+
+def _with_stream_rate(cluster: Cluster, factor: float) -> Cluster:
+    device = cluster.device
+    share = _share((device.stream_share or device.bandwidth_share) * factor)
+    return cluster.replace(device=replace(device, stream_share=share))
+
+
+def _with_memory_rate(cluster: Cluster, factor: float) -> Cluster:
+    device = cluster.device
+    changes = {name: getattr(device, name) for name in ("bandwidth_share", "stream_share")}
+    shares: dict[str, Any] = {name: _share(value * factor) for name, value in changes.items() if value}
+    return cluster.replace(device=replace(device, **shares))
+
+
+def _with_product_rates(cluster: Cluster, factor: float) -> Cluster:
+    device = cluster.device
+    changes: dict[str, Any] = {name: _share(getattr(device, name) * factor) for name in _PRODUCT_SHARES}
+    return cluster.replace(device=replace(device, **changes))
+
+
+def _with_steadiness(cluster: Cluster, factor: float) -> Cluster:
+    return cluster.replace(jitter=min(_MOST_JITTER, (cluster.jitter or _STEADY) / factor))
+
+
+def _with_level_rate(cluster: Cluster, factor: float, *, index: int) -> Cluster:
+    level = cluster.levels[index]
+    if cluster.cores:
+        level = replace(level, bandwidth=level.bandwidth * factor)
+    else:
+        level = replace(level, share=_share(level.share * factor))
+    return cluster.replace(levels=(*cluster.levels[:index], level, *cluster.levels[index + 1 :]))
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(_LEAST_SHARE, value))
+
+
+def _corrected(
+    cluster: Cluster,
+    with_rate: Callable[[Cluster, float], Cluster],
+    quantity: _Quantity,
+    observations: Iterable[Observation],
+) -> Cluster:
+    """The Cluster with a rate changed by the factor for which runs are over and under by the same proportion.
+
+    The factor is at most `_LIMIT`, and at least one over it, and found by bisection.
+    """
+    measured = [each for each in observations if quantity.is_measured(each, _sized(cluster, each))]
+    if not measured:
+        return cluster
+    low, high = -math.log(_LIMIT), math.log(_LIMIT)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        changed = with_rate(cluster, math.exp(middle))
+        if fmean(quantity.error(each, _sized(changed, each)) for each in measured) > 0:
+            low = middle
+        else:
+            high = middle
+    return with_rate(cluster, math.exp((low + high) / 2))

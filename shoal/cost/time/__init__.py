@@ -1,0 +1,1 @@
+"""Seconds of operations, blocks, buckets and steps, in closed form."""

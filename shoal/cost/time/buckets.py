@@ -1,0 +1,145 @@
+"""Which parameters of a stage data-parallel ranks exchange together, and over which ranks.
+
+Parameters are of one of three families, by who has the same and saw other data:
+
+    dense      those that tp divides, and all others where tp=1: the ranks of dp x cp
+    whole      those that every rank of tp has, with tp > 1: dp x cp x tp
+    experts    with ep > 1: every ep-th rank of dp x cp, times tp
+
+A state that is sharded is cut over dp / replicate x cp ranks, and an expert's over ep times fewer; the others
+of its family are its replicas. This is what `shoal.parallel.axes` makes groups of.
+
+Buckets of each family are filled in the order of backward, up to `Plan.bucket` bytes of weights; the
+embedding and the end have buckets of their own, and with zero3 every block has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from shoal.cost.collectives.network import Group
+from shoal.plan import Plan
+from shoal.workload import Block, Parameters
+
+__all__ = ["Bucket", "Family", "buckets_of", "families_of", "held_by_rank", "owned_by_rank", "shards_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Parameters that are sharded and summed over the same ranks.
+
+    Attributes:
+        kinds: Which of a block's, as fields of `Parameters`.
+        shards: The ranks that a state is cut over.
+        replicas: Those that have the same shard.
+    """
+
+    kinds: tuple[str, ...]
+    shards: Group
+    replicas: Group
+
+    def count(self, held: Parameters) -> int:
+        """How many of a block's, of which a rank has `held`."""
+        return sum(getattr(held, kind) for kind in self.kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are reduced and gathered together.
+
+    Attributes:
+        parameters: That the rank has of them.
+        first: Position of its first block in the stage: where forward first needs it, and backward completes
+            its gradients.
+        last: Position of its last block: where backward first needs it.
+        family: Which ranks exchange it.
+        number: Of equal buckets; a large block has several.
+    """
+
+    parameters: float
+    first: int
+    last: int
+    family: Family
+    number: int = 1
+
+
+def shards_of(plan: Plan) -> tuple[int, int]:
+    """Ranks that the optimizer's state is cut over: of dense parameters, and of experts."""
+    if plan.shard == "none":
+        return 1, 1
+    ranks = plan.shards * plan.cp
+    return ranks, ranks // plan.ep
+
+
+def families_of(plan: Plan) -> tuple[Family, ...]:
+    """The families of a Plan's mesh."""
+    tp, (shards, expert_shards) = plan.tp, shards_of(plan)
+    copies = plan.dp * plan.cp // shards
+    cut, apart = Group(shards, tp), tp * shards
+    whole = ("whole",) if plan.ep > 1 else ("whole", "experts")
+    families = [Family(("divided", *(whole if tp == 1 else ())), cut, Group(copies, apart))]
+    if tp > 1:
+        families.append(Family(whole, cut, Group(copies * tp, apart, tp)))
+    if plan.ep > 1:
+        copies = plan.dp * plan.cp // plan.ep // expert_shards
+        apart = plan.ep * expert_shards * tp
+        experts = Group(expert_shards, plan.ep * tp)
+        families.append(Family(("experts",), experts, Group(copies * tp, apart, tp)))
+    return tuple(families)
+
+
+def held_by_rank(parameters: Parameters, tp: int, ep: int) -> Parameters:
+    """What a rank has of a block's parameters, before sharding."""
+    return Parameters(parameters.whole, parameters.divided // tp, parameters.experts // ep)
+
+
+def owned_by_rank(held: Parameters, plan: Plan) -> float:
+    """How many of the parameters that a rank has its optimizer changes: its shard of them."""
+    shards, expert_shards = shards_of(plan)
+    return (held.whole + held.divided) / shards + held.experts / expert_shards
+
+
+def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width: int) -> list[Bucket]:
+    """The buckets of a stage, in the order in which backward completes them.
+
+    Args:
+        blocks: Of the stage.
+        roots: Positions of the embedding and the end.
+        plan: Says sharding and size.
+        width: Bytes of a weight that computes.
+    """
+    by_block = plan.shard == "zero3"
+    capacity = math.inf if by_block else plan.bucket / width
+    held = [held_by_rank(block.parameters, plan.tp, plan.ep) for block in blocks]
+    filled: list[Bucket] = []
+    for family in families_of(plan):
+        counts = [family.count(each) for each in held]
+        filled += _fill(counts, roots, family, capacity, by_block)
+    return sorted(filled, key=lambda bucket: -bucket.first)
+
+
+def _fill(
+    counts: Sequence[int], roots: Container[int], family: Family, capacity: float, by_block: bool
+) -> list[Bucket]:
+    sizes: list[float] = []
+    places: list[tuple[int, int, int]] = []  # first, last, number
+    is_open = False
+    for position in reversed(range(len(counts))):
+        count = float(counts[position])
+        if not count:
+            continue
+        is_root = position in roots
+        if is_open and not is_root and sizes[-1] + count <= capacity:
+            sizes[-1] += count
+            places[-1] = position, places[-1][1], 1
+            continue
+        number = 1 if by_block else math.ceil(count / capacity)
+        sizes.append(count / number)
+        places.append((position, position, number))
+        is_open = not is_root and not by_block and number == 1
+    return [
+        Bucket(size, first, last, family, number)
+        for size, (first, last, number) in zip(sizes, places, strict=True)
+    ]

@@ -1,0 +1,241 @@
+"""Seconds of gradients and weights that data-parallel ranks exchange and no compute hides, in closed form.
+
+Buckets (`buckets.py`) travel one after another, each as soon as it can: gradients once backward has made
+them, weights so that forward finds them. Of one stage and micro-batch, with F and B its forward and backward:
+
+    reduce    R seconds in all. Backward needs `lead` to complete the first bucket, and what is complete only
+              when it ends, `tail`, is never hidden: max(c (R - tail) + tail, lead + R - B)
+    gather    G seconds besides those of embedding and end, which forward waits for at once. Its first bucket
+              is never hidden, and behind the last one come `after` seconds:
+              ends + max(c (G - first) + first, G - (F - after))
+
+with c the share of its seconds by which what travels slows compute: the device's `contention`, times how much
+it loads the device (1 at the innermost links' rate, less on slower ones), times the share that compute has of
+F + B. What is reduced in every backward (zero2, zero3) is first copied in fp32 to its bucket, and then added
+to the rank's shard: passes that make backward longer; elsewhere products may add to the sums. With m
+micro-batches:
+
+    none, zero1   reduce once: without a pipeline beside the last backward. With one a stage begins when its
+                  last backward is over: the first stage's is exposed, the rank's v - 1 others travel beside
+                  the min(m, p) (v - 1) / v backwards that are left
+    zero1, zero2  gather once, when the step begins
+    zero2         reduce in every backward
+    zero3         gather in every forward and backward, and reduce in every backward; without a pipeline the
+                  embedding, the end and the last layer stay from forward to backward
+
+Of ranks of a pipeline those behind wait for the first forwards, and end before the first rank does unless the
+schedule fills that time: what they exchange once has so much longer. What is exposed in every micro-batch is
+also exposed in the (p - 1) / v that fill the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.layout import Layout
+from shoal.cost.time.block import BlockCost
+from shoal.cost.time.bucket_times import NOTHING, BucketTimes, bucket_times, together
+from shoal.cost.time.buckets import Bucket, buckets_of
+from shoal.plan import Plan
+from shoal.workload import Block, Workload
+
+__all__ = ["Exchanges", "Runs", "StageWork", "runs_of"]
+
+Runs = tuple[tuple[Block, int], ...]
+"""Blocks, and how many of each."""
+
+
+class StageWork(NamedTuple):
+    """One stage's blocks, and seconds for one micro-batch.
+
+    Attributes:
+        blocks: In order.
+        forward: With what is waited for within blocks.
+        backward: The same.
+        computed: Share of these seconds in which the device computes.
+    """
+
+    blocks: tuple[Block, ...]
+    forward: float
+    backward: float
+    computed: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanged:
+    """Seconds of one stage's buckets by themselves, and the blocks whose compute lies between.
+
+    Attributes:
+        reduce: Of all gradients.
+        last: Of those that are complete when backward ends.
+        before: Of those that are complete at the place before that.
+        between: What backward computes between these two.
+        lead: What backward computes before the first bucket is complete.
+        gather: Of all weights but those of embedding and end.
+        ends: Of these.
+        first: Of what the first layer needs.
+        top: Of what the last layer needs.
+        after: What forward computes once the last bucket is there.
+        reduce_load, gather_load: How much these load the device (`network.collective_load`), on average.
+        copy, copy_first, copy_last: What taking gradients into buckets adds to backward, to `lead` and to
+            `between`.
+    """
+
+    reduce: float
+    last: float
+    before: float
+    between: Runs
+    lead: Runs
+    gather: float
+    ends: float
+    first: float
+    top: float
+    after: Runs
+    reduce_load: float
+    gather_load: float
+    copy: float
+    copy_first: float
+    copy_last: float
+
+
+class Exchanges:
+    """What stages of a Workload exchange on a Cluster; remembers what Plans share.
+
+    Args:
+        workload: What is trained.
+        cluster: Where.
+        cost: What a block takes under a layout.
+    """
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, cost: Callable[[Block, Layout], BlockCost]
+    ) -> None:
+        self._cluster = cluster
+        self._cost = cost
+        self._ends = {id(workload.embedding), id(workload.end)}
+        self._known: dict[tuple[object, ...], _Exchanged] = {}
+        self._times: dict[tuple[object, ...], BucketTimes] = {}
+
+    def in_micro_batch(self, plan: Plan, stages: Sequence[StageWork]) -> float:
+        """Exposed seconds of every micro-batch of a rank with these stages."""
+        if plan.shard not in ("zero2", "zero3") or plan.ranks == plan.pp:
+            return 0.0
+        numbers = Counter(id(stage.blocks) for stage in stages)
+        unlike = {id(stage.blocks): stage for stage in stages}
+        return sum(number * self._in_passes(plan, unlike[name]) for name, number in numbers.items())
+
+    def in_step(self, plan: Plan, stages: Sequence[StageWork], count: int) -> tuple[float, float]:
+        """Exposed seconds of every step of a rank with these stages: before, and after all its compute.
+
+        Args:
+            plan: How.
+            stages: Of the rank, in order.
+            count: Micro-batches of a step.
+        """
+        if plan.ranks == plan.pp:
+            return 0.0, 0.0
+        c = self._cluster.device.contention
+        layout = Layout.of(plan)
+        found = [self._exchanged(plan, stage, layout.width) for stage in stages]
+        before = after = 0.0
+        if plan.shard in ("zero1", "zero2"):
+            before = self._before_forward(found[0], stages[0], layout)
+            before += c * sum(each.gather_load * (each.gather + each.ends) for each in found[1:])
+        if plan.shard in ("none", "zero1"):
+            if plan.pp == 1:
+                after = self._behind_backward(found[0], 0.0, stages[0], layout)
+            else:
+                others = sum(each.reduce for each in found[1:])
+                slowed = c * sum(each.reduce_load * each.reduce for each in found[1:])
+                left = min(count, plan.pp) * sum(stage.backward for stage in stages[:-1])
+                after = found[0].reduce + max(slowed, others - left)
+        return before, after
+
+    def _in_passes(self, plan: Plan, stage: StageWork) -> float:
+        layout = Layout.of(plan)
+        found = self._exchanged(plan, stage, layout.width)
+        if plan.shard == "zero2":
+            return self._behind_backward(found, 0.0, stage, layout)
+        again = found.gather - found.top
+        before = 0.0 if plan.pp == 1 else found.ends + found.top
+        forward = self._before_forward(found, stage, layout)
+        return forward + before + self._behind_backward(found, again, stage, layout)
+
+    def _before_forward(self, found: _Exchanged, stage: StageWork, layout: Layout) -> float:
+        c = self._cluster.device.contention * stage.computed * found.gather_load
+        hidden = found.gather - found.first
+        left = stage.forward - sum(
+            self._cost(block, layout).forward * number for block, number in found.after
+        )
+        return found.ends + max(c * hidden + found.first, found.gather - left)
+
+    def _behind_backward(self, found: _Exchanged, gathered: float, stage: StageWork, layout: Layout) -> float:
+        """Of gradients, with `gathered` seconds of weights on the way besides."""
+        c = self._cluster.device.contention * stage.computed
+        total = found.reduce + gathered
+        between = self._backward(found.between, layout) + found.copy_last
+        tail = found.last + max(0.0, found.before - between)
+        slowed = c * (found.reduce_load * (found.reduce - tail) + found.gather_load * gathered)
+        late = self._backward(found.lead, layout) + found.copy_first + total - stage.backward - found.copy
+        return found.copy + max(slowed + tail, late)
+
+    def _backward(self, runs: Runs, layout: Layout) -> float:
+        return sum(self._cost(block, layout).backward * number for block, number in runs)
+
+    def _exchanged(self, plan: Plan, stage: StageWork, width: int) -> _Exchanged:
+        size = 0 if plan.shard == "zero3" else plan.bucket
+        mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate)
+        key = (id(stage.blocks), mesh, plan.shard, size, width)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._of_buckets(plan, stage.blocks, width)
+        return found
+
+    def _of_buckets(self, plan: Plan, blocks: Sequence[Block], width: int) -> _Exchanged:
+        roots = [position for position, block in enumerate(blocks) if id(block) in self._ends]
+        timed = [(each, self._of_bucket(each, width)) for each in buckets_of(blocks, roots, plan, width)]
+        # Where backward completes buckets.
+        places = [(first, together(there)) for first, there in groupby(timed, key=lambda each: each[0].first)]
+        layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
+        lowest = min((each.first for each, _ in layers), default=0)
+        highest = max((each.last for each, _ in layers), default=0)
+        (end, last), (before_end, before) = places[-1], places[-2] if len(places) > 1 else (0, NOTHING)
+        every, of_layers = together(timed), together(layers)
+        copied = (every, places[0][1], last) if plan.shard in ("zero2", "zero3") else (NOTHING,) * 3
+        return _Exchanged(
+            reduce=every.reduce,
+            last=last.reduce,
+            before=before.reduce,
+            between=runs_of(blocks[end:before_end]),
+            lead=runs_of(blocks[places[0][0] :]),
+            gather=of_layers.gather,
+            ends=every.gather - of_layers.gather,
+            first=together(each for each in layers if each[0].first == lowest).gather,
+            top=together(each for each in layers if each[0].last == highest).gather,
+            after=runs_of(blocks[max((each.first for each, _ in layers), default=len(blocks)) :]),
+            reduce_load=every.reduce_loaded / every.reduce if every.reduce else 0.0,
+            gather_load=of_layers.gather_loaded / of_layers.gather if of_layers.gather else 0.0,
+            copy=copied[0].copy,
+            copy_first=copied[1].copy,
+            copy_last=copied[2].copy,
+        )
+
+    def _of_bucket(self, bucket: Bucket, width: int) -> BucketTimes:
+        key = bucket.family, bucket.parameters, bucket.number, width
+        found = self._times.get(key)
+        if found is None:
+            found = self._times[key] = bucket_times(bucket, width, self._cluster)
+        return found
+
+
+def runs_of(blocks: Iterable[Block]) -> Runs:
+    """Unlike blocks, and how many there are of each."""
+    counted: dict[int, tuple[Block, int]] = {}
+    for block in blocks:
+        counted[id(block)] = block, counted.get(id(block), (block, 0))[1] + 1
+    return tuple(counted.values())

@@ -1,0 +1,220 @@
+"""The communications of tensor parallelism within a block, and what of them its products hide.
+
+Products that are divided by columns compute from the whole stream, and those divided by rows give partial
+sums. A layer joins the ranks of tp once for each product by rows, with the products by columns before it; the
+end has products by columns alone, and the embedding looks up rows. This is what `shoal.parallel` sends
+(Korthikanti et al., arXiv:2205.05198), and beside which products it travels:
+
+    tensor=            forward                              backward
+    plain      columns                                      all-reduce, beside the weights' gradients
+               rows    all-reduce
+    sequence   columns all-gather                           all-gather, beside the input's gradient;
+                                                            reduce-scatter, beside the weights' gradients
+               rows    reduce-scatter                       all-gather
+    async      the same; what sequence exposes goes round a ring of n ranks in n parts, beside the product's
+
+What is beside a product is hidden for no longer than that takes. Of a whole collective `contention` of the
+seconds that are hidden count all the same, on links slower than the innermost less; of one in parts the
+device's `overlap` is the share that can be hidden, by the products of all parts but one. The loss gathers
+two fp32 numbers for each token from each rank.
+
+On cores the thread that computes also makes a communication ready, which takes it as long as the starts of
+some operators (`host_seconds`); a rank's part is copied to where parts are gathered. Where a micro-batch has
+several samples, ranks' parts of their sequences do not lie together: a pass puts in order what was gathered,
+what a product by rows is made from, and in backward the gradients of products by columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.collectives.network import Group, collective_load, collective_seconds
+from shoal.cost.layout import Layout
+from shoal.cost.time.compute import Seconds, host_seconds, operation_seconds, pass_seconds
+from shoal.workload import Block, Part, Product
+
+__all__ = ["Join", "Joined", "joins_of"]
+
+_OF_LOSS = 2 * 4  # bytes of a token: the logarithm of its sum of exponentials, and its target's logit
+
+
+class Joined(NamedTuple):
+    """One communication over the ranks of tp.
+
+    Attributes:
+        name: As the runtime records it, such as "all_gather:column".
+        seconds: That nothing hides.
+        nbytes: Of the whole buffer.
+        is_beside: Whether products run beside it, which also hide that a rank is late.
+    """
+
+    name: str
+    seconds: float
+    nbytes: float
+    is_beside: bool
+
+
+class Join(NamedTuple):
+    """What stands before, and what behind a part of a block's compute."""
+
+    before: tuple[Joined, ...]
+    behind: tuple[Joined, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all."""
+        return sum(each.seconds for each in (*self.before, *self.behind))
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The products that one join is made for.
+
+    Attributes:
+        columns, rows: Their seconds; None where there are none of a kind.
+        outputs: Of those by columns, on this rank for one token.
+        inputs: Of that by rows, on this rank for one token.
+        tokens: That they, or the loss, see.
+    """
+
+    columns: Seconds | None
+    rows: Seconds | None
+    outputs: float = 0.0
+    inputs: float = 0.0
+    tokens: float = 0.0
+
+
+def joins_of(
+    block: Block, stream: float, cluster: Cluster, layout: Layout
+) -> tuple[tuple[Join, ...], tuple[Join, ...]]:
+    """The joins of a block's forward, and those of its backward without what is recomputed.
+
+    Args:
+        block: Of a Workload.
+        stream: Bytes of a micro-batch's hidden state on all ranks of tp.
+        cluster: Where it runs; ranks of tp are neighbours.
+        layout: How it is laid over ranks.
+    """
+    if layout.tp == 1 or not block.joins:
+        return (), ()
+    wire = _Wire(stream, cluster, layout)
+    found = list(_products(block, cluster, layout))
+    forward = tuple(Join(wire.gather_forward(each), wire.scatter_forward(each)) for each in found)
+    backward = tuple(Join(wire.gather_backward(each), wire.scatter_backward(each)) for each in found[::-1])
+    return forward, backward
+
+
+def _products(block: Block, cluster: Cluster, layout: Layout) -> Iterator[_Products]:
+    """By join: columns up to and with the product by rows that ends it."""
+    columns = None
+    outputs = tokens = 0.0
+    for operation in block.operations:
+        if not isinstance(operation, Product) or not operation.is_divided:
+            continue
+        seconds = operation_seconds(operation, cluster.device, layout)
+        if operation.part is Part.ROWS:
+            yield _Products(columns, seconds, outputs, operation.inputs / layout.tp, tokens)
+            columns, outputs = None, 0.0
+        else:
+            columns = seconds if columns is None else columns + seconds
+            outputs += operation.outputs / layout.tp
+            tokens = operation.rows * layout.microbatch / layout.cp
+    if columns is not None:
+        yield _Products(columns, None, outputs, 0.0, tokens)
+    elif not any(isinstance(each, Product) for each in block.operations):
+        yield _Products(None, Seconds(0.0, 0.0, 0.0))
+
+
+class _Wire:
+    """What each side of a join sends.
+
+    Args:
+        stream: Bytes of the hidden state.
+        cluster: Where.
+        layout: How.
+    """
+
+    def __init__(self, stream: float, cluster: Cluster, layout: Layout) -> None:
+        self._cluster = cluster
+        self._device = cluster.device
+        self._stream = stream
+        self._group = Group(layout.tp)
+        self._contention = min(cluster.device.contention * collective_load(self._group, cluster), 1.0)
+        self._is_split = layout.tensor != "plain"
+        self._in_parts = layout.tensor == "async"
+        self._ready = host_seconds(cluster)
+        self._copied = pass_seconds(cluster.device, 2 * stream / layout.tp) if cluster.cores else 0.0
+        self._width = layout.width
+        self._is_put_in_order = cluster.cores > 0 and self._is_split and layout.microbatch > 1
+
+    def gather_forward(self, products: _Products) -> tuple[Joined, ...]:
+        """Before products by columns."""
+        if products.columns is None or not self._is_split:
+            return ()
+        return (self._ordered(self._parts("all_gather", "column", products.columns.forward), self._stream),)
+
+    def scatter_forward(self, products: _Products) -> tuple[Joined, ...]:
+        """Behind a product by rows, or a loss."""
+        if products.rows is None:
+            return (self._whole("all_gather", "loss", nbytes=self._group.size * _OF_LOSS * products.tokens),)
+        if not self._is_split:
+            return (self._whole("all_reduce", "row" if products.columns else "embed"),)
+        if products.columns is None:
+            return (self._whole("reduce_scatter", "embed"),)
+        return (
+            self._ordered(
+                self._parts("reduce_scatter", "row", products.rows.forward),
+                self._width * products.tokens * products.inputs,
+            ),
+        )
+
+    def gather_backward(self, products: _Products) -> tuple[Joined, ...]:
+        """Before the backward of a product by rows."""
+        if products.rows is None or not self._is_split:
+            return ()
+        if products.columns is None:
+            return (self._whole("all_gather", "embed"),)
+        return (self._ordered(self._parts("all_gather", "row", products.rows.backward), self._stream),)
+
+    def scatter_backward(self, products: _Products) -> tuple[Joined, ...]:
+        """In and behind the backward of products by columns."""
+        if products.columns is None:
+            return ()
+        if not self._is_split:
+            return (self._whole("all_reduce", "column", beside=products.columns.weight),)
+        return (
+            self._whole("all_gather", "column", beside=products.columns.input),
+            self._ordered(
+                self._whole("reduce_scatter", "column", beside=products.columns.weight),
+                self._width * products.tokens * products.outputs,
+            ),
+        )
+
+    def _whole(
+        self, collective: str, name: str, *, beside: float = 0.0, nbytes: float | None = None
+    ) -> Joined:
+        """One collective, beside so many seconds of products."""
+        nbytes = self._stream if nbytes is None else nbytes
+        seconds = collective_seconds(collective, nbytes, self._group, self._cluster)
+        hidden = (1 - self._contention) * min(seconds, beside)
+        ready = self._ready + (self._copied if collective == "all_gather" else 0.0)
+        return Joined(f"{collective}:{name}", ready + seconds - hidden, nbytes, beside > 0)
+
+    def _parts(self, collective: str, name: str, beside: float) -> Joined:
+        """The same, in parts if tensor=async."""
+        if not self._in_parts:
+            return self._whole(collective, name)
+        seconds = collective_seconds(collective, self._stream, self._group, self._cluster)
+        ranks = self._group.size
+        hidden = min(self._device.overlap * seconds, (ranks - 1) / ranks * beside)
+        ready = (ranks - 1) * self._ready
+        return Joined(f"shift:{name}", ready + seconds - hidden, self._stream, is_beside=True)
+
+    def _ordered(self, joined: Joined, nbytes: float) -> Joined:
+        """With the pass that puts so many bytes in the order of ranks, or back."""
+        if not self._is_put_in_order:
+            return joined
+        return joined._replace(seconds=joined.seconds + pass_seconds(self._device, 2 * nbytes))

@@ -1,0 +1,324 @@
+"""Seconds of one optimizer step, in closed form: quick enough for the planner to ask for thousands of Plans.
+
+    step = pace + fill + sends + data + update
+
+With m micro-batches over p ranks of v virtual stages, W_r the seconds of rank r's stages for one micro-batch,
+forward and backward, with what they wait for within blocks:
+
+    pace    m max W_r
+    fill    the bubble: (sum of W_r - max W_r) / v for gpipe, 1f1b, looped-bfs and interleaved; less
+            (p - 1) 2 W for zb-h1 and (p - 1) 3 W for zb-v, dualpipe-v and search, W being a rank's weight
+            gradients, and never below the last stages' share
+    sends   of hidden states between stages: 2 (p - 1) that fill and drain the pipeline, and of the 2 m v
+            others those that `shoal.cost` takes to be exposed, half of them
+    data    of gradients and weights what neither backward nor forward hides: see `exchange.py`
+    update  the optimizer's passes over this rank's state
+
+What runs beside compute slows it, by what `contention` says of its seconds. A table with other times
+is played by `shoal.simulate`, which needs no closed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shoal.cluster import Cluster
+from shoal.cost.collectives.network import send_seconds
+from shoal.cost.layout import Layout
+from shoal.cost.time.block import BlockCost, block_cost
+from shoal.cost.time.buckets import held_by_rank, owned_by_rank
+from shoal.cost.time.compute import stream_seconds
+from shoal.cost.time.data_parallel import Exchanges, Runs, StageWork, runs_of
+from shoal.cost.time.split import pieces_by_stage
+from shoal.plan import Plan
+from shoal.plan.stages import Cost
+from shoal.workload import Block, Parameters, Workload
+
+__all__ = ["UPDATE_BYTES", "Costs", "PipelineCost", "StageCost", "StepCost", "Unlike"]
+
+UPDATE_BYTES = 30  # Adam: gradient, master weight and two moments read, these written, and the 16-bit weight
+_EXPOSED_SENDS = 0.5
+_ZERO_BUBBLE = {"zb-h1": 2.0, "zb-v": 3.0, "dualpipe-v": 3.0, "search": 3.0}
+"""How many times a rank's weight gradients fill the bubble for each rank before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Of all stages of one rank, for one micro-batch; seconds.
+
+    Attributes:
+        forward, input, weight: With what is waited for within blocks.
+        tensor, context, expert: Of these, what is communication, forward and backward together.
+        late: Of these, what ranks wait for one another there.
+        parameters: That the rank has.
+        stages: What of it is of each stage.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    tensor: float
+    context: float
+    expert: float
+    late: float
+    parameters: Parameters
+    stages: tuple[StageWork, ...]
+
+    @property
+    def total(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.input + self.weight
+
+
+class Unlike(NamedTuple):
+    """The ranks along a pipeline that have the same.
+
+    Attributes:
+        stage: What each has.
+        number: How many they are.
+        waits: Seconds until the first of them can begin its first forward.
+        rests: Seconds from that one's last backward to that of the pipeline's first rank.
+    """
+
+    stage: StageCost
+    number: int
+    waits: float
+    rests: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCost:
+    """Of forwards and backwards of a step, which no sharding changes; seconds.
+
+    Attributes:
+        slowest: The rank that sets the pace.
+        unlike: Ranks that differ; most of a long pipeline do not.
+        pace, fill, sends: As above.
+    """
+
+    slowest: StageCost
+    unlike: tuple[Unlike, ...]
+    pace: float
+    fill: float
+    sends: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.pace + self.fill + self.sends
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Of one step; seconds.
+
+    Attributes:
+        seconds: All of it.
+        compute: Of the rank that sets the pace, without what it waits for.
+        parts: What the rest is, by kind: tensor, context, expert, bubble, pipeline, data, straggler,
+            optimizer.
+    """
+
+    seconds: float
+    compute: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+_Held = tuple[tuple[Block, ...], ...]
+"""The blocks of each stage of a rank."""
+
+
+class Costs:
+    """The costs of a Workload on a Cluster under any Plan; remembers what Plans share.
+
+    Args:
+        workload: What is trained.
+        cluster: Where.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self.workload = workload
+        self.cluster = cluster
+        self._blocks: dict[tuple[int, Layout], BlockCost] = {}
+        self._stages: dict[tuple[object, ...], tuple[StageCost, ...]] = {}
+        self._pipelines: dict[tuple[object, ...], PipelineCost] = {}
+        self._runs: dict[int, Runs] = {}  # by blocks that are one object
+        self._same_blocks: dict[tuple[int, ...], tuple[Block, ...]] = {}
+        self._same_held: dict[tuple[int, ...], _Held] = {}
+        self._cuts: dict[tuple[object, ...], list[_Held]] = {}
+        self._ranks: dict[tuple[int, Layout], StageCost] = {}
+        self._exchanges = Exchanges(workload, cluster, self.block)
+
+    def step(self, plan: Plan, batch: int) -> StepCost:
+        """Seconds of a step of `batch` samples under a Plan whose micro-batch is settled."""
+        count = plan.microbatches_of(batch)
+        pipeline = self.pipeline(plan, count)
+        slowest = pipeline.slowest
+        data = self._data(plan, pipeline, count)
+        update = max(self.update(plan, stage.parameters) for stage, *_ in pipeline.unlike)
+        parts = {
+            "tensor": count * slowest.tensor,
+            "context": count * slowest.context,
+            "expert": count * slowest.expert,
+            "bubble": pipeline.fill,
+            "pipeline": pipeline.sends,
+            "data": data,
+            "straggler": count * slowest.late,
+            "optimizer": update,
+        }
+        compute = pipeline.pace - sum(parts[name] for name in ("tensor", "context", "expert", "straggler"))
+        return StepCost(pipeline.total + data + update, compute, parts)
+
+    def pipeline(self, plan: Plan, count: int) -> PipelineCost:
+        """What `count` micro-batches take on the ranks along pp, but for what follows from sharding."""
+        key = (Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.split, count)
+        found = self._pipelines.get(key)
+        if found is None:
+            found = self._pipelines[key] = self._pipeline(plan, count)
+        return found
+
+    def _pipeline(self, plan: Plan, count: int) -> PipelineCost:
+        stages = self.stages(plan, count)
+        slowest = max(stages, key=lambda stage: stage.total)
+        fill = sends = 0.0
+        if plan.pp > 1:
+            virtual = plan.stages // plan.pp
+            fill = (sum(stage.total for stage in stages) - slowest.total) / virtual
+            hidden = _ZERO_BUBBLE.get(plan.schedule, 0.0) * (plan.pp - 1) * slowest.weight / virtual
+            fill = max(fill - hidden, fill / (3 * plan.pp))
+            sends = self.send(plan) * exposed_sends(plan.pp, count, virtual)
+        unlike: dict[int, Unlike] = {}
+        waits = rests = 0.0
+        for stage in stages:
+            first = unlike.get(id(stage), Unlike(stage, 0, waits, rests))
+            unlike[id(stage)] = first._replace(number=first.number + 1)
+            waits += stage.stages[0].forward
+            rests += 0.0 if plan.schedule in _ZERO_BUBBLE else stage.stages[0].backward
+        return PipelineCost(slowest, tuple(unlike.values()), count * slowest.total, fill, sends)
+
+    def block(self, block: Block, layout: Layout) -> BlockCost:
+        """What a block takes on a rank for one micro-batch."""
+        key = id(block), layout
+        found = self._blocks.get(key)
+        if found is None:
+            workload = self.workload
+            found = self._blocks[key] = block_cost(
+                block,
+                workload.hidden,
+                workload.length,
+                self.cluster,
+                layout,
+                is_layer=block is not workload.embedding and block is not workload.end,
+            )
+        return found
+
+    def stages(self, plan: Plan, count: int) -> tuple[StageCost, ...]:
+        """By rank along pp, what its stages take together for one micro-batch."""
+        layout = Layout.of(plan)
+        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, count if plan.split == "cost" else 0
+        found = self._stages.get(key)
+        if found is None:
+            held = self._cut(plan, count) if plan.split == "cost" else self._cuts.get(key[1:])
+            if held is None:
+                held = self._cuts[key[1:]] = self._cut(plan, count)
+            found = self._stages[key] = tuple([self._rank(blocks, layout) for blocks in held])
+        return found
+
+    def piece_costs(self, layout: Layout) -> list[Cost]:
+        """Of each piece, what stages are cut by."""
+        costs = [self.block(piece, layout) for piece in self.workload.pieces]
+        return [Cost(each.forward, each.backward) for each in costs]
+
+    def blocks_of(self, plan: Plan, count: int) -> list[Sequence[Block]]:
+        """By stage of the whole pipeline, its blocks; one stage without a pipeline."""
+        pieces = self.workload.pieces
+        ranges = pieces_by_stage(self.workload, plan, count, lambda: self.piece_costs(Layout.of(plan)))
+        return [pieces[each.start : each.stop] for each in ranges]
+
+    def _cut(self, plan: Plan, count: int) -> list[_Held]:
+        """By rank, its stages' blocks; equal ones are one object."""
+        held: list[list[tuple[Block, ...]]] = [[] for _ in range(plan.pp)]
+        placement = plan.placement if plan.pp > 1 else (0,)
+        for rank, blocks in zip(placement, self.blocks_of(plan, count), strict=True):
+            same = self._same_blocks.setdefault(tuple(map(id, blocks)), tuple(blocks))
+            if id(same) not in self._runs:
+                self._runs[id(same)] = runs_of(same)
+            held[rank].append(same)
+        return [self._same_held.setdefault(tuple(map(id, stages)), tuple(stages)) for stages in held]
+
+    def _rank(self, held: _Held, layout: Layout) -> StageCost:
+        """Of a rank with these stages; equal ones are one object."""
+        key = id(held), layout
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = self._stage_cost(held, layout)
+        return found
+
+    def _stage_cost(self, held: _Held, layout: Layout) -> StageCost:
+        works = []
+        weight = tensor = context = expert = late = 0.0
+        whole = divided = experts = 0
+        for blocks in held:
+            forward = backward = computed = 0.0
+            for block, number in self._runs[id(blocks)]:
+                cost, parameters = self.block(block, layout), block.parameters
+                forward += number * cost.forward
+                backward += number * cost.backward
+                computed += number * (cost.compute.forward + cost.compute.backward)
+                weight += number * cost.compute.weight
+                tensor += number * sum(cost.tensor)
+                context += number * sum(cost.context)
+                expert += number * sum(cost.expert)
+                late += number * sum(cost.late)
+                whole += number * parameters.whole
+                divided += number * parameters.divided
+                experts += number * parameters.experts
+            works.append(StageWork(blocks, forward, backward, computed / (forward + backward)))
+        return StageCost(
+            sum(work.forward for work in works),
+            sum(work.backward for work in works) - weight,
+            weight,
+            tensor,
+            context,
+            expert,
+            late,
+            held_by_rank(Parameters(whole, divided, experts), layout.tp, layout.ep),
+            tuple(works),
+        )
+
+    def send(self, plan: Plan) -> float:
+        """Seconds of one micro-batch's hidden state from a stage to the next."""
+        return self.send_apart(Layout.of(plan), plan.ranks // plan.pp)
+
+    def send_apart(self, layout: Layout, apart: int) -> float:
+        """The same to the rank that is so far away in the mesh's order."""
+        nbytes = float(layout.width) * layout.microbatch * self.workload.length / layout.cp
+        nbytes *= self.workload.hidden
+        if layout.tensor != "plain":
+            nbytes /= layout.tp
+        return send_seconds(nbytes, apart, self.cluster)
+
+    def _data(self, plan: Plan, pipeline: PipelineCost, count: int) -> float:
+        """Seconds of the gradients' (and parameters') exchange that nothing hides."""
+        if plan.ranks == plan.pp:  # of tp too: it has some parameters whole on every rank
+            return 0.0
+        slowest = every = before = after = 0.0
+        for stage, number, waits, rests in pipeline.unlike:
+            exposed = self._exchanges.in_micro_batch(plan, stage.stages)
+            slowest, every = max(slowest, stage.total + exposed), every + number * exposed
+            first, last = self._exchanges.in_step(plan, stage.stages, count)
+            before, after = max(before, first - waits), max(after, last - rests)
+        pace = slowest - pipeline.slowest.total
+        fill = max(0.0, every - pace) * plan.pp / plan.stages
+        return before + after + count * pace + fill
+
+    def update(self, plan: Plan, parameters: Parameters) -> float:
+        """Seconds of the optimizer's passes over what a rank with so many parameters owns of them."""
+        return stream_seconds(self.cluster.device, UPDATE_BYTES * owned_by_rank(parameters, plan), 4)
+
+
+def exposed_sends(ranks: int, count: int, virtual: int) -> float:
+    """How many sends of a step nothing hides, over `ranks` with so many stages and micro-batches."""
+    return 2 * (ranks - 1) + _EXPOSED_SENDS * 2 * count * virtual

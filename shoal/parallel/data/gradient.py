@@ -1,0 +1,222 @@
+"""When the gradients of buckets are reduced: while backward still runs."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch.autograd import Variable
+from torch.utils.checkpoint import CheckpointFunction
+
+from shoal.errors import LayoutError, TrainingError
+from shoal.parallel.data.block_order import NO_BACKWARD
+from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.data.gradient_sum import GradientSum
+
+__all__ = ["GradientReduction"]
+
+
+class GradientReduction:
+    """Reduces buckets while backward still runs, in an order that is the same on every rank.
+
+    Each parameter's hook adds its gradient to the bucket's sum. When a reduction may start is up to the
+    strategy: `reduce_complete` for `on_complete`, or `reduce` at places that all ranks come to. At the end of
+    backward the buckets that are left, with parameters that the loss did not depend on, are reduced too, and
+    all are waited for.
+
+    Args:
+        buckets: In the order in which backward is expected to complete them.
+        finish: What becomes of a bucket's sum: `GradientSum.give`, or `GradientSum.give_and_free`.
+        on_complete: Called when all of a bucket's gradients of one backward are there.
+        before_end: Called when backward ends, before what is left is reduced.
+        on_end: Called at the end of every backward.
+        waits: Whether a bucket's reduction is waited for when the second one after it begins, so that its
+            memory is free early. Not where ranks that reduce together also meet within a backward: one that
+            waits for a bucket which another only starts at the end would never come to the meeting.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        *,
+        finish: Callable[[GradientSum], None],
+        on_complete: Callable[[GradientReduction], None] = lambda reduction: None,
+        before_end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
+        waits: bool = True,
+    ) -> None:
+        self._paused = False
+        self._waits = waits
+        self._sums = [GradientSum(bucket) for bucket in buckets]
+        self._finish_sum = finish
+        self._on_complete = on_complete
+        self._before_end = before_end
+        self._on_end = on_end
+        self._backward = NO_BACKWARD
+        self._early: list[int] | None = None
+        self._complete_here: dict[int, bool]
+        self._missing: list[int]
+        self._reset()
+        for position, gradient_sum in enumerate(self._sums):
+            for index, parameter in enumerate(gradient_sum.bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(position, index))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether backwards reduce nothing."""
+        return self._paused
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within it, backward adds to the sums and reduces nothing."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def start(self) -> None:
+        """Begins to reduce what backwards within `pause` added up."""
+        for gradient_sum in self._sums:
+            gradient_sum.start_reduction()
+
+    def finish(self) -> None:
+        """Ends what `start` began."""
+        for gradient_sum in self._sums:
+            gradient_sum.continue_reduction()
+        for gradient_sum in self._sums:
+            self._finish_sum(gradient_sum)
+        self._on_end()
+
+    def clear(self) -> None:
+        """Forgets all gradients of backwards that were not reduced."""
+        for gradient_sum in self._sums:
+            gradient_sum.clear()
+        self._reset()
+        self._backward = NO_BACKWARD
+
+    def begin(self) -> None:
+        """To be called within a backward that all ranks make, which then reduces even without a gradient.
+
+        Raises:
+            TrainingError: A backward before it did not end.
+        """
+        current = torch._C._current_graph_task_id()
+        if current != self._backward:
+            _require_outermost_backward()
+            if self._backward != NO_BACKWARD:
+                raise TrainingError(
+                    "a backward began before the last one ended: if that raised, call the parallel model's "
+                    "zero_grad() first"
+                )
+            self._backward = current
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def reduce_complete(self) -> None:
+        """Starts the buckets whose gradients are all there, up to the first that lacks one."""
+        while self._next < len(self._sums) and self._missing[self._next] == 0:
+            self.reduce([self._next])
+            self._next += 1
+
+    def reduce(self, positions: Iterable[int]) -> None:
+        """Starts those buckets, by position, that this backward has not; gradients not there count as zero.
+
+        The sum over the shards of the bucket started before each has had time to complete, and so has the sum
+        over the replicas of the one before that, whose buffer may be freed.
+        """
+        for position in () if self._paused else positions:
+            if self._is_started[position]:
+                continue
+            self._sums[position].start_reduction()
+            if self._started:
+                self._sums[self._started[-1]].continue_reduction(may_wait=self._waits)
+            if self._waits and len(self._started) > 1:
+                self._finish_sum(self._sums[self._started[-2]])
+            self._started.append(position)
+            self._is_started[position] = True
+
+    def reduce_early(self, positions: Sequence[int]) -> None:
+        """Starts those buckets, by position, that in the first backward were complete here on every rank.
+
+        Where in backward the gradients of the root's parameters are there is not known before.
+        """
+        if self._early is not None:
+            self.reduce(self._early)
+        elif not self._paused and not self._complete_here:
+            self._complete_here = {position: self._missing[position] == 0 for position in positions}
+
+    def _hook(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
+        # What a parameter's hooks hold is not seen by the garbage collector, and must not hold the parameter.
+        reference = weakref.ref(self)
+
+        def ready(_: torch.Tensor) -> None:
+            reduction = reference()
+            if reduction is not None:
+                reduction._take(position, index)
+
+        return ready
+
+    def _take(self, position: int, index: int) -> None:
+        self.begin()
+        bucket = self._sums[position].bucket
+        if self._is_started[position]:
+            raise TrainingError(
+                f"{bucket.layout.slots[index].name} got a gradient after the place in backward where it was "
+                "complete before: it is used outside of its block, or elsewhere in the model than in the "
+                "first step"
+            )
+        self._sums[position].add(index, 1.0 if self._paused else bucket.family.factor)
+        self._missing[position] -= 1
+        if self._missing[position] == 0 and not self._paused:
+            self._on_complete(self)
+
+    def _end_backward(self) -> None:
+        self._before_end()
+        self.reduce(range(len(self._sums)))
+        left = self._started[-2:] if self._waits else self._started
+        for position in left:
+            self._sums[position].continue_reduction()
+        for position in left:
+            self._finish_sum(self._sums[position])
+        if self._complete_here:
+            self._early = [
+                position for position, here in self._complete_here.items() if self._agree(position, here)
+            ]
+        self._reset()
+        self._backward = NO_BACKWARD
+        self._on_end()
+
+    def _agree(self, position: int, is_complete: bool) -> bool:
+        """Whether it is so on all ranks that reduce the bucket."""
+        bucket = self._sums[position].bucket
+        others = torch.tensor(float(not is_complete), device=bucket.weights.device)
+        bucket.family.reduce.all_reduce(others, bucket.name).wait()
+        bucket.family.replicate.all_reduce(others, bucket.name).wait()
+        return others.item() == 0
+
+    def _reset(self) -> None:
+        self._next = 0
+        self._started: list[int] = []
+        self._is_started = [False] * len(self._sums)
+        self._complete_here = {}
+        self._missing = [
+            sum(parameter.requires_grad for parameter in gradient_sum.bucket.parameters)
+            for gradient_sum in self._sums
+        ]
+
+
+def _require_outermost_backward() -> None:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.backward.__code__:
+            raise LayoutError(
+                "the model recomputes with use_reentrant=True",
+                possible="use_reentrant=False, which shows where gradients are complete; recompute=full in "
+                "the Plan",
+                change="give checkpoint() use_reentrant=False",
+            )
+        frame = frame.f_back

@@ -1,0 +1,138 @@
+"""What the strategies share that keep whole weights on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import final
+
+from shoal.parallel.axes import Axes
+from shoal.parallel.data.blocks import groups_by_size
+from shoal.parallel.data.gradient import GradientReduction
+from shoal.parallel.data.gradient_sum import GradientSum
+from shoal.parallel.data.strategy import Setup, Strategy
+from shoal.parallel.data.update import WeightUpdate
+from shoal.parallel.owned import Frozen, Owned
+
+__all__ = ["ResidentWeights"]
+
+
+@final
+class ResidentWeights(Strategy):
+    """Whole weights on every rank, in buckets: gradients reduced in backward, weights gathered in forward.
+
+    Args:
+        setup: What every strategy is given.
+        finish: What becomes of a bucket's sum once it is reduced.
+        sums_stay: Whether sums are kept whole over micro-batches, and reduced once; if not, each micro-batch
+            is reduced.
+    """
+
+    def __init__(self, setup: Setup, *, finish: Callable[[GradientSum], None], sums_stay: bool) -> None:
+        grouped = setup.buckets(partial(groups_by_size, capacity=setup.bucket), resident=True)
+        buckets = [bucket for _, bucket in grouped]
+        self._owned = [owned for bucket in buckets for owned in bucket.owned]
+        self._frozen = setup.frozen
+        self._sums_stay = sums_stay
+        self._update = WeightUpdate(setup.entry or setup.model, setup.model, setup.blocks, buckets[::-1])
+        self._accumulating = False
+        self._step: ExitStack | None = None
+        self._reduction = GradientReduction(
+            buckets,
+            finish=finish,
+            on_complete=GradientReduction.reduce_complete,
+            on_end=self._on_end,
+            waits=_may_wait(setup.axes, sums_stay=sums_stay),
+        )
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """See `Strategy.owned`."""
+        return self._owned
+
+    @property
+    def frozen(self) -> Sequence[Frozen]:
+        """See `Strategy.frozen`."""
+        return self._frozen
+
+    @property
+    def stale(self) -> str | None:
+        """See `Strategy.stale`."""
+        return None if self._update.is_fresh else "may be from before their owners' last change"
+
+    def start_step(self) -> None:
+        """See `Strategy.start_step`."""
+        self._update.start()
+        if self._step is None:
+            self._step = ExitStack()
+            self._step.enter_context(self._update.unchanged())
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """See `Strategy.accumulate`."""
+        self._accumulating = True
+        try:
+            with self._reduction.pause() if self._sums_stay else nullcontext():
+                yield
+        finally:
+            self._accumulating = False
+
+    @property
+    def keeps_sums(self) -> bool:
+        """See `Strategy.keeps_sums`."""
+        return self._sums_stay
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """See `Strategy.hold`."""
+        with self._reduction.pause():
+            yield
+
+    def start_reduction(self) -> None:
+        """See `Strategy.start_reduction`."""
+        self._reduction.start()
+
+    def finish_reduction(self) -> None:
+        """See `Strategy.finish_reduction`."""
+        self._reduction.finish()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `Strategy.gathered`."""
+        self._update.refresh()
+        with self._update.unchanged():
+            yield
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """See `Strategy.unchanged`."""
+        return self._update.unchanged()
+
+    def clear(self) -> None:
+        """See `Strategy.clear`."""
+        self._reduction.clear()
+        self.changed()
+
+    def changed(self) -> None:
+        """See `Strategy.changed`."""
+        if self._step is not None:
+            self._step.close()
+            self._step = None
+        self._update.mark()
+
+    def _on_end(self) -> None:
+        if self._accumulating or self._reduction.is_paused:
+            self._update.keep()
+        else:  # the optimizer's step comes next
+            self.changed()
+
+
+def _may_wait(axes: Axes, *, sums_stay: bool) -> bool:
+    """Whether reductions are waited for within a backward.
+
+    That frees memory which does not stay anyway, and has sums over replicas begin early. Ranks that meet
+    within a backward, over cp or ep, must not.
+    """
+    dense = axes.dense
+    gains = not sums_stay or (dense.shard.size > 1 and dense.replicate.size > 1)
+    return gains and axes.cp.size == axes.ep.size == 1

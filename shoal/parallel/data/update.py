@@ -1,0 +1,151 @@
+"""Bringing weights that stay in memory up to date after their owners have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.parallel.access import watch, watch_calls
+from shoal.parallel.data.block_order import in_backward
+from shoal.parallel.data.bucket import Bucket
+
+__all__ = ["WeightUpdate"]
+
+
+class WeightUpdate:
+    """Gathers every bucket's weights in a forward, overlapped with it.
+
+    What changes the owners' parts cannot be seen: optimizers and users write into them in many ways. So every
+    forward begins with a gather, as FSDP2's does, but for those between which nobody has reason to write: the
+    micro-batches of a step, and whatever runs within `unchanged`.
+
+    All gathers start when the model's forward begins, or before it by `start`, and each is waited for where a
+    weight of its bucket is used first. Weights may also be used outside of the model's forward, by another
+    method of it. Then a pass over the model begins where a module is used that has been used before.
+
+    Args:
+        entry: The module whose forward is that of all the buckets' parameters.
+        model: The model that owns them.
+        blocks: Its repeated parts; all of a block is waited for where the block is called, so that a block
+            that is compiled has one place to wait.
+        buckets: In forward order.
+    """
+
+    def __init__(
+        self, entry: nn.Module, model: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]
+    ) -> None:
+        self._buckets = [bucket for bucket in buckets if not bucket.is_current]
+        self._is_fresh = False  # gathered, and nobody has had reason to write since
+        self._is_used = False  # by a forward since it was gathered, without a backward after it
+        self._under_way = False
+        self._unchanged = 0
+        self._forwards = 0  # of the model, one within another
+        self._seen: set[int] = set()
+        if not self._buckets:
+            return
+        bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        entry.register_forward_pre_hook(torch.compiler.disable(self._before_model))
+        entry.register_forward_hook(torch.compiler.disable(self._after_model), always_call=True)
+        in_blocks = {module for block in blocks for module in block.modules()}
+        for block in blocks:
+            watch_calls(block, self._before_use(-1, _own(block.modules(), bucket_of)))
+        for number, module in enumerate(model.modules()):
+            own = _own([module], bucket_of)
+            if own:
+                before = self._before_use(number, own)
+                watch(module, before, self._is_forward_open)
+                if module not in in_blocks or isinstance(module, nn.RNNBase):
+                    watch_calls(module, before)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether all weights are what their owners had when these were last likely to change."""
+        return not self._buckets or (self._is_fresh and not self._under_way)
+
+    def mark(self) -> None:
+        """Says that the owners' parts have changed, or are about to."""
+        self._finish()
+        self._is_fresh = self._is_used = False
+
+    def keep(self) -> None:
+        """Says that a backward has ended after which the owners' parts do not change yet."""
+        self._is_used = False
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Within it the owners' parts do not change."""
+        self._unchanged += 1
+        try:
+            yield
+        finally:
+            self._unchanged -= 1
+
+    def refresh(self) -> None:
+        """Brings all weights up to date now."""
+        self._gather()
+        self._finish()
+
+    def start(self) -> None:
+        """Starts the gathers, if somebody may have written since the last ones."""
+        if not self._is_fresh or (self._is_used and not self._unchanged):
+            self._gather()
+
+    def _gather(self) -> None:
+        for bucket in self._buckets:
+            bucket.start_gather()
+        self._is_fresh = self._under_way = True
+        self._is_used = False
+        self._seen.clear()
+
+    def _finish(self) -> None:
+        if self._under_way:
+            for bucket in self._buckets:
+                bucket.finish_gather()
+            self._under_way = False
+
+    def _before_model(self, module: nn.Module, arguments: Any) -> None:
+        if in_backward():
+            return
+        self._forwards += 1
+        if self._forwards == 1:
+            self.start()
+
+    def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        if in_backward():
+            return
+        self._forwards -= 1
+        self._finish()  # what this forward left out
+        self._is_used = True
+
+    def _is_forward_open(self) -> bool:
+        return self._forwards > 0 or self._is_used
+
+    def _before_use(self, number: int, buckets: Sequence[Bucket]) -> Callable[[], None]:
+        def wait() -> None:
+            if self._under_way:
+                for bucket in buckets:
+                    bucket.finish_gather()
+            if not self._forwards and number >= 0:
+                self._outside(number)
+
+        return wait
+
+    def _outside(self, number: int) -> None:
+        """A module is used while the model's own forward is not running."""
+        if in_backward():
+            return
+        if number in self._seen:
+            self._is_used = True
+        self.start()
+        self._finish()
+        self._seen.add(number)
+
+
+def _own(modules: Iterable[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket]) -> list[Bucket]:
+    """The buckets of the modules' own parameters."""
+    held = (each for module in modules for each in module._parameters.values() if each is not None)
+    return list(dict.fromkeys(bucket_of[each] for each in held if each in bucket_of))

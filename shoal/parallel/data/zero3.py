@@ -1,0 +1,245 @@
+"""ZeRO-3: parameters are sharded too (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3).
+
+The communications: a block's weights are all-gathered before its forward and freed after it, all-gathered
+again before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends
+3 P (d - 1) / d elements for each micro-batch. The gather of the next block runs while one block computes. The
+last block of a forward is the first of backward, and stays; the root's parameters stay for the whole of both.
+Those that another pipeline stage of the rank uses too, as a tied embedding in a V, stay from one forward of
+their own stage to the next: the other stage finds them there, and gathers nothing.
+
+All ranks gather every block and reduce its gradients at the same places, also a rank that leaves the block
+out or has no gradient of some of its parameters (`block_order.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import final
+
+import torch
+
+from shoal.parallel.data.block_order import BlockOrder, Visits
+from shoal.parallel.data.blocks import groups_by_block
+from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.data.gradient import GradientReduction
+from shoal.parallel.data.gradient_sum import GradientSum
+from shoal.parallel.data.strategy import Setup, Strategy
+from shoal.parallel.owned import Frozen, Owned
+
+__all__ = ["zero3"]
+
+
+def zero3(setup: Setup) -> Strategy:
+    """Weights are there only while a block computes with them."""
+    return _ShardedWeights(setup)
+
+
+@final
+class _ShardedWeights(Strategy):
+    def __init__(self, setup: Setup) -> None:
+        # The positions of buckets whose gradients are reduced, by block; the last are the root's.
+        self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
+        held: list[list[Bucket]] = [[] for _ in self._positions]
+        trained: list[Bucket] = []
+        for position, (group, bucket) in enumerate(setup.buckets(groups_by_block, resident=False)):
+            self._positions[group.blocks[0] if group.blocks else -1].append(position)
+            held[group.blocks[0] if group.blocks else -1].append(bucket)
+            trained.append(bucket)
+        fixed = [each for each in setup.frozen if not each.local.is_floating_point()]
+        for group, bucket in setup.buckets(groups_by_block, resident=False, are_trained=False):
+            held[group.blocks[0] if group.blocks else -1].append(bucket)
+            fixed += bucket.frozen
+        self._frozen = fixed
+        *self._blocks, self._root = held
+        self._buckets = [bucket for buckets in held for bucket in buckets]
+        self._lent = [bucket for bucket in self._root if _has_any(bucket, setup.lent)]
+        self._owned = [owned for bucket in trained for owned in bucket.owned]
+        self._pinned: set[int] = set()  # blocks, by the forward that runs
+        self._read: set[int] = set()  # blocks that were pinned in a forward whose backward is to come
+        self._held_open = 0
+        self._on_hold = False
+        self._is_walking_back = False
+        visits = Visits(
+            begin_forward=self._begin_forward,
+            come_forward=self._come_forward,
+            leave_forward=self._leave,
+            end_forward=self._end_forward,
+            begin_backward=self._begin_backward,
+            come_backward=self._come_backward,
+            leave_backward=self._leave,
+            settle=self._settle,
+            recompute=lambda block: self._gather(self._blocks[block]),
+            pin=self._pin,
+            use_root=lambda: self._gather(self._root),
+        )
+        self._order = BlockOrder(setup.entry or setup.model, setup.blocks, visits)
+        self._reduction = GradientReduction(
+            trained,
+            finish=GradientSum.give_and_free,
+            before_end=self._end_backward,
+            on_end=self._end_reduction,
+        )
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """See `Strategy.owned`."""
+        return self._owned
+
+    @property
+    def frozen(self) -> Sequence[Frozen]:
+        """See `Strategy.frozen`."""
+        return self._frozen
+
+    @property
+    def stale(self) -> str | None:
+        """See `Strategy.stale`."""
+        return None if self._held_open else "are there only while a forward or a backward needs them"
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """See `Strategy.unchanged`. Weights are gathered in every forward all the same."""
+        return nullcontext()
+
+    def start_step(self) -> None:
+        """See `Strategy.start_step`."""
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """See `Strategy.accumulate`. Whole sums would cost the memory that sharding saves."""
+        return nullcontext()
+
+    @property
+    def keeps_sums(self) -> bool:
+        """See `Strategy.keeps_sums`."""
+        return False
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """See `Strategy.hold`."""
+        self._on_hold = True
+        try:
+            with self._reduction.pause():
+                yield
+        finally:
+            self._on_hold = False
+
+    def start_reduction(self) -> None:
+        """See `Strategy.start_reduction`."""
+        self._reduction.start()
+
+    def finish_reduction(self) -> None:
+        """See `Strategy.finish_reduction`."""
+        self._reduction.finish()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """See `Strategy.gathered`."""
+        self._drop_all()  # what a forward left may be from before the optimizer's step
+        self._held_open += 1
+        try:
+            self._gather(self._buckets)
+            yield
+        finally:
+            self._held_open -= 1
+            self._drop_all()
+
+    def clear(self) -> None:
+        """See `Strategy.clear`."""
+        self._is_walking_back = False
+        self._order.clear()
+        self._reduction.clear()
+        self._read.clear()
+
+    def changed(self) -> None:
+        """See `Strategy.changed`. Weights are gathered anew in every forward."""
+        self._drop_all()
+
+    # -- visits, in the order in which a step makes them --------------------------------------------
+
+    def _begin_forward(self) -> None:
+        self._drop_all()  # as in `gathered`
+        self._start(self._root)
+        if self._blocks:
+            self._start(self._blocks[0])
+        self._gather(self._root)
+
+    def _come_forward(self, block: int) -> None:
+        self._gather(self._blocks[block])
+        if block + 1 < len(self._blocks):
+            self._start(self._blocks[block + 1])
+
+    def _leave(self, block: int) -> None:
+        if block < len(self._blocks) and block not in self._pinned and block not in self._read:
+            for bucket in self._blocks[block]:
+                self._drop(bucket)
+
+    def _end_forward(self) -> None:
+        if not torch.is_grad_enabled():
+            self._drop_own()
+
+    def _begin_backward(self) -> None:
+        self._is_walking_back = True
+        self._reduction.begin()
+        self._gather(self._root)  # another forward or backward may have freed it meanwhile
+        for block in sorted(self._read):
+            self._gather(self._blocks[block])
+
+    def _come_backward(self, block: int) -> None:
+        self._gather(self._blocks[block])
+        if block > 0:
+            self._start(self._blocks[block - 1])
+
+    def _settle(self, block: int) -> None:
+        if block in self._read:
+            return  # where in backward its gradients are complete is not known: they are reduced at its end
+        if block < len(self._blocks):
+            self._reduction.reduce(self._positions[block])
+        else:
+            self._reduction.reduce_early(self._positions[block])
+
+    def _end_backward(self) -> None:
+        is_another_stage_s = self._on_hold and not self._is_walking_back  # with a gradient of what is lent
+        if not is_another_stage_s:
+            self._order.end_backward()
+        self._is_walking_back = False
+
+    def _pin(self, block: int) -> None:
+        self._pinned.add(block)
+        if torch.is_grad_enabled():
+            self._read.add(block)
+
+    def _end_reduction(self) -> None:
+        if not self._reduction.is_paused:
+            self._read.clear()
+            self._drop_own()
+
+    # -- what the visits do -------------------------------------------------------------------------
+
+    @staticmethod
+    def _start(buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.dropped:
+                bucket.start_gather()
+
+    def _gather(self, buckets: Sequence[Bucket]) -> None:
+        self._start(buckets)
+        for bucket in buckets:
+            bucket.finish_gather()
+
+    def _drop(self, bucket: Bucket) -> None:
+        if not self._held_open and not bucket.dropped:
+            bucket.drop_weights()
+
+    def _drop_own(self) -> None:
+        self._pinned.clear()
+        for bucket in self._buckets:
+            if bucket not in self._lent:
+                self._drop(bucket)
+
+    def _drop_all(self) -> None:
+        self._pinned.clear()
+        for bucket in self._buckets:
+            self._drop(bucket)
+
+
+def _has_any(bucket: Bucket, names: frozenset[str]) -> bool:
+    return any(slot.name in names for slot in bucket.layout.slots)

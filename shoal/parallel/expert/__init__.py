@@ -1,0 +1,1 @@
+"""Expert parallelism: ranks keep parts of every block's experts."""

@@ -1,0 +1,1 @@
+"""Hugging Face's causal models under tensor, sequence and context parallelism."""

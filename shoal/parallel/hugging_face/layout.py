@@ -1,0 +1,200 @@
+"""The layout of Hugging Face's causal models, from the plan for tensor parallelism in their configuration.
+
+`config.base_model_tp_plan` says of layers, by patterns of names, how transformers itself would split them:
+"colwise" by outputs, "rowwise" by inputs. Norms of each head stay whole, and each rank has a part of their
+gradient. What a layout cannot say is refused: other ways to split, and other parameters that work on a
+rank's own heads or features. So is what would make a rank's copy of the residual stream differ from the
+others'.
+
+The embedding and the head are split by the vocabulary where they do nothing but look up and multiply, and
+the `logits` of the model's output are `SplitLogits` then. Else they stay whole on every rank, and only
+`tensor=plain` works: logits of a part of the sequence would be of no use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from shoal.errors import PlanError
+from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
+
+__all__ = ["fit_heads", "has_tensor_plan", "layout_of_hugging_face", "splits_attention"]
+
+_ATTENTION = ("q_proj", "k_proj", "v_proj")
+_NORMS_OF_HEADS = "replicated_with_grad_allreduce"
+_CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # of heads, and of other tasks
+
+
+def has_tensor_plan(model: nn.Module) -> bool:
+    """Whether a model has a configuration as those of transformers; they need not be installed."""
+    return hasattr(getattr(model, "config", None), "base_model_tp_plan")
+
+
+def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
+    """The layout that a causal model's own plan for tensor parallelism gives; the model is not changed.
+
+    Args:
+        model: One of transformers, such as `LlamaForCausalLM`, for which `has_tensor_plan`.
+
+    Returns:
+        A layout that names each attention and each feed-forward layer that is split.
+
+    Raises:
+        PlanError: The model has no plan, or one that a layout cannot say.
+    """
+    config: Any = model.config
+    splits, partial = {}, []
+    for name, styles in _planned(model, config.base_model_tp_plan or {}).items():
+        module = model.get_submodule(name)
+        columns = [child for child, style in styles.items() if style == "colwise"]
+        rows = [child for child, style in styles.items() if style == "rowwise"]
+        _require_known(model, name, styles)
+        norms = [child for child, style in styles.items() if style == _NORMS_OF_HEADS]
+        partial += _norms_of_heads(model, name, module, norms)
+        _require_all_split(model, name, module, {*columns, *rows, *norms})
+        if getattr(module, "head_dim", None) is not None or "q_proj" in columns:
+            splits[name] = _attention(model, name, module, columns, rows)
+        else:
+            splits[name] = _feed_forward(model, name, module, columns, rows)
+    if not splits:
+        raise _refused(model, "its configuration has no plan for tensor parallelism")
+    _require_no_dropout(model, config)
+    embedding, head = _vocabulary(model, config)
+    is_split = embedding is not None and head is not None
+    return TensorLayout(splits, embedding, head, sequence=is_split, partial=tuple(partial))
+
+
+def fit_heads(module: nn.Module, split: Split, size: int) -> None:
+    """Has attention of transformers repeat a rank's keys and values as often as its queries need.
+
+    With fewer heads of keys and values than ranks, that is less often than on one device.
+    """
+    if hasattr(module, "num_key_value_groups") and splits_attention(split):
+        heads, kv_heads = split.columns["q_proj"] // size, max(1, split.columns["k_proj"] // size)
+        module.num_key_value_groups = heads // kv_heads  # type: ignore[assignment]
+
+
+def splits_attention(split: Split) -> bool:
+    """Whether it is attention that is split so."""
+    return split.columns.keys() >= set(_ATTENTION)
+
+
+def _vocabulary(model: Any, config: Any) -> tuple[str | None, str | None]:
+    """The names of the embedding and the head, each if it can be split; of a shared weight both or none."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    looks_up = type(embedding) is nn.Embedding and embedding.padding_idx is None and not embedding.max_norm
+    multiplies = type(head) is nn.Linear and head.bias is None
+    multiplies &= all(getattr(config, name, None) is None for name in _CHANGE_LOGITS)
+    if head is not None and head.weight is embedding.weight:
+        looks_up = multiplies = looks_up and multiplies
+    return modules[id(embedding)] if looks_up else None, modules[id(head)] if multiplies else None
+
+
+def _planned(model: Any, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """The plan's word for each child, by name of the module that holds it. In the plan `*` is a number.
+
+    What a plan says of the embedding and the head is left out: `_vocabulary` looks at these. Some releases of
+    transformers name the embedding when weights are tied, others never do.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    base = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    styles = {base + pattern: style for pattern, style in plan.items()}
+    vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
+    members = [
+        name for name, module in model.named_modules() if not any(module is each for each in vocabulary)
+    ]
+    members += [name for name, _ in model.named_parameters()]
+    planned: dict[str, dict[str, str]] = {}
+    for member in members:
+        style = styles.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", member))
+        if style is not None:
+            parent, _, child = member.rpartition(".")
+            planned.setdefault(parent, {})[child] = style
+    return planned
+
+
+def _attention(model: nn.Module, name: str, module: Any, columns: list[str], rows: list[str]) -> Split:
+    config: Any = model.config
+    heads, head_dim = config.num_attention_heads, getattr(module, "head_dim", None) or 0
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    units = dict(zip(_ATTENTION, (heads, kv_heads, kv_heads), strict=True))
+    if sorted(columns) != sorted(_ATTENTION) or len(rows) != 1:
+        raise _refused(model, f"{name} is not made of query, key, value and output alone")
+    widths = {child: module.get_submodule(child).out_features for child in columns}
+    widths[rows[0]] = module.get_submodule(rows[0]).in_features
+    for child, width in widths.items():
+        count = units.get(child, heads)
+        if width != count * head_dim:
+            raise _refused(model, f"{name}.{child} has {width} features, not {count} heads of {head_dim}")
+    return Split(units, {rows[0]: heads})
+
+
+def _norms_of_heads(model: nn.Module, name: str, module: Any, norms: list[str]) -> list[str]:
+    """The names of the parameters of norms that treat each head alike."""
+    names = []
+    for norm in norms:
+        for parameter, value in getattr(module, norm).named_parameters():
+            if tuple(value.shape) != (getattr(module, "head_dim", None),):
+                raise _refused(model, f"{name}.{norm} is no norm of each head")
+            names.append(f"{name}.{norm}.{parameter}")
+    return names
+
+
+def _feed_forward(
+    model: nn.Module, name: str, module: nn.Module, columns: list[str], rows: list[str]
+) -> Split:
+    layers: list[Any] = [module.get_submodule(child) for child in columns]
+    outputs: list[Any] = [module.get_submodule(child) for child in rows]
+    widths = {layer.out_features for layer in layers} | {layer.in_features for layer in outputs}
+    if not columns or not rows or len(widths) != 1 or "attn" in name or "attention" in name:
+        raise _refused(model, f"the plan of {name} is of neither known attention nor a feed-forward layer")
+    (width,) = widths
+    return Split(dict.fromkeys(columns, width), dict.fromkeys(rows, width))
+
+
+def _require_known(model: nn.Module, name: str, styles: Mapping[str, str]) -> None:
+    module = model.get_submodule(name)
+    for child, style in styles.items():
+        if style not in ("colwise", "rowwise", _NORMS_OF_HEADS):
+            raise _refused(model, f"its plan splits {name}.{child} as {style!r}, which a layout cannot say")
+        layer = getattr(module, child)
+        if style != _NORMS_OF_HEADS and type(layer) is not nn.Linear:
+            raise _refused(model, f"its plan splits {name}.{child}, which is a {type(layer).__name__}")
+
+
+def _require_all_split(model: nn.Module, name: str, module: nn.Module, split: set[str]) -> None:
+    """Anything else in the module sees a rank's own heads or features, and has a part of a gradient."""
+    for parameter, _ in module.named_parameters():
+        if parameter.split(".")[0] not in split:
+            raise _refused(model, f"{name}.{parameter} works on what is split, and would be trained wrongly")
+
+
+def _require_no_dropout(model: nn.Module, config: Any) -> None:
+    """Ranks draw masks of their own, which only attention may: there they have different heads."""
+    rates = {
+        f"config.{name}": value
+        for name, value in vars(config).items()
+        if ("dropout" in name or "pdrop" in name) and not name.startswith(_HARMLESS_DROPOUT)
+    }
+    rates |= {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
+    for name, rate in rates.items():
+        if isinstance(rate, int | float) and rate > 0:
+            raise PlanError(
+                f"{name} of {type(model).__name__} is {rate}, and ranks would draw different masks",
+                possible="no dropout but that of attention",
+                change=f"set {name} to 0, or use tp=1",
+            )
+
+
+def _refused(model: nn.Module, reason: str) -> PlanError:
+    return PlanError(
+        f"{type(model).__name__} cannot be split for tensor parallelism: {reason}",
+        possible="Hugging Face models of Llama's kind, or any model with a TensorLayout",
+        change="give parallelize(..., layout=TensorLayout(...)), or use tp=1",
+    )

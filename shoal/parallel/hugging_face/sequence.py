@@ -1,0 +1,316 @@
+"""Hugging Face's causal models on a part of every sequence, as tensor and context parallelism give them.
+
+These models count positions along what the embedding gives, and make attention's mask for as many.
+
+Where tensor parallelism splits the residual stream, attention still sees the whole sequence. So the model
+gets what the embedding gave, in its place among zeros, for as long as it makes masks and positions by its
+length, and the first block takes it out again. Attention takes the shape of its heads from its input: it gets
+a stand-in of the whole sequence's shape, for which its split layers take the part. Nothing is communicated
+for any of this. In a pipeline each stage does the same: what stands in place of the embedding gives a part of
+the sequence too, and what stands in place of the first block takes it.
+
+Context parallelism gives a model the positions of its part in place of those that it would count, and its
+attention modules one function in place of their own, by transformers' registry of attention functions. No
+mask is made then, so that only plain causal attention is right; all else is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.errors import ModelError, PlanError
+from shoal.parallel.axes import Axes
+from shoal.parallel.communication import Axis
+from shoal.parallel.data.blocks import find_blocks
+from shoal.parallel.hugging_face.layout import splits_attention
+from shoal.parallel.tensor.named_layers import matching_modules
+from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
+
+__all__ = [
+    "attend_over_ranks",
+    "query_heads",
+    "refuse_labels",
+    "require_attention",
+    "require_window",
+    "split_stream",
+    "use_no_cache",
+]
+
+_REGISTERED = "shoal"
+_ALONG_THE_SEQUENCE = (nn.Conv1d, nn.RNNBase)
+_ATTENDED = ("full_attention", "sliding_attention")
+_COUNTED = ("dynamic", "longrope")  # ways of rotary embedding that depend on the length of what comes in
+_NO_CHANGE = {  # what attention may be told beside its scale, and that changes nothing of its result
+    "cache_position",
+    "num_items_in_batch",
+    "position_ids",
+    "return_dict",
+    "sliding_window",
+    "use_cache",
+}
+
+
+def split_stream(model: Any, layout: TensorLayout, axes: Axes) -> None:
+    """Has the blocks work on this rank's part of the sequence, in place.
+
+    Args:
+        model: One of transformers to which tensor parallelism was applied, with `sequence` or `async`.
+        layout: How it is split.
+        axes: The Plan's.
+    """
+    model.base_model.register_forward_pre_hook(partial(_embedded, axis=axes.tp), with_kwargs=True)
+    find_blocks(model.base_model)[0].register_forward_pre_hook(
+        partial(_own_part, axis=axes.tp), with_kwargs=True
+    )
+    for _, module, split in matching_modules(model, layout):
+        if splits_attention(split):
+            _StandIn(axes.tp.size).put_before(module, split)
+
+
+def attend_over_ranks(
+    model: Any,
+    size: int,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    positions: Callable[[int, torch.device], Tensor],
+) -> None:
+    """Has a model's attention reach over the ranks that hold parts of a sequence, in place.
+
+    Args:
+        model: One of transformers, for which `require_attention` passes.
+        size: Number of the ranks.
+        attend: Causal attention of query `[batch, heads, seq / size, head_dim]` to keys and values
+            `[batch, kv_heads, seq / size, head_dim]`.
+        positions: Gives the positions `[seq / size]` that this rank holds, from their number and a device.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(_REGISTERED, _registered)
+    model.set_attn_implementation(_REGISTERED)
+    for module in model.modules():  # transformers says which one attends, and any may
+        module.attend = attend
+    model.base_model.register_forward_pre_hook(
+        partial(_hold_positions, size=size, positions=positions), with_kwargs=True
+    )
+
+
+def refuse_labels(model: nn.Module) -> None:
+    """Has a model refuse to compute its own loss, which is wrong of split logits and of split sequences."""
+    model.register_forward_pre_hook(_require_no_labels, with_kwargs=True)
+
+
+def use_no_cache(model: Any) -> None:
+    """Has a model keep no keys and values: training never reads them, and recompute would add them twice."""
+    model.config.use_cache = False
+
+
+def query_heads(model: Any) -> int:
+    """Number of query heads of each attention layer."""
+    heads: int = model.config.num_attention_heads
+    return heads
+
+
+def require_attention(model: Any) -> None:
+    """Checks that a model's attention can reach over ranks, and that nothing else looks along a sequence.
+
+    Raises:
+        ModelError: It cannot, or something does.
+    """
+    config = model.config
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    kinds = set(getattr(config, "layer_types", None) or ()) - {*_ATTENDED}
+    along = [name for name, module in model.named_modules() if isinstance(module, _ALONG_THE_SEQUENCE)]
+    counted = [kind for kind in _rotary_kinds(config) if kind in _COUNTED]
+    rate = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
+    problems = {
+        "its attention is not of transformers' AttentionInterface": not model._supports_attention_backend,
+        "its base model takes no position_ids": not takes_positions,
+        "it is no causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
+        f"it has layers of {', '.join(sorted(kinds))}": kinds,
+        f"{''.join(along[:1])} looks along the sequence": along,
+        f"its rotary embedding is {''.join(counted[:1])}, which depends on a sequence's length": counted,
+        "it caps attention's scores": getattr(config, "attn_logit_softcapping", None),
+        f"its attention has a dropout of {rate}, and masks would depend on the layout": rate,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise _refused(model, problem)
+
+
+def require_window(config: Any, sequence: int) -> None:
+    """Checks that attention sees all of a sequence that is spread over ranks.
+
+    Args:
+        config: The model's.
+        sequence: Tokens in the whole sequence.
+
+    Raises:
+        PlanError: It sees a shorter window alone.
+    """
+    kinds = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if window and (not kinds or "sliding_attention" in kinds) and window < sequence:
+        raise PlanError(
+            f"attention sees a window of {window} tokens, and context parallelism knows none: a sequence "
+            f"has {sequence}",
+            possible=f"sequences of up to {window} tokens, or cp=1",
+            change=f"use sequence={window} or less, or leave out cp",
+        )
+
+
+def _rotary_kinds(config: Any) -> list[str]:
+    """The kinds of rotary embedding that a configuration names, of all layers or by kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    return [str(value["rope_type"]) for value in each if "rope_type" in value]
+
+
+@final
+class _StandIn:
+    """What an attention module gets in place of this rank's part of the sequence.
+
+    Args:
+        size: Number of ranks that the sequence is split over.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._part: Tensor | None = None
+        self._whole: Tensor | None = None
+
+    def put_before(self, module: nn.Module, split: Split) -> None:
+        """Has the module see the stand-in, and its split layers what it stands for."""
+        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+        for child in split.columns:
+            layer: Any = module.get_submodule(child)
+            layer.forward = partial(self._forward, layer.forward)
+
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        part: Tensor = args[0] if args else named["hidden_states"]
+        batch, length, width = part.shape
+        # Not a number: it would be seen if anything but the split layers read it.
+        whole = part.new_full((), math.nan).expand(batch, length * self._size, width)
+        self._part, self._whole = part, whole
+        return ((whole, *args[1:]), named) if args else (args, {**named, "hidden_states": whole})
+
+    def _leave(self, *_: Any) -> None:
+        self._part = self._whole = None  # not kept longer than needed
+
+    def _forward(self, forward: Callable[[Tensor | None], Tensor], hidden: Tensor) -> Tensor:
+        return forward(self._part if hidden is self._whole else hidden)
+
+
+def _embedded(
+    module: Any, args: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives a base model its part of the sequence among zeros, `[batch, seq, hidden]`, in place of tokens."""
+    tokens = args[0] if args else named.get("input_ids")
+    if tokens is None:  # it was given something of the whole sequence that is embedded
+        return args, named
+    part: Tensor = module.get_input_embeddings()(tokens)
+    length = part.shape[1]
+    whole = F.pad(part, (0, 0, axis.index * length, (axis.size - 1 - axis.index) * length))
+    if args:
+        return (None, *args[1:]), {**named, "inputs_embeds": whole}
+    return args, {**named, "input_ids": None, "inputs_embeds": whole}
+
+
+def _own_part(
+    module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Takes out of what a block is given what `_embedded` put in."""
+    if args:
+        return (_part(args[0], axis), *args[1:]), named
+    return args, {**named, "hidden_states": _part(named["hidden_states"], axis)}
+
+
+def _part(whole: Tensor, axis: Axis) -> Tensor:
+    return whole.chunk(axis.size, 1)[axis.index].clone()  # a view would keep the zeros
+
+
+def _hold_positions(
+    module: Any,
+    args: tuple[Any, ...],
+    named: dict[str, Any],
+    *,
+    size: int,
+    positions: Callable[[int, torch.device], Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives a base model the positions of its part."""
+    for name in ("attention_mask", "position_ids", "past_key_values"):
+        if named.get(name) is not None:
+            raise ModelError(
+                f"{name} was given to {type(module).__name__}, whose sequences context parallelism cuts",
+                possible="tokens alone; those after a sample's end change nothing before them",
+                change=f"leave out {name}, and give targets of -100 where no loss is wanted",
+            )
+    tokens = args[0] if args else named.get("input_ids")
+    held = tokens if tokens is not None else named["inputs_embeds"]
+    require_window(module.config, held.shape[1] * size)
+    return args, {**named, "position_ids": positions(held.shape[1], held.device)[None]}
+
+
+def _require_no_labels(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    if named.get("labels") is not None:
+        raise ModelError(
+            f"labels were given to {type(module).__name__}, whose own loss knows nothing of ranks",
+            possible="shoal.models.next_token_loss of the output and of targets that were shifted before",
+            change="leave out labels, and take that loss",
+        )
+
+
+def _registered(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it; all but query, key, value and scale must be as in causal attention.
+
+    Returns:
+        `[batch, seq, heads, head_dim]`, and no weights.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    told = [
+        name
+        for name, given in others.items()
+        if not (given is None or given is False or name in _NO_CHANGE or name.startswith("output_"))
+    ]
+    problems = {
+        "is not causal": not causal,
+        "has a mask": attention_mask is not None,
+        f"has a dropout of {dropout}": dropout,
+        f"is told {', '.join(told)}": told,
+        "has values of another width than keys": value.shape[-1] != key.shape[-1],
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise _refused(module, f"its attention {problem}")
+    usual = 1 / math.sqrt(query.shape[-1])
+    if scaling is not None and not math.isclose(scaling, usual):
+        query = query * (scaling / usual)
+    mixed: Tensor = module.attend(query, key, value)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _refused(model: nn.Module, reason: str) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} cannot run under context parallelism: {reason}",
+        possible="Hugging Face models with causal attention alone, such as Llama, Qwen and Mistral",
+        change="leave out cp",
+    )

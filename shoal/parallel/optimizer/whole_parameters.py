@@ -1,0 +1,171 @@
+"""Optimizers that need whole parameters, where ranks have rows of them.
+
+Muon makes a matrix orthogonal, Adafactor takes means over its rows and columns and the norm of all of it:
+neither can make its step of a part. The step of each parameter is made by one of the ranks that share it
+(`owners.py`), with its state there alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.errors import LayoutError
+from shoal.parallel.communication import Axis
+from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
+from shoal.parallel.optimizer.owners import Owners
+from shoal.parallel.owned import Owned
+from shoal.parallel.parallel import Parallel
+
+__all__ = ["WholeParameters"]
+
+
+@final
+class WholeParameters(Composed):
+    """Steps another optimizer on whole parameters, as on one device, under every sharding.
+
+    Where ranks share a parameter by rows, one of them gets all of its gradient and value, makes the step and
+    gives every rank its rows back. With P elements of four bytes over d ranks, a rank sends
+    12 P (d - 1) / d^2 bytes a step, and keeps the state of P / d elements.
+
+        muon = WholeParameters(parallel, matrices, torch.optim.Muon, lr=0.02)
+
+    Args:
+        parallel: The model.
+        params: Parameters of it, or groups of them, as the optimizers of torch take them.
+        make: Makes the optimizer, such as `torch.optim.Muon`; called with groups, and the options.
+        options: As `make` takes them.
+
+    Raises:
+        LayoutError: Tensor or expert parallelism cuts one of the parameters, or one is not of `parallel`.
+    """
+
+    def __init__(
+        self, parallel: Parallel, params: Any, make: Callable[..., Optimizer], **options: Any
+    ) -> None:
+        super().__init__(params, dict(options))
+        owned_of = {each.parameter: each for each in parallel.owned}
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        trained: list[nn.Parameter] = [each for each in given if each.requires_grad]
+        self._owned = [_require_uncut(parallel, each, owned_of) for each in trained]
+        shared: dict[Axis, list[Owned]] = {}
+        for each in self._owned:
+            if _is_shared(each):
+                shared.setdefault(each.family.shard, []).append(each)
+        self._owners = [Owners(axis, each) for axis, each in shared.items()]
+        self._whole_of = dict(self._wholes(given, owned_of))
+        self._optimizer = make(
+            [_with_params(group, self._whole_of) for group in self.param_groups], **options
+        )
+        self.defaults.update(self._optimizer.defaults)
+        copy_settings(self._optimizer.param_groups, self.param_groups)
+
+    @property
+    def title(self) -> str:
+        """See `Composed.title`."""
+        return title_of(self._optimizer)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step with the gradients that are there; all ranks call it.
+
+        Raises:
+            LayoutError: A group was added since it was made.
+        """
+        loss = loss_of(closure)
+        copy_settings(self.param_groups, self._optimizer.param_groups)
+        for owners in self._owners:
+            owners.collect()
+        for each in self._owned:
+            if not _is_shared(each):
+                self._whole_of[each.parameter].grad = each.gradient
+        self._optimizer.step()
+        for owners in self._owners:
+            owners.give_back()
+        copy_settings(self._optimizer.param_groups, self.param_groups)
+        self.show()
+        return loss
+
+    def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
+        """See `Composed.parts`: all of the parameters of which this rank makes the step."""
+        wholes = [
+            replace(
+                each,
+                start=0,
+                stop=math.prod(each.shape),
+                parameter=self._whole_of[each.parameter],
+                local=self._whole_of[each.parameter].detach(),
+            )
+            for each in self._owned
+            if not _is_shared(each) or any(owners.is_mine(each) for owners in self._owners)
+        ]
+        return [(self._optimizer, wholes)]
+
+    def show(self) -> None:
+        """See `Composed.show`."""
+        states = self._optimizer.state
+        self.state = defaultdict(
+            dict, {each: states[whole] for each, whole in self._whole_of.items() if whole in states}
+        )
+
+    def take(self) -> None:
+        """See `Composed.take`."""
+        loaded = self.state
+        self._optimizer.state = defaultdict(
+            dict, {whole: loaded[each] for each, whole in self._whole_of.items() if each in loaded}
+        )
+
+    def _wholes(
+        self, given: Sequence[nn.Parameter], owned_of: dict[nn.Parameter, Owned]
+    ) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter with the tensor that stands for all of it."""
+        shared = {
+            owned.parameter: whole
+            for owners in self._owners
+            for owned, whole in zip(owners.shared, owners.wholes, strict=True)
+        }
+        for parameter in given:
+            if parameter in shared:
+                yield parameter, shared[parameter]
+            elif hasattr(parameter, "_local_tensor") and parameter in owned_of:  # has no dims: all have it
+                yield parameter, nn.Parameter(owned_of[parameter].local)
+            else:
+                yield parameter, parameter
+
+
+def _is_shared(owned: Owned) -> bool:
+    return owned.family.shard.size > 1
+
+
+def _with_params(group: dict[str, Any], whole_of: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
+    """A group with the whole parameters, and their names if it has any."""
+    params: list[Any] = [whole_of[parameter] for parameter in group["params"]]
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if "param_names" in group:
+        params = list(zip(group["param_names"], params, strict=True))
+    return {**settings, "params": params}
+
+
+def _require_uncut(parallel: Parallel, parameter: nn.Parameter, owned_of: dict[nn.Parameter, Owned]) -> Owned:
+    owned = owned_of.get(parameter)
+    if owned is None:
+        raise LayoutError(
+            f"WholeParameters was given a parameter of shape {list(parameter.shape)} that is not the model's",
+            possible="those of parameters() and named_parameters() of what shoal.parallelize returned",
+            change="take these",
+        )
+    if owned.cut is not None:
+        raise LayoutError(
+            f"an optimizer of whole parameters was given {owned.name}, of which a rank has a block under the "
+            f"Plan {parallel.plan}",
+            possible="every sharding, cp and pp; under tp and ep what these leave whole",
+            change="change the Plan, or give such parameters to an optimizer by elements, such as AdamW",
+        )
+    return owned

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: how a model is cut into stages, and the loop that runs a schedule's table."""

@@ -1,0 +1,124 @@
+"""What the pieces of a model hold on a rank: the states of training, and activations.
+
+What exists for a moment alone is not counted: buffers of collectives, gathered weights, the gradients of
+logits. Of the activations only those of Shoal's transformers are known, by formula; those of other models
+count as nothing, so that their states alone must fit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import nn
+
+from shoal.cost.layout import Layout
+from shoal.cost.memory.activations import block_memory
+from shoal.cost.memory.states import state_bytes
+from shoal.models import Mixture, Transformer
+from shoal.parallel.layout import Cut
+from shoal.parallel.pipeline.stage_layout import StageLayout, parameters_by_piece
+from shoal.plan import Plan
+from shoal.plan.stages import Cost
+from shoal.workload import transformer_shape, workload_of
+
+__all__ = ["Batch", "with_memory"]
+
+
+class Batch(NamedTuple):
+    """What an optimizer step sees.
+
+    Attributes:
+        samples: Over all ranks.
+        sequence: Tokens of each.
+    """
+
+    samples: int
+    sequence: int
+
+    def microbatch(self, plan: Plan) -> int:
+        """Samples of one forward of one rank.
+
+        Raises:
+            PlanError: The batch does not divide into the Plan's micro-batches.
+        """
+        microbatch = plan.with_microbatch_for(self.samples).microbatch
+        assert microbatch is not None
+        return microbatch
+
+    def micro_batches(self, plan: Plan) -> int:
+        """Forwards of one rank.
+
+        Raises:
+            PlanError: See `microbatch`.
+        """
+        return self.samples // plan.dp // self.microbatch(plan)
+
+
+def with_memory(
+    costs: Sequence[Cost],
+    model: nn.Module,
+    layout: StageLayout,
+    plan: Plan,
+    batch: Batch | None,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+) -> list[Cost]:
+    """The costs of pieces with what these hold on a rank.
+
+    Args:
+        costs: Of each piece: the embedding, the blocks, the end.
+        model: The whole model; the meta device will do.
+        layout: Names its pieces.
+        plan: Lays it out.
+        batch: What a step sees; None if nobody knows. Then activations count as nothing.
+        cuts: Of the parameters that tensor parallelism splits, the block of a rank; by name.
+
+    Raises:
+        PlanError: The batch does not divide into the Plan's micro-batches.
+    """
+    names = list(parameters_by_piece(model, layout))
+    if plan.placement[0] == plan.placement[-1]:
+        names[-1] -= names[0]  # what is tied is there once
+    states = _states(model, plan, cuts)
+    kept = _activations(model, plan, batch, len(costs))
+    return [
+        replace(cost, memory=sum(states[name] for name in held), activations=activations)
+        for cost, held, activations in zip(costs, names, kept, strict=True)
+    ]
+
+
+def _states(model: nn.Module, plan: Plan, cuts: Mapping[str, Cut]) -> dict[str, float]:
+    """By parameter, the bytes of its states on a rank."""
+    shards = plan.shards * plan.cp
+    frozen = 2.0 if plan.precision == "bf16" else 4.0
+    experts = {
+        f"{name}.{kind}"
+        for name, module in model.named_modules()
+        if isinstance(module, Mixture)
+        for kind in ("gate", "up", "down")
+    }
+    states = {}
+    for name, parameter in model.named_parameters():
+        elements, over = float(parameter.numel()), float(shards)
+        if name in experts:
+            elements, over = elements / plan.ep, over / plan.ep
+        elif name in cuts:
+            elements = math.prod(cuts[name].block_shape)
+        states[name] = elements * (state_bytes(plan, over) if parameter.requires_grad else frozen)
+    return states
+
+
+def _activations(model: nn.Module, plan: Plan, batch: Batch | None, pieces: int) -> list[float]:
+    """By piece, the bytes that it keeps of a micro-batch."""
+    if batch is None or not isinstance(model, Transformer):
+        return [0.0] * pieces
+    # Norms as on a CPU, where they keep most.
+    shape = transformer_shape(model.config.model_dump()).replace(seq=batch.sequence, fused_passes=False)
+    workload = workload_of(shape)
+    layout = Layout.of(plan.replace(microbatch=batch.microbatch(plan)))
+    layer = block_memory(workload.layers[0], workload, layout, is_layer=True)
+    end = block_memory(workload.end, workload, layout, is_layer=False)
+    return [0.0, *[layer.kept] * (pieces - 2), end.kept]

@@ -1,0 +1,242 @@
+"""Cutting a model into pipeline stages without knowing its forward.
+
+A stage runs the model's own forward, on the model's real input, which every rank has. So each stage makes
+masks, positions and rotary tables itself, by the model's own code. In place of the parts that are not the
+stage's stand *gaps*, which compute nothing (`gaps.py`). The stage's first module gets the hidden state that
+the stage received, whatever comes in; the first gap after the stage's modules takes what the stage gives to
+the next, and ends the forward.
+
+Modules that no stage of this rank needs are taken out of the model, so that their memory is freed. Those that
+remain keep their names, since first values, checkpoints and dropout go by name. Several stages of one rank
+share the model: gaps stand in place of the other stages' parts while one of them runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from shoal.errors import ModelError, PlanError
+from shoal.parallel.pipeline.stage_layout import (
+    StageLayout,
+    named_part,
+    parameters_by_piece,
+    parts_by_piece,
+    tied_names,
+)
+from shoal.parallel.pipeline.stage_placeholders import NOT_KNOWN, EndOfStage, Forward, Gap, Place, disordered
+
+__all__ = ["Stage", "take_stages"]
+
+
+def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, range]) -> list[Stage]:
+    """Keeps of a model what some stages need, in place, and gives these stages.
+
+    On the meta device nothing is allocated. Parameters are not touched, and may be replaced afterwards; so
+    may the `forward` of any module before or afterwards, as `recompute_blocks` does.
+
+    Args:
+        model: The whole model. It is no longer used but through the stages.
+        layout: Names its pieces.
+        ranges: This rank's stages: of each, by its number, the pieces. Piece 0 is the embedding, pieces 1 to
+            L are the blocks, and piece L + 1 is the end.
+
+    Returns:
+        The stages by ascending number.
+
+    Raises:
+        ModelError: The model is not as the layout says, or a stage would share a parameter with others, but
+            for what embedding and end share.
+        PlanError: The ranges are none of this model.
+    """
+    names = parameters_by_piece(model, layout)
+    tied = tied_names(model, layout)
+    places = _places(model, layout)
+    _require_ranges(ranges, places, len(names))
+    _require_own_parameters(names, tied, ranges)
+    forward = Forward(len(names) - 1, len(places))
+    own = {piece for pieces in ranges.values() for piece in pieces}
+    kept = []
+    for place in places:
+        if place.piece in own or (forward.last in own and _holds_tied(model, place, tied)):
+            kept.append((place, Gap(forward, place, stands_in=True)))
+        else:
+            _put(place, Gap(forward, place, stands_in=False))
+    stages = []
+    for index, pieces in sorted(ranges.items()):
+        hidden = [(place, gap) for place, gap in kept if place.piece not in pieces]
+        parts = [place.part for place in places if place.piece in pieces]
+        entry = next(part for part in parts if isinstance(part, nn.Module))
+        if pieces.stop <= forward.last:
+            for place in places:
+                if place.piece in pieces:
+                    place.part.register_forward_hook(partial(forward.see, place.number, place.name))
+        held = frozenset[str]().union(*(names[piece] for piece in pieces))
+        stages.append(Stage(index, pieces, model, held, forward, hidden, entry))
+    return stages
+
+
+@final
+class Stage:
+    """A part of a model, which makes a hidden state, or the model's output, of a hidden state.
+
+    `take_stages` makes them.
+
+    Attributes:
+        index: Number of the stage in the whole pipeline.
+        pieces: Of the model's.
+        is_first: Whether it begins with the embedding, and receives no hidden state.
+        is_last: Whether it gives the model's output.
+        module: The model, which the stages of a rank share.
+        names: The names of the stage's parameters in the model.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        pieces: range,
+        module: nn.Module,
+        names: frozenset[str],
+        forward: Forward,
+        hidden: Sequence[tuple[Place, Gap]],
+        entry: nn.Module,
+    ) -> None:
+        self.index = index
+        self.pieces = pieces
+        self.is_first = pieces.start == 0
+        self.is_last = pieces.stop == forward.last + 1
+        self.module = module
+        self.names = names
+        self._forward = forward
+        self._hidden = hidden
+        if not self.is_first:
+            entry.register_forward_pre_hook(forward.enter, with_kwargs=True)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stage's parameters, by their names in the whole model."""
+        return ((name, each) for name, each in self.module.named_parameters() if name in self.names)
+
+    @property
+    def results(self) -> Sequence[int]:
+        """How many each part of the model gives, as far as the stages of this rank ran it or were told."""
+        return tuple(self._forward.results)
+
+    def learn(self, results: Sequence[int]) -> None:
+        """Tells the stages of this rank the `results` of the stage before this one, which has run.
+
+        To be called before the first forward, if the stage before is of another rank.
+        """
+        known = self._forward.results
+        known[:] = [own if told == NOT_KNOWN else told for own, told in zip(known, results, strict=True)]
+
+    def __call__(self, inputs: Any, hidden: Tensor | None = None, **named: Any) -> Any:
+        """Runs the stage.
+
+        Args:
+            inputs: The model's input, such as tokens `[batch, seq]`.
+            hidden: What the stage before gave, such as `[batch, seq, hidden]`; None for the first stage.
+            named: Further arguments of the model.
+
+        Returns:
+            A hidden state; of the last stage the model's output.
+
+        Raises:
+            ModelError: The model's forward does not come to the pieces in the layout's order, or needs more
+                of another stage than the hidden state.
+        """
+        assert (hidden is None) == self.is_first
+        with self._forward.through(hidden, self.pieces) as forward, self._gaps():
+            try:
+                output = self.module(inputs, **named)
+                is_whole = self.is_last
+            except EndOfStage:
+                output = forward.leaving
+                is_whole = not self.is_last
+            is_whole &= forward.has_entered
+        if not is_whole:
+            raise disordered(
+                f"the forward of {type(self.module).__name__} did not come to all of stage {self.index}"
+            )
+        return output
+
+    @contextmanager
+    def _gaps(self) -> Iterator[None]:
+        """Within it, gaps stand in place of parts that stay on this rank for other stages."""
+        before = [(place, _put(place, gap)) for place, gap in self._hidden]
+        try:
+            yield
+        finally:
+            for place, part in before:
+                _put(place, part)
+
+
+def _put(place: Place, part: Any) -> Any:
+    """Puts something in a place of the model, None being a method of the class; gives what was there."""
+    parts = place.holder._modules if isinstance(place.part, nn.Module) else vars(place.holder)
+    before = parts.pop(place.key, None) if part is None else parts.get(place.key)
+    if part is not None:
+        parts[place.key] = part
+    return before
+
+
+def _places(model: nn.Module, layout: StageLayout) -> list[Place]:
+    places: list[Place] = []
+    for piece, names in enumerate(parts_by_piece(model, layout)):
+        for name in names:
+            holder, _, key = name.rpartition(".")
+            part = named_part(model, name)
+            places.append(Place(len(places), piece, model.get_submodule(holder), key, name, part))
+    return places
+
+
+def _holds_tied(model: nn.Module, place: Place, tied: frozenset[str]) -> bool:
+    """Whether an embedding is to stay beside the end for the sake of its parameters."""
+    if place.piece != 0 or not isinstance(place.part, nn.Module):
+        return False
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = {names[id(parameter)] for parameter in place.part.parameters()}
+    if held & tied and held - tied:
+        raise ModelError(
+            f"{place.name} holds parameters that the model's end shares, and others, such as "
+            f"{min(held - tied)}",
+            possible="modules in `embed` whose parameters are all shared, or none of them",
+            change="name the modules within it in its place",
+        )
+    return bool(held & tied)
+
+
+def _require_ranges(ranges: Mapping[int, range], places: Sequence[Place], pieces: int) -> None:
+    filled = {place.piece for place in places if isinstance(place.part, nn.Module)}
+    taken: set[int] = set()
+    for index, each in ranges.items():
+        if each.step != 1 or not 0 <= each.start < each.stop <= pieces or taken & set(each):
+            raise PlanError(
+                f"the pieces {each} of stage {index} are none of a model of {pieces} pieces, or are taken",
+                possible=f"ranges of pieces within 0 to {pieces - 1} that do not overlap",
+                change="split the model with `shoal.plan.stages`",
+            )
+        if not filled & set(each):
+            raise PlanError(
+                f"stage {index} would have no module of the model",
+                possible="at least one module for each stage",
+                change="change the split, so that the stage has a block",
+            )
+        taken |= set(each)
+
+
+def _require_own_parameters(
+    names: Sequence[frozenset[str]], tied: frozenset[str], ranges: Mapping[int, range]
+) -> None:
+    for index, pieces in ranges.items():
+        own = frozenset[str]().union(*(names[piece] for piece in pieces)) - tied
+        others = frozenset[str]().union(*(each for piece, each in enumerate(names) if piece not in pieces))
+        if own & others:
+            raise ModelError(
+                f"stage {index} would share the parameter {min(own & others)} with another stage",
+                possible="parameters that one stage uses, or embedding and end together",
+                change="change the split, so that one stage has all blocks that share it",
+            )

@@ -1,0 +1,187 @@
+"""The layers of a model that a `TensorLayout` names, found and checked.
+
+Tensor parallelism replaces the `forward` of a layer that it splits. A layer that does more than multiply or
+look up is therefore refused. So is a layer whose outputs would be cut across: of a fused query, key and
+value, the first rank would get all queries, and the last one all values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from shoal.errors import PlanError, nearest
+from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
+from shoal.plan import divisors
+
+__all__ = [
+    "full_name",
+    "linear_layer",
+    "matching_modules",
+    "require_divisible",
+    "require_whole_parts",
+    "vocabulary_weight",
+]
+
+
+def matching_modules(model: nn.Module, layout: TensorLayout) -> Iterator[tuple[str, nn.Module, Split]]:
+    """Name, module and split of each module that a pattern of the layout matches.
+
+    Raises:
+        PlanError: A pattern matches none.
+    """
+    for pattern, split in layout.splits.items():
+        found = [pair for pair in model.named_modules() if fnmatchcase(pair[0], pattern)]
+        if not found:
+            names = [name for name, _ in model.named_modules()]
+            raise PlanError(
+                f"the layout names {pattern}, and {type(model).__name__} has no such module"
+                f"{nearest(pattern, names)}",
+                possible="patterns of the names in named_modules(), in which * stands for any text",
+                change="correct the pattern, or leave it out",
+            )
+        yield from ((name, module, split) for name, module in found)
+
+
+def full_name(name: str, child: str) -> str:
+    """The name in the model of what the module `name` calls `child`; the model's own name is empty."""
+    return f"{name}.{child}" if name else child
+
+
+def linear_layer(module: nn.Module, name: str, child: str) -> nn.Linear:
+    """The layer `child`, which may be dotted, of a module.
+
+    Args:
+        module: What the layout matched.
+        name: Its name in the model.
+        child: The layer's name in it.
+
+    Raises:
+        PlanError: It is not there, or is no linear layer that only multiplies.
+    """
+    full = full_name(name, child)
+    layers = dict(module.named_modules(remove_duplicate=False))
+    if child not in layers:
+        linear = [each for each, layer in layers.items() if isinstance(layer, nn.Linear)]
+        raise PlanError(
+            f"the layout splits {full}, and {type(module).__name__} has no such layer"
+            f"{nearest(child, linear)}",
+            possible=", ".join(linear) or "modules that hold nn.Linear layers",
+            change="correct the name, or leave it out of the layout",
+        )
+    layer = layers[child]
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        raise PlanError(
+            f"the layout splits {full}, which is a {type(layer).__name__}",
+            possible="nn.Linear layers",
+            change="correct the name, or leave it out of the layout",
+        )
+    if "weight" not in dict(layer.named_parameters(recurse=False)):
+        raise PlanError(
+            f"the layout splits {full}, whose weight is computed from other parameters",
+            possible="nn.Linear layers with a weight of their own",
+            change="remove the parametrization, or leave it out of the layout",
+        )
+    return layer
+
+
+def require_whole_parts(module: nn.Module, name: str, split: Split) -> None:
+    """Checks that equal blocks of every layer's rows and columns hold whole parts, such as heads.
+
+    Raises:
+        PlanError: A layer's width is no multiple of its parts, or a layer may be fused.
+    """
+    given = {child: linear_layer(module, name, child).out_features for child in split.columns}
+    taken = {child: linear_layer(module, name, child).in_features for child in split.rows}
+    for child, units, width in (
+        *((child, units, given[child]) for child, units in split.columns.items()),
+        *((child, units, taken[child]) for child, units in split.rows.items()),
+    ):
+        if units < 1 or width % units:
+            raise PlanError(
+                f"the layout gives {full_name(name, child)} {units} parts, and it is {width} wide",
+                possible="a number of heads or features that divides the width",
+                change="correct the number in the layout",
+            )
+    for child in split.by_part:
+        if child not in split.columns:
+            raise PlanError(
+                f"the layout's `by_part` names {full_name(name, child)}, which it does not split by outputs",
+                possible=", ".join(split.columns) or "layers in `columns`",
+                change="correct the name, or leave it out of `by_part`",
+            )
+    sizes = {taken[child] // units for child, units in split.rows.items()}
+    for child, units in split.columns.items():
+        size = given[child] // units
+        if (
+            split.rows
+            and child not in split.by_part
+            and (size not in sizes or units > max(split.rows.values()))
+        ):
+            takes = ", ".join(
+                f"{full_name(name, row)} takes {parts} of {taken[row] // parts}"
+                for row, parts in split.rows.items()
+            )
+            raise PlanError(
+                f"{full_name(name, child)} gives {units} parts of {size}, and {takes}: outputs of a fused "
+                f"layer, such as of query, key and value, would be cut across",
+                possible="a layer for each of them; or outputs that lie part by part, all of the first head "
+                "and then all of the second",
+                change=f"split the layer in two or three; or, if its outputs do lie so, add "
+                f"by_part=({child!r},) to the Split",
+            )
+
+
+def vocabulary_weight(model: nn.Module, name: str, kind: type[nn.Embedding] | type[nn.Linear]) -> Tensor:
+    """The weight `[vocab, width]` of the embedding or the head that a layout names.
+
+    Raises:
+        PlanError: It is not there, or does more than look up or multiply.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if name not in modules:
+        raise PlanError(
+            f"the layout names {name}, and {type(model).__name__} has no such module{nearest(name, modules)}",
+            possible="names in named_modules()",
+            change="correct the name, or say None",
+        )
+    layer = modules[name]
+    problem = _beside_product(layer, kind)
+    if problem is not None:
+        raise PlanError(
+            f"the layout splits {name} by the vocabulary, and it {problem}",
+            possible="an nn.Embedding that only looks up, an nn.Linear without a bias",
+            change="let the layout say None for it, and add tensor=plain; or change the layer",
+        )
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight
+
+
+def require_divisible(name: str, units: int, size: int) -> None:
+    """Checks that a layer's parts can be shared out evenly.
+
+    Raises:
+        PlanError: They cannot.
+    """
+    if units % size:
+        fitting = ", ".join(str(each) for each in divisors(units) if each <= 64)
+        raise PlanError(
+            f"tp={size} does not divide the {units} parts of {name}",
+            possible=f"tp of {fitting}",
+            change="choose one of these",
+        )
+
+
+def _beside_product(layer: nn.Module, kind: type[nn.Module]) -> str | None:
+    """What a layer of the vocabulary does that a split one would not; None if nothing."""
+    if not isinstance(layer, kind):
+        return f"is a {type(layer).__name__}"
+    if type(layer).forward is not kind.forward:
+        return f"has a forward of its own, that of {type(layer).__name__}"
+    for name in ("bias", "padding_idx", "max_norm", "scale_grad_by_freq"):
+        value = getattr(layer, name, None)
+        if value is not None and value is not False:
+            return "has a bias" if name == "bias" else f"has {name}={value}"
+    return None

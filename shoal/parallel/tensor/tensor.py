@@ -1,0 +1,231 @@
+"""Tensor parallelism: the matrices of a layer are split over ranks (Shoeybi et al., arXiv:1909.08053).
+
+Layers that read the residual stream are split by their outputs (columns), those that write to it by their
+inputs (rows), so that all between them is a rank's own: heads of attention, features of a feed-forward layer.
+The pair of communications: what columns read is gathered, what rows write is summed. With the stream split
+along the sequence too (Korthikanti et al., arXiv:2205.05198) that is an all-gather and a reduce-scatter, else
+nothing and an all-reduce; backward the other way round. The embedding and the head are split by the
+vocabulary, and the loss is computed of logits that are never gathered.
+
+Which layer is split how stands in a `TensorLayout`, by patterns of module names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shoal.errors import PlanError
+from shoal.models import Transformer
+from shoal.parallel.communication import Axis
+from shoal.parallel.hugging_face.layout import fit_heads, has_tensor_plan, layout_of_hugging_face
+from shoal.parallel.layout import Cut
+from shoal.parallel.pipeline.deferred import Deferral
+from shoal.parallel.tensor.named_layers import (
+    full_name,
+    linear_layer,
+    matching_modules,
+    require_divisible,
+    require_whole_parts,
+    vocabulary_weight,
+)
+from shoal.parallel.tensor.products import column_products, row_product
+from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
+from shoal.parallel.tensor.vocabulary import SplitLogits, embed_rows
+from shoal.plan import Plan
+
+__all__ = ["TensorCuts", "cut_tensors", "layout_of", "tensor_parallel"]
+
+
+class TensorCuts(NamedTuple):
+    """What becomes of a model's parameters.
+
+    Attributes:
+        cuts: This rank's block of each that is split, by name.
+        narrowed: Of key and value layers with fewer heads than ranks: the rows (first, count) that this rank
+            computes with. Such parameters stay whole, and each rank has a part of their gradient.
+    """
+
+    cuts: dict[str, Cut]
+    narrowed: dict[str, tuple[int, int]]
+
+
+def layout_of(model: nn.Module) -> TensorLayout:
+    """The layout that a model has as its `tensor_layout`, or that Shoal knows for it.
+
+    Raises:
+        PlanError: There is none.
+    """
+    declared = getattr(model, "tensor_layout", None)
+    if isinstance(declared, TensorLayout):
+        return declared
+    if has_tensor_plan(model):
+        return layout_of_hugging_face(model)
+    if not isinstance(model, Transformer):
+        raise PlanError(
+            f"nothing says how the layers of {type(model).__name__} are split for tensor parallelism",
+            possible="Shoal's own transformers, Hugging Face's, or any model with a TensorLayout",
+            change="give the model a TensorLayout as its attribute `tensor_layout`, or use tp=1",
+        )
+    shape = model.config
+    splits = {
+        "blocks.*.attention": Split(
+            {"query": shape.heads, "key": shape.kv_heads, "value": shape.kv_heads}, {"output": shape.heads}
+        ),
+    }
+    if not shape.experts:  # every rank of tp has whole experts, for its part of the tokens
+        splits["blocks.*.feed_forward"] = Split({"gate": shape.ffn, "up": shape.ffn}, {"down": shape.ffn})
+    return TensorLayout(splits, "embed", None if model.head is None else "head")
+
+
+def cut_tensors(model: nn.Module, layout: TensorLayout, plan: Plan, index: int) -> TensorCuts:
+    """What rank `index` of tensor parallelism has of each parameter; the model is not changed.
+
+    Raises:
+        PlanError: A layer does not split over so many ranks, or the layout names one that is not there.
+    """
+    size = plan.tp
+    result = TensorCuts({}, {})
+    if plan.tensor != "plain" and (layout.embedding is None or not layout.sequence):
+        why = "names none" if layout.embedding is None else f"says that {type(model).__name__} cannot"
+        raise PlanError(
+            f"tensor={plan.tensor} splits the sequence at the embedding, and the layout {why}",
+            possible="tensor=plain, or a model and a layout that let the sequence be split",
+            change="add tensor=plain",
+        )
+    for name, module, split in matching_modules(model, layout):
+        require_whole_parts(module, name, split)
+        for child, units in split.columns.items():
+            layer, full = linear_layer(module, name, child), full_name(name, child)
+            for kind, parameter in layer.named_parameters(recurse=False):
+                shape = tuple(parameter.shape)
+                if size > units and size % units == 0:
+                    length = shape[0] // units
+                    result.narrowed[f"{full}.{kind}"] = (index * units // size * length, length)
+                else:
+                    require_divisible(full, units, size)
+                    length = shape[0] // size
+                    result.cuts[f"{full}.{kind}"] = Cut(shape, 0, index * length, length)
+        for child, units in split.rows.items():
+            layer, full = linear_layer(module, name, child), full_name(name, child)
+            require_divisible(full, units, size)
+            shape = tuple(layer.weight.shape)
+            length = shape[1] // size
+            result.cuts[f"{full}.weight"] = Cut(shape, 1, index * length, length)
+    vocabulary = []
+    if layout.embedding is not None:
+        vocabulary.append((layout.embedding, vocabulary_weight(model, layout.embedding, nn.Embedding)))
+    if layout.head is not None:
+        vocabulary.append((layout.head, vocabulary_weight(model, layout.head, nn.Linear)))
+    for name, weight in vocabulary:
+        shape = tuple(weight.shape)
+        rows = -(-shape[0] // size)
+        first = min(index * rows, shape[0])
+        if (size - 1) * rows >= shape[0]:
+            raise PlanError(
+                f"a vocabulary of {shape[0]} does not split over tp={size}",
+                possible="at least one token for every rank",
+                change="use a smaller tp",
+            )
+        result.cuts[f"{name}.weight"] = Cut(shape, 0, first, min(rows, shape[0] - first))
+    return result
+
+
+def tensor_parallel(
+    model: nn.Module,
+    layout: TensorLayout,
+    cuts: TensorCuts,
+    axis: Axis,
+    plan: Plan,
+    deferral: Deferral | None = None,
+) -> None:
+    """Has the layers compute with this rank's blocks, which the caller puts in place of the parameters.
+
+    Args:
+        model: Its layers' `forward` is replaced.
+        layout: Which layers.
+        cuts: What `cut_tensors` gave.
+        axis: The ranks of tensor parallelism.
+        plan: Says how they communicate.
+        deferral: Where products leave the gradients of weights, if backward is made in two halves.
+    """
+    sequence, overlap = plan.tensor != "plain", plan.tensor == "async"
+    common: dict[str, Any] = {"axis": axis, "sequence": sequence, "overlap": overlap, "deferral": deferral}
+    columned: Any = partial(column_products, **common)
+    rowed: Any = partial(row_product, **common)
+    for name, module, split in matching_modules(model, layout):
+        fit_heads(module, split, axis.size)
+        columns = _Columns(
+            [module.get_submodule(child) for child in split.columns],
+            [cuts.narrowed.get(f"{full_name(name, child)}.weight") for child in split.columns],
+            columned,
+        )
+        for index, child in enumerate(split.columns):
+            module.get_submodule(child).forward = partial(columns, index)
+        for child in split.rows:
+            layer = module.get_submodule(child)
+            layer.forward = partial(_row_forward, layer, rowed)
+    if layout.embedding is not None:
+        layer = model.get_submodule(layout.embedding)
+        cut = cuts.cuts[f"{layout.embedding}.weight"]
+        layer.forward = partial(_embed, layer, axis, cut.offset, sequence=sequence)
+        if layout.head is None:
+            unembed: Any = partial(_unembed, layer, columned, axis, cut)
+            model.unembed = unembed
+    if layout.head is not None:
+        layer = model.get_submodule(layout.head)
+        layer.forward = partial(_unembed, layer, columned, axis, cuts.cuts[f"{layout.head}.weight"])
+
+
+class _Columns:
+    """Layers with the same input, computed together when the first of them is called.
+
+    Args:
+        layers: In the order of the layout.
+        narrowed: Of each, the rows (first, count) that are computed with; None: all.
+        products: `column_products`, but for what is multiplied.
+    """
+
+    def __init__(self, layers: list[Any], narrowed: list[tuple[int, int] | None], products: Any) -> None:
+        self._layers = layers
+        self._narrowed = narrowed
+        self._products = products
+        self._input: Tensor | None = None
+        self._results: dict[int, Tensor] = {}
+
+    def __call__(self, index: int, hidden: Tensor) -> Tensor:
+        """What layer `index` makes of `hidden`."""
+        if hidden is not self._input or index not in self._results:
+            weights = [self._part(layer.weight, rows) for layer, rows in self._each()]
+            biases = [
+                None if layer.bias is None else self._part(layer.bias, rows) for layer, rows in self._each()
+            ]
+            given = None if all(bias is None for bias in biases) else biases
+            self._results = dict(enumerate(self._products(hidden, weights, biases=given)))
+        result = self._results.pop(index)
+        self._input = hidden if self._results else None  # not kept longer than it is needed
+        return result
+
+    def _each(self) -> Iterator[tuple[Any, tuple[int, int] | None]]:
+        return zip(self._layers, self._narrowed, strict=True)
+
+    @staticmethod
+    def _part(parameter: Tensor, rows: tuple[int, int] | None) -> Tensor:
+        return parameter if rows is None else parameter.narrow(0, *rows)
+
+
+def _row_forward(layer: Any, product: Any, hidden: Tensor) -> Tensor:
+    result: Tensor = product(hidden, layer.weight, bias=layer.bias)
+    return result
+
+
+def _embed(layer: Any, axis: Axis, first_row: int, tokens: Tensor, *, sequence: bool) -> Tensor:
+    return embed_rows(tokens, layer.weight, axis, first_row, sequence=sequence)
+
+
+def _unembed(layer: Any, products: Any, axis: Axis, cut: Cut, hidden: Tensor) -> SplitLogits:
+    (local,) = products(hidden, [layer.weight])
+    return SplitLogits(local, axis, cut.offset, cut.shape[0])
