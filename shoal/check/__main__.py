@@ -1,4 +1,4 @@
-"""One rank of a walk that `compare_locally` started: `python -m shoal.check JOB`."""
+"""One rank of a job that `compare_locally` started: `python -m shoal.check JOB`."""
 
 from __future__ import annotations
 

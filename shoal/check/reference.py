@@ -22,7 +22,7 @@ from shoal.models import SingleDevice, cast_module, logits_of, map_tensors, set_
 from shoal.models.dropout import token_keys
 from shoal.train.learning_rate import learning_rate
 
-__all__ = ["Alone", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
+__all__ = ["Reference", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
 
 Tensors = dict[str, torch.Tensor]
 """By the parameter's name."""
@@ -68,7 +68,7 @@ class Sums:
     rotated: int = 0
 
 
-class Alone:
+class Reference:
     """Trains a Trial on one device.
 
     Args:
@@ -207,15 +207,17 @@ class _TaskLosses:
 
 def gradients_of(trial: AnyTrial, indices: Sequence[int], device: torch.device) -> Tensors:
     """The gradient of the mean loss over some samples, with the first values, in fp32."""
-    alone = Alone(trial, Sums(torch.float32, torch.float32, max(1, len(indices))), device)
-    alone.backward(indices)
-    return alone.gradients()
+    reference = Reference(trial, Sums(torch.float32, torch.float32, max(1, len(indices))), device)
+    reference.backward(indices)
+    return reference.gradients()
 
 
 def forward_of(trial: Trial, compute: torch.dtype, device: torch.device) -> Forward:
     """What the layers give for the batch of the first step, with the first values."""
-    alone = Alone(trial, Sums(compute, torch.promote_types(compute, torch.float32), trial.batch), device)
-    return alone.traced(trial.batch_of(0))
+    reference = Reference(
+        trial, Sums(compute, torch.promote_types(compute, torch.float32), trial.batch), device
+    )
+    return reference.traced(trial.batch_of(0))
 
 
 def _gradient_of(master: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from shoal.check.distributed import RankStep, trace_under, train_under
 from shoal.check.forward import ForwardReference, first_fault
 from shoal.check.task_trial import AnyTrial, TaskTrial
 from shoal.check.task_under_plan import train_task_under
-from shoal.check.tolerance import Yardstick
+from shoal.check.tolerance import Tolerance
 from shoal.check.trial import Trial
 from shoal.check.verdict import Verdict, judge, may_be_of_forward, with_fault
 from shoal.errors import TrainingError, UserError, WorkerError
@@ -26,7 +26,7 @@ from shoal.plan import Mesh, Plan
 from shoal.train.config import TrainConfig
 from shoal.train.execute import choose_device
 
-__all__ = ["Comparison", "Walk", "compare_here", "compare_locally", "serve"]
+__all__ = ["CheckJob", "Comparison", "compare_here", "compare_locally", "serve"]
 
 _TIMEOUT = 300.0  # seconds; also what the other ranks wait for the first one's reference
 _USER_ERROR, _STOPPED = 2, 130
@@ -49,7 +49,7 @@ class Comparison:
     def __init__(self, trial: AnyTrial, device: torch.device) -> None:
         self._trial = trial
         self._device = device
-        self._yardsticks: dict[tuple[str, int | None], Yardstick] = {}
+        self._tolerances: dict[tuple[str, int | None], Tolerance] = {}
         self._forwards: dict[str, ForwardReference] = {}
 
     def check(self, plan: Plan) -> Verdict | None:
@@ -84,24 +84,24 @@ class Comparison:
         for _, ended in ranks:
             if ended is not None:
                 return ended
-        return judge(self._trial, plan, self._yardstick(plan), [steps for steps, _ in ranks])
+        return judge(self._trial, plan, self._tolerance(plan), [steps for steps, _ in ranks])
 
     def _forward_reference(self, trial: Trial, precision: str) -> ForwardReference:
         if precision not in self._forwards:
             self._forwards[precision] = ForwardReference.measure(trial, precision, self._device)
         return self._forwards[precision]
 
-    def _yardstick(self, plan: Plan) -> Yardstick:
+    def _tolerance(self, plan: Plan) -> Tolerance:
         microbatch = plan.with_microbatch_for(self._trial.batch).microbatch
         key = plan.precision, microbatch if self._trial.depends_on_micro_batches() else None
-        if key not in self._yardsticks:
-            self._yardsticks[key] = Yardstick.measure(self._trial, key[0], self._device, key[1])
-        return self._yardsticks[key]
+        if key not in self._tolerances:
+            self._tolerances[key] = Tolerance.measure(self._trial, key[0], self._device, key[1])
+        return self._tolerances[key]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
-    """Plans to compare one after the other.
+class CheckJob:
+    """Name the Plans to compare, one after the other.
 
     Attributes:
         trial: What is trained.
@@ -114,24 +114,24 @@ class Walk:
     device: str = "auto"
 
 
-def compare_here(walk: Walk, world: World, tell: Tell) -> list[Verdict]:
-    """Compares all Plans of a walk, as one of the ranks of `world`; joins them and leaves them.
+def compare_here(job: CheckJob, world: World, tell: Tell) -> list[Verdict]:
+    """Compares all Plans of a job, as one of the ranks of `world`; joins them and leaves them.
 
     Args:
-        walk: The same on all ranks.
+        job: The same on all ranks.
         world: The ranks.
         tell: Called with each verdict on the first rank.
 
     Returns:
         The verdicts on the first rank; on the others nothing.
     """
-    device = choose_device(TrainConfig.model_validate({"device": walk.device}), world.local_rank)
+    device = choose_device(TrainConfig.model_validate({"device": job.device}), world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     join(world, device, timeout=_TIMEOUT)
-    comparison = Comparison(walk.trial, device)
+    comparison = Comparison(job.trial, device)
     verdicts = []
-    for plan in walk.plans:
+    for plan in job.plans:
         verdict = comparison.check(plan)
         if verdict is not None:
             verdicts.append(verdict)
@@ -142,54 +142,54 @@ def compare_here(walk: Walk, world: World, tell: Tell) -> list[Verdict]:
     return verdicts
 
 
-def compare_locally(walk: Walk, tell: Tell) -> list[Verdict]:
-    """Compares all Plans of a walk on ranks that this starts on this machine.
+def compare_locally(job: CheckJob, tell: Tell) -> list[Verdict]:
+    """Compares all Plans of a job on ranks that this starts on this machine.
 
     The ranks stay from Plan to Plan. When one fails, its Plan is broken, and new ranks take up the Plans
     behind it.
 
     Args:
-        walk: What to compare.
+        job: What to compare.
         tell: Called with each verdict, in the process that has it: importable by name, as pickle needs it.
 
     Raises:
         UserError: Something given cannot work.
         WorkerError: The ranks were stopped.
     """
-    ranks = walk.plans[0].ranks
+    ranks = job.plans[0].ranks
     if ranks == 1:
-        return compare_here(walk, World(rank=0, ranks=1, local_rank=0, master=("", 0)), tell)
+        return compare_here(job, World(rank=0, ranks=1, local_rank=0, master=("", 0)), tell)
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        job, results = Path(folder) / "job", Path(folder) / "results"
-        while len(verdicts) < len(walk.plans):
-            left = Walk(trial=walk.trial, plans=walk.plans[len(verdicts) :], device=walk.device)
-            job.write_bytes(pickle.dumps((left, tell, results)))
+        file, results = Path(folder) / "job", Path(folder) / "results"
+        while len(verdicts) < len(job.plans):
+            left = CheckJob(trial=job.trial, plans=job.plans[len(verdicts) :], device=job.device)
+            file.write_bytes(pickle.dumps((left, tell, results)))
             results.write_bytes(b"")
             try:
-                launch([sys.executable, "-m", "shoal.check", str(job)], ranks)
+                launch([sys.executable, "-m", "shoal.check", str(file)], ranks)
                 verdicts += _read(results)
             except WorkerError as error:
                 if error.exit_code in (_USER_ERROR, _STOPPED):
                     raise
                 verdicts += _read(results)
-                if len(verdicts) < len(walk.plans):
-                    broken = Verdict(str(walk.plans[len(verdicts)]), "broken", reason=str(error))
+                if len(verdicts) < len(job.plans):
+                    broken = Verdict(str(job.plans[len(verdicts)]), "broken", reason=str(error))
                     tell(broken)
                     verdicts.append(broken)
     return verdicts
 
 
-def serve(job: Path, world: World, stop: StopSignal) -> int:
-    """What a rank that `compare_locally` started does; the first leaves the verdicts in a file."""
-    walk, tell, results = pickle.loads(job.read_bytes())
+def serve(file: Path, world: World, stop: StopSignal) -> int:
+    """Run as a rank that `compare_locally` started; the first leaves the verdicts in a file."""
+    job, tell, results = pickle.loads(file.read_bytes())
 
     def keep(verdict: Verdict) -> None:
-        with results.open("ab") as file:
-            pickle.dump(verdict, file)
+        with results.open("ab") as out:
+            pickle.dump(verdict, out)
         tell(verdict)
 
-    compare_here(walk, world, keep)
+    compare_here(job, world, keep)
     return 0
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.check.reference import Alone, Step, Sums, Tensors
+from shoal.check.reference import Reference, Step, Sums, Tensors
 from shoal.check.task_trial import AnyTrial
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "MULTIPLE",
     "TYPES",
     "Bounds",
-    "Yardstick",
+    "Tolerance",
     "bound_of",
     "relative",
     "scales_of",
@@ -66,7 +66,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Yardstick:
+class Tolerance:
     """The reference, and how far from it rounding leads.
 
     Attributes:
@@ -80,7 +80,7 @@ class Yardstick:
     @classmethod
     def measure(
         cls, trial: AnyTrial, precision: str, device: torch.device, microbatch: int | None = None
-    ) -> Yardstick:
+    ) -> Tolerance:
         """Trains on one device, once as the reference and then in the other ways.
 
         Args:
@@ -98,9 +98,9 @@ class Yardstick:
         ]
         if microbatch is not None:
             ways = [Sums(compute, single, microbatch, rotated=microbatch % batch)]
-        steps = Alone(trial, Sums(compute, single, microbatch or batch), device).run()
+        steps = Reference(trial, Sums(compute, single, microbatch or batch), device).run()
         others = [
-            Alone(trial, sums, device).run() for sums in (*ways, Sums(wider, wider, microbatch or batch))
+            Reference(trial, sums, device).run() for sums in (*ways, Sums(wider, wider, microbatch or batch))
         ]
         return cls(steps, [_bounds(step, alike) for step, *alike in zip(steps, *others, strict=True)])
 

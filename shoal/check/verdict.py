@@ -19,7 +19,7 @@ from shoal.check.distributed import Copy, Fragment, RankStep, copies, distinct
 from shoal.check.forward import Fault
 from shoal.check.reference import Tensors
 from shoal.check.task_trial import AnyTrial
-from shoal.check.tolerance import Yardstick, relative, scales_of, vector_deviation
+from shoal.check.tolerance import Tolerance, relative, scales_of, vector_deviation
 from shoal.plan import Mesh, Plan
 
 __all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
@@ -109,13 +109,13 @@ class Verdict:
     reason: str = ""
 
 
-def judge(trial: AnyTrial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Sequence[RankStep]]) -> Verdict:
+def judge(trial: AnyTrial, plan: Plan, tolerance: Tolerance, ranks: Sequence[Sequence[RankStep]]) -> Verdict:
     """Holds what all ranks computed against the reference.
 
     Args:
         trial: What was trained.
         plan: Under which Plan.
-        yardstick: The reference.
+        tolerance: The reference, and how far from it rounding leads.
         ranks: By rank, what each saw of every step.
     """
     reports = []
@@ -123,7 +123,7 @@ def judge(trial: AnyTrial, plan: Plan, yardstick: Yardstick, ranks: Sequence[Seq
     mesh = Mesh.of(plan)
     microbatch = plan.with_microbatch_for(trial.batch).microbatch
     assert microbatch is not None
-    for index, (reference, bounds) in enumerate(zip(yardstick.steps, yardstick.bounds, strict=True)):
+    for index, (reference, bounds) in enumerate(zip(tolerance.steps, tolerance.bounds, strict=True)):
         seen = [steps[index] for steps in ranks]
         gradients = _distinct_copies([step.gradients for step in seen])
         parameters = _distinct_copies([step.parameters for step in seen])

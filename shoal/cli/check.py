@@ -19,7 +19,7 @@ from shoal.plan import Plan
 from shoal.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
-    from shoal.check import AnyTrial, Deviation, Verdict, Walk
+    from shoal.check import AnyTrial, CheckJob, Deviation, Verdict
 
 __all__ = ["add_parser", "run", "tell"]
 
@@ -107,23 +107,23 @@ def run(args: argparse.Namespace) -> int:
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
-    walk = _walk(args, None if world is None else world.ranks)
+    job = _job(args, None if world is None else world.ranks)
     live = tell if args.all and not args.json else _be_silent
     if world is not None:
         there = world
 
         def work(_: object) -> int:
-            verdicts = compare_here(walk, there, live)
-            return _conclude(args, walk.trial, verdicts) if there.rank == 0 else 0
+            verdicts = compare_here(job, there, live)
+            return _conclude(args, job.trial, verdicts) if there.rank == 0 else 0
 
         return run_rank(world.rank, work)
     try:
-        verdicts = compare_locally(walk, live)
+        verdicts = compare_locally(job, live)
     except WorkerError as error:
         if error.exit_code == _STOPPED:  # there was nothing to save
             return _STOPPED
         raise
-    return _conclude(args, walk.trial, verdicts)
+    return _conclude(args, job.trial, verdicts)
 
 
 def tell(verdict: Verdict) -> None:
@@ -137,9 +137,9 @@ def _be_silent(verdict: Verdict) -> None:
     """Where all is printed at the end."""
 
 
-def _walk(args: argparse.Namespace, there: int | None) -> Walk:
+def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
     """What is asked for, once it is certain that it can be."""
-    from shoal.check import Walk, covering, trial_of, with_axes
+    from shoal.check import CheckJob, covering, trial_of, with_axes
     from shoal.train import TrainConfig, load_config, resolve
 
     _require_all(args)
@@ -177,7 +177,7 @@ def _walk(args: argparse.Namespace, there: int | None) -> Walk:
         plans = [plan.with_microbatch_for(trial.batch)]
     if there is not None:
         plans[0].require_ranks(there)
-    return Walk(trial=trial, plans=plans, device=args.device)
+    return CheckJob(trial=trial, plans=plans, device=args.device)
 
 
 def _require_all(args: argparse.Namespace) -> None:

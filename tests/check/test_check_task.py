@@ -4,7 +4,7 @@ import pytest
 import torch
 from comparison_stand_ins import check
 
-from shoal.check import TaskTrial, Trial, Yardstick, trial_of
+from shoal.check import TaskTrial, Tolerance, Trial, trial_of
 from shoal.errors import ConfigError, ModelError, PlanError
 from shoal.models import Task
 from shoal.plan import Plan
@@ -23,7 +23,7 @@ def test_an_entry_of_the_zoo_is_measured_on_one_device(entry):
     if entry.startswith("hf_"):
         pytest.importorskip("transformers")
     for precision, rounding in (("fp32", 1e-4), ("bf16", 0.5)):
-        measured = Yardstick.measure(trial(entry), precision, torch.device("cpu"), 4)
+        measured = Tolerance.measure(trial(entry), precision, torch.device("cpu"), 4)
         assert 0.0 < measured.bounds[0].loss < rounding
         assert measured.bounds[0].norm < rounding
 

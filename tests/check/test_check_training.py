@@ -8,9 +8,9 @@ import pytest
 import torch
 from comparison_stand_ins import SHAPE, check, groups_after_plans, make_trial
 
-from shoal.check import Yardstick
+from shoal.check import Tolerance
 from shoal.check.distributed import Fragment, copies
-from shoal.check.reference import Alone, Sums
+from shoal.check.reference import Reference, Sums
 from shoal.check.trial import OPTIMIZER
 from shoal.data import Loader
 from shoal.errors import ConfigError, ModelError
@@ -68,7 +68,7 @@ def test_dropout_is_part_of_what_is_compared(ranks, plan):
     verdict = ranks.run(check, 2, [plan], with_dropout)[0][0]
     assert verdict.outcome == "passed", verdict
     losses = [
-        Yardstick.measure(each, "fp32", torch.device("cpu")).steps[0].loss
+        Tolerance.measure(each, "fp32", torch.device("cpu")).steps[0].loss
         for each in (with_dropout, make_trial())
     ]
     assert losses[0] != losses[1]
@@ -186,7 +186,7 @@ def test_groups_of_a_plan_do_not_stay(ranks):
 def test_the_reference_is_the_plainest_loop():
     """Against a loop written out here, in the same type: equal but for sums that fused kernels order anew."""
     trial = make_trial(steps=2)
-    steps = Alone(trial, Sums(torch.float32, torch.float32, trial.batch), torch.device("cpu")).run()
+    steps = Reference(trial, Sums(torch.float32, torch.float32, trial.batch), torch.device("cpu")).run()
     model = trial.build_with_values("cpu")
     optimizer = torch.optim.AdamW(
         [
@@ -212,7 +212,7 @@ def test_the_reference_is_the_plainest_loop():
 
 
 def test_bounds_are_far_below_what_a_fault_does():
-    for bounds in Yardstick.measure(make_trial(), "fp32", torch.device("cpu")).bounds:
+    for bounds in Tolerance.measure(make_trial(), "fp32", torch.device("cpu")).bounds:
         # a dropped sample of eight moves a gradient by about an eighth
         assert 0 < max(bounds.gradients.values()) < 1e-3
         assert 0 < bounds.loss < 1e-4
