@@ -1,6 +1,6 @@
 #include "algorithms/double_tree.h"
 
-#include "algorithms/rooted_tree.h"
+#include "algorithms/trees.h"
 #include "algorithms/slice.h"
 
 // One half of the buffer is reduced to the root of one binary tree and broadcast from there, the other half

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "algorithms/execute.h"
-#include "algorithms/select.h"
+#include "algorithms/schedules.h"
 #include "common/reduce.h"
 
 namespace shoal {

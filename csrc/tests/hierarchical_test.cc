@@ -4,8 +4,8 @@
 #include <functional>
 #include <numeric>
 
-#include "algorithms/count.h"
 #include "tests/check.h"
+#include "tests/count.h"
 #include "tests/simulation.h"
 
 using namespace shoal;

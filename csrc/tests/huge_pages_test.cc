@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <random>
 
-#include "check.h"
+#include "tests/check.h"
 
 using namespace shoal;
 

@@ -6,10 +6,10 @@
 #include <cmath>
 #include <random>
 
-#include "algorithms/count.h"
 #include "algorithms/slice.h"
 #include "tests/check.h"
 #include "tests/collectives.h"
+#include "tests/count.h"
 #include "tests/simulation.h"
 
 using namespace shoal;

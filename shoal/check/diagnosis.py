@@ -110,7 +110,7 @@ def explain_gradient(evidence: Evidence, departing: Sequence[Any]) -> str:
 
 
 def explain_norm(evidence: Evidence) -> str:
-    """Of which part of the gradient the norm is."""
+    """Say which part of the gradient the norm was taken over."""
     norms = sorted({step.norm for step in evidence.seen})
     lines = []
     if norms[-1] > norms[0] * (1 + _FITS):

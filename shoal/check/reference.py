@@ -1,4 +1,4 @@
-"""The same training on one device, written as plainly as it can be: what every Plan is held against.
+"""Train on one device, written as plainly as it can be: the reference that every Plan is compared with.
 
 It shares no code with `shoal.parallel` or the Trainer: the optimizer's weights, one loop, and a model in the
 type that computes, whose gradients are summed in the type of the optimizer.

@@ -277,7 +277,7 @@ def _indented(text: str) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null where a number is not finite, which JSON cannot say."""
+    """Replace numbers that are not finite by null, as JSON has no name for them."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from shoal.cli import (
     bench,
@@ -23,6 +22,7 @@ from shoal.cli import (
     train,
     validate,
 )
+from shoal.cli.version import PrintVersion
 from shoal.errors import ShoalError, WorkerError
 
 __all__ = ["main"]
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="shoal",
         description="Trains one PyTorch model on many devices, and accounts for every millisecond.",
     )
-    parser.add_argument("--version", action="version", version=f"shoal {version('shoal')}")
+    parser.add_argument("--version", action=PrintVersion)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)

@@ -119,7 +119,7 @@ class ModelStages:
         return self._split(self._plan_of(schedule), schedule.microbatches)
 
     def split_by_count(self, schedule: Schedule) -> tuple[int, ...]:
-        """The same with equal numbers of blocks."""
+        """Cut the model into stages with equal numbers of blocks."""
         return split_by_count(len(self._costs) - 2, schedule.stages)
 
     def times(self, schedule: Schedule) -> Times:

@@ -58,7 +58,7 @@ def offload_summary(
 
 
 def offload_text(summary: Mapping[str, Any]) -> str:
-    """The same as lines."""
+    """Return what offload costs and saves, as lines of text."""
     exposed = ", ".join(
         f"{name} {format_seconds(value)}" for name, value in summary["exposed_seconds"].items()
     )

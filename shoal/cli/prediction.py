@@ -67,7 +67,7 @@ class Prediction:
         return cls(workload_on(cluster, model), plan, config["batch"], cluster)
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Of a step, under the names of `shoal.timeline.kinds`.
+        """Return the seconds of a step by kind, as `shoal.timeline.kinds` names them.
 
         One rank stands for all like it, so that what ranks wait for each other is not in the spans: the
         simulation knows it.

@@ -190,7 +190,7 @@ def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
 
 
 def _days_and_dollars(run: LongRun | None) -> list[str]:
-    """Of a long run, if one was asked for."""
+    """Return the days and dollars of a long run, if one was asked for."""
     if run is None:
         return []
     if not math.isfinite(run.days):

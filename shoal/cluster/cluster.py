@@ -212,11 +212,11 @@ class Cluster:
         return max(1.0, self.devices_per_node / self.cores) if self.cores else 1.0
 
     def replace(self, **changes: Any) -> Cluster:
-        """The same Cluster with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
     def with_devices(self, devices: int) -> Cluster:
-        """The same machines, more or fewer of them: part of one node, or whole nodes (and whole pods).
+        """Return a Cluster of so many of these devices: part of one node, or whole nodes (and whole pods).
 
         All levels stay, so that a node's worth may grow to many. Of a mesh that is cut, each device keeps the
         links to those that are left. What was cut within a node grows by such nodes. Where ranks share cores,
@@ -253,7 +253,7 @@ class Cluster:
         return found._slowed(found.crowding / self.crowding)
 
     def with_cores(self, cores: int) -> Cluster:
-        """The same machines with so many cores in each node, and the rates that these leave to its ranks.
+        """Return a Cluster with so many cores in each node, and the rates that these leave to its ranks.
 
         Raises:
             ClusterError: There is no core.

@@ -67,7 +67,7 @@ class Device:
     source: str = ""
 
     def __hash__(self) -> int:
-        """Of the rates: costs are looked up by device, so it is made once."""
+        """Hash the rates, once: costs are looked up by device."""
         return self._hash
 
     @cached_property
@@ -89,7 +89,7 @@ class Device:
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")
 
     def slowed(self, factor: float) -> Device:
-        """The same device, taking so many times as long for whatever it does."""
+        """Return a device that takes so many times as long for whatever it does."""
         return replace(
             self,
             bandwidth=self.bandwidth / factor,

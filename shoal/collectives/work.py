@@ -172,7 +172,7 @@ class Work(_Base):
         return list(self._result)
 
     def source_rank(self) -> int:
-        """Of a receive, who sent."""
+        """Return the rank that sent what was received."""
         return self._source
 
     _source_rank = source_rank

@@ -52,7 +52,7 @@ class Layout(NamedTuple):
         return 2 if self.precision == "bf16" else 4
 
     def share(self, part: Part) -> float:
-        """Of a micro-batch's elements or rows of a sample, those that one rank has, times the samples."""
+        """Return one rank's part of a sample's elements or rows, times the samples of a micro-batch."""
         if part is Part.POSITIONS:
             return 1 / self.cp
         samples = self.microbatch / self.cp

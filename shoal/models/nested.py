@@ -28,7 +28,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """The same structure with each tensor changed; what is no tensor stays as it is.
+    """Return the structure with each tensor changed; what is no tensor stays as it is.
 
     Args:
         change: Called with each tensor.

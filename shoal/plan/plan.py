@@ -242,7 +242,7 @@ class Plan:
         return ",".join(settings)
 
     def replace(self, **changes: Any) -> Plan:
-        """The same Plan with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def require_ranks(self, ranks: int) -> None:
@@ -265,7 +265,7 @@ class Plan:
         )
 
     def with_microbatch_for(self, batch: int) -> Plan:
-        """The same Plan with its micro-batch settled for a batch of `batch` sequences.
+        """Return the Plan with its micro-batch settled for a batch of `batch` sequences.
 
         Raises:
             PlanError: The batch does not divide into the Plan's micro-batches.

@@ -29,7 +29,7 @@ class Amounts:
         self._kept_before = _sums_before(kept)
 
     def of(self, stage: int, start: int, stop: int) -> float:
-        """Of the pieces from `start` to before `stop` as that stage."""
+        """Return the load of that stage, made of the pieces from `start` to before `stop`."""
         amount = self.least(start, stop)
         if self._held is not None:
             amount += self._held[stage] * (self._kept_before[stop] - self._kept_before[start])

@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step: as the simulator plays it, where it did."""
+        """Seconds of a step: as the simulator plays it, where it did."""
         return self.cost.seconds if self.simulated is None else self.simulated
 
     @property
@@ -77,7 +77,7 @@ class Candidate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return self.batch * self.workload.length / self.seconds
 
     @property

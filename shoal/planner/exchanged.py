@@ -109,7 +109,7 @@ class LeastExchange:
         return least
 
     def _in_passes(self, degrees: Degrees, sharding: Sharding) -> Passes:
-        """Of exchanges alone."""
+        """Seconds of the gradients' and weights' communication alone."""
         layers = math.ceil(self._layers / degrees.pp)
         if sharding.shard in ("none", "zero1"):
             return _NOTHING

@@ -65,7 +65,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of the best Plan.
+    """Why the best Plan is the best.
 
     Attributes:
         winner: The Plan.

@@ -48,7 +48,7 @@ class Share(NamedTuple):
 
 
 class StateBytes(NamedTuple):
-    """Of a parameter's states on a rank."""
+    """Bytes of a parameter's states on a rank."""
 
     dense: float
     experts: float

@@ -32,7 +32,7 @@ LEAST_GAIN = 0.01
 
 
 def refined(candidates: Sequence[Candidate], key: Callable[[Candidate], float]) -> list[Candidate]:
-    """The same Plans, played, and best first again; as they are if their tables are too large.
+    """Play the Plans and sort them again, best first; return them as they are if their tables are too large.
 
     Args:
         candidates: Best first.
@@ -44,7 +44,7 @@ def refined(candidates: Sequence[Candidate], key: Callable[[Candidate], float]) 
 
 
 def with_found_schedule(search: Search, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The same, best first, the best with a pipeline under a schedule found for it where that is quicker.
+    """Search a schedule for the best Plan with a pipeline; return the Plans best first.
 
     Args:
         search: That found them.
@@ -96,7 +96,7 @@ def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate
 
 
 def _actions(plan: Plan, batch: int) -> int:
-    """Of the table of a step."""
+    """Count the actions in the table of a step."""
     halves = 3 if plan.pp > 1 and has_halves(plan.schedule) else 2
     return (plan.stages if plan.pp > 1 else 1) * plan.microbatches_of(batch) * halves
 

@@ -131,7 +131,7 @@ class Search:
         return Ranking(tuple(found.values()), legal, timed)
 
     def cost(self, plan: Plan) -> StepCost:
-        """Of a step under a Plan, with the wait for the slowest rank."""
+        """Cost of a step under a Plan, with the wait for the slowest rank."""
         return with_stragglers(self.shared.costs.step(plan, self.batch), self.cluster)
 
     def candidate(self, plan: Plan, memory: RankMemory) -> Candidate:

@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
 
 class Shared:
-    """Of a Workload on all devices of a Cluster, for one batch.
+    """Costs, memory and bounds of a Workload on all devices of a Cluster, for one batch.
 
     Args:
         workload: What is trained.
@@ -148,7 +148,7 @@ class Shared:
         return variant.plan(sharding, _split_text(tuple(split)), bucket)
 
     def _blocks(self, layout: Layout) -> list[BlockCost]:
-        """Of each kind: the embedding, layers, the end."""
+        """Costs of each kind of block: the embedding, layers, the end."""
         return [self.costs.block(block, layout) for block, _ in self._kinds]
 
     def _work(self, each: Sequence[Passes]) -> Work:

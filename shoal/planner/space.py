@@ -186,7 +186,7 @@ class Space:
         return max(("fp32", "bf16"), key=lambda name: peak.get(name, 0.0))
 
     def layout(self, degrees: Degrees, microbatch: int, recompute: str) -> Layout:
-        """Of those that recompute so, the one that keeps least and computes least."""
+        """Return the layout that keeps least and computes least, of those that recompute so."""
         _, tp, _, cp, ep = degrees
         return Layout(microbatch, tp, cp, ep, "sequence", "ring", recompute, self.precision)
 

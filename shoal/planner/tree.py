@@ -39,14 +39,14 @@ class Branch(Protocol):
 
     @property
     def degrees(self) -> Degrees:
-        """Of all these Plans."""
+        """Degrees of all these Plans."""
 
     @property
     def branches(self) -> Sequence[Branch]:
-        """That grow from it; none from a timed Plan."""
+        """Parts of these Plans; none of a timed Plan."""
 
     def seconds(self, room: float) -> float:
-        """That a step takes at least where a rank may have so many bytes; infinite if nothing has room."""
+        """Lower bound on a step's seconds where a rank may have `room` bytes; infinite if nothing fits."""
 
 
 class Tree:
@@ -105,7 +105,7 @@ class _Portion:
 
     @cached_property
     def _shares(self) -> Sequence[Share]:
-        """Of the rank that has most layers."""
+        """Shares of the rank that has most layers."""
         return (self._shared.least_memory.share_of_degrees(self.degrees, self._leanest),)
 
     @cached_property
@@ -289,7 +289,7 @@ class Timed:
         self._shared = shared
 
     def seconds(self, room: float) -> float:
-        """Of a step."""
+        """Seconds of a step; infinite if a rank has no room for it."""
         return self.cost.seconds if self.memory <= room else math.inf
 
     def fitted(self, room: float) -> tuple[Plan, RankMemory] | None:

@@ -59,7 +59,7 @@ _CHAIN = 200  # operators one after another
 
 
 def measure_products(place: Place, effort: Effort) -> tuple[ProductTime, ...]:
-    """Of every shape and precision, on this rank."""
+    """Time products of every shape and precision, on this rank."""
     accelerated = place.device.type != "cpu"
     squares = [(size, size, size) for size in (*_SQUARES, *(_LARGE_SQUARES if accelerated else ()))]
     shapes: list[tuple[int, int, int]] = [*squares, *_SKEWED, *(_LARGE_SKEWED if accelerated else ())]
@@ -124,7 +124,7 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
 
 
 def _streams(device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
-    """The same of tensors that lie in no cache."""
+    """Time passes over tensors that lie in no cache."""
     elements = COLD // 16  # of fp32: four tensors are as large as what lies between two uses of one
     others = cycle(torch.randn(4, elements, device=device))
     given = {

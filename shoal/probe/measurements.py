@@ -48,7 +48,7 @@ class Measurement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProductTime:
-    """Of a matrix product `[rows, inputs] x [inputs, outputs]`."""
+    """Seconds of a matrix product `[rows, inputs] x [inputs, outputs]`."""
 
     precision: str
     rows: int
@@ -99,7 +99,7 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTime:
-    """Of the attention of one sample, forward or backward."""
+    """Seconds of the attention of one sample, forward or backward."""
 
     precision: str
     attention: Attention
@@ -120,7 +120,7 @@ class AttentionTime:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """Of a collective, in all groups of the same form at once.
+    """Seconds of a collective, in all groups of the same form at once.
 
     Attributes:
         level: Index of the outermost level of links that it takes.
@@ -149,7 +149,7 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True)
 class SendTime:
-    """Of a message to the rank `distance` away, while as long a one comes from the other side."""
+    """Seconds of a message to the rank `distance` away, while an equal one comes from the other side."""
 
     level: int
     distance: int
@@ -168,7 +168,7 @@ class SendTime:
 
 @dataclass(frozen=True, slots=True)
 class MeetingTime:
-    """Of ranks that do the same work and then meet, over and over.
+    """Seconds that ranks take which do the same work and then synchronise, again and again.
 
     Attributes:
         ranks: That meet.

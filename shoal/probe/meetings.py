@@ -29,7 +29,7 @@ _LONGER = 10  # than other operations' turns, so that each has many meetings
 
 
 def measure_meetings(place: Place, effort: Effort) -> tuple[MeetingTime, ...]:
-    """Of all ranks of a host, or of all if each has its own; by the length of the work."""
+    """Time synchronisations of the ranks of a host, or of all if each has its own, by the work's length."""
     if place.ranks.count == 1:
         return ()
     group = form_innermost(place)

@@ -60,7 +60,7 @@ class Place:
 
     @property
     def ranks_per_host(self) -> int:
-        """The same on every host."""
+        """Number of ranks on each host, which is equal on all."""
         return len(self.hosts[0])
 
     @property

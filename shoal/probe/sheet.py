@@ -49,7 +49,7 @@ class Sheet:
 
 
 def read_sheet(place: Place) -> Sheet:
-    """Of the machine that this rank runs on."""
+    """Read the facts of the machine that this rank runs on."""
     on_cores = place.device.type == "cpu"
     if on_cores:
         units = torch.get_num_threads()

@@ -31,7 +31,7 @@ __all__ = ["Account", "account_of"]
 
 @dataclass(slots=True)
 class _Figures:
-    """Of one operation in one step of one rank; see `CollectiveFigures`."""
+    """Figures of one operation in one step of one rank; see `CollectiveFigures`."""
 
     count: int = 0
     bytes: float = 0.0
@@ -48,7 +48,7 @@ class _Figures:
 
 @dataclass(slots=True)
 class _Step:
-    """Of one rank."""
+    """One step of one rank."""
 
     begin: float
     end: float
@@ -62,7 +62,7 @@ class _Step:
     """Seconds that are exposed, by what they are for."""
 
     def figures(self, name: str) -> _Figures:
-        """Of the operation that a span's name begins with."""
+        """Return the figures of the operation that a span's name begins with."""
         return self.operations.setdefault(name.partition(":")[0], _Figures())
 
     def expose(self, name: str, seconds: float) -> None:
@@ -112,7 +112,7 @@ class _Rank:
         self.bubbles: list[tuple[float, float]] = []
 
     def index_at(self, time: float) -> int:
-        """Of the step in which something starts."""
+        """Return the index of the step in which something starts."""
         return max(0, bisect_right(self._begins, time) - 1)
 
     def at(self, time: float) -> _Step:

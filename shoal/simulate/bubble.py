@@ -127,7 +127,7 @@ def _schedule_of(table: Sequence[Sequence[Action]]) -> Schedule | None:
 
 
 def _mean_times(schedule: Schedule, rows: Iterable[Row]) -> Times:
-    """The same for every stage: the means of what was measured."""
+    """Return mean times, equal for every stage, of what was measured."""
     seconds: dict[Work, list[float]] = {work: [] for work in Work}
     for row in rows:
         for action, start, stop in row:

@@ -20,7 +20,7 @@ __all__ = ["finish_of", "message_bytes", "norm_of", "rank_programs", "stage_prog
 
 
 def stage_programs(plan: Plan, costs: Costs, count: int) -> list[StageProgram]:
-    """Of all stages, for so many micro-batches."""
+    """Make the programs of all stages, for so many micro-batches."""
     placement = plan.placement if plan.pp > 1 else (0,)
     apart = plan.ranks // plan.pp
     return [
@@ -30,7 +30,7 @@ def stage_programs(plan: Plan, costs: Costs, count: int) -> list[StageProgram]:
 
 
 def undisturbed_times(stages: Sequence[StageProgram], transfer: float) -> Times:
-    """Of forwards and backwards that nothing disturbs."""
+    """Return the times of forwards and backwards that nothing disturbs."""
 
     def seconds(work: Work) -> tuple[float, ...]:
         return tuple(
@@ -46,7 +46,7 @@ def undisturbed_times(stages: Sequence[StageProgram], transfer: float) -> Times:
 def rank_programs(
     plan: Plan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
 ) -> list[RankProgram]:
-    """Of one rank at each place along the pipeline."""
+    """Make the program of one rank at each place along the pipeline."""
     rows: Sequence[Sequence[Step]] = transfers(schedule, ahead=1) if plan.pp > 1 else schedule.table
     apart = plan.ranks // plan.pp
     return [
@@ -95,7 +95,7 @@ def _update(plan: Plan, costs: Costs, stages: Sequence[StageProgram]) -> float:
 
 
 def message_bytes(plan: Plan, workload: Workload) -> int:
-    """Of the hidden state that one rank sends to the next stage."""
+    """Bytes of the hidden state that one rank sends to the next stage."""
     layout = Layout.of(plan)
     tokens = layout.microbatch * workload.length // plan.cp // (1 if plan.tensor == "plain" else plan.tp)
     return tokens * workload.hidden * layout.width

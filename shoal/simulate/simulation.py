@@ -56,12 +56,12 @@ class Simulation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.batch * self.workload.length / self.seconds
 
     @property
     def tokens_per_second_per_device(self) -> float:
-        """Of one device."""
+        """Tokens per second of one device."""
         return self.tokens_per_second / self.plan.ranks
 
     @property
@@ -180,7 +180,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
 
 
 def _with_lent_cores(simulation: Simulation) -> Simulation:
-    """The same where a rank that waits in a pipeline lends its core to others: on average at a quicker pace.
+    """Rescale times where ranks outnumber cores: a rank that waits in a pipeline lends its core to others.
 
     What ranks wait for one another elsewhere was measured where they had lent their cores.
     """

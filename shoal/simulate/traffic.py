@@ -97,7 +97,7 @@ def traffic_of(workload: Workload, cluster: Cluster, plan: Plan, batch: int) -> 
 
 
 def _seconds(held: Iterable[tuple[int, StageProgram]]) -> float:
-    """Of a rank's forwards and backwards of one micro-batch."""
+    """Seconds of a rank's forwards and backwards of one micro-batch."""
     return sum(
         stage.passage(Action(work, number, 0), is_first=False, is_last=False).seconds
         for number, stage in held
@@ -130,7 +130,7 @@ def _all(
 
 
 def _pieces(plan: Plan, stage: StageProgram, count: int) -> Iterator[tuple[Iterable[Piece], int]]:
-    """Of one stage, what is done together and how often."""
+    """List what one stage does together, and how often."""
     yield stage.begin_step(), 1
     yield stage.pieces(Work.FORWARD, is_first=True, is_last=False), 1
     yield stage.pieces(Work.BACKWARD, is_first=False, is_last=True), 1

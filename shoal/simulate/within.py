@@ -39,12 +39,12 @@ class Within:
     members: Members
 
     def forward(self, block: Block, cost: BlockCost) -> Iterator[Piece]:
-        """Of its forward."""
+        """Pieces of the block's forward."""
         pieces = self._pieces(block, cost.compute.forward, cost.joins[0], cost.context[0], cost.expert[0], 1)
         return _with_late(list(pieces), cost.late[0])
 
     def backward(self, block: Block, cost: BlockCost, compute: float) -> Iterator[Piece]:
-        """Of its backward, of whose compute so many seconds are made at once with its communications."""
+        """Pieces of the block's backward; `compute` seconds of it run beside its communications."""
         rounds = 2 if self.layout.recompute == "full" else 1
         pieces = self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
         return _with_late(list(pieces), cost.late[1])
@@ -94,7 +94,7 @@ class Within:
 
 
 def _with_late(pieces: list[Piece], late: float) -> Iterator[Piece]:
-    """The same, of which the last communication waits so much longer for ranks that are not there."""
+    """Let the last communication wait so much longer for ranks that are late."""
     last = max((at for at, piece in enumerate(pieces) if isinstance(piece, Exposed)), default=None)
     for at, piece in enumerate(pieces):
         if at == last and isinstance(piece, Exposed):

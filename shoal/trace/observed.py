@@ -34,7 +34,7 @@ class Made:
 
     @property
     def elements(self) -> int:
-        """Of the whole storage."""
+        """Number of elements in the whole storage."""
         return self.storage.nbytes() // self.width
 
 
@@ -74,6 +74,6 @@ class Piece:
 
 
 def address(tensor: Tensor) -> int:
-    """Of a tensor's storage."""
+    """Return the address of a tensor's storage."""
     found: int = tensor.untyped_storage()._cdata
     return found

@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
             self._names[address(results[0])] = self._names[address(given[0])]
 
     def _product_parts(self, sizes: Sizes) -> tuple[Part, Part]:
-        """Of the product, and of its result."""
+        """Return the Part of a product, and of its result."""
         left, right = address(sizes.left), address(sizes.right)
         if left not in self._names and right not in self._names:
             part = self._largest([sizes.left, sizes.right])
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
                 owner.parameters[table] = Part.COLUMNS
 
     def _product(self, name: str, sizes: Sizes, part: Part) -> Product:
-        """Of one sample. Copies are of a weight: activations, such as heads, make one product."""
+        """Record a product, for one sample. Copies are of a weight: heads of activations make one product."""
         rows, outputs, copies = sizes.rows, sizes.outputs, sizes.copies
         if address(sizes.left) in self._names:  # the weight stands on the left
             rows, outputs = outputs * copies, rows // copies
@@ -322,7 +322,7 @@ def _plain(name: str) -> str:
 
 
 def _last(name: str) -> str:
-    """Of a parameter's name, the module that has it, or the parameter where experts have several."""
+    """Return the name of the module that has a parameter, or of the parameter where experts have several."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 

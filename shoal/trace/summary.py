@@ -70,7 +70,7 @@ def _is_of_experts(operation: Operation) -> TypeGuard[Product]:
 
 
 class _Summary:
-    """Of one piece: bytes to numbers for one sample, with equal passes put together."""
+    """Summarise one piece: numbers for one sample, with equal passes put together."""
 
     def __init__(self, piece: Piece, sizes: Mapping[str, int], samples: int, width: int) -> None:
         self._piece = piece

@@ -104,7 +104,7 @@ def trace(
 
 
 def _fake_copy(module: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The same module with parameters and buffers that have no values."""
+    """Return a copy of the module whose parameters and buffers have no values."""
     known: dict[int, Any] = {}
     for parameter in module.parameters():
         kind = dtype if parameter.is_floating_point() else parameter.dtype

@@ -80,7 +80,7 @@ class MicroBatch:
         return 0 if self.first is None else self.first.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device."""
+        """Return a copy on a device."""
 
         def moved(value: Any) -> Any:
             return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)

@@ -183,7 +183,7 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
 
 
 def differing_buffers(mine: Mapping[str, torch.Tensor], exchange: Exchange) -> dict[str, torch.Tensor]:
-    """Of this rank's buffers those that another rank has with other values, as BatchNorm's statistics.
+    """Return this rank's buffers that have other values on another rank, such as BatchNorm's statistics.
 
     All ranks call it together.
     """
@@ -202,7 +202,7 @@ def _digest(buffer: torch.Tensor) -> bytes:
 
 
 def _pieces_of_state(owned: Owned, state: Mapping[str, Any]) -> Iterator[Piece]:
-    """Of what there is once for a parameter, the owner of its first element writes it."""
+    """List what is saved once for a parameter: the owner of its first element writes it."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and local_part(value).shape == owned.local.shape:
             yield _part(owned, f"{_ELEMENTS}/{key}/{owned.name}", value)

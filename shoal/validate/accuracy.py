@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Of the prediction, over what was measured: above 0 if it was predicted too long."""
+        """Error of the prediction over what was measured: above 0 if it was predicted too long."""
         return self.predicted / self.measured - 1
 
 

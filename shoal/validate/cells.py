@@ -57,7 +57,7 @@ class Row:
         raise DataError(f"line {self.line} of {self.path} {wrong}", possible=possible, change=change)
 
     def located(self, error: UserError) -> UserError:
-        """The same error, naming the line."""
+        """Return the error with the line named."""
         given = f"line {self.line} of {self.path}: {error.given}"
         return type(error)(given, possible=error.possible, change=error.change)
 

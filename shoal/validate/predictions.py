@@ -68,7 +68,7 @@ def is_fitted(row: Measured | MeasuredCollective) -> bool:
 
 
 def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterator[Comparison]:
-    """Of every row its step and its memory, where these were measured.
+    """Compare every row's step and memory, where these were measured.
 
     Args:
         rows: Of a table.
@@ -93,7 +93,7 @@ def compare_layers(rows: Sequence[MeasuredLayer], refuse: Refuse = strictly) -> 
 
 
 def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparison]:
-    """Of every row the time of the collective."""
+    """Compare every row's time of the collective."""
     for row in rows:
         group = Group(row.cluster.devices)
         seconds = algorithm_seconds(row.collective, row.nbytes, group, row.cluster)

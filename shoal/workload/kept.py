@@ -39,7 +39,7 @@ _INT64 = 8
 
 
 def kept_by_layer(shape: ModelShape) -> Iterator[Saved]:
-    """Of a layer."""
+    """Bytes that a layer keeps for backward."""
     stream = float(shape.seq * shape.hidden)
     yield Saved("input", stream, Part.STREAM, Keep.ALWAYS if is_fused(shape) else Keep.START)
     yield from kept_by_norm(shape)
@@ -66,7 +66,7 @@ def is_fused(shape: ModelShape) -> bool:
 
 
 def kept_by_norm(shape: ModelShape, keep: Keep = Keep.REST) -> Iterator[Saved]:
-    """Of a norm, but for its output, and for its input where that stays as it is."""
+    """Bytes that a norm keeps, besides its output, and its input where that stays as it is."""
     tokens, stream = float(shape.seq), float(shape.seq * shape.hidden)
     if shape.biases:
         yield Saved("mean and deviation", 2 * tokens, Part.STREAM, keep, _FP32)

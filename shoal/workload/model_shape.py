@@ -127,7 +127,7 @@ class ModelShape:
 
     @property
     def width(self) -> int:
-        """Of a head."""
+        """Width of a head."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     @property
@@ -147,5 +147,5 @@ class ModelShape:
         return whole if self.capacity is None else round(whole * min(1.0, self.capacity))
 
     def replace(self, **changes: object) -> ModelShape:
-        """The same shape with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]

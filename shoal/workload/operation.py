@@ -69,7 +69,7 @@ class Product:
 
     @property
     def flop(self) -> int:
-        """Of forward."""
+        """FLOP of forward."""
         return 2 * self.rows * self.inputs * self.outputs
 
     @property
@@ -104,7 +104,7 @@ class Attention:
 
     @property
     def flop(self) -> int:
-        """Of forward, the whole square of positions, as Megatron-LM and PaLM count it."""
+        """FLOP of forward over the whole square of positions, as Megatron-LM and PaLM count it."""
         return 2 * self.length**2 * self.heads * (self.key_width + self.value_width)
 
 
@@ -154,7 +154,7 @@ class Saved:
     copied: bool = False
 
     def nbytes(self, width: int) -> float:
-        """Of one sample, where an element that computes has `width` bytes."""
+        """Bytes of one sample, where an element that computes has `width` bytes."""
         if self.copied and self.width == width:
             return 0.0
         return self.elements * (width if self.width is None else self.width)

@@ -72,7 +72,7 @@ class Block:
 
     @property
     def flop(self) -> int:
-        """Of one sample's forward: products, and attention over the whole square."""
+        """FLOP of one sample's forward: products, and attention over the whole square."""
         return sum(each.flop for each in self.operations if isinstance(each, Product | Attention))
 
     @property
@@ -124,20 +124,20 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model; a tied weight counts once."""
+        """Number of parameters of the whole model; a tied weight counts once."""
         return sum(piece.parameters.total for piece in self.pieces)
 
     @property
     def flop(self) -> int:
-        """Of one sample's forward."""
+        """FLOP of one sample's forward."""
         return sum(piece.flop for piece in self.pieces)
 
     @property
     def training_flop(self) -> int:
-        """Of one sample's forward and backward, without anything computed twice: what MFU counts."""
+        """FLOP of one sample's forward and backward, without recompute: what MFU counts."""
         return 3 * self.flop
 
     def with_layers(self, change: Callable[[Block], Block]) -> Workload:
-        """The same with each layer changed; equal ones stay one object."""
+        """Return a Workload with each layer changed; equal ones stay one object."""
         changed = {id(layer): change(layer) for layer in {id(each): each for each in self.layers}.values()}
         return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.data import Loader
-from shoal.parallel import pieces
+from shoal.parallel.pipeline import pieces
 from shoal.parallel.pipeline.runtime import Pipeline
 from shoal.plan.schedules import Action, Payload
 from shoal.plan.stages import ranges_of

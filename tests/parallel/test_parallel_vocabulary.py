@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from shoal.models.loss import IGNORED
 from shoal.parallel import Axis
-from shoal.parallel import vocabulary as vocabulary_module
+from shoal.parallel.tensor import vocabulary as vocabulary_module
 from shoal.parallel.tensor.vocabulary import embed_rows, vocabulary_cross_entropy
 from shoal.record import NullRecorder
 

@@ -1,4 +1,4 @@
-"""Of how many micro-batches a pipeline's ranks hold activations when they hold most.
+"""Peaks of activation memory in a pipeline, as numbers of micro-batches that a rank holds.
 
 A forward adds the activations of its stage and micro-batch, B takes them away. Where a backward is in two
 halves, I leaves what W needs, and W takes that away. With rank r of p, v stages on each and m micro-batches:

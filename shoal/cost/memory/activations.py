@@ -118,7 +118,7 @@ def end_memory(workload: Workload, layout: Layout) -> EndMemory:
 
 
 def stream_bytes(workload: Workload, layout: Layout) -> float:
-    """Of the hidden state between two layers, or of its gradient."""
+    """Bytes of the hidden state between two layers, or of its gradient."""
     return layout.width * workload.length * workload.hidden * layout.share(Part.STREAM)
 
 
@@ -137,7 +137,7 @@ def _bytes_of(saved: Saved, layout: Layout) -> float:
 
 
 def _logits(end: Block, layout: Layout, width: int | None = None) -> float:
-    """Of the last product's result; fp32 where it is whole, else as it comes, or of a given width."""
+    """Bytes of the logits: fp32 where they are whole, else the product's type, or a given width."""
     products = [each for each in end.operations if isinstance(each, Product)]
     if not products:
         return 0.0

@@ -117,7 +117,7 @@ class Memories:
         self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
 
     def of(self, plan: Plan, batch: int) -> tuple[RankMemory, ...]:
-        """Of every rank along `pp`, in a step of `batch` samples.
+        """Return the memory of every rank along `pp`, in a step of `batch` samples.
 
         Raises:
             PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
@@ -188,7 +188,7 @@ class Memories:
         return states, rank.highest
 
     def _states(self, plan: Plan, outline: Outline) -> States:
-        """Of all parameters of a rank, between two steps."""
+        """Bytes of the states of all parameters of a rank, between two steps."""
         shards = plan.shards * plan.cp
         weights, gradients, optimizer = states_of(plan, shards)
         dense, experts = outline.dense, outline.experts

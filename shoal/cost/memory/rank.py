@@ -131,7 +131,7 @@ class Pieces:
         )
 
     def _stack(self, layers: range) -> Stack:
-        """Of these layers; of alike ones the same."""
+        """Return the stack of these layers, cached."""
         blocks = self._blocks[layers.start : layers.stop]
         key = tuple(map(id, blocks))
         found = self._stacks.get(key)
@@ -145,5 +145,5 @@ def _sums(blocks: Sequence[BlockMemory], of: Callable[[BlockMemory], float]) -> 
 
 
 def _over(sums: Sequence[float], stages: Sequence[range]) -> list[float]:
-    """Of each stage."""
+    """Return each stage's sum, from running sums over all layers."""
     return [sums[stage.stop] - sums[stage.start] for stage in stages]

@@ -34,7 +34,7 @@ class Stack:
 
     @classmethod
     def of(cls, layers: Sequence[BlockMemory], ep: int) -> Stack:
-        """Of layers in forward's order, whose experts are over ep ranks."""
+        """Make a stack of layers in forward's order, whose experts are spread over ep ranks."""
         turned = tuple(layers[::-1])
         firsts = {layer: place for place, layer in reversed(list(enumerate(turned)))}
         places = {0, 1, 2, len(turned) - 1, *firsts.values()} & set(range(len(turned)))

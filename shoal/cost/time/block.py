@@ -53,12 +53,12 @@ class BlockCost:
 
     @property
     def forward(self) -> float:
-        """Of forward, with what it waits for."""
+        """Seconds of forward, with what it waits for."""
         return self.compute.forward + self.tensor[0] + self.context[0] + self.expert[0] + self.late[0]
 
     @property
     def backward(self) -> float:
-        """Of backward, with what it waits for."""
+        """Seconds of backward, with what it waits for."""
         return self.compute.backward + self.tensor[1] + self.context[1] + self.expert[1] + self.late[1]
 
 

@@ -51,7 +51,7 @@ NOTHING = BucketTimes(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def bucket_times(bucket: Bucket, width: int, cluster: Cluster) -> BucketTimes:
-    """Of all equal buckets together, with so many bytes of each weight and gradient."""
+    """Times of all equal buckets together, with so many bytes of each weight and gradient."""
     load = collective_load(bucket.family.shards, cluster)
     scatter, reduce = _sums(bucket, cluster)
     gather = gather_seconds(bucket, width, cluster)
@@ -65,7 +65,7 @@ def bucket_times(bucket: Bucket, width: int, cluster: Cluster) -> BucketTimes:
 
 
 def together(timed: Iterable[tuple[Bucket, BucketTimes]]) -> BucketTimes:
-    """Of all of them, one after another."""
+    """Seconds of all buckets, one after another."""
     return BucketTimes(*map(sum, zip(NOTHING, *(times for _, times in timed), strict=True)))
 
 

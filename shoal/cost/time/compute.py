@@ -46,7 +46,7 @@ _STARTS = 30  # of operators: a buffer, views of it, autograd's function, the gr
 
 
 class Seconds(NamedTuple):
-    """Of one rank and one micro-batch.
+    """Seconds of one rank for one micro-batch.
 
     Attributes:
         forward: Of forward.
@@ -60,7 +60,7 @@ class Seconds(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Of both halves."""
+        """Seconds of both halves of backward."""
         return self.input + self.weight
 
     def __add__(self, other: object) -> Seconds:
@@ -110,7 +110,7 @@ def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
 
 
 def stream_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
-    """The same of bytes that no cache holds."""
+    """Seconds to read and write bytes that no cache holds."""
     share = device.stream_share or device.bandwidth_share
     return kernels * device.launch + nbytes / (device.bandwidth * share)
 

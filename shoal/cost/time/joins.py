@@ -65,7 +65,7 @@ class Join(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of all."""
+        """Total exposed seconds."""
         return sum(each.seconds for each in (*self.before, *self.behind))
 
 
@@ -204,7 +204,7 @@ class _Wire:
         return Joined(f"{collective}:{name}", ready + seconds - hidden, nbytes, beside > 0)
 
     def _parts(self, collective: str, name: str, beside: float) -> Joined:
-        """The same, in parts if tensor=async."""
+        """Cut the communications into parts if tensor=async."""
         if not self._in_parts:
             return self._whole(collective, name)
         seconds = collective_seconds(collective, self._stream, self._group, self._cluster)

@@ -27,14 +27,14 @@ def normal_maximum(ranks: int, variation: float) -> float:
 
 
 def lognormal_maximum(ranks: int, variation: float) -> float:
-    """The same if the logarithms of the times are normal: most ranks near the mean, some far above it."""
+    """Return the factor for lognormal times: most ranks near the mean, some far above it."""
     squared = math.log1p(variation**2)
     sigma = math.sqrt(squared)
     return _expected_of_largest(ranks, lambda deviate: math.exp(sigma * deviate - squared / 2))
 
 
 def _expected_of_largest(ranks: int, time: Callable[[float], float]) -> float:
-    """Of `ranks` independent standard normal variables, the mean of `time` of the largest."""
+    """Mean of `time` of the largest of `ranks` independent standard normal variables."""
     total = 0.0
     for index in range(-round(_REACH * _STEPS_PER_DEVIATION), round(_REACH * _STEPS_PER_DEVIATION) + 1):
         deviate = index / _STEPS_PER_DEVIATION

@@ -36,5 +36,5 @@ def pieces_by_stage(
 
 
 def flop_costs(workload: Workload) -> list[Cost]:
-    """Of each piece, its FLOP: enough to cut a model of like blocks where no Cluster is known."""
+    """FLOP of each piece: enough to cut a model of like blocks where no Cluster is known."""
     return [Cost(piece.flop, 2 * piece.flop) for piece in workload.pieces]

@@ -46,7 +46,7 @@ _ZERO_BUBBLE = {"zb-h1": 2.0, "zb-v": 3.0, "dualpipe-v": 3.0, "search": 3.0}
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Of all stages of one rank, for one micro-batch; seconds.
+    """Seconds of all stages of one rank, for one micro-batch.
 
     Attributes:
         forward, input, weight: With what is waited for within blocks.
@@ -90,7 +90,7 @@ class Unlike(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineCost:
-    """Of forwards and backwards of a step, which no sharding changes; seconds.
+    """Seconds of the forwards and backwards of a step, which no sharding changes.
 
     Attributes:
         slowest: The rank that sets the pace.
@@ -112,7 +112,7 @@ class PipelineCost:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Of one step; seconds.
+    """Seconds of one step.
 
     Attributes:
         seconds: All of it.
@@ -227,7 +227,7 @@ class Costs:
         return found
 
     def piece_costs(self, layout: Layout) -> list[Cost]:
-        """Of each piece, what stages are cut by."""
+        """Cost of each block, for splitting stages."""
         costs = [self.block(piece, layout) for piece in self.workload.pieces]
         return [Cost(each.forward, each.backward) for each in costs]
 
@@ -249,7 +249,7 @@ class Costs:
         return [self._same_held.setdefault(tuple(map(id, stages)), tuple(stages)) for stages in held]
 
     def _rank(self, held: _Held, layout: Layout) -> StageCost:
-        """Of a rank with these stages; equal ones are one object."""
+        """Return the cost of a rank with these stages, cached."""
         key = id(held), layout
         found = self._ranks.get(key)
         if found is None:
@@ -293,7 +293,7 @@ class Costs:
         return self.send_apart(Layout.of(plan), plan.ranks // plan.pp)
 
     def send_apart(self, layout: Layout, apart: int) -> float:
-        """The same to the rank that is so far away in the mesh's order."""
+        """Seconds of a message to the rank that is so far away in the mesh's order."""
         nbytes = float(layout.width) * layout.microbatch * self.workload.length / layout.cp
         nbytes *= self.workload.hidden
         if layout.tensor != "plain":

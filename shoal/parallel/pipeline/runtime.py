@@ -365,7 +365,7 @@ class Pipeline:
 
 
 def _name_of(payload: Payload, stage: int, microbatch: int) -> str:
-    """The same on both ranks: what is sent, and the action that waits for it."""
+    """Name a message alike on both ranks: what is sent, and the action that waits for it."""
     what = "activation" if payload is Payload.ACTIVATION else "gradient"
     return f"{what}:{stage}{payload.value}{microbatch}"
 

@@ -255,7 +255,7 @@ def _column_gradients(
 def _row_gradients(
     gradient: Tensor, parts: Sequence[tuple[Tensor, Tensor]], trained: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Of the weight, and of the bias if there is one."""
+    """Gradients of the weight, and of the bias if there is one."""
     total = None
     for rows, hidden in parts:
         total = _add_product(total, rows.t(), hidden.flatten(0, 1))

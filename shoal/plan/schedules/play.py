@@ -48,7 +48,7 @@ class Times:
     def equal(
         cls, stages: int, forward: float = 1, input: float = 1, weight: float = 1, transfer: float = 0
     ) -> Times:
-        """The same times for every stage and boundary."""
+        """Make times that are equal for every stage and boundary."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, (transfer,) * (stages - 1))
 
     @property

@@ -1,5 +1,9 @@
-// Reductions and broadcasts along a tree, whatever its shape: what chains, binomial trees and double binary
-// trees have in common.
+// Reductions and broadcasts along trees of ranks: chains, for what is large, at the speed of one link whatever the
+// number of ranks; binomial trees, in ceil(log2 n) steps, for what is small or goes to many ranks; and trees of any
+// shape, such as the two of a double binary tree.
+//
+// A broadcast takes the data from the root's output to every rank's output, a reduction from every rank's input to the
+// root's output, both in chunks. A reduction needs scratch on inner ranks, of four chunks at most.
 #pragma once
 
 #include <vector>
@@ -31,10 +35,10 @@ std::vector<int> add_reduction(Schedule& schedule, const TreePlace& tree, Region
 void add_broadcast(Schedule& schedule, const TreePlace& tree, Region whole, const std::vector<int>& ready,
                    size_t chunk);
 
-// A reduction from the inputs to the root's output, in chunks. Inner ranks need scratch, a few chunks.
-Schedule reduce_along(const TreePlace& tree, size_t bytes, size_t element, size_t chunk);
+Schedule chain_broadcast(int rank, int size, int root, size_t bytes, size_t element, size_t chunk);
+Schedule chain_reduce(int rank, int size, int root, size_t bytes, size_t element, size_t chunk);
 
-// A broadcast of the root's output to the outputs of the others, in chunks.
-Schedule broadcast_along(const TreePlace& tree, size_t bytes, size_t element, size_t chunk);
+Schedule tree_broadcast(int rank, int size, int root, size_t bytes, size_t element, size_t chunk);
+Schedule tree_reduce(int rank, int size, int root, size_t bytes, size_t element, size_t chunk);
 
 }  // namespace shoal

@@ -1,12 +1,11 @@
-#include "algorithms/select.h"
+#include "algorithms/schedules.h"
 
-#include "algorithms/chain.h"
 #include "algorithms/double_tree.h"
 #include "algorithms/halving_doubling.h"
 #include "algorithms/one_shot.h"
 #include "algorithms/pairwise.h"
 #include "algorithms/ring.h"
-#include "algorithms/tree.h"
+#include "algorithms/trees.h"
 #include "algorithms/two_shot.h"
 
 namespace shoal {

@@ -1,0 +1,35 @@
+"""`shoal --version`: which Shoal this is, and what its native core computes with."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import shoal
+
+__all__ = ["PrintVersion"]
+
+
+class PrintVersion(argparse.Action):
+    """Print the version, and whether the native core is built, and exit. Imports no torch."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **others: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and the core's")
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        """Print and exit, as argparse calls it."""
+        print(f"shoal {version('shoal')}\n{_core()}")
+        parser.exit()
+
+
+def _core() -> str:
+    found = sorted((Path(shoal.__file__).parent / "collectives").glob("_core*.so"))
+    if not found:
+        return "native core: not built; ranks on CPUs communicate through gloo"
+    unit = ctypes.CDLL(str(found[0])).shoal_vector_unit
+    unit.restype = ctypes.c_char_p
+    return f"native core: built, computes with {unit().decode()}"
