@@ -1,12 +1,12 @@
 """Checkpoints: saved, verified, loaded on any number of ranks, and kept or deleted.
 
 Nouns: Piece (an interval of a flattened tensor, or of a Region of it, on one rank), Manifest (what a
-checkpoint holds, and the hash of every file), Exchange (the ranks that save or load together), FileSystem
+checkpoint holds, and the hash of every file), Coordinator (the ranks that save or load together), FileSystem
 (what the protocol does to the disk). The trainer saves and loads, `shoal checkpoint` lists and verifies.
 """
 
+from shoal.checkpoint.coordinator import Coordinator, ProcessGroupCoordinator, SingleProcess, attempt_together
 from shoal.checkpoint.directory import checkpoints, resolve, step_of
-from shoal.checkpoint.exchange import Exchange, ProcessGroupExchange, SingleProcess, attempt_together
 from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
 from shoal.checkpoint.load import load
 from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
@@ -19,12 +19,12 @@ from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
 
 __all__ = [
     "REAL_FILES",
-    "Exchange",
+    "Coordinator",
     "FileRecord",
     "FileSystem",
     "Manifest",
     "Piece",
-    "ProcessGroupExchange",
+    "ProcessGroupCoordinator",
     "RealFiles",
     "Region",
     "SingleProcess",

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from shoal.checkpoint.exchange import Exchange, attempt_together
+from shoal.checkpoint.coordinator import Coordinator, attempt_together
 from shoal.checkpoint.manifest import Manifest, StoredPiece, read_manifest
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.region import Region, Run, meetings
@@ -44,7 +44,7 @@ class _Copy:
         return self.source.key(self.target.name, self.target.shape)
 
 
-def load(path: Path, wanted: Sequence[Piece], exchange: Exchange) -> Mapping[str, Any]:
+def load(path: Path, wanted: Sequence[Piece], coordinator: Coordinator) -> Mapping[str, Any]:
     """Fills the wanted pieces from a checkpoint, which any number of ranks may have saved.
 
     Values are cast to the dtype of the piece that they fill. What the checkpoint holds beyond `wanted` is not
@@ -53,7 +53,7 @@ def load(path: Path, wanted: Sequence[Piece], exchange: Exchange) -> Mapping[str
     Args:
         path: The directory of the checkpoint.
         wanted: What this rank wants; each piece's tensor is filled in place.
-        exchange: The ranks that load together; each has its own `wanted`.
+        coordinator: The ranks that load together; each has its own `wanted`.
 
     Returns:
         The `state` that was saved.
@@ -63,8 +63,8 @@ def load(path: Path, wanted: Sequence[Piece], exchange: Exchange) -> Mapping[str
             named, with the rank that wants it.
         CorruptCheckpointError: On all ranks alike: the manifest or a file cannot be read.
     """
-    manifests = attempt_together(exchange, f"cannot load {path}", lambda: _load_share(path, wanted))
-    return manifests[exchange.rank]
+    manifests = attempt_together(coordinator, f"cannot load {path}", lambda: _load_share(path, wanted))
+    return manifests[coordinator.rank]
 
 
 def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from shoal.checkpoint.coordinator import Coordinator, attempt_on_rank_zero
 from shoal.checkpoint.directory import checkpoints, delete, sweep
-from shoal.checkpoint.exchange import Exchange, attempt_on_rank_zero
 from shoal.checkpoint.files import REAL_FILES, FileSystem
 from shoal.checkpoint.verify import newest_verified
 from shoal.errors import ConfigError
@@ -17,7 +17,7 @@ __all__ = ["retain"]
 def retain(
     directory: Path,
     keep: int,
-    exchange: Exchange,
+    coordinator: Coordinator,
     say: Callable[[str], object] = lambda _: None,
     files: FileSystem = REAL_FILES,
 ) -> list[Path]:
@@ -29,7 +29,7 @@ def retain(
     Args:
         directory: The directory of checkpoints.
         keep: How many of the newest stay, at least 1.
-        exchange: The ranks, which share the verification.
+        coordinator: The ranks, which share the verification.
         say: Called on rank 0 with one line for each corrupt checkpoint that is found on the way.
         files: Where they are deleted.
 
@@ -47,14 +47,14 @@ def retain(
             change="say how many of the newest checkpoints shall stay",
         )
     purpose = f"cannot delete old checkpoints in {directory}"
-    found = attempt_on_rank_zero(exchange, purpose, lambda: _list_and_sweep(directory, files))
+    found = attempt_on_rank_zero(coordinator, purpose, lambda: _list_and_sweep(directory, files))
     kept, surplus = found[:keep], found[keep:]
     if not surplus:
         return []
-    if newest_verified(kept, exchange, say) is None:
-        survivor = newest_verified(surplus, exchange, say)
+    if newest_verified(kept, coordinator, say) is None:
+        survivor = newest_verified(surplus, coordinator, say)
         surplus = [path for path in surplus if path != survivor] if survivor is not None else []
-    attempt_on_rank_zero(exchange, purpose, lambda: delete(surplus, files))
+    attempt_on_rank_zero(coordinator, purpose, lambda: delete(surplus, files))
     return surplus
 
 

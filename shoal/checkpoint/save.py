@@ -6,7 +6,7 @@
    directory, renames the directory to `step-N`, and syncs the parent. The rename makes it complete.
 4. Rank 0 deletes an earlier checkpoint of the same step, if there is one.
 
-After each of 1 to 3 the ranks exchange how it went. A crash or an error before the rename leaves the
+After each of 1 to 3 the ranks tell each other how it went. A crash or an error before the rename leaves the
 checkpoints that were there as they were; after it, the new one is there too.
 """
 
@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.coordinator import Coordinator, attempt_on_rank_zero, attempt_together
 from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_path, step_of, sweep
-from shoal.checkpoint.exchange import Exchange, attempt_on_rank_zero, attempt_together
 from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
 from shoal.checkpoint.piece import Piece
@@ -36,7 +36,7 @@ def save(
     step: int,
     pieces: Sequence[Piece],
     state: Mapping[str, Any],
-    exchange: Exchange,
+    coordinator: Coordinator,
     files: FileSystem = REAL_FILES,
 ) -> Path:
     """Saves a checkpoint; called by all ranks together.
@@ -49,7 +49,7 @@ def save(
         step: The optimizer step after which this is.
         pieces: What this rank holds. The pieces of all ranks cover every tensor exactly once.
         state: A JSON object, kept in the manifest; rank 0's is saved.
-        exchange: The ranks.
+        coordinator: The ranks.
         files: Where it is written.
 
     Returns:
@@ -62,19 +62,19 @@ def save(
     staging = staging_path(directory, step)
     purpose = f"cannot save step {step} in {directory}"
     try:
-        attempt_on_rank_zero(exchange, purpose, lambda: _prepare(staging, files))
+        attempt_on_rank_zero(coordinator, purpose, lambda: _prepare(staging, files))
         parts = attempt_together(
-            exchange, purpose, lambda: _write_part(staging, exchange.rank, pieces, files)
+            coordinator, purpose, lambda: _write_part(staging, coordinator.rank, pieces, files)
         )
         target = attempt_on_rank_zero(
-            exchange, purpose, lambda: _commit(staging, _manifest(step, parts, state), files)
+            coordinator, purpose, lambda: _commit(staging, _manifest(step, parts, state), files)
         )
     except BaseException:
-        if exchange.rank == 0:
+        if coordinator.rank == 0:
             with contextlib.suppress(OSError):
                 remove_tree(staging, files)
         raise
-    if exchange.rank == 0:
+    if coordinator.rank == 0:
         # The new one is safe: an old one that cannot be removed costs space, but does not fail the save.
         with contextlib.suppress(OSError):
             superseded = [path for path in checkpoints(directory) if step_of(path) == step and path != target]

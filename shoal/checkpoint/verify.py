@@ -6,58 +6,58 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from shoal.checkpoint.coordinator import Coordinator, SingleProcess, attempt_on_rank_zero, attempt_together
 from shoal.checkpoint.directory import checkpoints
-from shoal.checkpoint.exchange import Exchange, SingleProcess, attempt_on_rank_zero, attempt_together
 from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.errors import CorruptCheckpointError
 
 __all__ = ["check_sizes", "latest", "newest_verified", "verify"]
 
 
-def verify(path: Path, exchange: Exchange | None = None) -> None:
+def verify(path: Path, coordinator: Coordinator | None = None) -> None:
     """Reads a checkpoint in full and compares it with its manifest.
 
     Args:
         path: The directory of the checkpoint.
-        exchange: The ranks that share the reading and then agree; None for this process alone.
+        coordinator: The ranks that share the reading and then agree; None for this process alone.
 
     Raises:
         CorruptCheckpointError: A file is missing, or its size or hash is not that of the manifest, or the
             manifest itself is missing, torn, altered or of another format. The file and the fault are named.
     """
-    ranks = exchange or SingleProcess()
+    ranks = coordinator or SingleProcess()
     attempt_together(ranks, f"cannot verify {path}", lambda: _verify_share(path, ranks))
 
 
 def newest_verified(
-    candidates: Sequence[Path], exchange: Exchange, say: Callable[[str], object]
+    candidates: Sequence[Path], coordinator: Coordinator, say: Callable[[str], object]
 ) -> Path | None:
     """The first of `candidates` that verifies.
 
     Args:
         candidates: Checkpoints, newest first; those of rank 0 count.
-        exchange: The ranks, which get the same answer.
+        coordinator: The ranks, which get the same answer.
         say: Called on rank 0 with one line for each corrupt checkpoint that is passed over.
 
     Returns:
         The checkpoint, or None if there is none that verifies.
     """
-    shared: list[Path] = exchange.all_gather_object(list(candidates))[0]
+    shared: list[Path] = coordinator.all_gather_object(list(candidates))[0]
     for path in shared:
         try:
-            verify(path, exchange)
+            verify(path, coordinator)
         except CorruptCheckpointError as error:
-            if exchange.rank == 0:
+            if coordinator.rank == 0:
                 say(f"checkpoint {path.name} is corrupt and passed over: {error}")
         else:
             return path
     return None
 
 
-def latest(directory: Path, exchange: Exchange, say: Callable[[str], object]) -> Path | None:
+def latest(directory: Path, coordinator: Coordinator, say: Callable[[str], object]) -> Path | None:
     """The newest checkpoint in `directory` that verifies, as `newest_verified` finds it."""
-    found = attempt_on_rank_zero(exchange, f"cannot list {directory}", lambda: checkpoints(directory))
-    return newest_verified(found, exchange, say)
+    found = attempt_on_rank_zero(coordinator, f"cannot list {directory}", lambda: checkpoints(directory))
+    return newest_verified(found, coordinator, say)
 
 
 def check_sizes(path: Path) -> Manifest:
@@ -80,11 +80,11 @@ def check_sizes(path: Path) -> Manifest:
     return manifest
 
 
-def _verify_share(path: Path, exchange: Exchange) -> None:
+def _verify_share(path: Path, coordinator: Coordinator) -> None:
     manifest = check_sizes(path)
     # Dealt out by size, largest first, so that the ranks read about as much each.
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    for name in by_size[exchange.rank :: exchange.size]:
+    for name in by_size[coordinator.rank :: coordinator.size]:
         try:
             with (path / name).open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()

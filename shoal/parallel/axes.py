@@ -37,8 +37,8 @@ class Family:
         replicate: The ranks that hold the same shard.
         factor: What a sum of all their gradients is multiplied by.
         copies: How many ranks of `Axes.parts` hold the same.
-        twins: The two ranks, of the first and the last pipeline stage, that hold the same besides and whose
-            gradients are to be added up; None if there are none.
+        tied_ranks: The two ranks, of the first and the last pipeline stage, that hold the same besides and
+            whose gradients are to be added up; None if there are none.
         mesh: The ranks over which optimizers see the parameters as DTensors; None if each rank's part is an
             ordinary tensor. It is the same of all families, as optimizers work on lists of parameters.
     """
@@ -48,7 +48,7 @@ class Family:
     replicate: Axis
     factor: float
     copies: int
-    twins: Axis | None = None
+    tied_ranks: Axis | None = None
     mesh: Axis | None = None
 
     @property
@@ -57,12 +57,12 @@ class Family:
 
         Then a sum that was reduced before may be reduced again with what was added to it.
         """
-        return math.isclose(self.replicate.size * self.factor, 1.0) and self.twins is None
+        return math.isclose(self.replicate.size * self.factor, 1.0) and self.tied_ranks is None
 
     @property
     def is_first(self) -> bool:
         """Whether this is the first of the ranks that hold the same shard."""
-        return self.replicate.index == 0 and (self.twins is None or self.twins.index == 0)
+        return self.replicate.index == 0 and (self.tied_ranks is None or self.tied_ranks.index == 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,10 @@ class Axes:
         whole = replace(partial, factor=average)
         between_ends: list[Family] = []
         if are_ends_tied:
-            twins = axis("ends", _ends(mesh), own=True)
+            tied = axis("ends", _ends(mesh), own=True)
             between_ends = [
-                replace(family, twins=twins, copies=family.copies * 2) for family in (dense, partial, whole)
+                replace(family, tied_ranks=tied, copies=family.copies * 2)
+                for family in (dense, partial, whole)
             ]
         uncut = None
         if shard.size > 1:

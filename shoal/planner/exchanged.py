@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.time.bucket_times import gather_seconds, reduce_seconds
-from shoal.cost.time.buckets import Bucket, Family, families_of, held_by_rank
+from shoal.cost.time.buckets import Bucket, Family, families_of, parameters_on_rank
 from shoal.cost.time.data_parallel import StageWork, runs_of
 from shoal.plan import Plan
 from shoal.planner.space import Degrees, Sharding
@@ -144,7 +144,7 @@ class LeastExchange:
         if families is None:
             dp, tp, pp, cp, ep = degrees
             plan = Plan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, replicate=sharding.replicate, shard=sharding.shard)
-            held = [held_by_rank(block.parameters, tp, ep) for block in self._kinds]
+            held = [parameters_on_rank(block.parameters, tp, ep) for block in self._kinds]
             families = [(family, min(map(family.count, held))) for family in families_of(plan)]
             self._families[degrees, sharding] = families
         return [Bucket(layers * count, 0, 0, family) for family, count in families]

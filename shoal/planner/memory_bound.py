@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import held_by_rank
+from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import block_memory
 from shoal.cost.memory.memory import FRAGMENTS
 from shoal.cost.memory.states import state_bytes
@@ -81,7 +81,7 @@ class LeastMemory:
         if variant.degrees.pp > 1:
             key = variant.schedule, variant.degrees.pp, variant.virtual
             stages = _stages_of_first(*key)
-            held = held_by_rank(*key, variant.microbatches)[0][0].whole
+            held = activation_peaks(*key, variant.microbatches)[0][0].whole
         stops = list(accumulate(split))
         dense = experts = kept = 0.0
         for layer, before in zip(self._layers_of(variant.layout), self._before, strict=True):

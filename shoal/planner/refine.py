@@ -69,8 +69,8 @@ def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
             continue
         variant = Variant(best.degrees, Layout.of(plan), count, FOUND, virtual)
         split = search.shared.split(variant)
-        laid_out = search.shared.plan(variant, Sharding(plan.shard, plan.replicate), split)
-        candidate = _roomiest(search, laid_out.replace(bucket=plan.bucket), virtual, count)
+        with_split = search.shared.plan(variant, Sharding(plan.shard, plan.replicate), split)
+        candidate = _roomiest(search, with_split.replace(bucket=plan.bucket), virtual, count)
         if candidate is not None:
             yield _played(candidate)
 

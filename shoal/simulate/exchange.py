@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shoal.cost.collectives.network import Group, collective_load, collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.bucket_times import SUM_WIDTH, copy_seconds
-from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, held_by_rank
+from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
@@ -61,7 +61,7 @@ class Exchange:
         filled = buckets_of(blocks, self.roots, plan, self._width)
         each = (bucket for bucket in filled for _ in range(bucket.number))
         self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(each))
-        self.parameters = held_by_rank(
+        self.parameters = parameters_on_rank(
             sum((block.parameters for block in blocks), Parameters()), plan.tp, plan.ep
         )
         self.is_sharded = any(bucket.family.shards.size > 1 for bucket in filled)
@@ -120,7 +120,7 @@ class Exchange:
         ]
 
     def _weights_of(self, block: Block, family: Family) -> list[tuple[str, float]]:
-        whole = family.count(held_by_rank(block.parameters, self._plan.tp, self._plan.ep))
+        whole = family.count(parameters_on_rank(block.parameters, self._plan.tp, self._plan.ep))
         if "divided" not in family.kinds:
             return [(f"{block.name}.{family.kinds[-1]}", whole)]
         weights = [

@@ -7,7 +7,7 @@ from functools import partial
 
 from shoal.cost.collectives.network import Group, collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.time.buckets import held_by_rank, shards_of
+from shoal.cost.time.buckets import parameters_on_rank, shards_of
 from shoal.cost.time.step import Costs
 from shoal.plan import Plan
 from shoal.plan.schedules import Action, Schedule, Step, Times, Work, transfers
@@ -73,7 +73,7 @@ def finish_of(plan: Plan, costs: Costs, schedule: Schedule, place: int) -> list[
     if not costs.workload.tied or first == last or place not in (first, last):
         return []
     shards, _ = shards_of(plan)
-    held = held_by_rank(costs.workload.embedding.parameters, plan.tp, plan.ep)
+    held = parameters_on_rank(costs.workload.embedding.parameters, plan.tp, plan.ep)
     nbytes = 4 * held.total // shards
     apart = plan.ranks // plan.pp
     seconds = collective_seconds("all_reduce", nbytes, Group(2, apart * (last - first)), costs.cluster)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.checkpoint import (
-    Exchange,
-    ProcessGroupExchange,
+    Coordinator,
+    ProcessGroupCoordinator,
     SingleProcess,
     latest,
     read_manifest,
@@ -86,15 +86,15 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     join(world, device, timeout=first_choice.config.timeout)
-    exchange: Exchange = ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
+    coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
     try:
-        job: Job = exchange.all_gather_object(first_choice)[0]
-        done: str = exchange.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
+        job: Job = coordinator.all_gather_object(first_choice)[0]
+        done: str = coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
         if done:
             if world.rank == 0:
                 print(done, file=sys.stderr)
             return 0
-        return _Execution(job, world, device, exchange).run(stop)
+        return _Execution(job, world, device, coordinator).run(stop)
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
@@ -104,11 +104,11 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
 class _Execution:
     """A job on one rank, from its first step here to its last."""
 
-    def __init__(self, job: Job, world: World, device: torch.device, exchange: Exchange) -> None:
+    def __init__(self, job: Job, world: World, device: torch.device, coordinator: Coordinator) -> None:
         self._job = job
         self._config = job.config
         self._world = world
-        self._exchange = exchange
+        self._coordinator = coordinator
         self._is_first = world.rank == 0
         self._is_savable = False  # as far as is known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
@@ -203,7 +203,7 @@ class _Execution:
 
     def _save(self) -> Path:
         path = self._trainer.save(self._run.checkpoints, {"data": self._data})
-        retain(self._run.checkpoints, self._config.checkpoint.keep, self._exchange, self._say)
+        retain(self._run.checkpoints, self._config.checkpoint.keep, self._coordinator, self._say)
         return path
 
     def _take_up(self) -> None:
@@ -228,9 +228,9 @@ class _Execution:
         """Loads the checkpoint that was named, or the newest sound one."""
         path = resume.checkpoint
         if path is None:
-            path = latest(resume.run.checkpoints, self._exchange, self._say)
+            path = latest(resume.run.checkpoints, self._coordinator, self._say)
         else:
-            verify(path, self._exchange)
+            verify(path, self._coordinator)
         if path is None:
             self._say("there is no sound checkpoint to go on from: training begins anew")
         else:
@@ -306,7 +306,7 @@ class _Execution:
 
     def _meet(self) -> None:
         """Returns once all ranks have come here."""
-        self._exchange.all_gather_object(None)
+        self._coordinator.all_gather_object(None)
 
     def _say(self, text: str) -> None:
         if self._is_first:

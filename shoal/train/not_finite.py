@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.checkpoint import Exchange
+from shoal.checkpoint import Coordinator
 from shoal.data import Loader
 from shoal.errors import TrainingError
 from shoal.models.nested import tensors_in
@@ -64,7 +64,7 @@ def explain_not_finite(
     loader: Loader[Any],
     position: int,
     names: Sequence[str],
-    exchange: Exchange,
+    coordinator: Coordinator,
 ) -> str:
     """What was not finite; all ranks call it together, with gradients as backward left them, or clipped.
 
@@ -75,7 +75,7 @@ def explain_not_finite(
         loader: Knows which samples there were.
         position: Where the batch begins in all data.
         names: Of all parameters, in the model's order.
-        exchange: All ranks.
+        coordinator: All ranks.
     """
     dp, microbatch = parallel.axes.dp, parallel.plan.microbatch
     assert microbatch is not None
@@ -91,7 +91,7 @@ def explain_not_finite(
             gradients.append(owned.name)
         if not _is_finite(owned.parameter):
             weights.append(owned.name)
-    told = exchange.all_gather_object((suspects, gradients, weights))
+    told = coordinator.all_gather_object((suspects, gradients, weights))
     place = {name: number for number, name in enumerate(names)}
 
     def of_all(which: int) -> list[Any]:

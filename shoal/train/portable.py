@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.checkpoint import (
-    Exchange,
+    Coordinator,
     Piece,
-    ProcessGroupExchange,
+    ProcessGroupCoordinator,
     SingleProcess,
     attempt_together,
     checkpoints,
@@ -66,13 +66,13 @@ def save(
         CheckpointError: On all ranks alike: it could not be written, the optimizer keeps what a checkpoint
             cannot hold, or the state is not JSON.
     """
-    folder, exchange = Path(directory), _all_ranks()
+    folder, coordinator = Path(directory), _all_ranks()
     if step is None:
-        step = exchange.all_gather_object(_next_step(folder))[0]
-    described = {"plan": str(parallel.plan), "ranks": exchange.size, _OWN: {**state, "step": step}}
+        step = coordinator.all_gather_object(_next_step(folder))[0]
+    described = {"plan": str(parallel.plan), "ranks": coordinator.size, _OWN: {**state, "step": step}}
     if optimizer is not None:
         described["settings"] = [_settings_of(group) for group in optimizer.param_groups]
-    return save_training(folder, step, parallel, optimizer, described, exchange)
+    return save_training(folder, step, parallel, optimizer, described, coordinator)
 
 
 def load(
@@ -95,17 +95,17 @@ def load(
         CheckpointError: On all ranks alike: there is no sound checkpoint, or it does not fit the model or the
             optimizer.
     """
-    exchange = _all_ranks()
-    found = attempt_together(exchange, f"cannot load {path}", lambda: resolve(Path(path)))[0]
-    checkpoint = newest_verified(found, exchange, lambda text: warnings.warn(text, stacklevel=3))
+    coordinator = _all_ranks()
+    found = attempt_together(coordinator, f"cannot load {path}", lambda: resolve(Path(path)))[0]
+    checkpoint = newest_verified(found, coordinator, lambda text: warnings.warn(text, stacklevel=3))
     if checkpoint is None:
         raise CheckpointError(f"{path} has no checkpoint that is sound")
     saved = read_manifest(checkpoint).state
     attempt_together(
-        exchange, f"cannot load {checkpoint}", lambda: _require_fit(checkpoint, saved, optimizer)
+        coordinator, f"cannot load {checkpoint}", lambda: _require_fit(checkpoint, saved, optimizer)
     )
-    layout = {"plan": str(parallel.plan), "ranks": exchange.size}
-    load_training(checkpoint, parallel, optimizer, layout, exchange, {})
+    layout = {"plan": str(parallel.plan), "ranks": coordinator.size}
+    load_training(checkpoint, parallel, optimizer, layout, coordinator, {})
     if optimizer is not None:
         for group, settings in zip(optimizer.param_groups, saved["settings"], strict=True):
             _take_settings(group, settings)
@@ -118,7 +118,7 @@ def save_training(
     parallel: Parallel,
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
-    exchange: Exchange,
+    coordinator: Coordinator,
     of_rank: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Saves a checkpoint of a model, its buffers and its optimizer.
@@ -129,7 +129,7 @@ def save_training(
         parallel: The model.
         optimizer: Its name is kept with the state.
         state: A JSON object to keep with it.
-        exchange: All ranks.
+        coordinator: All ranks.
         of_rank: More that is this rank's own, by name.
 
     Raises:
@@ -137,15 +137,15 @@ def save_training(
     """
     pieces: list[Piece] = []
     attempt_together(
-        exchange,
+        coordinator,
         f"cannot save step {step} in {directory}",
         lambda: pieces.extend(pieces_to_save(parallel, optimizer)),
     )
-    buffers = differing_buffers(parallel.saved_buffers(), exchange)
-    pieces += _of_rank(exchange.rank, buffers, of_rank or {})
+    buffers = differing_buffers(parallel.saved_buffers(), coordinator)
+    pieces += _of_rank(coordinator.rank, buffers, of_rank or {})
     if optimizer is not None:
         state = {**state, "optimizer": title_of(optimizer)}
-    return write_pieces(directory, step, pieces, state, exchange)
+    return write_pieces(directory, step, pieces, state, coordinator)
 
 
 def load_training(
@@ -153,7 +153,7 @@ def load_training(
     parallel: Parallel,
     optimizer: torch.optim.Optimizer | None,
     layout: Mapping[str, Any],
-    exchange: Exchange,
+    coordinator: Coordinator,
     of_rank: Mapping[str, torch.Tensor],
 ) -> bool:
     """Takes up a model, its buffers and its optimizer, which any number of ranks may have saved.
@@ -163,7 +163,7 @@ def load_training(
         parallel: The model.
         optimizer: Forgets the state that it has.
         layout: What the checkpoint's state says alike if it was saved on the same ranks under the same Plan.
-        exchange: All ranks.
+        coordinator: All ranks.
         of_rank: Filled with what was saved under these names as this rank's own, if the layout is the same.
 
     Returns:
@@ -177,21 +177,21 @@ def load_training(
     _require_same(checkpoint, state, optimizer)
     parallel.zero_grad()
     wanted = pieces_to_load(parallel)
-    read_pieces(checkpoint, wanted.pieces, exchange)
+    read_pieces(checkpoint, wanted.pieces, coordinator)
     wanted.finish()
     parallel.changed()
     is_same_layout = all(state.get(key) == value for key, value in layout.items())
     pieces = []
     if is_same_layout:
-        own = _of_rank(exchange.rank, parallel.saved_buffers(), of_rank)
+        own = _of_rank(coordinator.rank, parallel.saved_buffers(), of_rank)
         # Only buffers that differ are saved, and the state may be from a machine without CUDA.
         pieces += [piece for piece in own if piece.name in saved]
     if optimizer is not None:
         of_optimizer = optimizer_to_load(parallel, optimizer, saved)
-        read_pieces(checkpoint, [*pieces, *of_optimizer.pieces], exchange)
+        read_pieces(checkpoint, [*pieces, *of_optimizer.pieces], coordinator)
         of_optimizer.finish()
     else:
-        read_pieces(checkpoint, pieces, exchange)
+        read_pieces(checkpoint, pieces, coordinator)
     return is_same_layout
 
 
@@ -224,8 +224,8 @@ def _of_rank(
     return [Piece.whole(f"rank/{rank}/{name}", tensor.detach()) for name, tensor in held.items()]
 
 
-def _all_ranks() -> Exchange:
-    return ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
+def _all_ranks() -> Coordinator:
+    return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
 
 
 def _next_step(directory: Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from shoal.checkpoint import Exchange
+from shoal.checkpoint import Coordinator
 from shoal.cluster import peak_flops
 from shoal.errors import RunError, ShoalError
 from shoal.models import Transformer
@@ -41,7 +41,7 @@ class RunRecord:
 
     Args:
         path: A directory that is absent or empty, or the Run that a checkpoint will be loaded of.
-        exchange: The ranks, which make it together.
+        coordinator: The ranks, which make it together.
         model: Before it is laid over ranks.
         device: What this rank computes on.
         settings: What else the description shall hold.
@@ -58,34 +58,34 @@ class RunRecord:
     def __init__(
         self,
         path: Path,
-        exchange: Exchange,
+        coordinator: Coordinator,
         model: nn.Module,
         device: torch.device,
         settings: Mapping[str, Any],
         recorder: Recorder | None,
     ) -> None:
-        self._exchange = exchange
+        self._coordinator = coordinator
         self._device = device
-        self._described = _describe(path, exchange, model) | dict(settings)
+        self._described = _describe(path, coordinator, model) | dict(settings)
         self.run = Run(path)
         self._goes_on = self._open_together()
-        say = print if exchange.rank == 0 else lambda text: None
+        say = print if coordinator.rank == 0 else lambda text: None
         self._owns_recorder = recorder is None
         self.recorder: Recorder = recorder or SpanRecorder(
-            self.run.timeline_file(exchange.rank), exchange.rank, say=say
+            self.run.timeline_file(coordinator.rank), coordinator.rank, say=say
         )
-        self._metrics = MetricsWriter(self.run.metrics_file, say=say) if exchange.rank == 0 else None
+        self._metrics = MetricsWriter(self.run.metrics_file, say=say) if coordinator.rank == 0 else None
 
     def settle(self, plan: Plan) -> None:
         """Says what the Plan is, now that the model is laid out by it."""
         self._described |= {"plan": str(plan)}
         self._described["device"] = describe_device(self._device, plan)
-        if self._exchange.rank == 0 and not self._goes_on:
+        if self._coordinator.rank == 0 and not self._goes_on:
             self.run.describe(self._described)
 
     def loaded(self, step: int) -> None:
         """Says that the Run goes on from a checkpoint, made after step number `step`."""
-        if self._goes_on and self._exchange.rank == 0:
+        if self._goes_on and self._coordinator.rank == 0:
             before = self.run.description
             is_same = all(
                 before.get(name) == self._described[name] for name in ("plan", "world_size", "device")
@@ -122,7 +122,7 @@ class RunRecord:
     def _open_together(self) -> bool:
         """Whether the Run was there before; rank 0 makes it otherwise."""
         outcome: bool | ShoalError = False
-        if self._exchange.rank == 0:
+        if self._coordinator.rank == 0:
             try:
                 if (self.run.path / "run.json").is_file():
                     outcome = True
@@ -130,19 +130,19 @@ class RunRecord:
                     Run.create(self.run.path, self._described)
             except ShoalError as error:
                 outcome = error
-        told: bool | ShoalError = self._exchange.all_gather_object(outcome)[0]
+        told: bool | ShoalError = self._coordinator.all_gather_object(outcome)[0]
         if isinstance(told, ShoalError):
             raise told
         return told
 
 
-def _describe(path: Path, exchange: Exchange, model: nn.Module) -> dict[str, Any]:
+def _describe(path: Path, coordinator: Coordinator, model: nn.Module) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = model.config.flops_per_token(model.config.seq) if isinstance(model, Transformer) else None
     return {
         "name": path.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "world_size": exchange.size,
+        "world_size": coordinator.size,
         "model": {"name": type(model).__name__, "parameters": parameters, "flops_per_token": flops},
         "versions": describe_versions(),
     }

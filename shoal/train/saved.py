@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from shoal.checkpoint import Exchange, attempt_together, read_manifest
+from shoal.checkpoint import Coordinator, attempt_together, read_manifest
 from shoal.parallel import Parallel
 from shoal.train.portable import load_training, save_training
 from shoal.train.randomness import begin_anew, random_state, set_random_state
@@ -26,7 +26,7 @@ class SavedTraining:
         optimizer: As it was made: what its groups hold is kept where it changes.
         plan: As checkpoints tell it; the same text on the same ranks is the same layout.
         seed: The run's.
-        exchange: All ranks.
+        coordinator: All ranks.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class SavedTraining:
         *,
         plan: str,
         seed: int,
-        exchange: Exchange,
+        coordinator: Coordinator,
     ) -> None:
         self._parallel = parallel
         self._optimizer = optimizer
-        self._layout = {"plan": plan, "ranks": exchange.size}
+        self._layout = {"plan": plan, "ranks": coordinator.size}
         self._seed = seed
-        self._exchange = exchange
+        self._coordinator = coordinator
         self._settings = _settings_of(optimizer)
 
     def save(self, directory: Path, step: int, state: Mapping[str, Any]) -> Path:
@@ -67,7 +67,7 @@ class SavedTraining:
             self._parallel,
             self._optimizer,
             described,
-            self._exchange,
+            self._coordinator,
             {f"random.{name}": tensor for name, tensor in random_state().items()},
         )
 
@@ -78,7 +78,7 @@ class SavedTraining:
             CheckpointError: It does.
         """
         attempt_together(
-            self._exchange,
+            self._coordinator,
             "checkpoints cannot be saved",
             lambda: len(optimizer_pieces(self._parallel, self._optimizer)),
         )
@@ -98,7 +98,7 @@ class SavedTraining:
             self._parallel,
             self._optimizer,
             self._layout,
-            self._exchange,
+            self._coordinator,
             {f"random.{name}": tensor for name, tensor in random.items()},
         )
         state = read_manifest(checkpoint).state

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint import Exchange, Piece, Region, TensorRecord, dtype_named
+from shoal.checkpoint import Coordinator, Piece, Region, TensorRecord, dtype_named
 from shoal.errors import CheckpointError
 from shoal.parallel import Axis, Composed, Frozen, Owned, Parallel, local_part, parts_of
 
@@ -182,13 +182,13 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
     return frozen + _fixed(saved_buffers(model))
 
 
-def differing_buffers(mine: Mapping[str, torch.Tensor], exchange: Exchange) -> dict[str, torch.Tensor]:
+def differing_buffers(mine: Mapping[str, torch.Tensor], coordinator: Coordinator) -> dict[str, torch.Tensor]:
     """Return this rank's buffers that have other values on another rank, such as BatchNorm's statistics.
 
     All ranks call it together.
     """
     digests = {name: _digest(buffer) for name, buffer in mine.items()}
-    everyone = exchange.all_gather_object(digests)
+    everyone = coordinator.all_gather_object(digests)
     return {
         name: buffer
         for name, buffer in mine.items()
@@ -265,7 +265,7 @@ def _share(owned: Sequence[Owned]) -> list[Owned]:
     held: dict[Axis, list[int]] = {}
     mine = []
     for candidate in sorted(owned, key=lambda item: item.start - item.stop):
-        if candidate.family.twins is not None and candidate.family.twins.index > 0:
+        if candidate.family.tied_ranks is not None and candidate.family.tied_ranks.index > 0:
             continue
         sharers = candidate.family.replicate
         sizes = held.setdefault(sharers, [0] * sharers.size)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.checkpoint import Exchange, ProcessGroupExchange, SingleProcess
+from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.parallel import Batch, Parallel, parallelize
@@ -130,7 +130,7 @@ class Trainer:
         if run is not None:
             settings: dict[str, Any] = {"plan": str(self.plan), "seed": seed}
             settings["tokens_per_step"] = None if sequence is None else batch * sequence
-            record = RunRecord(Path(run), self.exchange, model, self._device, settings, recorder)
+            record = RunRecord(Path(run), self.coordinator, model, self._device, settings, recorder)
             recorder = record.recorder
         self._listeners = Listeners(record, on_step, on_validation, on_save)
         self._recorder = recorder if recorder is not None else NullRecorder()
@@ -149,7 +149,7 @@ class Trainer:
             record.settle(self.parallel.plan)
         self.optimizer = build_optimizer(self.parallel, self.config, batch, make_optimizer)
         self._saved = SavedTraining(
-            self.parallel, self.optimizer, plan=str(self.plan), seed=seed, exchange=self.exchange
+            self.parallel, self.optimizer, plan=str(self.plan), seed=seed, coordinator=self.coordinator
         )
         self._rates = RateCourse(self.optimizer, self.config, steps=steps, batch=batch, schedule=schedule)
         self._buffers = ChangingBuffers(self.parallel.module)
@@ -159,9 +159,9 @@ class Trainer:
         begin_anew(seed, 0, self.parallel.axes.data.index)
 
     @property
-    def exchange(self) -> Exchange:
+    def coordinator(self) -> Coordinator:
         """All ranks, as checkpoints see them."""
-        return ProcessGroupExchange() if dist.is_initialized() else SingleProcess()
+        return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
 
     def step(self, *, stop: bool = False) -> StepResult:
         """Makes one optimizer step, or skips it if its loss or its gradient is not finite.
@@ -301,7 +301,7 @@ class Trainer:
     def _leave_out(self, passed: Passed, norm: float) -> str:
         """Undoes what the step did; gives the reason."""
         reason = explain_not_finite(
-            self.parallel, passed, norm, self._loader, self.position, self._names, self.exchange
+            self.parallel, passed, norm, self._loader, self.position, self._names, self.coordinator
         )
         self.parallel.zero_grad()
         self._buffers.put_back()

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import REAL_FILES, Exchange, Manifest, Piece, SingleProcess, load, read_manifest
+from shoal.checkpoint import REAL_FILES, Coordinator, Manifest, Piece, SingleProcess, load, read_manifest
 from shoal.errors import ShoalError
 
 KILLED = 17
@@ -22,7 +22,7 @@ RAISED = 3
 
 
 class ThreadExchange:
-    """An Exchange between threads."""
+    """A Coordinator between threads."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -38,7 +38,7 @@ class ThreadExchange:
         return values
 
 
-def on_ranks(size: int, function: Callable[[Exchange], Any]) -> list[Any]:
+def on_ranks(size: int, function: Callable[[Coordinator], Any]) -> list[Any]:
     """What `function` returned on each of `size` ranks, or the ShoalError that it raised there."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=30)
@@ -65,7 +65,7 @@ def on_ranks(size: int, function: Callable[[Exchange], Any]) -> list[Any]:
 
 
 class PipeExchange:
-    """An Exchange of two processes; it raises EOFError or BrokenPipeError when the other has died."""
+    """A Coordinator of two processes; it raises EOFError or BrokenPipeError when the other has died."""
 
     size = 2
 

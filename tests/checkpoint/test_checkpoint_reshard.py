@@ -90,16 +90,16 @@ def test_any_cut_over_any_ranks_loads_under_any_other_cut(
     with tempfile.TemporaryDirectory() as directory:
         paths = on_ranks(
             ranks,
-            lambda exchange: save(
+            lambda coordinator: save(
                 Path(directory),
                 1,
                 [
                     piece
                     for index, one in enumerate(held)
-                    for piece in one.pieces(f"t/{index}", exchange.rank)
+                    for piece in one.pieces(f"t/{index}", coordinator.rank)
                 ],
-                {"rank": exchange.rank},
-                exchange,
+                {"rank": coordinator.rank},
+                coordinator,
                 StoppingFiles(),
             ),
         )
@@ -113,7 +113,7 @@ def test_any_cut_over_any_ranks_loads_under_any_other_cut(
                 start, stop = sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size))))
                 blank = torch.zeros(stop - start, dtype=one.tensor.dtype)
                 wanted[rank].append(Piece(f"t/{index}", tuple(one.tensor.shape), start, stop, blank))
-        states = on_ranks(readers, lambda exchange: load(paths[0], wanted[exchange.rank], exchange))
+        states = on_ranks(readers, lambda coordinator: load(paths[0], wanted[coordinator.rank], coordinator))
 
         assert states == [{"rank": 0}] * readers
         for pieces in wanted:
@@ -162,7 +162,9 @@ def test_the_state_comes_back_as_json_would_give_it(tmp_path: Path) -> None:
 def test_a_tensor_that_is_missing_is_named_with_the_nearest_on_all_ranks(tmp_path: Path) -> None:
     path = save(tmp_path, 1, wholes(tensors(1)), {}, SingleProcess())
     misspelt = Piece.whole("model/norm.wait", torch.zeros(6))
-    errors = on_ranks(2, lambda exchange: load(path, [misspelt] if exchange.rank == 1 else [], exchange))
+    errors = on_ranks(
+        2, lambda coordinator: load(path, [misspelt] if coordinator.rank == 1 else [], coordinator)
+    )
     assert [str(error) for error in errors] == [
         f"cannot load {path}: rank 1: tensor 'model/norm.wait' is not in the checkpoint "
         "(did you mean 'model/norm.weight'?)"

@@ -28,7 +28,7 @@ from checkpoint_stand_ins import (
 
 from shoal.checkpoint import (
     Piece,
-    ProcessGroupExchange,
+    ProcessGroupCoordinator,
     SingleProcess,
     checkpoints,
     latest,
@@ -225,9 +225,9 @@ def test_ranks_of_a_process_group_save_and_verify_together(tmp_path: Path) -> No
     def run(rank: int) -> None:
         store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
         torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-        exchange = ProcessGroupExchange()
-        assert (exchange.rank, exchange.size) == (rank, 2)
-        verify(save(tmp_path / "checkpoints", 100, share(OLD, rank, 2), {}, exchange), exchange)
+        coordinator = ProcessGroupCoordinator()
+        assert (coordinator.rank, coordinator.size) == (rank, 2)
+        verify(save(tmp_path / "checkpoints", 100, share(OLD, rank, 2), {}, coordinator), coordinator)
 
     children = [fork(lambda r=rank: run(r)) for rank in range(2)]
     assert [reap(child) for child in children] == [0, 0]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.collectives.network import Group, collective_seconds
-from shoal.cost.time.buckets import buckets_of, families_of, held_by_rank, shards_of
+from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank, shards_of
 from shoal.cost.time.step import Costs
 from shoal.plan import Mesh, Plan, divisors
 from shoal.simulate import simulate
@@ -66,7 +66,7 @@ def test_every_parameter_is_in_one_bucket_and_small_ones_share_theirs(plan, size
     plan = plan.replace(bucket=size)
     blocks = workload.pieces
     buckets = buckets_of(blocks, (0, len(blocks) - 1), plan, 2)
-    held = sum(held_by_rank(block.parameters, plan.tp, plan.ep).total for block in blocks)
+    held = sum(parameters_on_rank(block.parameters, plan.tp, plan.ep).total for block in blocks)
     assert sum(bucket.parameters * bucket.number for bucket in buckets) == pytest.approx(held)
     if plan.shard != "zero3":
         assert all(2 * bucket.parameters <= size + 1e-6 for bucket in buckets)
@@ -87,7 +87,7 @@ def test_experts_gradients_are_exchanged_by_fewer_ranks():
 
 def test_an_expert_s_state_is_owned_by_fewer_ranks_than_others():
     costs = Costs(EXPERTS, cluster_of(8))
-    held = held_by_rank(dataclasses.replace(EXPERTS.layers[0].parameters, whole=0, divided=0), 1, 8)
+    held = parameters_on_rank(dataclasses.replace(EXPERTS.layers[0].parameters, whole=0, divided=0), 1, 8)
     sharded, whole = (
         costs.update(Plan(dp=8, ep=8, shard=shard, microbatch=1), held) for shard in ("zero1", "none")
     )

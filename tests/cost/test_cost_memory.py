@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import held_by_rank
+from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import block_memory
 from shoal.cost.memory.memory import Memories, memory_of
 from shoal.cost.memory.smallest_fit import smallest_fit, too_large
@@ -171,7 +171,7 @@ def weighed(table, rank, whole, half):
 def test_ranks_hold_what_the_tables_of_the_schedules_say():
     checked = set()
     for table in numbers():
-        found = held_by_rank(table.name, table.ranks, table.virtual, table.microbatches)
+        found = activation_peaks(table.name, table.ranks, table.virtual, table.microbatches)
         for rank in range(table.ranks):
             for whole, half in ((3.0, 2.0), (3.0, 0.0), (1.0, 1.0)):
                 stages = table.stages_of(rank)
@@ -193,7 +193,7 @@ def test_schedules_in_a_v_hold_what_their_tables_say_whatever_their_stages_keep(
     if name == "dualpipe-v":
         count = max(count, 2 * ranks)
     table = make(name, ranks, 2, count)
-    for rank, moments in enumerate(held_by_rank(name, ranks, 2, count)):
+    for rank, moments in enumerate(activation_peaks(name, ranks, 2, count)):
         whole = dict(zip(table.stages_of(rank), kept, strict=True))
         found = max(sum(map(math.prod, zip(held.whole, kept, strict=True))) for held in moments)
         assert found == weighed(table, rank, whole, whole)
@@ -206,7 +206,7 @@ def test_interleaved_holds_what_its_table_says(ranks, virtual, rounds):
         table = make("1f1b", ranks, 1, rounds * ranks)
     else:
         table = make("interleaved", ranks, virtual, rounds * ranks)
-    for rank, (held,) in enumerate(held_by_rank(table.name, ranks, virtual, table.microbatches)):
+    for rank, (held,) in enumerate(activation_peaks(table.name, ranks, virtual, table.microbatches)):
         assert held.whole == tuple(table.held_by_stage[stage] for stage in table.stages_of(rank))
 
 
@@ -215,7 +215,7 @@ def test_interleaved_holds_what_its_table_says(ranks, virtual, rounds):
 def test_zb_h1_holds_what_its_table_says(ranks, count, whole, half):
     half = min(whole, half)
     table = make("zb-h1", ranks, 1, count)
-    for rank, (held,) in enumerate(held_by_rank("zb-h1", ranks, 1, count)):
+    for rank, (held,) in enumerate(activation_peaks("zb-h1", ranks, 1, count)):
         found = whole * held.whole[0] + half * held.halves[0]
         assert found == weighed(table, rank, {rank: whole}, {rank: half})
 
@@ -223,14 +223,14 @@ def test_zb_h1_holds_what_its_table_says(ranks, count, whole, half):
 def test_by_stage_too_ranks_hold_what_the_table_of_interleaved_says():
     for table in numbers():
         if table.name in ("1f1b", "interleaved"):
-            found = held_by_rank(table.name, table.ranks, table.virtual, table.microbatches)
+            found = activation_peaks(table.name, table.ranks, table.virtual, table.microbatches)
             for rank in range(table.ranks):
                 expected = tuple(table.held_by_stage[stage] for stage in table.stages_of(rank))
                 assert found[rank][0].whole == expected
 
 
 def test_a_searched_schedule_holds_what_it_was_allowed():
-    (held,) = held_by_rank("search", 4, 2, 16, 6)[0]
+    (held,) = activation_peaks("search", 4, 2, 16, 6)[0]
     assert sum(held.whole) == 6
 
 

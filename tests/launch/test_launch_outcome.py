@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint import ProcessGroupExchange
+from shoal.checkpoint import ProcessGroupCoordinator
 from shoal.errors import CommunicationError, PlanError, TrainingError
 from shoal.launch import Outcome, root_cause
 
@@ -125,7 +125,7 @@ def test_a_failed_collective_is_known_as_one(tmp_path):
 
 
 def end_of_a_rank_that_lost_another():
-    exchange = ProcessGroupExchange()
+    exchange = ProcessGroupCoordinator()
     if exchange.rank == 1:
         torch.distributed.destroy_process_group()
         return None

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from parallel_stand_ins import assembled, owned_parts
 
-from shoal.checkpoint import ProcessGroupExchange, SingleProcess, load, save
+from shoal.checkpoint import ProcessGroupCoordinator, SingleProcess, load, save
 from shoal.errors import ModelError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
@@ -136,13 +136,13 @@ def test_what_is_frozen_has_the_type_that_computes(ranks):
 def save_some(plan, shape, frozen, folder):
     parallel = parallelize(built(shape, frozen), plan)
     optimizer = torch.optim.AdamW(parallel.parameters())
-    return save(folder, 1, pieces_to_save(parallel, optimizer), {}, ProcessGroupExchange())
+    return save(folder, 1, pieces_to_save(parallel, optimizer), {}, ProcessGroupCoordinator())
 
 
 def load_some(plan, shape, frozen, checkpoint):
     parallel = parallelize(built(shape, frozen, seed=4), plan)
     wanted = pieces_to_load(parallel)
-    load(checkpoint, wanted.pieces, ProcessGroupExchange())
+    load(checkpoint, wanted.pieces, ProcessGroupCoordinator())
     wanted.finish()
     parallel.changed()
     return parallel.full_state_dict()

@@ -37,7 +37,7 @@ class FrozenPart(nn.Module):
 
 def rank_of(shapes, shards, replicas, shard, replica):
     """A rank's rows of parameters of these shapes, as `Parallel` tells of them, and its optimizer."""
-    family = SimpleNamespace(replicate=Place(replicas, replica), twins=None)
+    family = SimpleNamespace(replicate=Place(replicas, replica), tied_ranks=None)
     owned = []
     for number, shape in enumerate(shapes):
         rows, row = (shape[0], math.prod(shape[1:])) if shape else (1, 1)

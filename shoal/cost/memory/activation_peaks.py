@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from shoal.plan.schedules import FOUND
 
-__all__ = ["Held", "held_by_rank"]
+__all__ = ["Held", "activation_peaks"]
 
 
 class Held(NamedTuple):
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def held_by_rank(
+def activation_peaks(
     schedule: str, ranks: int, virtual: int, microbatches: int, limit: int | None = None
 ) -> tuple[tuple[Held, ...], ...]:
     """By rank, the moments after forwards at which nothing else is held by more.

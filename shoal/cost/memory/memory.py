@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import Held, held_by_rank
+from shoal.cost.memory.activation_peaks import Held, activation_peaks
 from shoal.cost.memory.activations import stream_bytes
 from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
 from shoal.cost.memory.rank import Outline, Pieces
@@ -211,7 +211,7 @@ class Memories:
         if plan.pp == 1:
             return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),))
         virtual = plan.stages // plan.pp
-        held = held_by_rank(plan.schedule, plan.pp, virtual, microbatches, plan.activations)
+        held = activation_peaks(plan.schedule, plan.pp, virtual, microbatches, plan.activations)
         return pieces.outlines(stages, plan.placement, held)
 
     def _rank(self, plan: Plan, layout: Layout, outline: Outline) -> _Rank:

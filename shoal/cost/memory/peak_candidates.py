@@ -103,7 +103,7 @@ def moments_of(
         yield Moment("loss", held, ends.last.loss, gathered)
         yield Moment("head", held, ends.last.head, gathered)
     buckets = _Buckets(plan, stack, ends, copies) if plan.shard in ("zero2", "zero3") else None
-    for place in stack.telling:
+    for place in stack.peak_candidates:
         layer = layers[place]
         left = held - ends.kept - stack.kept[place + 1]
         gathered = ends.embedding + sum([each.parameters for each in layers[place : place + 2]])

@@ -19,7 +19,7 @@ class Stack:
 
     Attributes:
         layers: What each takes.
-        telling: Places of those at which memory can be most: between them it changes evenly.
+        peak_candidates: Places of those at which memory can be most: between them it changes evenly.
         kept: Sums of bytes kept of a micro-batch.
         gradients: Sums of bytes of fp32 gradients on the rank.
         freed: The same before experts are divided: they are on so many fewer ranks that share their
@@ -27,7 +27,7 @@ class Stack:
     """
 
     layers: tuple[BlockMemory, ...]
-    telling: tuple[int, ...]
+    peak_candidates: tuple[int, ...]
     kept: tuple[float, ...]
     gradients: tuple[float, ...]
     freed: tuple[float, ...]

@@ -23,7 +23,15 @@ from shoal.cost.collectives.network import Group
 from shoal.plan import Plan
 from shoal.workload import Block, Parameters
 
-__all__ = ["Bucket", "Family", "buckets_of", "families_of", "held_by_rank", "owned_by_rank", "shards_of"]
+__all__ = [
+    "Bucket",
+    "Family",
+    "buckets_of",
+    "families_of",
+    "owned_by_rank",
+    "parameters_on_rank",
+    "shards_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ def families_of(plan: Plan) -> tuple[Family, ...]:
     return tuple(families)
 
 
-def held_by_rank(parameters: Parameters, tp: int, ep: int) -> Parameters:
+def parameters_on_rank(parameters: Parameters, tp: int, ep: int) -> Parameters:
     """What a rank has of a block's parameters, before sharding."""
     return Parameters(parameters.whole, parameters.divided // tp, parameters.experts // ep)
 
@@ -112,7 +120,7 @@ def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width
     """
     by_block = plan.shard == "zero3"
     capacity = math.inf if by_block else plan.bucket / width
-    held = [held_by_rank(block.parameters, plan.tp, plan.ep) for block in blocks]
+    held = [parameters_on_rank(block.parameters, plan.tp, plan.ep) for block in blocks]
     filled: list[Bucket] = []
     for family in families_of(plan):
         counts = [family.count(each) for each in held]

@@ -28,7 +28,7 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import send_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost, block_cost
-from shoal.cost.time.buckets import held_by_rank, owned_by_rank
+from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import Exchanges, Runs, StageWork, runs_of
 from shoal.cost.time.split import pieces_by_stage
@@ -284,7 +284,7 @@ class Costs:
             context,
             expert,
             late,
-            held_by_rank(Parameters(whole, divided, experts), layout.tp, layout.ep),
+            parameters_on_rank(Parameters(whole, divided, experts), layout.tp, layout.ep),
             tuple(works),
         )
 

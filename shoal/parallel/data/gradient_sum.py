@@ -189,7 +189,7 @@ class GradientSum:
             presence = self._presence()[index]
         # The first and the last stage add up what they share: there a gradient is one on both.
         absent: set[int] = set()
-        if self._missing and self.bucket.family.twins is None:
+        if self._missing and self.bucket.family.tied_ranks is None:
             counts = presence[self._missing].tolist()
             absent = {number for number, count in zip(self._missing, counts, strict=True) if count == 0}
         for number, part in enumerate(parts):

@@ -197,8 +197,8 @@ class _ShardedWeights(Strategy):
             self._reduction.reduce_early(self._positions[block])
 
     def _end_backward(self) -> None:
-        is_another_stage_s = self._on_hold and not self._is_walking_back  # with a gradient of what is lent
-        if not is_another_stage_s:
+        from_other_stage = self._on_hold and not self._is_walking_back  # with a gradient of what is lent
+        if not from_other_stage:
             self._order.end_backward()
         self._is_walking_back = False
 

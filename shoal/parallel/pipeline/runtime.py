@@ -266,8 +266,8 @@ class Pipeline:
         for here in self._stages.values():
             for owned in here.strategy.owned:
                 gradient = owned.gradient
-                if owned.family.twins is not None and gradient is not None:
-                    owned.family.twins.all_reduce(gradient, owned.name).wait()
+                if owned.family.tied_ranks is not None and gradient is not None:
+                    owned.family.tied_ranks.all_reduce(gradient, owned.name).wait()
 
     # -- actions ------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """How the ranks that share a checkpoint agree.
 
-Every part of a protocol is an attempt that each rank makes, followed by one exchange in which all learn how
-it went: so all go on, or all raise the same error.
+Every part of a protocol is an attempt that each rank makes. Then all ranks tell each other how it went, so
+that all go on, or all raise the same error.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ import torch.distributed
 
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
 
-__all__ = ["Exchange", "ProcessGroupExchange", "SingleProcess", "attempt_on_rank_zero", "attempt_together"]
+__all__ = [
+    "Coordinator",
+    "ProcessGroupCoordinator",
+    "SingleProcess",
+    "attempt_on_rank_zero",
+    "attempt_together",
+]
 
 T = TypeVar("T")
 
 
-class Exchange(Protocol):
+class Coordinator(Protocol):
     """The ranks that save or load one checkpoint together, on a file system that all of them see."""
 
     @property
@@ -38,7 +44,7 @@ class Exchange(Protocol):
 
 
 class SingleProcess:
-    """An Exchange of one rank."""
+    """A Coordinator of one rank."""
 
     rank = 0
     size = 1
@@ -48,8 +54,8 @@ class SingleProcess:
         return [value]
 
 
-class ProcessGroupExchange:
-    """An Exchange over a `torch.distributed` process group.
+class ProcessGroupCoordinator:
+    """A Coordinator over a `torch.distributed` process group.
 
     Args:
         group: The group; None is the default group. Prefer one whose backend works on the CPU: what is
@@ -81,11 +87,11 @@ class _Failure:
     corrupt: bool
 
 
-def attempt_together(exchange: Exchange, purpose: str, attempt: Callable[[], T]) -> list[T]:
+def attempt_together(coordinator: Coordinator, purpose: str, attempt: Callable[[], T]) -> list[T]:
     """Makes the same attempt on every rank; either all succeed or all raise the same error.
 
     Args:
-        exchange: The ranks.
+        coordinator: The ranks.
         purpose: What cannot be done if it fails, such as "cannot save step 100"; opens the message.
         attempt: What this rank does. Its result is sent to every rank.
 
@@ -104,7 +110,7 @@ def attempt_together(exchange: Exchange, purpose: str, attempt: Callable[[], T])
         cause = error
         outcome = _Failure(_reason(error), isinstance(error, CorruptCheckpointError))
     results: list[T] = []
-    for rank, other in enumerate(exchange.all_gather_object(outcome)):
+    for rank, other in enumerate(coordinator.all_gather_object(outcome)):
         if not isinstance(other, _Failure):
             results.append(other)
         elif other.corrupt:
@@ -114,9 +120,9 @@ def attempt_together(exchange: Exchange, purpose: str, attempt: Callable[[], T])
     return results
 
 
-def attempt_on_rank_zero(exchange: Exchange, purpose: str, attempt: Callable[[], T]) -> T:
+def attempt_on_rank_zero(coordinator: Coordinator, purpose: str, attempt: Callable[[], T]) -> T:
     """Makes an attempt on rank 0 alone and gives every rank its result; raises as `attempt_together`."""
-    results = attempt_together(exchange, purpose, lambda: attempt() if exchange.rank == 0 else None)
+    results = attempt_together(coordinator, purpose, lambda: attempt() if coordinator.rank == 0 else None)
     return cast(T, results[0])
 
 
