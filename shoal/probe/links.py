@@ -163,7 +163,7 @@ def _exchange(group: dist.ProcessGroup, given: torch.Tensor, got: torch.Tensor, 
 
 
 def measure_contention(place: Place, effort: Effort) -> float:
-    """Of an all-reduce that runs beside a product, the share that the product is slowed by: 0 to 1.
+    """Measure the share, 0 to 1, by which an all-reduce slows a product that runs beside it.
 
     Over the innermost links: what slower ones are slowed by follows from their rate.
     """

@@ -73,7 +73,7 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Of kernels that read and write memory: `nbytes` altogether, more than caches hold if it is a stream."""
+    """Seconds of kernels that read and write `nbytes` of memory, more than caches hold if it is a stream."""
 
     name: str
     nbytes: float

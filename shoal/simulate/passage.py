@@ -102,7 +102,7 @@ class Passage:
             yield begin, now
 
     def gathered(self) -> Passage:
-        """The same if it is plain, with all compute in one piece, and then one for each operation.
+        """Return a plain passage with all compute in one piece, and then one piece for each operation.
 
         A pipeline has thousands of passages with many communications each, which a Timeline shows as few.
         """

@@ -72,7 +72,7 @@ LOOKUPS: frozenset[Any] = frozenset(
 
 
 class Sizes(NamedTuple):
-    """Of a product `[rows, inputs] x [inputs, outputs]`, or of `copies` equal ones that share the rows.
+    """Sizes of a product `[rows, inputs] x [inputs, outputs]`, or of `copies` of it that share the rows.
 
     Attributes:
         left: What is multiplied: the operator's operand that has the rows.

@@ -88,7 +88,7 @@ def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterat
 
 
 def compare_layers(rows: Sequence[MeasuredLayer], refuse: Refuse = strictly) -> Iterator[Comparison]:
-    """Of every row forward, backward and both; `refuse` is given the errors of devices that are not known."""
+    """Compare every row's forward, backward and sum; `refuse` gets the errors of unknown devices."""
     return _each(rows, _compare_layer, refuse)
 
 

@@ -38,7 +38,7 @@ def _attention(layer: Block) -> Iterator[Saved]:
 
 
 def _results(layer: Block) -> Iterator[Saved]:
-    """Of products. Results that backward reads are made again, others not: they are just not kept."""
+    """Return the results of products. What backward reads is made again; the rest is not kept."""
     for index, (name, elements, part) in enumerate(_matrices(layer)):
         is_kept = index % 2 == 0
         if part is Part.COLUMNS:

@@ -70,18 +70,18 @@ def together(timed: Iterable[tuple[Bucket, BucketTimes]]) -> BucketTimes:
 
 
 def reduce_seconds(bucket: Bucket, cluster: Cluster) -> float:
-    """Of its gradients, over the shards and then over the replicas; of all equal buckets together."""
+    """Seconds of all equal buckets' gradients, over the shards and then over the replicas."""
     return sum(_sums(bucket, cluster))
 
 
 def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
-    """Of its weights of so many bytes each, over the shards; of all equal buckets together."""
+    """Seconds of all equal buckets' weights, of so many bytes each, over the shards."""
     nbytes = width * bucket.parameters
     return bucket.number * collective_seconds("all_gather", nbytes, bucket.family.shards, cluster)
 
 
 def copy_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
-    """Of the passes that take gradients of so many bytes each into it, and this rank's shard out of it.
+    """Seconds of the passes that copy gradients into a bucket, and this rank's shard out of it.
 
     Of all equal buckets together.
     """

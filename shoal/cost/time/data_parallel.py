@@ -175,7 +175,7 @@ class Exchanges:
         return found.ends + max(c * hidden + found.first, found.gather - left)
 
     def _behind_backward(self, found: _Exchanged, gathered: float, stage: StageWork, layout: Layout) -> float:
-        """Of gradients, with `gathered` seconds of weights on the way besides."""
+        """Exposed seconds of gradients, where weights take `gathered` seconds beside them."""
         c = self._cluster.device.contention * stage.computed
         total = found.reduce + gathered
         between = self._backward(found.between, layout) + found.copy_last

@@ -157,7 +157,7 @@ def _memory(parameters: Mapping[str, nn.Parameter], held: frozenset[str]) -> flo
 
 
 def _shares_of_experts(model: nn.Module) -> dict[str, float]:
-    """Of the experts' parameters, by name, the share that one token goes to."""
+    """Return the share of the experts' parameters that one token goes to, by name."""
     return {
         f"{name}.{kind}": module.per_token / module.experts
         for name, module in model.named_modules()

@@ -242,7 +242,7 @@ class _RowProduct(torch.autograd.Function):
 def _column_gradients(
     split: _Split, hidden: Tensor, rows: Sequence[Tensor], biased: Sequence[bool]
 ) -> list[Tensor]:
-    """Of the weights, then of the biases that there are; gathers the input if it is a part of a sequence."""
+    """Gradients of the weights, then of the biases; gathers an input that is a part of a sequence."""
     whole = hidden
     if split.sequence:
         whole, gathering = start_gather(hidden, split.axis, split.name)
