@@ -310,7 +310,7 @@ class Parallel(nn.Module):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Within it, every parameter of `module` is up to date, and whole but for what tp and ep cut.
+        """Bring every parameter of `module` up to date while it lasts, and whole, except what tp and ep cut.
 
         All ranks enter it together.
         """

@@ -43,7 +43,7 @@ class Choice:
         return self.candidates[0]
 
     def explain(self) -> Explanation:
-        """Why it is the best, in closed form: of all the Plans that it is compared with none is played."""
+        """Why it is the best, in closed form: the Plans that it is compared with are not played."""
         return explain(self.search, self.best.in_closed_form)
 
 
