@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("check",),
     ("web", "cli"),
-    ("testing",),
+    ("testing", "__main__"),
 )
 """Top to bottom. `run` is the directory on disk, beside the other nouns that it holds."""
 

@@ -9,8 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import shoal
-
 __all__ = ["PrintVersion"]
 
 
@@ -27,7 +25,7 @@ class PrintVersion(argparse.Action):
 
 
 def _core() -> str:
-    found = sorted((Path(shoal.__file__).parent / "collectives").glob("_core*.so"))
+    found = sorted((Path(__file__).parent.parent / "collectives").glob("_core*.so"))
     if not found:
         return "native core: not built; ranks on CPUs communicate through gloo"
     unit = ctypes.CDLL(str(found[0])).shoal_vector_unit

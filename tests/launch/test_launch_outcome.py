@@ -109,7 +109,7 @@ def test_another_error_keeps_its_traceback():
     except TrainingError as error:
         outcome = Outcome.of_error(0, error)
     assert "Traceback" in outcome.detail
-    assert "test_elastic_outcome.py" in outcome.detail
+    assert "test_launch_outcome.py" in outcome.detail
     assert root_cause([outcome], {0: 1}).detail == outcome.detail
 
 
