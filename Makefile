@@ -12,7 +12,7 @@ EXTRAS := dev,hf,parquet,tensorboard
 
 # Where PyPI has torch for CUDA alone, as on Linux on x86-64, this venv takes 5 GB.
 OLDEST := .venv-oldest
-OLDEST_TESTS := tests/models tests/parallel tests/checkpoint/test_checkpoint_reshard.py \
+OLDEST_TESTS := tests/models tests/trace tests/parallel tests/checkpoint/test_checkpoint_reshard.py \
   tests/collectives/test_pytorch_calls.py tests/collectives/test_pytorch_features.py \
   tests/train/test_train_trainer.py
 
