@@ -1,7 +1,7 @@
 #include "algorithms/double_tree.h"
 
-#include "algorithms/trees.h"
 #include "algorithms/slice.h"
+#include "algorithms/trees.h"
 
 // One half of the buffer is reduced to the root of one binary tree and broadcast from there, the other half
 // along another tree. In a binary tree half of the ranks are leaves, which send little; the two trees are

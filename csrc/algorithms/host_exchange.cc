@@ -32,6 +32,9 @@ namespace {
 // Parts from this size on leave the caches before they are used.
 constexpr size_t worth_streaming = 4 * 1024 * 1024;
 
+// Copied from one peer after the other where nothing is put into slots; the alarm is checked in between.
+constexpr size_t whole_copy_bytes = 16 * 1024 * 1024;
+
 class Exchange {
  public:
   Exchange(const Operation& operation, Host& host)
@@ -89,7 +92,7 @@ class Exchange {
     if (all_are_mapped) {
       blocks_ = 1;
       block_bytes_ = op_.bytes;
-      if (gathers_) piece_bytes_ = alarm_bytes;  // copied in one direction after the other
+      if (gathers_) piece_bytes_ = whole_copy_bytes;
     }
     return some_are_mapped;
   }
@@ -129,7 +132,7 @@ class Exchange {
       }
       const Slice own = is_mapped_ ? take : give;  // what is put in the slot is in the caches
       if (gathers_ && own.bytes > 0) copy(part(output_, board_.index()) + own.offset, input_ + own.offset, own.bytes);
-      if (at % alarm_bytes == 0) host_.alarm.check();
+      host_.alarm.check();
     }
   }
 
@@ -168,8 +171,6 @@ class Exchange {
     combine(op_.dtype, op_.reduction, output_ + piece.offset, sources_.data(), board_.size(),
             piece.bytes / size_of(op_.dtype), board_.size());
   }
-
-  static constexpr size_t alarm_bytes = 16 << 20;
 
   const Operation& op_;
   Host& host_;
