@@ -41,9 +41,9 @@ from rounds import Ranks, Spread, Step
 import shoal
 from shoal.bench import describe
 from shoal.cluster import Cluster
-from shoal.cost.outlook.calibrate import calibrate
-from shoal.cost.outlook.observation import Observation
-from shoal.cost.time.suited import workload_on
+from shoal.cost import calibrate
+from shoal.cost.outlook import Observation
+from shoal.cost.time import workload_on
 from shoal.models import Transformer, TransformerConfig
 from shoal.plan import Plan
 from shoal.record import SpanRecorder

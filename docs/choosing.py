@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from shoal.cluster import Cluster
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs, Memories
 from shoal.plan import CHOICES, Plan, divisors
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search

@@ -38,6 +38,7 @@ class ForwardUnderWay(Recorder):
         lane: Lane = Lane.COMPUTE,
         bytes: int = 0,
         group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> Iterator[None]:
         """See `Recorder.span`."""
         if kind is not Kind.FORWARD:
@@ -51,7 +52,14 @@ class ForwardUnderWay(Recorder):
             self.microbatch = None
 
     def open(
-        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> OpenSpan:
         """See `Recorder.open`."""
         return self._nothing.open(kind, name, lane=lane, bytes=bytes, group=group)

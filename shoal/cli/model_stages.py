@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from shoal.errors import PlanError
 from shoal.plan import Plan
-from shoal.plan.schedules import FOUND, Schedule, Times, least_virtual
+from shoal.plan.schedules import FOUND, Schedule, Times, kind_of
 from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, times_of
 from shoal.units import parse_bytes
 
@@ -152,7 +152,7 @@ class ModelStages:
         return Plan(
             pp=ranks,
             schedule=name,
-            virtual=None if virtual == least_virtual(name) else virtual,
+            virtual=None if virtual == kind_of(name).least_virtual else virtual,
             activations=self._activations(virtual) if name == FOUND else None,
         )
 

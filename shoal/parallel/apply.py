@@ -101,7 +101,7 @@ def parallelize(
         plan = plan.replace(split=pieces.split)
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
     blocks = list(find_blocks(model) if blocks is None else blocks)
-    if plan.shard == "zero3" and not blocks:
+    if plan.sharding.cuts_weights and not blocks:
         warnings.warn(
             f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from "
             "the begin of a forward to the end of its backward; name its repeated parts: blocks=[...]",

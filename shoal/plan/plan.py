@@ -13,13 +13,12 @@ from shoal.plan.schedules import (
     NAMES,
     Schedule,
     Times,
-    has_halves,
-    least_virtual,
+    kind_of,
     make,
-    placement_of,
     require_numbers,
     search,
 )
+from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
 from shoal.units import format_bytes, parse_bytes
 
 __all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "parse_settings"]
@@ -28,7 +27,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep")
 """Names of the degrees, in the order of the text form."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "shard": ("none", "zero1", "zero2", "zero3"),
+    "shard": tuple(SHARDINGS),
     "tensor": ("sequence", "async", "plain"),
     "context": ("ring", "ulysses"),
     "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b"), FOUND),
@@ -112,7 +111,7 @@ class Plan:
                     possible=f"{name} is one of {', '.join(values)}",
                     change=f"write {name}={values[0]}, or another of these",
                 )
-        if self.replicate > 1 and self.shard == "none":
+        if self.replicate > 1 and not self.sharding.cuts_optimizer:
             raise PlanError(
                 f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
                 possible="replicate divides dp for hybrid sharding, with shard=zero1, zero2 or zero3",
@@ -130,7 +129,7 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, divisors(self.dp * self.cp)))}",
                 change="choose one of these, or another dp",
             )
-        if self.shard != "none" and (self.shards * self.cp) % self.ep:
+        if self.sharding.cuts_optimizer and (self.shards * self.cp) % self.ep:
             raise PlanError(
                 f"ep={self.ep} does not divide the {self.shards * self.cp} ranks "
                 f"that shard={self.shard} cuts a state over",
@@ -146,7 +145,9 @@ class Plan:
             )
         if self.pp > 1:
             self._require_stages()
-        if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32" or self.pp > 1):
+        if self.exchange == "naive" and (
+            self.sharding is not UNSHARDED or self.precision != "fp32" or self.pp > 1
+        ):
             raise PlanError(
                 f"exchange=naive was given with shard={self.shard}, precision={self.precision}, pp={self.pp}",
                 possible="the naive exchange is the reference for shard=none, precision=fp32, pp=1",
@@ -174,19 +175,24 @@ class Plan:
             )
 
     @property
+    def sharding(self) -> Sharding:
+        """What data parallelism cuts over ranks, and when it communicates."""
+        return SHARDINGS[self.shard]
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages: those of a rank, times pp."""
-        return self.pp * (least_virtual(self.schedule) if self.virtual is None else self.virtual)
+        return self.pp * (kind_of(self.schedule).least_virtual if self.virtual is None else self.virtual)
 
     @property
     def placement(self) -> tuple[int, ...]:
         """By pipeline stage, where along the axis `pp` the rank is that holds it."""
-        return placement_of(self.schedule, self.pp, self.stages // self.pp)
+        return kind_of(self.schedule).placement(self.pp, self.stages // self.pp)
 
     @property
     def has_halves(self) -> bool:
         """Whether the schedule may make a backward in two halves."""
-        return has_halves(self.schedule)
+        return kind_of(self.schedule).has_halves
 
     def schedule_for(self, micro_batches: int, times: Times | None = None) -> Schedule:
         """The table of a step of so many micro-batches. To find one may take some seconds: keep it.
@@ -217,7 +223,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """Ranks along the mesh's axis `shard`; a sharded state is cut over these times cp."""
-        return 1 if self.shard == "none" else self.dp // self.replicate
+        return 1 if self.sharding is UNSHARDED else self.dp // self.replicate
 
     @property
     def replicas(self) -> int:

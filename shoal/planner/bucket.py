@@ -8,10 +8,8 @@ Plan that it times; `best_bucket` asks `shoal.cost.time.step` for every size.
 from __future__ import annotations
 
 from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.time.bucket_times import gather_seconds, reduce_seconds
-from shoal.cost.time.buckets import Bucket, families_of
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs, Layout
+from shoal.cost.time import Bucket, families_of, gather_seconds, reduce_seconds
 from shoal.plan import Plan
 
 __all__ = ["best_bucket", "usual_bucket"]
@@ -27,7 +25,7 @@ def usual_bucket(cluster: Cluster, plan: Plan) -> int:
         cluster: Where.
         plan: With its micro-batch; says who exchanges, and how.
     """
-    if plan.dp * plan.cp == 1 or plan.shard == "zero3":
+    if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
         return plan.bucket
     family, width = families_of(plan)[0], Layout.of(plan).width
 
@@ -47,6 +45,6 @@ def best_bucket(costs: Costs, plan: Plan, batch: int) -> int:
         plan: With its micro-batch.
         batch: Samples of a step.
     """
-    if plan.dp * plan.cp == 1 or plan.shard == "zero3":
+    if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
         return plan.bucket
     return min(_SIZES, key=lambda size: costs.step(plan.replace(bucket=size), batch).seconds)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.cost.memory.memory import RankMemory
-from shoal.cost.time.step import StepCost
+from shoal.cost import RankMemory, StepCost
 from shoal.plan import Plan
 from shoal.planner.space import Degrees
 from shoal.workload import Workload

@@ -20,15 +20,12 @@ from operator import mul
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import activation_peaks
-from shoal.cost.memory.activations import block_memory
-from shoal.cost.memory.memory import FRAGMENTS
-from shoal.cost.memory.states import state_bytes
-from shoal.cost.time.data_parallel import runs_of
+from shoal.cost import Layout
+from shoal.cost.memory import FRAGMENTS, activation_peaks, block_memory, state_bytes
+from shoal.cost.time import runs_of
 from shoal.plan import Plan
-from shoal.plan.schedules import placement_of
-from shoal.planner.space import Degrees, Sharding, Variant
+from shoal.plan.schedules import kind_of
+from shoal.planner.space import Degrees, HybridSharding, Variant
 from shoal.workload import Block, Workload
 
 __all__ = ["LeastMemory", "Share", "StateBytes"]
@@ -107,10 +104,10 @@ class LeastMemory:
         ]
         return Share(*(sum(each) / degrees.pp for each in zip(*of_kinds, strict=True)))
 
-    def states(self, degrees: Degrees, sharding: Sharding, precision: str) -> StateBytes:
+    def states(self, degrees: Degrees, sharding: HybridSharding, precision: str) -> StateBytes:
         """Bytes of each parameter's states on a rank."""
-        shards = degrees.dp // sharding.replicate * degrees.cp if sharding.shard != "none" else 1
-        plan = Plan(shard=sharding.shard, precision=precision)
+        shards = degrees.dp // sharding.replicate * degrees.cp if sharding.kind.cuts_optimizer else 1
+        plan = Plan(shard=sharding.kind.name, precision=precision)
         return StateBytes(state_bytes(plan, shards), state_bytes(plan, shards / degrees.ep))
 
     def peak(self, share: Share, states: StateBytes) -> float:
@@ -139,5 +136,5 @@ def _counts_before(workload: Workload, kind: Block) -> list[int]:
 @lru_cache(maxsize=1 << 12)
 def _stages_of_first(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
     """The stages that the first rank has."""
-    placement = placement_of(schedule, ranks, virtual)
+    placement = kind_of(schedule).placement(ranks, virtual)
     return tuple(stage for stage, rank in enumerate(placement) if rank == 0)

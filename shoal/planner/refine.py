@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from shoal.cost.layout import Layout
+from shoal.cost import Layout
 from shoal.plan import Plan
-from shoal.plan.schedules import FOUND, has_halves
+from shoal.plan.schedules import FOUND
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
-from shoal.planner.space import Sharding, Variant
+from shoal.planner.space import HybridSharding, Variant
 from shoal.simulate import simulate
 
 __all__ = ["LEAST_GAIN", "MOST_ACTIONS", "MOST_SEARCHED", "refined", "with_found_schedule"]
@@ -69,7 +69,7 @@ def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
             continue
         variant = Variant(best.degrees, Layout.of(plan), count, FOUND, virtual)
         split = search.shared.split(variant)
-        with_split = search.shared.plan(variant, Sharding(plan.shard, plan.replicate), split)
+        with_split = search.shared.plan(variant, HybridSharding(plan.sharding, plan.replicate), split)
         candidate = _roomiest(search, with_split.replace(bucket=plan.bucket), virtual, count)
         if candidate is not None:
             yield _played(candidate)
@@ -97,7 +97,7 @@ def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate
 
 def _actions(plan: Plan, batch: int) -> int:
     """Count the actions in the table of a step."""
-    halves = 3 if plan.pp > 1 and has_halves(plan.schedule) else 2
+    halves = 3 if plan.pp > 1 and plan.has_halves else 2
     return (plan.stages if plan.pp > 1 else 1) * plan.microbatches_of(batch) * halves
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.cost.memory.smallest_fit import smallest_fit
+from shoal.cost.memory import smallest_fit
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.planner.search import Search

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
-from shoal.cost.memory.memory import RankMemory
-from shoal.cost.memory.smallest_fit import too_large
-from shoal.cost.outlook.jitter import with_stragglers
-from shoal.cost.time.step import StepCost
+from shoal.cost import RankMemory, StepCost
+from shoal.cost.memory import too_large
+from shoal.cost.outlook import with_stragglers
 from shoal.plan import Plan
 from shoal.planner.candidate import Candidate
 from shoal.planner.memory_bound import LeastMemory

@@ -40,7 +40,7 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
         search: That found the winner.
         winner: Whose sizes change.
     """
-    exchanges = winner.plan.dp * winner.plan.cp > 1 and winner.plan.shard != "zero3"
+    exchanges = winner.plan.dp * winner.plan.cp > 1 and not winner.plan.sharding.cuts_weights
     chosen = search.cost(winner.plan).seconds
     for setting in ("microbatch", *(["bucket"] if exchanges else [])):
         value = getattr(winner.plan, setting)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from statistics import fmean, linear_regression
 
 from shoal.cluster import Cluster, Device, Level, peak_flops
-from shoal.cost.time.synchronisations import behind_the_mean
+from shoal.cost.time import behind_the_mean
 from shoal.probe.grid import least
 from shoal.probe.measurements import (
     CollectiveTime,

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import Group, algorithm_seconds, send_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.cost import Layout
+from shoal.cost.collectives import algorithm_seconds, send_seconds
+from shoal.cost.time import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.plan.groups import Group
 from shoal.workload import Attention
 
 __all__ = [

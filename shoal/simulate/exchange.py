@@ -10,14 +10,22 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.cost.collectives.network import Group, collective_load, collective_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.time.bucket_times import SUM_WIDTH, copy_seconds
-from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs, Layout
+from shoal.cost.collectives import collective_load, collective_seconds
+from shoal.cost.time import (
+    SUM_WIDTH,
+    Bucket,
+    Family,
+    buckets_of,
+    copy_seconds,
+    families_of,
+    parameters_on_rank,
+)
 from shoal.plan import Plan
+from shoal.plan.groups import Group
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
 from shoal.simulate.within import Members
+from shoal.timeline import Purpose
 from shoal.workload import Block, Parameters, Product
 
 __all__ = ["Exchange"]
@@ -156,7 +164,7 @@ class Exchange:
     def _collective(self, operation: str, name: str, count: float, width: int, group: Group) -> Collective:
         nbytes = count * width
         seconds = collective_seconds(operation, nbytes, group, self._cluster)
-        return Collective(f"{operation}:{name}", seconds, round(nbytes), self._members(group))
+        return Collective(f"{operation}:{name}", seconds, round(nbytes), self._members(group), Purpose.DATA)
 
     def _key(self, what: str, bucket: _Named) -> tuple[str, int, str]:
         return what, self._stage, bucket.name

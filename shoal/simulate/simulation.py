@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shoal.cluster import Cluster
-from shoal.cost.outlook.jitter import straggler_share
-from shoal.cost.time.crowding import crowded_seconds
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs
+from shoal.cost.outlook import straggler_share
+from shoal.cost.time import crowded_seconds
 from shoal.errors import ClusterError
 from shoal.plan import Plan
 from shoal.plan.schedules import Played, make

@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from shoal.cost.layout import Layout
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs, Layout
 from shoal.plan import Plan
 from shoal.plan.schedules import Action, Work
 from shoal.simulate.exchange import Exchange
@@ -48,8 +47,8 @@ class StageProgram:
         self._costs = [costs.block(block, layout) for block in blocks]
         self._within = Within(costs.workload, layout, members)
         self.exchange = Exchange(plan, costs, stage, blocks, members)
-        self.keeps_sums = plan.shard in ("none", "zero1")
-        self._gathers_blocks = plan.shard == "zero3" and self.exchange.is_sharded
+        self.keeps_sums = not plan.sharding.reduces_each_micro_batch
+        self._gathers_blocks = plan.sharding.cuts_weights and self.exchange.is_sharded
         self._gathers_all = self.exchange.is_sharded and not self._gathers_blocks
         self._passages: dict[tuple[Work, bool, bool], Passage] = {}
 

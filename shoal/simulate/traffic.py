@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import Group, algorithm_seconds
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs
+from shoal.cost.collectives import algorithm_seconds
 from shoal.plan import Plan
+from shoal.plan.groups import Group
 from shoal.plan.schedules import Action, Work
 from shoal.simulate.passage import Collective, Exposed, Piece, Start
 from shoal.simulate.programs import message_bytes, norm_of, stage_programs
 from shoal.simulate.stage_program import StageProgram
-from shoal.timeline.purpose import purpose_of
+from shoal.timeline import Purpose
 from shoal.workload import Workload
 
 __all__ = ["Exchanged", "Traffic", "traffic_of"]
@@ -30,7 +31,7 @@ class Exchanged:
     """One kind of exchange.
 
     Attributes:
-        purpose: What it is for: one of `shoal.timeline.purpose.PURPOSES`.
+        purpose: What it is for: one of `Purpose`.
         name: As spans have it, without the number of a bucket or micro-batch: "all_reduce:bucket".
         ranks: That take part.
         level: The links over which the farthest of them are joined.
@@ -149,7 +150,7 @@ def _messages(plan: Plan, costs: Costs, number: int, count: int) -> Iterator[Exc
         apart = plan.ranks // plan.pp
         ends = apart * plan.placement[number], apart * plan.placement[other]
         level, nbytes = _level_of(ends, costs.cluster), float(message_bytes(plan, costs.workload))
-        yield Exchanged("pipeline", name, 2, level, "send", nbytes, costs.send(plan), count)
+        yield Exchanged(Purpose.PIPELINE, name, 2, level, "send", nbytes, costs.send(plan), count)
 
 
 def _exchanged(collective: Collective, cluster: Cluster, times: int) -> Exchanged:
@@ -160,7 +161,7 @@ def _exchanged(collective: Collective, cluster: Cluster, times: int) -> Exchange
         algorithm = min(by_name, key=by_name.__getitem__)
         seconds = max(seconds, by_name[algorithm])
     return Exchanged(
-        purpose_of(collective.name),
+        collective.purpose,
         re.sub(r" \d+$", "", collective.name),
         len(collective.group),
         _level_of(collective.group, cluster),

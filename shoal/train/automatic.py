@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
-from shoal.cost.time.suited import workload_on
+from shoal.cost.time import workload_on
 from shoal.errors import ConfigError, ModelError, UserError
 from shoal.models import Transformer, next_token_loss
 from shoal.parallel import require_layout

@@ -12,8 +12,7 @@ from __future__ import annotations
 import heapq
 from functools import cache
 
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs, Memories
 from shoal.plan import Plan
 from shoal.planner.bucket import usual_bucket
 from shoal.validate.steps import Measured

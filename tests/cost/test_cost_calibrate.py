@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.outlook.calibrate import calibrate
 from shoal.cost.outlook.jitter import with_stragglers
 from shoal.cost.outlook.observation import Observation, Transfer, transfers_of
 from shoal.cost.time.step import Costs
 from shoal.plan import Plan
+from shoal.plan.groups import Group
 from shoal.simulate import simulate
 from shoal.timeline import Kind, Lane, Span, Timeline
 from shoal.workload import ModelShape, workload_of

@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group, collective_seconds
-from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank, shards_of
+from shoal.cost.collectives.network import collective_seconds
+from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.step import Costs
 from shoal.plan import Mesh, Plan, divisors
+from shoal.plan.groups import Group
 from shoal.simulate import simulate
 from shoal.workload import ModelShape, workload_of
 
@@ -56,8 +57,7 @@ def test_each_family_is_exchanged_by_the_ranks_that_have_the_same(plan):
         if plan.shard == "none" or kind == "divided" or plan.tp == 1:
             assert together == same
         assert len(shards) * len(replicas) == len(same)
-    shard = shards_of(plan)
-    assert shard[0] == (1 if plan.shard == "none" else plan.shards * plan.cp)
+    assert families_of(plan)[0].shards.size == (1 if plan.shard == "none" else plan.shards * plan.cp)
 
 
 @given(meshes(), st.sampled_from((1 << 16, 1 << 20, 1 << 25)), st.sampled_from((DENSE, EXPERTS)))

@@ -3,11 +3,12 @@
 import pytest
 
 from shoal.cluster import Cluster, Level
-from shoal.cost.collectives.network import Group, collective_load, collective_seconds
+from shoal.cost.collectives.network import collective_load, collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.compute import pass_seconds
 from shoal.cost.time.step import Costs
 from shoal.plan import Plan
+from shoal.plan.groups import Group
 from shoal.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("llama2-7b"))

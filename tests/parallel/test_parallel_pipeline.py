@@ -124,7 +124,7 @@ def test_tied_embeddings_of_two_stages_on_one_rank_are_one(ranks, alone, shard, 
 class GatherRecorder(ListRecorder):
     """Keeps collectives, and leaves gradients on in the spans of forwards."""
 
-    def span(self, kind, name="", *, lane=None, bytes=0, group=()):
+    def span(self, kind, name="", *, lane=None, bytes=0, group=(), purpose=""):
         return nullcontext()
 
 

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import PlanError
 from shoal.plan import CHOICES, Plan
-from shoal.plan.schedules import least_virtual
+from shoal.plan.schedules import kind_of
 
 
 @st.composite
@@ -15,9 +15,9 @@ def plans(draw):
     pp = draw(st.integers(1, 4))
     naive = shard == "none" and precision == "fp32" and pp == 1
     schedule = draw(st.sampled_from(CHOICES["schedule"]))
-    virtual = draw(st.sampled_from([None, least_virtual(schedule)]))
+    virtual = draw(st.sampled_from([None, kind_of(schedule).least_virtual]))
     activations = draw(st.none() | st.integers(1, 9)) if schedule == "search" else None
-    stages = pp * least_virtual(schedule)
+    stages = pp * kind_of(schedule).least_virtual
     numbers = st.lists(st.integers(1, 9), min_size=stages, max_size=stages).map(
         lambda counts: "-".join(map(str, counts))
     )

@@ -12,7 +12,7 @@ from shoal.cluster import Cluster, Device, Level
 from shoal.cost.memory.memory import Memories
 from shoal.cost.time.step import Costs
 from shoal.plan import Plan
-from shoal.plan.schedules import placement_of
+from shoal.plan.schedules import kind_of
 from shoal.plan.stages import Cost, split_by_cost
 from shoal.planner.balance import balanced_split
 from shoal.planner.bound import least_seconds
@@ -172,7 +172,7 @@ def test_a_balanced_split_has_the_least_largest_rank(embedding, end, layers, sch
     name, virtual = schedule
     if layers < ranks * virtual:
         layers = ranks * virtual
-    placement = placement_of(name, ranks, virtual)
+    placement = kind_of(name).placement(ranks, virtual)
     split = balanced_split(embedding, 1.0, end, layers, placement)
     assert sum(split) == layers
     assert min(split[1:-1], default=1) >= 1

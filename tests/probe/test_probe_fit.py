@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group
 from shoal.cost.time.maximum import normal_maximum
+from shoal.plan.groups import Group
 from shoal.probe.fit import fit
 from shoal.probe.measurements import (
     AttentionTime,

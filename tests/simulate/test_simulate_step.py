@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, PlanError
 from shoal.plan import Plan
+from shoal.plan.groups import Group
 from shoal.plan.schedules import NAMES, play
 from shoal.simulate import simulate
 from shoal.timeline import Kind, Lane

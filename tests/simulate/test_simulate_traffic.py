@@ -3,9 +3,10 @@
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import Group, algorithm_seconds
+from shoal.cost.collectives.network import algorithm_seconds
 from shoal.cost.time.maximum import lognormal_maximum
 from shoal.plan import Plan
+from shoal.plan.groups import Group
 from shoal.simulate import simulate, traffic_of
 from shoal.workload import ModelShape, shape, workload_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import DataError
 from shoal.plan import Plan
-from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDINGS, spelled
+from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.validate.steps import COLUMNS, read_table
 
 ROW = {
@@ -216,7 +216,7 @@ def test_settings_may_be_called_what_others_call_them(read, column, ours, theirs
 
 
 def test_no_two_words_have_a_spelling_in_common():
-    for words in (SHARDINGS, RECOMPUTES, ATTENTIONS, PRECISIONS):
+    for words in (SHARDING_NAMES, RECOMPUTES, ATTENTIONS, PRECISIONS):
         reader = spelled(words)
         for word, others in words.items():
             assert [each for each in (word, *others) if reader(each) != word] == []

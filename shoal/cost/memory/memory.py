@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import Held, activation_peaks
+from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import stream_bytes
 from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
 from shoal.cost.memory.rank import Outline, Pieces
@@ -27,6 +27,7 @@ from shoal.cost.memory.states import States, states_of
 from shoal.cost.time.split import flop_costs, pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.plan import Plan
+from shoal.plan.schedules import Held
 from shoal.plan.stages import Cost
 from shoal.workload import Workload
 
@@ -141,7 +142,7 @@ class Memories:
         cut: tuple[object, ...] = (layout,)
         if plan.pp > 1:
             cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
-        key = (*cut, plan.shard, plan.bucket) if plan.shard in ("zero2", "zero3") else cut
+        key = (*cut, plan.shard, plan.bucket) if plan.sharding.cuts_gradients else cut
         ranks = self._largest.get(key)
         if ranks is None:
             outlines = self._uncovered.get(cut)
@@ -181,7 +182,7 @@ class Memories:
     def _at_peak(self, plan: Plan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
         """What a rank that has so much between two steps has at its highest moment, and that moment."""
         assert plan.microbatch is not None
-        if self.cluster is None and plan.shard in ("zero2", "zero3") and batch == plan.dp * plan.microbatch:
+        if self.cluster is None and plan.sharding.cuts_gradients and batch == plan.dp * plan.microbatch:
             shards = plan.shards * plan.cp
             highest = max(rank.moments, key=lambda moment: moment.whole + moment.freed / shards)
             return states._replace(gradients=highest.freed / shards), highest

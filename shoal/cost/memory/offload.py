@@ -98,7 +98,7 @@ class Offload:
         """
         _require("offload", what, WHAT)
         _require("to", to, PLACES)
-        if what == "parameters" and plan.shard != "zero3":
+        if what == "parameters" and not plan.sharding.cuts_weights:
             raise PlanError(
                 f"offload=parameters was given with shard={plan.shard}, where every rank has whole weights",
                 possible="offload=parameters with shard=zero3, or offload=optimizer",
@@ -175,7 +175,7 @@ def _of_rank(costs: Costs, plan: Plan, stage: StageCost, count: int, what: str, 
         parts["weights"] = count * (max(0.0, fetch - forward) + max(0.0, fetch - backward))
         link += 2 * count * weights
         files += 2 * count * weights if rates.to == "file" else 0.0
-    stays = 0.0 if keeps_weights else 1.0 if plan.shard != "zero3" else width / _FP32
+    stays = 0.0 if keeps_weights else 1.0 if not plan.sharding.cuts_weights else width / _FP32
     kept = (_STATE + (width if keeps_weights else 0.0)) * owned
     return Offload(
         what=what,

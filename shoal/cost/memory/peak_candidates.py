@@ -97,12 +97,12 @@ def moments_of(
         copies: Whether the backend copies what it reduces.
     """
     layers = stack.layers
-    gathers = layout.width if plan.shard == "zero3" else 0
+    gathers = layout.width if plan.sharding.cuts_weights else 0
     if ends.last is not None:
         gathered = gathered_bytes(plan, layout, stack, ends)
         yield Moment("loss", held, ends.last.loss, gathered)
         yield Moment("head", held, ends.last.head, gathered)
-    buckets = _Buckets(plan, stack, ends, copies) if plan.shard in ("zero2", "zero3") else None
+    buckets = _Buckets(plan, stack, ends, copies) if plan.sharding.cuts_gradients else None
     for place in stack.peak_candidates:
         layer = layers[place]
         left = held - ends.kept - stack.kept[place + 1]
@@ -113,7 +113,7 @@ def moments_of(
 
 def gathered_bytes(plan: Plan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
     """Weights that zero3 has gathered when forward ends; arguments as of `moments_of`."""
-    if plan.shard != "zero3":
+    if not plan.sharding.cuts_weights:
         return 0.0
     return layout.width * (ends.embedding + ends.head + sum([each.parameters for each in stack.layers[:1]]))
 
@@ -126,7 +126,7 @@ class _Buckets:
         self._head = _FP32 * ends.head
         self._copies = copies
         self._together = 1
-        if plan.shard == "zero2" and stack.layers:
+        if plan.sharding.bucket_is_memory and stack.layers:
             layers, first = len(stack.layers), stack.gradients[1]
             self._together = max(1, min(layers, round(plan.bucket / max(first, 1.0))))
 

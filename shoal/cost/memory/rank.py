@@ -11,10 +11,10 @@ from itertools import accumulate, product
 from operator import mul
 
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import Held
 from shoal.cost.memory.activations import BlockMemory, block_memory, end_memory
 from shoal.cost.memory.peak_candidates import StageEnds
 from shoal.cost.memory.stack import Stack
+from shoal.plan.schedules import Held
 from shoal.workload import Workload
 
 __all__ = ["Outline", "Pieces"]

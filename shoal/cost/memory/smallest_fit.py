@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shoal.cluster import Cluster
 from shoal.cost.memory.memory import Memories, RankMemory
 from shoal.errors import PlanError
-from shoal.plan import Plan
+from shoal.plan import FULLY_SHARDED, Plan
 from shoal.units import format_bytes
 from shoal.workload import Workload
 
@@ -121,7 +121,7 @@ def _frugal_plans(workload: Workload, cluster: Cluster, devices: int, batch: int
                     pp=pp,
                     cp=cp,
                     ep=math.gcd(dp * cp, workload.experts) if workload.experts else 1,
-                    shard="zero3",
+                    shard=FULLY_SHARDED.name,
                     microbatch=1,
                     recompute="full",
                     precision=precision,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from shoal.cost.collectives.network import Group
 from shoal.plan import Plan
+from shoal.plan.groups import Group
 from shoal.timeline import Kind, Lane, Timeline
 from shoal.timeline.intervals import Intervals, intersect, length, union
 from shoal.timeline.kinds import seconds_by_kind

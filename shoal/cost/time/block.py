@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster, Device
-from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.compute import Seconds, attention_seconds, host_seconds, operation_seconds
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late
+from shoal.plan.groups import context_group, expert_group
 from shoal.workload import Block, Part, Pass, Product
 
 __all__ = ["BlockCost", "block_cost"]
@@ -132,7 +133,7 @@ def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tup
     if layout.cp == 1:
         return 0.0, 0.0
     forward = backward = 0.0
-    group = Group(layout.cp, layout.tp)
+    group = context_group(layout.tp, layout.cp)
     host = host_seconds(cluster)
     for attention in block.attentions:
         samples = layout.microbatch * length / layout.cp / layout.tp * layout.width
@@ -155,7 +156,7 @@ def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, floa
     if layout.ep == 1 or not block.exchanged:
         return 0.0, 0.0
     nbytes = float(layout.width) * block.exchanged * layout.share(Part.STREAM)
-    each = collective_seconds("all_to_all", nbytes, Group(layout.ep, layout.tp), cluster)
+    each = collective_seconds("all_to_all", nbytes, expert_group(layout.tp, layout.ep), cluster)
     each += host_seconds(cluster)
     return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)
 

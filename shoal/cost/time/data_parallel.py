@@ -123,7 +123,7 @@ class Exchanges:
 
     def in_micro_batch(self, plan: Plan, stages: Sequence[StageWork]) -> float:
         """Exposed seconds of every micro-batch of a rank with these stages."""
-        if plan.shard not in ("zero2", "zero3") or plan.ranks == plan.pp:
+        if not plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
             return 0.0
         numbers = Counter(id(stage.blocks) for stage in stages)
         unlike = {id(stage.blocks): stage for stage in stages}
@@ -143,10 +143,10 @@ class Exchanges:
         layout = Layout.of(plan)
         found = [self._exchanged(plan, stage, layout.width) for stage in stages]
         before = after = 0.0
-        if plan.shard in ("zero1", "zero2"):
+        if plan.sharding.gathers_each_step:
             before = self._before_forward(found[0], stages[0], layout)
             before += c * sum(each.gather_load * (each.gather + each.ends) for each in found[1:])
-        if plan.shard in ("none", "zero1"):
+        if not plan.sharding.reduces_each_micro_batch:
             if plan.pp == 1:
                 after = self._behind_backward(found[0], 0.0, stages[0], layout)
             else:
@@ -159,7 +159,7 @@ class Exchanges:
     def _in_passes(self, plan: Plan, stage: StageWork) -> float:
         layout = Layout.of(plan)
         found = self._exchanged(plan, stage, layout.width)
-        if plan.shard == "zero2":
+        if not plan.sharding.cuts_weights:
             return self._behind_backward(found, 0.0, stage, layout)
         again = found.gather - found.top
         before = 0.0 if plan.pp == 1 else found.ends + found.top
@@ -188,7 +188,7 @@ class Exchanges:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
 
     def _exchanged(self, plan: Plan, stage: StageWork, width: int) -> _Exchanged:
-        size = 0 if plan.shard == "zero3" else plan.bucket
+        size = 0 if plan.sharding.cuts_weights else plan.bucket
         mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate)
         key = (id(stage.blocks), mesh, plan.shard, size, width)
         found = self._known.get(key)
@@ -206,7 +206,7 @@ class Exchanges:
         highest = max((each.last for each, _ in layers), default=0)
         (end, last), (before_end, before) = places[-1], places[-2] if len(places) > 1 else (0, NOTHING)
         every, of_layers = together(timed), together(layers)
-        copied = (every, places[0][1], last) if plan.shard in ("zero2", "zero3") else (NOTHING,) * 3
+        copied = (every, places[0][1], last) if plan.sharding.cuts_gradients else (NOTHING,) * 3
         return _Exchanged(
             reduce=every.reduce,
             last=last.reduce,

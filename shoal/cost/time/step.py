@@ -33,6 +33,7 @@ from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import Exchanges, Runs, StageWork, runs_of
 from shoal.cost.time.split import pieces_by_stage
 from shoal.plan import Plan
+from shoal.plan.schedules import kind_of
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
@@ -40,8 +41,6 @@ __all__ = ["UPDATE_BYTES", "Costs", "PipelineCost", "StageCost", "StepCost", "Un
 
 UPDATE_BYTES = 30  # Adam: gradient, master weight and two moments read, these written, and the 16-bit weight
 _EXPOSED_SENDS = 0.5
-_ZERO_BUBBLE = {"zb-h1": 2.0, "zb-v": 3.0, "dualpipe-v": 3.0, "search": 3.0}
-"""How many times a rank's weight gradients fill the bubble for each rank before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +182,11 @@ class Costs:
         stages = self.stages(plan, count)
         slowest = max(stages, key=lambda stage: stage.total)
         fill = sends = 0.0
+        bubble_fill = kind_of(plan.schedule).bubble_fill
         if plan.pp > 1:
             virtual = plan.stages // plan.pp
             fill = (sum(stage.total for stage in stages) - slowest.total) / virtual
-            hidden = _ZERO_BUBBLE.get(plan.schedule, 0.0) * (plan.pp - 1) * slowest.weight / virtual
+            hidden = bubble_fill * (plan.pp - 1) * slowest.weight / virtual
             fill = max(fill - hidden, fill / (3 * plan.pp))
             sends = self.send(plan) * exposed_sends(plan.pp, count, virtual)
         unlike: dict[int, Unlike] = {}
@@ -195,7 +195,7 @@ class Costs:
             first = unlike.get(id(stage), Unlike(stage, 0, waits, rests))
             unlike[id(stage)] = first._replace(number=first.number + 1)
             waits += stage.stages[0].forward
-            rests += 0.0 if plan.schedule in _ZERO_BUBBLE else stage.stages[0].backward
+            rests += 0.0 if bubble_fill else stage.stages[0].backward
         return PipelineCost(slowest, tuple(unlike.values()), count * slowest.total, fill, sends)
 
     def block(self, block: Block, layout: Layout) -> BlockCost:

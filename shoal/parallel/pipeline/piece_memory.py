@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shoal.cost.layout import Layout
-from shoal.cost.memory.activations import block_memory
-from shoal.cost.memory.states import state_bytes
+from shoal.cost import Layout
+from shoal.cost.memory import block_memory, state_bytes
 from shoal.models import Mixture, Transformer
 from shoal.parallel.layout import Cut
 from shoal.parallel.pipeline.stage_layout import StageLayout, parameters_by_piece
