@@ -16,7 +16,7 @@ LINE_OF = {name: number for number, line in enumerate(LAYERS) for name in line}
 PRESENT = sorted({path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES})
 
 STRATEGIES = {
-    *(f"shoal.parallel.data.{name}" for name in ("naive", "replicated", "zero1", "zero2", "zero3")),
+    *(f"shoal.parallel.data.{name}" for name in ("naive", "resident", "zero3")),
     *(f"shoal.parallel.{name}.{name}" for name in ("tensor", "context", "expert")),
 }
 MOST_LINES = 400

@@ -10,11 +10,11 @@ from shoal.plan.schedules import Action
 from shoal.record import NullRecorder, OpenSpan, Recorder
 from shoal.timeline import Kind, Lane
 
-__all__ = ["ForwardUnderWay"]
+__all__ = ["ForwardRecorder"]
 
 
 @final
-class ForwardUnderWay(Recorder):
+class ForwardRecorder(Recorder):
     """Told of a Trainer's spans in one step, it knows of which micro-batch a forward is.
 
     In a pipeline the name of a forward's span is the schedule's action. Otherwise micro-batches come one

@@ -189,8 +189,8 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
     from shoal.train import load_config
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
-    laid_out = {"microbatch": args.microbatch, "recompute": args.recompute}
-    Plan(**laid_out)  # checks them
+    settings = {"microbatch": args.microbatch, "recompute": args.recompute}
+    Plan(**settings)  # checks them
     limit = _bytes(args.memory)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
     trial = Trial(
@@ -204,7 +204,7 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
 
     def weigh(costs: Sequence[Cost], plan: Plan, microbatches: int) -> list[Cost]:
         batch = Batch(args.microbatch * microbatches, args.sequence)
-        return with_memory(costs, model, layout, plan.replace(**laid_out), batch)
+        return with_memory(costs, model, layout, plan.replace(**settings), batch)
 
     if args.measure:
         costs, unit = _measured(trial, args.device, args.recompute), "seconds"

@@ -11,7 +11,7 @@ from shoal.errors import RunError
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
-    from shoal.plan import Plan
+    from shoal.plan import SettledPlan
     from shoal.run import Run
     from shoal.timeline import Timeline
     from shoal.workload import Workload
@@ -34,7 +34,7 @@ class Prediction:
     """
 
     workload: Workload
-    plan: Plan
+    plan: SettledPlan
     batch: int
     cluster: Cluster
 
@@ -48,7 +48,7 @@ class Prediction:
             ClusterError: The Cluster has no such number of devices.
         """
         from shoal.cost.time import workload_on
-        from shoal.plan import Plan
+        from shoal.plan import Plan, SettledPlan
         from shoal.workload import shape
 
         config, text = run.description.get("config"), run.description.get("plan")
@@ -59,7 +59,7 @@ class Prediction:
                 possible="a run of one of Shoal's presets",
                 change="name another run",
             )
-        plan = Plan.parse(text).with_microbatch_for(config["batch"])
+        plan = SettledPlan.of(Plan.parse(text), config["batch"])
         if cluster.devices != plan.ranks:
             cluster = cluster.with_devices(plan.ranks)
         options = _shape_fields(config.get("model_options") or {})

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from shoal.collectives.agreement import describe_call, first_difference, first_uneven_split
-from shoal.collectives.calls import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser, reduction_numbers
+from shoal.collectives.codes import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser, reduction_numbers
 from shoal.collectives.completer import Completer
 from shoal.collectives.core import GOING_ON, Call, Core
 from shoal.collectives.monitored import MonitoredBarrier

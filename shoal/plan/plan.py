@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from shoal.errors import PlanError, nearest
 from shoal.plan.schedules import (
@@ -43,7 +43,7 @@ class Plan:
     """How one training step is laid over the devices.
 
     A Plan is checked when it is made: one that exists is consistent in itself. Whether it fits a number of
-    ranks and a batch is asked of it with `require_ranks` and `with_microbatch_for`.
+    ranks and a batch is asked of it with `require_ranks` and `SettledPlan.of`.
 
     Attributes:
         dp: Whole data-parallel degree.
@@ -156,7 +156,7 @@ class Plan:
 
     def _require_stages(self) -> None:
         """Checks `virtual`, `activations` and `split`, as far as they can be without a model or a batch."""
-        self._require_micro_batches(2 * self.pp)
+        self.require_micro_batches(2 * self.pp)
         virtual = self.stages // self.pp
         if self.activations is not None and self.activations < virtual:
             raise PlanError(
@@ -212,7 +212,12 @@ class Plan:
         limit = self.stages if self.activations is None else self.activations
         return search(times, self.pp, virtual, micro_batches, limit, self.placement)
 
-    def _require_micro_batches(self, number: int) -> None:
+    def require_micro_batches(self, number: int) -> None:
+        """Checks that the schedule can be made for so many micro-batches.
+
+        Raises:
+            PlanError: It cannot.
+        """
         require_numbers(self.schedule, self.pp, self.stages // self.pp, number)
 
     @property
@@ -231,7 +236,7 @@ class Plan:
         return self.dp // self.shards
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> Self:
         """Reads the text form, such as `dp=4,shard=zero1,microbatch=2`. What is left out has its default.
 
         Raises:
@@ -247,7 +252,7 @@ class Plan:
                 settings.append(f"{field.name}={format_bytes(value) if field.name == 'bucket' else value}")
         return ",".join(settings)
 
-    def replace(self, **changes: Any) -> Plan:
+    def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
@@ -270,65 +275,14 @@ class Plan:
             change=change,
         )
 
-    def with_microbatch_for(self, batch: int) -> Plan:
-        """Return the Plan with its micro-batch settled for a batch of `batch` sequences.
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a Plan of the same settings, settled or not."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
 
-        Raises:
-            PlanError: The batch does not divide into the Plan's micro-batches.
-        """
-        if batch < 1 or batch % self.dp:
-            lower, upper = batch // self.dp * self.dp, (batch // self.dp + 1) * self.dp
-            raise PlanError(
-                f"a batch of {batch} does not divide over dp={self.dp} ranks",
-                possible=f"the batch is a multiple of {self.dp}",
-                change="choose a batch of " + (f"{lower} or {upper}" if lower > 0 else f"{upper}"),
-            )
-        local = batch // self.dp
-        microbatch = self._largest_microbatch(local) if self.microbatch is None else self.microbatch
-        if local % microbatch:
-            raise PlanError(
-                f"a batch of {batch} gives each of dp={self.dp} ranks {local} sequences, "
-                f"which microbatch={microbatch} does not divide",
-                possible=f"microbatch is one of {', '.join(map(str, divisors(local)))}",
-                change="choose one of these, or another batch",
-            )
-        if self.pp > 1:
-            self._require_schedule_takes(batch, microbatch)
-        return self.replace(microbatch=microbatch)
 
-    def microbatches_of(self, batch: int) -> int:
-        """How many micro-batches each replica makes of a batch; this Plan's micro-batch is settled."""
-        assert self.microbatch is not None, "with_microbatch_for settles it"
-        return batch // self.dp // self.microbatch
-
-    def _require_schedule_takes(self, batch: int, microbatch: int) -> None:
-        """Refuses a number of micro-batches in terms of what makes it: batch and `microbatch`."""
-        local = batch // self.dp
-        try:
-            self._require_micro_batches(local // microbatch)
-        except PlanError as error:
-            fitting = [size for size in divisors(local) if self._takes(local // size)]
-            fits = f"; with this batch, microbatch is {', '.join(map(str, fitting))}" if fitting else ""
-            raise PlanError(
-                f"{error.given}, which a batch of {batch} gives with dp={self.dp}, microbatch={microbatch}",
-                possible=f"{error.possible}{fits}",
-                change=f"write microbatch={fitting[-1]}" if fitting else "choose another batch, or schedule",
-            ) from None
-
-    def _largest_microbatch(self, local: int) -> int:
-        """The largest that makes four micro-batches a stage, or else the smallest, of those that fit."""
-        if self.pp == 1:
-            return local
-        fitting = [size for size in divisors(local) if self._takes(local // size)]
-        enough = [size for size in fitting if local // size >= 4 * self.pp]
-        return max(enough) if enough else min(fitting, default=1)
-
-    def _takes(self, micro_batches: int) -> bool:
-        try:
-            self._require_micro_batches(micro_batches)
-        except PlanError:
-            return False
-        return True
+_FIELDS = tuple(field.name for field in dataclasses.fields(Plan))
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -337,14 +291,13 @@ def parse_settings(text: str) -> dict[str, Any]:
     Raises:
         PlanError: A key is unknown or given twice, or a value cannot be read.
     """
-    names = [field.name for field in dataclasses.fields(Plan)]
     settings: dict[str, Any] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))
-        if name not in names or not equals:
+        if name not in _FIELDS or not equals:
             raise PlanError(
-                f"the Plan {text!r} holds {item!r}, which is not one of its settings{nearest(name, names)}",
-                possible=f"name=value, separated by commas; the names are {', '.join(names)}",
+                f"the Plan {text!r} holds {item!r}, which is not one of its settings{nearest(name, _FIELDS)}",
+                possible=f"name=value, separated by commas; the names are {', '.join(_FIELDS)}",
                 change="correct or leave out that setting",
             )
         if name in settings:

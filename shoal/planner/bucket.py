@@ -10,7 +10,7 @@ from __future__ import annotations
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout
 from shoal.cost.time import Bucket, families_of, gather_seconds, reduce_seconds
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 
 __all__ = ["best_bucket", "usual_bucket"]
 
@@ -18,7 +18,7 @@ _SIZES = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
 _NEAR = 1.25  # times as long for a byte as in the largest
 
 
-def usual_bucket(cluster: Cluster, plan: Plan) -> int:
+def usual_bucket(cluster: Cluster, plan: SettledPlan) -> int:
     """The smallest size that is exchanged nearly as quickly, for each byte, as the largest.
 
     Args:
@@ -37,7 +37,7 @@ def usual_bucket(cluster: Cluster, plan: Plan) -> int:
     return next(size for size in _SIZES if seconds_of_a_byte(size) <= limit)
 
 
-def best_bucket(costs: Costs, plan: Plan, batch: int) -> int:
+def best_bucket(costs: Costs, plan: SettledPlan, batch: int) -> int:
     """The size with which a step is quickest; the Plan's own where none counts.
 
     Args:

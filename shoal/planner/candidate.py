@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
 from shoal.cost import RankMemory, StepCost
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.planner.space import Degrees
 from shoal.workload import Workload
 
@@ -29,7 +29,7 @@ class Candidate:
         simulated: Seconds of a step as the simulator plays it; None: the closed form is all there is.
     """
 
-    plan: Plan
+    plan: SettledPlan
     workload: Workload
     cluster: Cluster
     batch: int

@@ -13,6 +13,7 @@ micro-batch at least. Where layers are unlike, some rank has as much as ranks ha
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -22,7 +23,6 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost import Layout
 from shoal.cost.memory import FRAGMENTS, activation_peaks, block_memory, state_bytes
-from shoal.cost.time import runs_of
 from shoal.plan import Plan
 from shoal.plan.schedules import kind_of
 from shoal.planner.space import Degrees, HybridSharding, Variant
@@ -62,8 +62,8 @@ class LeastMemory:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload = workload
         self._reserved = cluster.reserved
-        self._runs = runs_of(workload.layers)
-        self._before = [_counts_before(workload, block) for block, _ in self._runs]
+        self._kinds = tuple(Counter(workload.layers).items())
+        self._before = [_counts_before(workload, block) for block, _ in self._kinds]
         self._layers: dict[Layout, list[Share]] = {}
 
     def share(self, variant: Variant, split: Sequence[int]) -> Share:
@@ -100,7 +100,7 @@ class LeastMemory:
             number = math.ceil(len(self._workload.layers) / degrees.pp)
             return Share(*(number * each for each in layers[0]))
         of_kinds = [
-            [number * each for each in layer] for layer, (_, number) in zip(layers, self._runs, strict=True)
+            [number * each for each in layer] for layer, (_, number) in zip(layers, self._kinds, strict=True)
         ]
         return Share(*(sum(each) / degrees.pp for each in zip(*of_kinds, strict=True)))
 
@@ -123,7 +123,7 @@ class LeastMemory:
         """One layer of each kind, for one micro-batch."""
         found = self._layers.get(layout)
         if found is None:
-            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._runs]
+            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._kinds]
             found = self._layers[layout] = [Share(one.dense, one.experts, one.kept) for one in each]
         return found
 

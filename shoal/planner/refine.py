@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from shoal.cost import Layout
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.plan.schedules import FOUND
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
@@ -75,7 +75,7 @@ def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
             yield _played(candidate)
 
 
-def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate | None:
+def _roomiest(search: Search, plan: SettledPlan, virtual: int, count: int) -> Candidate | None:
     """With the most activations for which there is room, none if there is not for one micro-batch's."""
     memories, batch = search.shared.memories, search.batch
 
@@ -95,7 +95,7 @@ def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate
     return search.candidate(plan, memories.fullest(plan, batch))
 
 
-def _actions(plan: Plan, batch: int) -> int:
+def _actions(plan: SettledPlan, batch: int) -> int:
     """Count the actions in the table of a step."""
     halves = 3 if plan.pp > 1 and plan.has_halves else 2
     return (plan.stages if plan.pp > 1 else 1) * plan.microbatches_of(batch) * halves

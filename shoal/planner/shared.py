@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout, Memories
-from shoal.cost.time import BlockCost, runs_of
-from shoal.plan import Plan
+from shoal.cost.time import BlockCost
+from shoal.plan import SettledPlan
 from shoal.plan.schedules import kind_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
-from shoal.planner.exchanged import LeastExchange, Passes
+from shoal.planner.data_parallel_bound import LeastDataParallel, Passes
 from shoal.planner.memory_bound import LeastMemory, Share, StateBytes
 from shoal.planner.space import Degrees, HybridSharding, Space, Variant
 from shoal.workload import Workload
@@ -51,7 +52,7 @@ class Shared:
     Attributes:
         space: The legal Plans.
         costs, memories: Of steps, and of ranks.
-        least_memory, least_exchange: Bounds.
+        least_memory, least_data_parallel: Bounds.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Shared:
         self.costs = Costs(workload, cluster)
         self.memories = Memories(workload, cluster, self.costs)
         self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
-        self.least_exchange = LeastExchange(workload, cluster, 2 if self.space.precision == "bf16" else 4)
-        self._kinds = runs_of(workload.pieces)
+        self.least_data_parallel = LeastDataParallel(
+            workload, cluster, 2 if self.space.precision == "bf16" else 4
+        )
+        self._kinds = tuple(Counter(workload.pieces).items())
         self._computes: dict[Layout, Work] = {}
         self._works: dict[Layout, Work] = {}
         self._states: dict[Degrees, Sequence[tuple[HybridSharding, StateBytes]]] = {}
@@ -110,7 +113,7 @@ class Shared:
         """
         if not all(each.kind.reduces_each_micro_batch for each in shardings):
             return 0.0
-        least = self.least_exchange.of_micro_batch
+        least = self.least_data_parallel.of_micro_batch
         return min([least(degrees, sharding, work.least) for sharding in shardings])
 
     def split(self, variant: Variant) -> tuple[int, ...]:
@@ -134,7 +137,7 @@ class Shared:
         loads[placement[-1]] += work.end
         return max(loads)
 
-    def plan(self, variant: Variant, sharding: HybridSharding, split: Sequence[int]) -> Plan:
+    def plan(self, variant: Variant, sharding: HybridSharding, split: Sequence[int]) -> SettledPlan:
         """The Plan with these layers in its stages, and buckets that suit the links."""
         key = variant.degrees, sharding
         bucket = self._buckets.get(key)

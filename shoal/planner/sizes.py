@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import PlanError
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
 
@@ -27,7 +27,7 @@ class Size:
     """
 
     setting: str
-    plan: Plan
+    plan: SettledPlan
     slower: float
     memory: float
     fits: bool
@@ -57,9 +57,9 @@ def half_and_twice(value: int) -> list[int]:
     return [*([value // 2] if value % 2 == 0 else []), 2 * value]
 
 
-def _changed(winner: Candidate, change: dict[str, Any]) -> Plan | None:
+def _changed(winner: Candidate, change: dict[str, Any]) -> SettledPlan | None:
     """The Plan with one setting changed, if it is legal."""
     try:
-        return winner.plan.replace(**change).with_microbatch_for(winner.batch)
+        return SettledPlan.of(winner.plan.replace(**change), winner.batch)
     except PlanError:
         return None

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost import Layout
-from shoal.plan import FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, Sharding, divisors
+from shoal.plan import FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, Sharding, divisors
 from shoal.plan.schedules import KINDS, NAMES, kind_of
 from shoal.workload import Workload
 
@@ -69,10 +69,10 @@ class Variant(NamedTuple):
     schedule: str
     virtual: int
 
-    def plan(self, sharding: HybridSharding, split: str = "cost", bucket: int = _BUCKET) -> Plan:
+    def plan(self, sharding: HybridSharding, split: str = "cost", bucket: int = _BUCKET) -> SettledPlan:
         """The Plan with one way to shard."""
         degrees, layout = self.degrees, self.layout
-        return Plan(
+        return SettledPlan(
             dp=degrees.dp,
             tp=degrees.tp,
             pp=degrees.pp,

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from shoal.cost import Layout, RankMemory, StepCost
 from shoal.cost.time import PipelineCost, exposed_sends
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.plan.schedules import kind_of
 from shoal.planner.bound import least_seconds
 from shoal.planner.bucket import best_bucket
@@ -258,7 +258,7 @@ class _Sharded:
     def _least(self) -> float:
         """Seconds with what exchanges take at least."""
         degrees, layout, count, schedule, virtual = self._variant
-        exchange = self._shared.least_exchange
+        exchange = self._shared.least_data_parallel
         placement = kind_of(schedule).placement(degrees.pp, virtual)
         layers = [number for rank, number in zip(placement, self._split, strict=True) if rank == 0]
         stages = list(zip(self._pipeline.unlike[0].stage.stages, layers, strict=True))
@@ -280,7 +280,7 @@ class Timed:
 
     branches: Sequence[Branch] = ()
 
-    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: Plan) -> None:
+    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: SettledPlan) -> None:
         self.degrees = degrees
         self.memory = memory
         self.plan = plan
@@ -291,7 +291,7 @@ class Timed:
         """Seconds of a step; infinite if a rank has no room for it."""
         return self.cost.seconds if self.memory <= room else math.inf
 
-    def fitted(self, room: float) -> tuple[Plan, RankMemory] | None:
+    def fitted(self, room: float) -> tuple[SettledPlan, RankMemory] | None:
         """With the best size of its buckets, or else the usual one, and its memory; None if that has no room.
 
         With zero2 alone does memory depend on that size: else a Plan without room is not given another.
@@ -309,7 +309,7 @@ class Timed:
         return self._shared.memories.fullest(self.plan, self._shared.space.batch)
 
     @cached_property
-    def _bucketed(self) -> Sequence[tuple[Plan, RankMemory]]:
+    def _bucketed(self) -> Sequence[tuple[SettledPlan, RankMemory]]:
         shared, batch = self._shared, self._shared.space.batch
         sizes = dict.fromkeys((best_bucket(shared.costs, self.plan, batch), self.plan.bucket))
         plans = [self.plan.replace(bucket=size) for size in sizes]

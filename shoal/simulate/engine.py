@@ -193,7 +193,7 @@ class _Rank:
     def _begin(self, due: list[StageProgram]) -> None:
         """Begins to reduce stages whose sums are whole."""
         for stage in due:
-            self._run(stage.exchange.reduce_all())
+            self._run(stage.data_parallel.reduce_all())
         due.clear()
 
     def _finish(self, index: int, begin: float) -> Iterator[_Key]:
@@ -202,7 +202,7 @@ class _Rank:
         if len(engine.numbers) > 1:
             for stage in program.stages.values():
                 if stage.keeps_sums:
-                    self._run(stage.exchange.wait_reduced())
+                    self._run(stage.data_parallel.wait_reduced())
         for collective in program.finish:
             self.now = engine.journal.exposed(self._rank, self.now, collective)
         done = self.now

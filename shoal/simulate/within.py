@@ -89,7 +89,7 @@ class Within:
 
     def _exchange(self, block: Block, seconds: float, rounds: int) -> Piece:
         layout = self.layout
-        nbytes = round(block.exchanged * layout.share(Part.STREAM)) * layout.width * rounds
+        nbytes = round(block.routed * layout.share(Part.STREAM)) * layout.width * rounds
         group = self.members(expert_group(layout.tp, layout.ep))
         return Exposed(Collective("all_to_all:tokens", seconds, nbytes, group, Purpose.EXPERT))
 

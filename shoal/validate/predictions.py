@@ -19,7 +19,7 @@ from shoal.units import format_bytes
 from shoal.validate.accuracy import Comparison
 from shoal.validate.cells import Refuse, Table, strictly
 from shoal.validate.collectives import USUAL_NODE, MeasuredCollective, read_collectives
-from shoal.validate.fill_blanks import quickest
+from shoal.validate.fill_blanks import fill_blanks
 from shoal.validate.layers import MeasuredLayer, read_layers
 from shoal.validate.machines import machine_of, published_cluster
 from shoal.validate.steps import Measured, read_table
@@ -122,7 +122,7 @@ def _each(
 
 
 def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[Comparison]:
-    plan = quickest(row, costs, memories)
+    plan = fill_blanks(row, costs, memories)
     compared = partial(
         Comparison,
         line=row.line,

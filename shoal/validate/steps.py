@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, divisors
+from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, divisors
 from shoal.plan.stages import split_by_count
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
 from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
@@ -124,7 +124,7 @@ class Measured:
     devices_per_node: int | None
     network: float | None
     products: str
-    plans: Sequence[Plan]
+    plans: Sequence[SettledPlan]
     recomputes: Sequence[str]
     batch: int
     seconds: float | None
@@ -206,12 +206,12 @@ def _shape(row: Row) -> ModelShape:
     )
 
 
-def _plans(row: Row, recompute: str) -> list[Plan]:
+def _plans(row: Row, recompute: str) -> list[SettledPlan]:
     """What the row says; each blank setting takes every value that is legal."""
     plans, refusals = [], []
     for settings in _settings(row):
         try:
-            plan = Plan(**settings, recompute=recompute).with_microbatch_for(row["global_batch"])
+            plan = SettledPlan.of(Plan(**settings, recompute=recompute), row["global_batch"])
             split_by_count(row["layers"], plan.stages)  # raises if there are more stages than layers
         except PlanError as error:
             refusals.append(error)
@@ -225,7 +225,7 @@ def _plans(row: Row, recompute: str) -> list[Plan]:
     return plans
 
 
-def _sharded(row: Row, plan: Plan) -> list[Plan]:
+def _sharded(row: Row, plan: SettledPlan) -> list[SettledPlan]:
     """The Plan with every sharding that may be meant; hsdp shares states out within each node."""
     if row["sharding"] == "hsdp":
         within = (row["devices_per_node"] or plan.ranks) // (plan.tp * plan.cp)

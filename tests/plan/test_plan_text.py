@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, Plan
+from shoal.plan import CHOICES, Plan, SettledPlan
 from shoal.plan.schedules import kind_of
 
 
@@ -83,11 +83,11 @@ def test_a_plan_for_other_ranks_is_refused_with_the_degree_that_fits():
 @given(dp=st.integers(1, 8), microbatch=st.integers(1, 8), steps=st.integers(1, 8))
 def test_a_batch_of_whole_microbatches_fits(dp, microbatch, steps):
     plan = Plan(dp=dp, microbatch=microbatch)
-    assert plan.with_microbatch_for(dp * microbatch * steps) == plan
+    assert SettledPlan.of(plan, dp * microbatch * steps) == plan
 
 
 def test_the_microbatch_left_out_is_the_whole_of_a_ranks_batch():
-    assert Plan(dp=4).with_microbatch_for(32).microbatch == 8
+    assert SettledPlan.of(Plan(dp=4), 32).microbatch == 8
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_the_microbatch_left_out_is_the_whole_of_a_ranks_batch():
 )
 def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(text, batch, named):
     with pytest.raises(PlanError) as refusal:
-        Plan.parse(text).with_microbatch_for(batch)
+        SettledPlan.of(Plan.parse(text), batch)
     assert named in str(refusal.value)

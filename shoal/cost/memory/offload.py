@@ -31,7 +31,7 @@ from shoal.cost.memory.memory import FRAGMENTS, RankMemory
 from shoal.cost.time.buckets import owned_by_rank
 from shoal.cost.time.step import UPDATE_BYTES, Costs, StageCost
 from shoal.errors import ClusterError, ConfigError, PlanError, nearest
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.units import format_bytes
 
 __all__ = ["PLACES", "WHAT", "Offload"]
@@ -81,7 +81,9 @@ class Offload:
         return moved * (1 + FRAGMENTS if "fragments" in memory.parts else 1)
 
     @classmethod
-    def of(cls, costs: Costs, plan: Plan, batch: int, what: str = "optimizer", to: str = "host") -> Offload:
+    def of(
+        cls, costs: Costs, plan: SettledPlan, batch: int, what: str = "optimizer", to: str = "host"
+    ) -> Offload:
         """What it does to a step of `batch` samples under a Plan.
 
         Args:
@@ -106,7 +108,7 @@ class Offload:
             )
         count = plan.microbatches_of(batch)
         rates = _Rates.of(costs, to)
-        ranks = {id(stage): stage for stage in costs.stages(plan, count)}.values()
+        ranks = dict.fromkeys(costs.stages(plan, count))
         found = [_of_rank(costs, plan, stage, count, what, rates) for stage in ranks]
         worst = max(found, key=lambda each: each.extra)
         host = costs.cluster.host
@@ -157,7 +159,9 @@ class _Rates:
         return cls(to, link, host.bandwidth * host.share / sharing, file, sharing)
 
 
-def _of_rank(costs: Costs, plan: Plan, stage: StageCost, count: int, what: str, rates: _Rates) -> Offload:
+def _of_rank(
+    costs: Costs, plan: SettledPlan, stage: StageCost, count: int, what: str, rates: _Rates
+) -> Offload:
     owned = owned_by_rank(stage.parameters, plan)
     width = Layout.of(plan).width
     forward, backward = stage.forward, stage.input + stage.weight

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shoal.cost.layout import Layout
 from shoal.cost.memory.activations import EndMemory
 from shoal.cost.memory.stack import Stack
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 
 __all__ = ["Moment", "StageEnds", "gathered_bytes", "moments_of"]
 
@@ -78,7 +78,7 @@ class StageEnds:
 
 
 def moments_of(
-    plan: Plan,
+    plan: SettledPlan,
     layout: Layout,
     held: float,
     stack: Stack,
@@ -111,7 +111,7 @@ def moments_of(
         yield Moment(f"block {place}", left + layer.whole, layer.working, gathers * gathered, filled, freed)
 
 
-def gathered_bytes(plan: Plan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
+def gathered_bytes(plan: SettledPlan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
     """Weights that zero3 has gathered when forward ends; arguments as of `moments_of`."""
     if not plan.sharding.cuts_weights:
         return 0.0
@@ -121,7 +121,7 @@ def gathered_bytes(plan: Plan, layout: Layout, stack: Stack, ends: StageEnds) ->
 class _Buckets:
     """Gradients with zero2 and zero3: bucket 0 for the head, then one for each group of layers."""
 
-    def __init__(self, plan: Plan, stack: Stack, ends: StageEnds, copies: bool) -> None:
+    def __init__(self, plan: SettledPlan, stack: Stack, ends: StageEnds, copies: bool) -> None:
         self._stack = stack
         self._head = _FP32 * ends.head
         self._copies = copies

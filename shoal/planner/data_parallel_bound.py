@@ -34,13 +34,12 @@ from shoal.cost.time import (
     gather_seconds,
     parameters_on_rank,
     reduce_seconds,
-    runs_of,
 )
 from shoal.plan import Plan
 from shoal.planner.space import Degrees, HybridSharding
 from shoal.workload import Workload
 
-__all__ = ["LeastExchange", "Passes"]
+__all__ = ["LeastDataParallel", "Passes"]
 
 
 class Passes(NamedTuple):
@@ -53,7 +52,7 @@ class Passes(NamedTuple):
 _NOTHING = Passes(0.0, 0.0)
 
 
-class LeastExchange:
+class LeastDataParallel:
     """The bounds, for a Workload on a Cluster; remembers what Plans share.
 
     Args:
@@ -66,7 +65,7 @@ class LeastExchange:
         self._cluster = cluster
         self._width = width
         self._layers = len(workload.layers)
-        self._kinds = [block for block, _ in runs_of(workload.layers)]
+        self._kinds = list(dict.fromkeys(workload.layers))
         self._families: dict[tuple[Degrees, HybridSharding], list[tuple[Family, int]]] = {}
         self._passes: dict[tuple[Degrees, HybridSharding], Passes] = {}
         self._reduced: dict[tuple[Degrees, HybridSharding, int], float] = {}

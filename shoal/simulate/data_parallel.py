@@ -21,14 +21,14 @@ from shoal.cost.time import (
     families_of,
     parameters_on_rank,
 )
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.plan.groups import Group
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
 from shoal.simulate.within import Members
 from shoal.timeline import Purpose
 from shoal.workload import Block, Parameters, Product
 
-__all__ = ["Exchange"]
+__all__ = ["DataParallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Named:
     bucket: Bucket
 
 
-class Exchange:
+class DataParallel:
     """The communications of one stage's gradients and weights.
 
     Args:
@@ -56,7 +56,7 @@ class Exchange:
     """
 
     def __init__(
-        self, plan: Plan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
+        self, plan: SettledPlan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
     ) -> None:
         self._plan = plan
         self._cluster = costs.cluster
@@ -64,8 +64,8 @@ class Exchange:
         self._stage = stage
         self._members = members
         self._blocks = blocks
-        ends = {id(costs.workload.embedding), id(costs.workload.end)}
-        self.roots = tuple(position for position, block in enumerate(blocks) if id(block) in ends)
+        ends = costs.workload.embedding, costs.workload.end
+        self.roots = tuple(position for position, block in enumerate(blocks) if block in ends)
         filled = buckets_of(blocks, self.roots, plan, self._width)
         each = (bucket for bucket in filled for _ in range(bucket.number))
         self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(each))
