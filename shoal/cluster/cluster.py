@@ -29,7 +29,7 @@ PRESETS: tuple[str, ...] = tuple(table("nodes"))
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines.
+    """Machines: devices, the links between them, and their hosts.
 
     Attributes:
         name: Such as "dgx-h100".
