@@ -1,4 +1,4 @@
-"""Accelerate: `accelerate launch --cpu --num_processes 2 accelerate_before.py model.pt FOLDER`."""
+"""Accelerate, on CPUs: `torchrun --nproc-per-node 2 accelerate_before.py model.pt FOLDER`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""DeepSpeed: `deepspeed --num_gpus 2 deepspeed_before.py model.pt FOLDER`."""
+"""DeepSpeed, on CPUs: `DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 deepspeed_before.py model.pt DIR`."""
 
 import sys
 
