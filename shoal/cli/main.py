@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         command.add_parser(commands)
     parsed = parser.parse_args(arguments)
+    parsed.is_program = arguments is None  # else somebody calls this who may have threads
     # torch, imported later, warns of name services that it does not need and of stores that close.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
