@@ -34,11 +34,12 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import NoReturn, final
 
+from shoal.errors import CommunicationError
 from shoal.launch.kernel import name_process
 
-__all__ = ["ForkedRank", "Nursery", "open_nursery"]
+__all__ = ["ForkedRank", "Nursery", "open_nursery", "serve"]
 
 _MOST = 1 << 20  # bytes of a request: an environment, above all
 _DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # of /dev, where accelerators are
@@ -67,7 +68,7 @@ def open_nursery(module: str) -> Iterator[Nursery | None]:
     pid = os.fork()
     if pid == 0:
         here.close()
-        _serve(there)
+        serve(there)
     gc.unfreeze()
     there.close()
     nursery = Nursery(here, pid)
@@ -92,7 +93,12 @@ class Nursery:
         self.pid = pid
 
     def start(
-        self, module: str, arguments: Sequence[str], environment: Mapping[str, str], outputs: tuple[int, int]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: tuple[int, int],
+        folder: str = "",
     ) -> ForkedRank:
         """Forks a process that runs a module as `python -m` does, in a session of its own.
 
@@ -101,15 +107,21 @@ class Nursery:
             arguments: Of its command line.
             environment: All of it.
             outputs: Descriptors that become its stdout and stderr.
+            folder: Where it runs; where the nursery does by default.
+
+        Raises:
+            CommunicationError: The nursery has ended.
         """
-        request = json.dumps([module, list(arguments), dict(environment)]).encode(errors="surrogateescape")
+        request = json.dumps([module, list(arguments), dict(environment), folder])
+        data = request.encode(errors="surrogateescape")
         descriptors = array.array("i", outputs).tobytes()
-        self._connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        while True:
-            kind, number, code = json.loads(self._connection.recv(_MOST))
+        self._connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        while told := self._connection.recv(_MOST):
+            kind, number, code = json.loads(told)
             if kind == "started":
                 return ForkedRank(self, number)
             self._codes[number] = code
+        raise CommunicationError("the process that ranks are forked from has ended")
 
     def exit_code(self, pid: int) -> int | None:
         """How a rank ended, negative for the signal that ended it; None if it has not."""
@@ -155,8 +167,8 @@ class ForkedRank:
         return self._nursery.wait(self.pid)
 
 
-def _serve(connection: socket.socket) -> NoReturn:
-    """The nursery itself, until the launcher closes its end."""
+def serve(connection: socket.socket) -> NoReturn:
+    """Is a nursery, until the other end of the connection is closed."""
     os.setsid()  # what a terminal sends is the launcher's affair
     running: dict[int, int] = {}  # process by descriptor
     with selectors.DefaultSelector() as selector:
@@ -205,16 +217,18 @@ def _fork(connection: socket.socket, selector: selectors.BaseSelector) -> int:
     return pid
 
 
-def _run(module: str, arguments: Sequence[str], environment: Mapping[str, Any]) -> NoReturn:
+def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> NoReturn:
     """Runs a module as the program of this process, and ends it."""
     code = 1
     try:
-        name_process(f"shoal rank {environment.get('RANK', '')}")
+        name_process(f"shoal rank {environment['RANK']}" if "RANK" in environment else "shoal")
         os.environ.clear()
         os.environ.update(environment)
         _use_threads(environment)
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed()  # or all ranks would draw the same; `random` does so by itself
+        if folder:
+            os.chdir(folder)
         sys.argv = [module, *arguments]
         sys.path[0] = os.getcwd()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
