@@ -1,23 +1,22 @@
 """Runs an example as torchrun would, but on two ranks that the tests share, so that torch loads once."""
 
+import contextlib
+import io
 import os
 import runpy
-import socket
 import sys
 from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
+from run_stand_ins import free_port
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
 
 def run_on_ranks(pool, name, *arguments):
-    """Runs `python EXAMPLES/NAME ARGUMENTS` as each of two ranks of a RankPool."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pool.run(_as_rank, 2, EXAMPLES / name, [str(each) for each in arguments], port)
+    """Runs `python EXAMPLES/NAME ARGUMENTS` as each of two ranks of a RankPool; what all print."""
+    return "".join(pool.run(_as_rank, 2, EXAMPLES / name, [str(each) for each in arguments], free_port()))
 
 
 def _as_rank(file, arguments, port):
@@ -28,10 +27,16 @@ def _as_rank(file, arguments, port):
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
     sys.path.insert(0, str(file.parent))  # the pool puts the path back
     before = set(sys.modules)
-    with patch.dict(os.environ, environment), patch("sys.argv", [file.name, *arguments]):
+    printed = io.StringIO()
+    with (
+        patch.dict(os.environ, environment),
+        patch("sys.argv", [file.name, *arguments]),
+        contextlib.redirect_stdout(printed),
+    ):
         runpy.run_path(str(file), run_name="__main__")
     if "accelerate" in sys.modules:  # it remembers the environment for as long as a process lives
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
     for each in set(sys.modules) - before:
         if Path(getattr(sys.modules[each], "__file__", None) or "/").parent == file.parent:
             del sys.modules[each]
+    return printed.getvalue()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from script_ranks import run_on_ranks
 from torch.distributed.run import main as torchrun
 
 from shoal.cli.main import main as shoal
@@ -37,7 +38,7 @@ def run_alone(monkeypatch, capsys, name, *arguments):
     return capsys.readouterr().out
 
 
-def run_on_two_ranks(capfd, name, *arguments):
+def run_under_torchrun(capfd, name, *arguments):
     torchrun(["--nproc-per-node", "2", "--standalone", str(EXAMPLES / name), *map(str, arguments)])
     return capfd.readouterr().out
 
@@ -54,24 +55,24 @@ def test_ten_lines_train_on_one_rank(monkeypatch, capsys):
     assert losses(run_alone(monkeypatch, capsys, "01_ten_lines.py"))[-1] < SORTS
 
 
-def test_ten_lines_train_under_torchrun(capfd):
-    of_ranks = losses(run_on_two_ranks(capfd, "01_ten_lines.py"))
+def test_ten_lines_train_on_ranks(ranks):
+    of_ranks = losses(run_on_ranks(ranks, "01_ten_lines.py"))
     assert len(of_ranks) == 2
     assert max(of_ranks) < SORTS
 
 
-def test_a_model_of_ones_own_is_split_under_torchrun(monkeypatch, capfd):
-    of_ranks = losses(run_on_two_ranks(capfd, "05_tensor_parallel.py"))
+def test_a_model_of_ones_own_is_split(ranks):
+    of_ranks = losses(run_on_ranks(ranks, "05_tensor_parallel.py"))
     assert of_ranks[0] == of_ranks[1] < SORTS
 
 
-def test_attention_over_ranks_copies_letters(capfd):
-    assert max(losses(run_on_two_ranks(capfd, "06_context_parallel.py"))) < math.log(8) / 4
+def test_attention_over_ranks_copies_letters(ranks):
+    assert max(losses(run_on_ranks(ranks, "06_context_parallel.py"))) < math.log(8) / 4
 
 
-def test_a_pipeline_trains_as_one_process(monkeypatch, capfd):
+def test_a_pipeline_trains_as_one_process(ranks, monkeypatch, capfd):
     (alone,) = losses(run_alone(monkeypatch, capfd, "07_pipeline.py"))
-    of_ranks = losses(run_on_two_ranks(capfd, "07_pipeline.py"))
+    of_ranks = losses(run_on_ranks(ranks, "07_pipeline.py"))
     assert of_ranks == pytest.approx([alone] * 2, abs=0.002)  # printed with three digits
     assert alone < SORTS
 
@@ -89,16 +90,16 @@ def test_the_file_of_a_cluster_is_one():
 
 
 def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):
-    first, *_, last = losses(run_on_two_ranks(capfd, "02_torchrun.py", tmp_path / "model.safetensors"))
+    first, *_, last = losses(run_under_torchrun(capfd, "02_torchrun.py", tmp_path / "model.safetensors"))
     assert last < first / 5
     weights = load_file(tmp_path / "model.safetensors")
     assert weights["0.weight"].shape == (64, 16)
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
-def test_a_loop_goes_on_with_another_number_of_ranks(monkeypatch, capfd, tmp_path):
+def test_a_loop_goes_on_with_another_number_of_ranks(ranks, monkeypatch, capfd, tmp_path):
     folder = tmp_path / "checkpoints"
-    assert max(losses(run_on_two_ranks(capfd, "09_save.py", folder))) < SORTS
+    assert max(losses(run_on_ranks(ranks, "09_save.py", folder))) < SORTS
     printed = run_alone(monkeypatch, capfd, "09_save.py", folder)
     assert "goes on from step 100" in printed
     assert "on 2 ranks" in printed
@@ -124,9 +125,9 @@ def test_the_configuration_trains(monkeypatch, tmp_path):
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
-def test_an_average_of_the_weights_is_evaluated_and_exported(monkeypatch, capfd):
+def test_an_average_of_the_weights_is_evaluated_and_exported(ranks, monkeypatch, capfd):
     alone = run_alone(monkeypatch, capfd, "10_average.py")
-    printed = run_on_two_ranks(capfd, "10_average.py")
+    printed = run_on_ranks(ranks, "10_average.py")
     assert losses(printed) == pytest.approx(losses(alone) * 2, abs=0.002)  # printed with three digits
     assert losses(alone)[0] < SORTS
     assert re.findall(r"(\d) whole tensors", alone) == ["4"]
