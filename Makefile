@@ -1,6 +1,7 @@
 # make train    sets up .venv, and trains a small transformer on the source of Python's standard library
 # make test     sets up .venv with what development needs, and passes every check that CI makes but the next
 # make test-oldest  runs what depends on torch and transformers with the oldest releases that pyproject.toml allows
+# make test-faults  plants faults in a copy of the code, one at a time, and tells which the tests miss
 #
 # What a target needs is set up once: a second call does no set-up work again.
 
@@ -16,7 +17,7 @@ OLDEST_TESTS := tests/models tests/trace tests/parallel tests/checkpoint/test_ch
   tests/collectives/test_pytorch_calls.py tests/collectives/test_pytorch_features.py \
   tests/train/test_train_trainer.py
 
-.PHONY: train test test-long test-oldest lint bench clean
+.PHONY: train test test-long test-faults test-oldest lint bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
@@ -26,6 +27,9 @@ test: lint
 
 test-long: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
+
+test-faults: $(VENV)/.ready-dev
+	$(BIN)/python tests/faults/plant.py --jobs 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest $(OLDEST_TESTS)

@@ -1,0 +1,171 @@
+"""Plants one fault at a time in a copy of the repository, and tells whether tests notice: `make test-faults`.
+
+Exit codes: 0, every fault was caught that the tables do not mark as missed; 1, one was missed; 2, an option
+cannot work, or tests fail with no fault planted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from fault_table import Fault, read_table, sources_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = ("runs", "build", "dist", "__pycache__", ".*cache", ".venv*", ".git", ".hypothesis", "*.egg-info")
+LIMIT = 120.0
+"""Seconds for the tests of a fault; those that hang have noticed it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one fault.
+
+    Attributes:
+        how: "caught", "hung", "missed", or "broken" where the tests could not run.
+        seconds: That the tests took.
+        detail: The test that failed, or the end of the output.
+    """
+
+    how: str
+    seconds: float
+    detail: str
+
+    @property
+    def caught(self) -> bool:
+        """Whether a test noticed."""
+        return self.how in ("caught", "hung")
+
+
+class Copy:
+    """A copy of the repository, in which one fault at a time is planted."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*LEFT_OUT))
+
+    def with_fault(self, fault: Fault) -> Outcome:
+        """Plants, tests, and puts the file back as it was."""
+        path = self.root / fault.find(sources_of(self.root))
+        text, times = path.read_text(encoding="utf-8"), path.stat()
+        path.write_text(fault.change(text), encoding="utf-8")
+        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
+        core = self.root / "shoal" / "collectives" / "_core.so"
+        native = path.is_relative_to(self.root / "csrc")
+        try:
+            if native:
+                core.rename(core.with_suffix(".kept"))
+                self._run(["setup.py", "-q", "build_ext", "--inplace"])
+                if not core.exists():
+                    return Outcome("broken", 0.0, "does not compile")
+            return self.tested(fault.tests)
+        finally:
+            path.write_text(text, encoding="utf-8")
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            if native:
+                core.with_suffix(".kept").rename(core)
+
+    def tested(self, tests: tuple[str, ...]) -> Outcome:
+        """Runs tests up to the first that fails."""
+        begun = time.monotonic()
+        shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # what failed with another fault
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        code, told = self._run(["-m", "pytest", *options, *tests])
+        seconds = time.monotonic() - begun
+        if code is None:
+            return Outcome("hung", seconds, f"ended after {LIMIT:.0f} s")
+        if code == 0:
+            return Outcome("missed", seconds, "")
+        failed = [line for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if not failed:
+            return Outcome("broken", seconds, told[-2000:])
+        return Outcome("caught", seconds, failed[0].split(" ", 1)[1].split(" - ")[0])
+
+    def _run(self, words: list[str]) -> tuple[int | None, str]:
+        """The exit code, None if the time was up, and the output."""
+        # A file that changes twice in a second looks unchanged to Python, so that nothing compiled is kept.
+        environment = os.environ | {
+            "PYTHONPATH": str(self.root),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        with subprocess.Popen(
+            [sys.executable, *words],
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            try:
+                told, _ = process.communicate(timeout=LIMIT)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                return None, ""
+        return process.returncode, told
+
+
+def tell(name: str, outcome: Outcome, expected: str) -> None:
+    note = f"  (known: {expected})" if expected else ""
+    print(f"{outcome.how:<7} {outcome.seconds:5.1f} s  {name}  {outcome.detail}{note}", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("--only", metavar="NAME", action="append", help="this fault alone; may be repeated")
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help="faults at once (default 1)")
+    parser.add_argument(
+        "--unchanged", action="store_true", help="run the tests with no fault, which must pass"
+    )
+    args = parser.parse_args()
+    faults = [fault for fault in read_table() if args.only is None or fault.name in args.only]
+    if not faults or args.jobs < 1 or len(faults) < len(set(args.only or ())):
+        print("faults: there is no such fault, or no job", file=sys.stderr)
+        return 2
+
+    copies: queue.Queue[Copy] = queue.Queue()
+    lock = threading.Lock()
+
+    def one(fault: Fault) -> Outcome:
+        copy = copies.get()
+        try:
+            outcome = copy.tested(fault.tests) if args.unchanged else copy.with_fault(fault)
+        finally:
+            copies.put(copy)
+        with lock:
+            tell(fault.name, outcome, fault.missed)
+        return outcome
+
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shoal-faults-") as folder:
+        for number in range(args.jobs):
+            copies.put(Copy(Path(folder) / str(number)))
+        with ThreadPoolExecutor(args.jobs) as pool:
+            outcomes = list(pool.map(one, faults))
+    minutes = (time.monotonic() - begun) / 60
+    if args.unchanged:
+        failing = sum(outcome.how != "missed" for outcome in outcomes)
+        print(f"{failing} of {len(faults)} sets of tests fail with no fault planted, {minutes:.1f} min")
+        return 2 if failing else 0
+    caught = sum(outcome.caught for outcome in outcomes)
+    least = sum(not fault.missed for fault in faults)
+    print(f"{caught} of {len(faults)} faults caught, {least} have to be, {minutes:.1f} min")
+    as_told = all(outcome.caught or fault.missed for fault, outcome in zip(faults, outcomes, strict=True))
+    return 0 if as_told else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
