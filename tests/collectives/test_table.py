@@ -53,6 +53,15 @@ def test_the_choice_is_the_least_of_all_predicted_times(table, call, nbytes):
     assert plain_time(table, chosen, call, nbytes) <= least * (1 + 1e-9)
 
 
+@given(tables, calls())
+def test_where_the_choice_changes_both_algorithms_are_the_quickest(table, call):
+    choices = table.choices(call)
+    for bound, *changing in zip(choices.bounds, choices.names, choices.names[1:], strict=False):
+        least = min(plain_time(table, name, call, bound) for name in table.candidates(call))
+        for name in changing:
+            assert plain_time(table, name, call, bound) <= least * (1 + 1e-9)
+
+
 @given(tables, calls(), st.integers(0, 1 << 34))
 def test_a_predicted_time_is_the_formula(table, call, nbytes):
     for name in table.candidates(call):

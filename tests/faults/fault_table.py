@@ -23,7 +23,7 @@ class Fault:
         name: Unique, says what is wrong.
         old: Text that stands in the sources once.
         new: What replaces it.
-        tests: Files or folders of tests, of which one has to fail.
+        tests: Files or folders of tests, or `file::test`, of which one has to fail.
         missed: Why no test notices it; empty where one has to.
     """
 

@@ -58,11 +58,13 @@ class Copy:
     def with_fault(self, fault: Fault) -> Outcome:
         """Plants, tests, and puts the file back as it was."""
         path = self.root / fault.find(sources_of(self.root))
+        core = self.root / "shoal" / "collectives" / "_core.so"
+        native = path.is_relative_to(self.root / "csrc")
+        if native and not core.exists():
+            return Outcome("broken", 0.0, "the native core is not built")
         text, times = path.read_text(encoding="utf-8"), path.stat()
         path.write_text(fault.change(text), encoding="utf-8")
         shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
-        core = self.root / "shoal" / "collectives" / "_core.so"
-        native = path.is_relative_to(self.root / "csrc")
         try:
             if native:
                 core.rename(core.with_suffix(".kept"))
@@ -79,8 +81,7 @@ class Copy:
     def tested(self, tests: tuple[str, ...]) -> Outcome:
         """Runs tests up to the first that fails."""
         begun = time.monotonic()
-        shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # what failed with another fault
-        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
+        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "--hypothesis-profile=faults"]
         code, told = self._run(["-m", "pytest", *options, *tests])
         seconds = time.monotonic() - begun
         if code is None:
@@ -135,6 +136,9 @@ def main() -> int:
     if not faults or args.jobs < 1 or len(faults) < len(set(args.only or ())):
         print("faults: there is no such fault, or no job", file=sys.stderr)
         return 2
+
+    if args.unchanged:
+        faults = list({fault.tests: fault for fault in faults}.values())
 
     copies: queue.Queue[Copy] = queue.Queue()
     lock = threading.Lock()

@@ -27,7 +27,9 @@ def test_the_old_text_of_a_fault_stands_once_and_the_new_one_can_be_read(fault):
 def test_the_tests_of_a_fault_are_there(fault):
     assert fault.tests
     for test in fault.tests:
-        assert (ROOT / test).exists()
+        file, _, name = test.partition("::")
+        assert (ROOT / file).exists()
+        assert not name or f"def {name}(" in (ROOT / file).read_text()
 
 
 def test_every_package_has_a_fault():
