@@ -7,6 +7,7 @@ cannot work, or tests fail with no fault planted.
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import queue
 import shutil
@@ -18,6 +19,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from fault_table import Fault, read_table, sources_of
@@ -54,6 +56,7 @@ class Copy:
     def __init__(self, root: Path) -> None:
         self.root = root
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        compileall.compile_dir(root / "shoal", quiet=1)
 
     def with_fault(self, fault: Fault) -> Outcome:
         """Plants, tests, and puts the file back as it was."""
@@ -64,7 +67,7 @@ class Copy:
             return Outcome("broken", 0.0, "the native core is not built")
         text, times = path.read_text(encoding="utf-8"), path.stat()
         path.write_text(fault.change(text), encoding="utf-8")
-        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
+        Path(cache_from_source(path)).unlink(missing_ok=True)
         try:
             if native:
                 core.rename(core.with_suffix(".kept"))
