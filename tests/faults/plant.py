@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import contextlib
 import os
 import queue
 import shutil
@@ -28,6 +29,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("runs", "build", "dist", "__pycache__", ".*cache", ".venv*", ".git", ".hypothesis", "*.egg-info")
 LIMIT = 120.0
 """Seconds for the tests of a fault; those that hang have noticed it."""
+
+MARK = "SHOAL_PLANTED_IN"
+"""Environment variable: the copy that a process was started in."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Copy:
         """The exit code, None if the time was up, and the output."""
         # A file that changes twice in a second looks unchanged to Python, so that nothing compiled is kept.
         environment = os.environ | {
+            MARK: str(self.root),
             "PYTHONPATH": str(self.root),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
@@ -116,10 +121,19 @@ class Copy:
             try:
                 told, _ = process.communicate(timeout=LIMIT)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                self._end_all()
                 process.communicate()
                 return None, ""
+        self._end_all()
         return process.returncode, told
+
+    def _end_all(self) -> None:
+        """Ends what was started in this copy: with a fault in them, tests leave processes behind."""
+        mark = f"{MARK}={self.root}".encode()
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mark in path.read_bytes().split(b"\0"):
+                    os.kill(int(path.parent.name), signal.SIGKILL)
 
 
 def tell(name: str, outcome: Outcome, expected: str) -> None:
