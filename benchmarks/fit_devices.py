@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from shoal.cluster import Cluster, Device
-from shoal.cost.time.block import block_cost
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs
+from shoal.cost.time import block_cost
 from shoal.planner.bucket import usual_bucket
 from shoal.validate import Measured, MeasuredLayer, is_fitted, published_workload, read_layers, read_table
 from shoal.workload import workload_of

@@ -24,7 +24,8 @@ from typing import Any
 
 from shoal.cli.table import table_of
 from shoal.cluster.tables import table
-from shoal.cost.collectives.network import Group, algorithm_seconds
+from shoal.cost.collectives import algorithm_seconds
+from shoal.plan.groups import Group
 from shoal.validate import MeasuredCollective, is_fitted, read_collectives
 
 NETWORKS = ("infiniband", "roce", "efa1", "efa2", "efa3", "efa4")

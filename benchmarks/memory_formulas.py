@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.cost.memory.memory import Memories, RankMemory
+from shoal.cost import Memories, RankMemory
 from shoal.models import TransformerConfig
 from shoal.plan import Plan
 from shoal.workload import Workload, transformer_shape, workload_of

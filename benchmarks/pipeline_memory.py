@@ -35,8 +35,8 @@ from memory_formulas import workload_on_cpu
 from torch import Tensor
 
 import shoal
-from shoal.cost.layout import Layout
-from shoal.cost.memory.activations import block_memory, stream_bytes
+from shoal.cost import Layout
+from shoal.cost.memory import block_memory, stream_bytes
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel.pipeline.pieces import cut_pieces
 from shoal.plan import Plan
@@ -189,11 +189,19 @@ class _AfterForwards(Recorder):
         lane: Lane = Lane.COMPUTE,
         bytes: int = 0,
         group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> AbstractContextManager[None]:
         return self._read_after() if kind == Kind.FORWARD else nullcontext()
 
     def open(
-        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> OpenSpan:
         return self._nothing.open(kind, name, lane=lane)
 

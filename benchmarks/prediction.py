@@ -41,11 +41,11 @@ from rounds import Ranks, Spread, Step
 import shoal
 from shoal.bench import describe
 from shoal.cluster import Cluster
-from shoal.cost.outlook.calibrate import calibrate
-from shoal.cost.outlook.observation import Observation
-from shoal.cost.time.suited import workload_on
+from shoal.cost import calibrate
+from shoal.cost.outlook import Observation
+from shoal.cost.time import workload_on
 from shoal.models import Transformer, TransformerConfig
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.record import SpanRecorder
 from shoal.simulate import simulate
 from shoal.timeline import Timeline
@@ -284,7 +284,7 @@ def _build_pace(rank: int) -> Step:
 def _calibrated(case: Case, cluster: Cluster, folder: Path) -> Cluster:
     """The Cluster, corrected by what the ranks of a case recorded."""
     timeline = Timeline.read(_recorded(case, cluster.devices, folder))
-    plan = Plan.parse(case.plan).with_microbatch_for(_BATCH)
+    plan = SettledPlan.of(Plan.parse(case.plan), _BATCH)
     return calibrate(
         cluster, [Observation.of(workload_of_case(case, cluster), plan, _BATCH, timeline)]
     ).cluster

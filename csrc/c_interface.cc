@@ -11,6 +11,8 @@
 #include <string>
 #include <variant>
 
+#include "algorithms/host.h"
+#include "algorithms/mailbox.h"
 #include "common/interruption.h"
 #include "common/reduce.h"
 #include "group.h"
@@ -296,6 +298,10 @@ int64_t shoal_buffer_trim(void) {
 #if !defined(SHOAL_BUILD)
 #define SHOAL_BUILD "by hand"  // not by setup.py, which hashes the sources
 #endif
+uint64_t shoal_one_shot_bytes(void) { return one_shot_bytes; }
+
+uint64_t shoal_eager_bytes(void) { return Mailbox::eager_here; }
+
 const char* shoal_build(void) { return SHOAL_BUILD; }
 
 const char* shoal_vector_unit(void) { return vector_unit(); }

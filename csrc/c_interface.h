@@ -73,6 +73,11 @@ int shoal_buffer_release(void* data);
 // Gives the memory of those that were released back to the system; how many bytes.
 int64_t shoal_buffer_trim(void);
 
+// What one rank may give in a collective by one-shot, at most; and the size from which on a message to the host may be
+// copied when it is sent.
+uint64_t shoal_one_shot_bytes(void);
+uint64_t shoal_eager_bytes(void);
+
 // What the core was built from: a hash of its sources. Ranks with different ones may not understand each other.
 const char* shoal_build(void);
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from functools import cache
 
 from shoal.cluster import Cluster
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.step import Costs
-from shoal.plan import CHOICES, Plan, divisors
+from shoal.cost import Costs, Memories
+from shoal.plan import CHOICES, Plan, SettledPlan, divisors
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
 from shoal.planner.space import Degrees
@@ -64,7 +63,7 @@ def quickest_sharded(workload: Workload, cluster: Cluster, shard: str) -> tuple[
     quickest, frugal = None, float("inf")
     for microbatch in divisors(batch // cluster.devices):
         for recompute in CHOICES["recompute"]:
-            plan = Plan(
+            plan = SettledPlan(
                 dp=cluster.devices,
                 shard=shard,
                 microbatch=microbatch,
@@ -82,7 +81,7 @@ def quickest_sharded(workload: Workload, cluster: Cluster, shard: str) -> tuple[
 def least_network(shard: str, tokens_per_device: int) -> float:
     """Gbit/s for each device with which a step takes at most a tenth longer than with any more."""
     workload, cluster = work("llama3-8b"), Cluster.preset("dgx-h100", 64)
-    plan = Plan(dp=64, shard=shard, microbatch=1, precision="bf16", recompute="selective")
+    plan = SettledPlan(dp=64, shard=shard, microbatch=1, precision="bf16", recompute="selective")
     batch = tokens_per_device * cluster.devices // workload.length
 
     def seconds(gbits: float) -> float:

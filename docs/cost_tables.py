@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.outlook.goodput import goodput
-from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
+from shoal.cost.outlook import goodput
+from shoal.cost.time import lognormal_maximum, normal_maximum
 from shoal.units import format_seconds
 
 __all__ = ["device_rows", "goodput_rows", "link_rows", "slowest_rows"]

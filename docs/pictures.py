@@ -1,15 +1,15 @@
 """Draws the pictures of the pages: `python docs/pictures.py` writes docs/pictures/*.svg.
 
 Algorithms of collectives are drawn from docs/played.py, what is parallel inside a layer from what the code of
-shoal/parallel does when it runs (docs/drawn/watched.py), pipeline schedules from their tables. A test holds
-the files to it.
+shoal/parallel does when it runs (docs/drawn/watched.py), pipeline schedules from their tables, packages from
+their imports. A test holds the files to it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from drawn import attention, collectives, products, ranks, schedules
+from drawn import attention, collectives, packages, products, ranks, schedules
 
 __all__ = ["FOLDER", "pictures"]
 
@@ -20,7 +20,7 @@ def pictures() -> dict[str, str]:
     """The text of every picture, by the name of its file."""
     return {
         name: drawn
-        for drawn_by in (collectives, products, attention, ranks, schedules)
+        for drawn_by in (collectives, products, attention, ranks, schedules, packages)
         for name, drawn in drawn_by.pictures().items()
     }
 

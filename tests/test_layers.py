@@ -16,7 +16,7 @@ LINE_OF = {name: number for number, line in enumerate(LAYERS) for name in line}
 PRESENT = sorted({path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES})
 
 STRATEGIES = {
-    *(f"shoal.parallel.data.{name}" for name in ("naive", "replicated", "zero1", "zero2", "zero3")),
+    *(f"shoal.parallel.data.{name}" for name in ("naive", "resident", "zero3")),
     *(f"shoal.parallel.{name}.{name}" for name in ("tensor", "context", "expert")),
 }
 MOST_LINES = 400
@@ -71,6 +71,32 @@ def test_strategies_never_import_one_another_and_only_apply_imports_them():
             assert imported >= STRATEGIES
         else:
             assert not imported & STRATEGIES, path
+
+
+def test_costs_are_imported_by_their_faces():
+    """`shoal.cost`, and those of its folders: which file has a cost is their affair."""
+    faces = {
+        "shoal.cost",
+        *(f"shoal.cost.{path.name}" for path in (PACKAGE / "cost").iterdir() if path.is_dir()),
+    }
+    for path in FILES:
+        if PACKAGE / "cost" not in path.parents:
+            found = {name.rpartition(".")[0] for name in imported_by(path.read_text())}
+            assert {name for name in found if name.startswith("shoal.cost")} <= faces, path
+
+
+def test_no_file_imports_one_that_imports_it():
+    """By any path, and for types alone as well: whoever reads a file needs not read those that use it."""
+    files = {module_of(path): path for path in FILES}
+    imports = {}
+    for module, path in files.items():
+        names = imported_by(path.read_text())
+        found = {name if name in files else name.rpartition(".")[0] for name in names}
+        imports[module] = (found & set(files)) - {module}
+    while leaves := {module for module, found in imports.items() if not found & imports.keys()}:
+        for module in leaves:
+            del imports[module]
+    assert not imports, "these are on circles, or use files that are"
 
 
 WITHOUT_TORCH = """

@@ -43,6 +43,9 @@ namespace shoal {
 
 class Mailbox {
  public:
+  // Within a host and between hosts: smaller messages are eager.
+  static constexpr size_t eager_here = 64 * 1024, eager_elsewhere = 1024 * 1024 + 1;
+
   struct Peers {
     int size;
     Links& links;
@@ -100,8 +103,6 @@ class Mailbox {
   class Waiter;
   class Posting;
 
-  // Within a host and between hosts: smaller messages are eager.
-  static constexpr size_t eager_here = 64 * 1024, eager_elsewhere = 1024 * 1024 + 1;
   static constexpr size_t posting_bytes = 64 * 1024;        // moved each way by who posts a small message, at most
   static constexpr size_t serving_bytes = 1024 * 1024;      // each way with a peer, before others have their turn
   static constexpr size_t piece_bytes = 128 * 1024;         // moved before he looks whether somebody posts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.plan.schedules import NAMES, Played, Times, least_virtual, make, play
+from shoal.plan.schedules import NAMES, Played, Times, kind_of, make, play
 from shoal.plan.schedules.draw import draw
 
 __all__ = ["MICROBATCHES", "RANKS", "pictures", "played"]
@@ -25,6 +25,6 @@ def played(name: str, ranks: int = RANKS, microbatches: int = MICROBATCHES) -> P
 
     The stages are as few as the schedule takes; looped breadth-first, which with one is GPipe, has two.
     """
-    virtual = 2 if name == "looped-bfs" else least_virtual(name)
+    virtual = kind_of(name).usual_virtual
     schedule = make(name, ranks, virtual, microbatches)
     return play(schedule, Times.equal(schedule.stages, *(1 / virtual for _ in range(3))))

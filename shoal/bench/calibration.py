@@ -14,7 +14,7 @@ from shoal.bench.measure import measure
 from shoal.bench.settings import Settings
 from shoal.bench.world import Ranks
 from shoal.collectives.calibrate import calibrate
-from shoal.collectives.calls import SLOT_BYTES
+from shoal.collectives.core import load_core
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
 from shoal.collectives.table_file import built_in_table, save_table
@@ -47,6 +47,9 @@ class _Group:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        core = load_core()
+        assert core is not None, "the bench formed a group of backend shoal"
+        self._one_shot_bytes = core.one_shot_bytes
         self._contestants: dict[tuple[str, str], TorchGroup] = {}
         self.ranks = ranks.count
         group = self._form({})
@@ -55,7 +58,7 @@ class _Group:
 
     def run(self, collective: str, algorithm: str, nbytes: int) -> float | None:
         """See `TimedGroup.run`."""
-        if algorithm == "one-shot" and self._slot_bytes(collective, nbytes) > SLOT_BYTES:
+        if algorithm == "one-shot" and self._slot_bytes(collective, nbytes) > self._one_shot_bytes:
             return None
         key = collective, algorithm
         if key not in self._contestants:

@@ -1,4 +1,4 @@
-"""Whether a Plan computes the same training as one device: what `shoal check` does.
+"""Proof that a Plan trains as one device does: what `shoal check` does.
 
 Nouns: Trial and TaskTrial (what is trained both ways: on tokens, or a Task), Tolerance (the one-device
 reference, and how far from it rounding leads), Comparison (holds one Plan after another against it), Verdict

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from shoal.check.forward_recorder import ForwardUnderWay
+from shoal.check.forward_recorder import ForwardRecorder
 from shoal.check.trace import RankTrace, Trace
 from shoal.check.trial import CLIP, OPTIMIZER, RandomTokens, Trial
 from shoal.parallel import Axis, Owned, Parallel
@@ -110,20 +110,20 @@ def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep
         PlanError: The Plan does not fit the ranks, the batch or the model.
         TrainingError: A loss or a norm is not finite.
     """
-    with _laid_out(trial, plan, device, trial.build_for_layout(device)) as (trainer, samples):
+    with _distributed(trial, plan, device, trial.build_for_layout(device)) as (trainer, samples):
         return _steps(trainer, trial.batch, samples.asked)
 
 
 def trace_under(trial: Trial, plan: Plan, device: torch.device) -> RankTrace:
     """Makes the first step anew, as one rank, and notes what the layers of the model give."""
-    under_way = ForwardUnderWay()
+    forward_recorder = ForwardRecorder()
     model = trial.build_for_layout(device)
     pieces = parts_by_piece(model, stages_of(model)) if plan.pp > 1 else []
     parts = list(itertools.chain.from_iterable(pieces))
     whole = {name: type(module) for name, module in model.named_modules()}
-    with _laid_out(trial, plan, device, model, under_way) as (trainer, samples):
+    with _distributed(trial, plan, device, model, forward_recorder) as (trainer, samples):
         names = _comparable(trainer.parallel.module, whole, parts) if plan.pp > 1 else None
-        trace = Trace(trainer.parallel.module, lambda: under_way.microbatch, names)
+        trace = Trace(trainer.parallel.module, lambda: forward_recorder.microbatch, names)
         trainer.step()
         places = torch.arange(trial.sequence)[None]
         held = trainer.parallel.local_sequence(places)[0]
@@ -144,7 +144,7 @@ def _comparable(model: nn.Module, whole: Mapping[str, type], parts: Sequence[str
 
 
 @contextmanager
-def _laid_out(
+def _distributed(
     trial: Trial,
     plan: Plan,
     device: torch.device,

@@ -10,11 +10,11 @@ from shoal.plan.schedules import Action
 from shoal.record import NullRecorder, OpenSpan, Recorder
 from shoal.timeline import Kind, Lane
 
-__all__ = ["ForwardUnderWay"]
+__all__ = ["ForwardRecorder"]
 
 
 @final
-class ForwardUnderWay(Recorder):
+class ForwardRecorder(Recorder):
     """Told of a Trainer's spans in one step, it knows of which micro-batch a forward is.
 
     In a pipeline the name of a forward's span is the schedule's action. Otherwise micro-batches come one
@@ -38,6 +38,7 @@ class ForwardUnderWay(Recorder):
         lane: Lane = Lane.COMPUTE,
         bytes: int = 0,
         group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> Iterator[None]:
         """See `Recorder.span`."""
         if kind is not Kind.FORWARD:
@@ -51,7 +52,14 @@ class ForwardUnderWay(Recorder):
             self.microbatch = None
 
     def open(
-        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> OpenSpan:
         """See `Recorder.open`."""
         return self._nothing.open(kind, name, lane=lane, bytes=bytes, group=group)

@@ -22,7 +22,7 @@ from shoal.check.trial import Trial
 from shoal.check.verdict import Verdict, judge, may_be_of_forward, with_fault
 from shoal.errors import TrainingError, UserError, WorkerError
 from shoal.launch import StopSignal, World, join, launch
-from shoal.plan import Mesh, Plan
+from shoal.plan import Mesh, Plan, SettledPlan
 from shoal.train.config import TrainConfig
 from shoal.train.execute import choose_device
 
@@ -92,7 +92,7 @@ class Comparison:
         return self._forwards[precision]
 
     def _tolerance(self, plan: Plan) -> Tolerance:
-        microbatch = plan.with_microbatch_for(self._trial.batch).microbatch
+        microbatch = SettledPlan.of(plan, self._trial.batch).microbatch
         key = plan.precision, microbatch if self._trial.depends_on_micro_batches() else None
         if key not in self._tolerances:
             self._tolerances[key] = Tolerance.measure(self._trial, key[0], self._device, key[1])

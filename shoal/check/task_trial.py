@@ -13,7 +13,7 @@ from shoal.check.trial import Trial, require_counts, without_dropout
 from shoal.errors import ConfigError, ModelError, PlanError
 from shoal.models import Task, batch_normalizations, build_or_task, map_tensors, sample_count
 from shoal.parallel import require_layout, require_trainable
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 
 __all__ = ["AnyTrial", "TaskSamples", "TaskTrial", "trial_of"]
 
@@ -92,7 +92,7 @@ class TaskTrial:
                     change=f"leave out {' and '.join(large)}, or give a model that takes tokens",
                 )
             require_layout(model, plan, 1)
-            plan.with_microbatch_for(self.batch)
+            SettledPlan.of(plan, self.batch)
 
         return require
 

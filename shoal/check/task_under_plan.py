@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -12,7 +12,8 @@ from shoal.check.task_trial import TaskSamples, TaskTrial
 from shoal.check.trial import CLIP, OPTIMIZER
 from shoal.models import map_tensors
 from shoal.parallel import Parallel, parallelize
-from shoal.plan import Plan
+from shoal.parallel.micro_batches import run_one_by_one
+from shoal.plan import Plan, SettledPlan
 from shoal.train.learning_rate import learning_rate
 from shoal.train.optimizer import groups_by_decay
 
@@ -25,35 +26,29 @@ def train_task_under(trial: TaskTrial, plan: Plan, device: torch.device) -> list
     Raises:
         UserError: The model cannot be laid out, or the Plan does not fit.
     """
-    plan = plan.with_microbatch_for(trial.batch)
+    plan = SettledPlan.of(plan, trial.batch)
     samples = trial.samples()
     parallel = parallelize(trial.build_with_values(device), plan, device=device)
     with groups_freed(parallel):
-        return list(_steps(trial, parallel, samples, device))
+        return list(_steps(trial, parallel, samples, plan.microbatch, device))
 
 
 def _steps(
-    trial: TaskTrial, parallel: Parallel, samples: TaskSamples, device: torch.device
+    trial: TaskTrial, parallel: Parallel, samples: TaskSamples, microbatch: int, device: torch.device
 ) -> Iterator[RankStep]:
     groups = groups_by_decay(parallel.owned, OPTIMIZER.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    plan, dp, data = parallel.plan, parallel.axes.dp, parallel.axes.data
-    assert plan.microbatch is not None
+    dp, data = parallel.axes.dp, parallel.axes.data
     size = trial.batch // dp.size
     for number in range(trial.steps):
         rate = learning_rate(OPTIMIZER, step=number, steps=trial.steps, batch=trial.batch)
         for group in optimizer.param_groups:
             group["lr"] = rate
         own = trial.batch_of(number)[dp.index * size : (dp.index + 1) * size]
-        micro = [own[start : start + plan.microbatch] for start in range(0, size, plan.microbatch)]
+        micro = [own[start : start + microbatch] for start in range(0, size, microbatch)]
         parallel.set_micro_batches(len(micro))
-        total = torch.zeros((), device=device)
-        for place, chosen in enumerate(micro):
-            part = map_tensors(lambda tensor: tensor.to(device), samples.rows(chosen))
-            loss = samples.task.loss(parallel, part) / len(micro)
-            total += loss.detach()
-            with parallel.accumulate() if place + 1 < len(micro) else nullcontext():
-                loss.backward()
+        forwards = (partial(_loss, samples, chosen, parallel, device) for chosen in micro)
+        total = run_one_by_one(forwards, len(micro), parallel.accumulate)
         data.all_reduce(total, "loss").wait()
         gradients = [fragment_of(owned, gradient_of(owned)) for owned in parallel.owned]
         norm = parallel.clip_gradients(CLIP)
@@ -61,3 +56,10 @@ def _steps(
         optimizer.zero_grad()
         parameters = [fragment_of(owned, owned.local) for owned in parallel.owned]
         yield RankStep(total.item() / data.size, norm, own, gradients, parameters)
+
+
+def _loss(
+    samples: TaskSamples, chosen: Sequence[int], parallel: Parallel, device: torch.device
+) -> torch.Tensor:
+    part = map_tensors(lambda tensor: tensor.to(device), samples.rows(chosen))
+    return samples.task.loss(parallel, part)

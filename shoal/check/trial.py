@@ -15,7 +15,7 @@ from shoal.data.permutation import order
 from shoal.errors import ConfigError, ModelError
 from shoal.models import Transformer, batch_normalizations, build
 from shoal.parallel import require_layout, require_trainable
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.train.config import OptimizerConfig
 
 __all__ = ["CLIP", "OPTIMIZER", "RandomTokens", "Trial", "require_counts", "without_dropout"]
@@ -125,7 +125,7 @@ class Trial:
 
         def require(plan: Plan) -> None:
             require_layout(model, plan, self.sequence)
-            plan.with_microbatch_for(self.batch)
+            SettledPlan.of(plan, self.batch)
 
         return require
 

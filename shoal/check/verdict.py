@@ -20,7 +20,7 @@ from shoal.check.forward import Fault
 from shoal.check.reference import Tensors
 from shoal.check.task_trial import AnyTrial
 from shoal.check.tolerance import Tolerance, relative, scales_of, vector_deviation
-from shoal.plan import Mesh, Plan
+from shoal.plan import Mesh, Plan, SettledPlan
 
 __all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
 
@@ -121,8 +121,7 @@ def judge(trial: AnyTrial, plan: Plan, tolerance: Tolerance, ranks: Sequence[Seq
     reports = []
     departure = None
     mesh = Mesh.of(plan)
-    microbatch = plan.with_microbatch_for(trial.batch).microbatch
-    assert microbatch is not None
+    microbatch = SettledPlan.of(plan, trial.batch).microbatch
     for index, (reference, bounds) in enumerate(zip(tolerance.steps, tolerance.bounds, strict=True)):
         seen = [steps[index] for steps in ranks]
         gradients = _distinct_copies([step.gradients for step in seen])

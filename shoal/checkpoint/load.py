@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from shoal.checkpoint.coordinator import Coordinator, attempt_together
 from shoal.checkpoint.manifest import Manifest, StoredPiece, read_manifest
 from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.region import Region, Run, meetings
+from shoal.checkpoint.region import Region, Run, overlaps
 from shoal.errors import CheckpointError, CorruptCheckpointError, nearest
 
 __all__ = ["load"]
@@ -95,7 +95,7 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
     mine = (piece.block, piece.start, piece.stop)
     for source in record.pieces:
         held = (source.block(record.shape), source.start, source.stop)
-        for source_run, target_run, region in meetings(held, mine):
+        for source_run, target_run, region in overlaps(held, mine):
             yield _Copy(source, piece, source_run, target_run, region)
 
 

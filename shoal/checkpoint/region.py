@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import CheckpointError
 
-__all__ = ["Region", "Run", "meetings", "runs"]
+__all__ = ["Region", "Run", "overlaps", "runs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Region:
             first = first * length + offset
         return first
 
-    def meet(self, other: Region) -> Region | None:
+    def overlap(self, other: Region) -> Region | None:
         """What two regions of a tensor have in common; None if that is nothing."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(end - first for first, end in zip(offset, map(min, self.end, other.end), strict=True))
@@ -118,7 +118,7 @@ def runs(region: Region, start: int, stop: int) -> Iterator[Run]:
         yield Run(first - start, Region(offset, block.shape))
 
 
-def meetings(
+def overlaps(
     one: tuple[Region, int, int], other: tuple[Region, int, int]
 ) -> Iterator[tuple[Run, Run, Region]]:
     """What two pieces of a tensor have in common.
@@ -134,12 +134,12 @@ def meetings(
     if one[0] == other[0]:  # intervals of the same are simplest as such
         line = Region.whole((one[0].elements,))
         one, other = (line, *one[1:]), (line, *other[1:])
-    if _rows(*one).meet(_rows(*other)) is None:
+    if _rows(*one).overlap(_rows(*other)) is None:
         return
     others = list(runs(*other))
     for run in runs(*one):
         for opposite in others:
-            part = run.block.meet(opposite.block)
+            part = run.block.overlap(opposite.block)
             if part is not None:
                 yield run, opposite, part
 

@@ -14,8 +14,8 @@ from shoal.errors import RunError
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
-    from shoal.cost.outlook.calibrate import Calibration
-    from shoal.cost.outlook.observation import Observation
+    from shoal.cost import Calibration
+    from shoal.cost.outlook import Observation
     from shoal.run import Run
 
 __all__ = ["add_parser", "run"]
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         RunError: A path is not a run, or it has no timeline, no model that is known, or no Cluster.
         ClusterError: The Cluster is not known, has no such number of devices, or cannot be written.
     """
-    from shoal.cost.outlook.calibrate import calibrate
+    from shoal.cost import calibrate
     from shoal.run import Run
 
     runs = [Run.open(path) for path in args.paths]
@@ -84,7 +84,7 @@ def _cluster(run: Run, named: str | None) -> Cluster:
 
 def _observation(run: Run, cluster: Cluster) -> Observation:
     from shoal.cli.prediction import Prediction
-    from shoal.cost.outlook.observation import Observation
+    from shoal.cost.outlook import Observation
     from shoal.simulate import measured_timeline
 
     prediction = Prediction.of(run, cluster)

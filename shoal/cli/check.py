@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, WorkerError
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
     require = trial.require_possible()
     if args.all:
         assert ranks is not None
-        plan.replace(dp=unit).with_microbatch_for(trial.batch)
+        SettledPlan.of(plan.replace(dp=unit), trial.batch)
         varied = {**VARIED, "precision": (plan.precision,)}
         plans = [_in_two(each, trial.batch) for each in legal_plans(ranks, varied=varied, require=require)]
         if not plans:  # none fits: the plainest says why
@@ -174,7 +174,7 @@ def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
         if ranks is not None:
             plan = resolve(TrainConfig(plan=args.plan, batch=trial.batch), ranks).plan
         require(plan)
-        plans = [plan.with_microbatch_for(trial.batch)]
+        plans = [SettledPlan.of(plan, trial.batch)]
     if there is not None:
         plans[0].require_ranks(there)
     return CheckJob(trial=trial, plans=plans, device=args.device)
@@ -204,8 +204,8 @@ def _in_two(plan: Plan, batch: int) -> Plan:
     A pipeline stays in as many as its stages ask for.
     """
     if plan.pp > 1:
-        return plan.with_microbatch_for(batch)
-    local = plan.with_microbatch_for(batch).microbatch
+        return SettledPlan.of(plan, batch)
+    local = SettledPlan.of(plan, batch).microbatch
     assert local is not None
     return plan.replace(microbatch=local // 2 if local % 2 == 0 else local)
 

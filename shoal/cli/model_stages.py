@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from shoal.errors import PlanError
 from shoal.plan import Plan
-from shoal.plan.schedules import FOUND, Schedule, Times, least_virtual
+from shoal.plan.schedules import FOUND, Schedule, Times, kind_of
 from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, times_of
 from shoal.units import parse_bytes
 
@@ -152,7 +152,7 @@ class ModelStages:
         return Plan(
             pp=ranks,
             schedule=name,
-            virtual=None if virtual == least_virtual(name) else virtual,
+            virtual=None if virtual == kind_of(name).least_virtual else virtual,
             activations=self._activations(virtual) if name == FOUND else None,
         )
 
@@ -189,8 +189,8 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
     from shoal.train import load_config
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
-    laid_out = {"microbatch": args.microbatch, "recompute": args.recompute}
-    Plan(**laid_out)  # checks them
+    settings = {"microbatch": args.microbatch, "recompute": args.recompute}
+    Plan(**settings)  # checks them
     limit = _bytes(args.memory)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
     trial = Trial(
@@ -204,7 +204,7 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
 
     def weigh(costs: Sequence[Cost], plan: Plan, microbatches: int) -> list[Cost]:
         batch = Batch(args.microbatch * microbatches, args.sequence)
-        return with_memory(costs, model, layout, plan.replace(**laid_out), batch)
+        return with_memory(costs, model, layout, plan.replace(**settings), batch)
 
     if args.measure:
         costs, unit = _measured(trial, args.device, args.recompute), "seconds"

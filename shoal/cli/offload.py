@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.cost.memory.memory import RankMemory
+    from shoal.cost import RankMemory
     from shoal.simulate import Simulation
 
 __all__ = ["add_offload", "offload_summary", "offload_text"]
@@ -39,8 +39,7 @@ def offload_summary(
     Raises:
         ConfigError, PlanError, ClusterError: As of `shoal.cost.Offload.of`.
     """
-    from shoal.cost import Offload
-    from shoal.cost.time.step import Costs
+    from shoal.cost import Costs, Offload
 
     costs = Costs(simulation.workload, simulation.cluster)
     found = Offload.of(costs, simulation.plan, simulation.batch, args.offload, args.to)

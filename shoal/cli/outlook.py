@@ -11,7 +11,7 @@ from shoal.units import format_bytes, format_count, format_seconds, parse_count
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
-    from shoal.cost.outlook.long_run import LongRun
+    from shoal.cost.outlook import LongRun
     from shoal.workload import Workload
 
 __all__ = ["add_outlook", "as_asked", "long_run_of", "long_run_summary", "long_run_text"]
@@ -56,7 +56,7 @@ def long_run_of(
         ConfigError: A number cannot be read, or cannot be.
         ClusterError: Failures were asked about, and the Cluster does not say how many there are.
     """
-    from shoal.cost.outlook.long_run import RESTART, STORAGE, long_run
+    from shoal.cost.outlook import RESTART, STORAGE, long_run
 
     about_failures = [name for name in ("storage", "restart") if getattr(args, name) is not None]
     if args.tokens is None and args.steps is None:

@@ -11,7 +11,7 @@ from shoal.errors import RunError
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
-    from shoal.plan import Plan
+    from shoal.plan import SettledPlan
     from shoal.run import Run
     from shoal.timeline import Timeline
     from shoal.workload import Workload
@@ -34,7 +34,7 @@ class Prediction:
     """
 
     workload: Workload
-    plan: Plan
+    plan: SettledPlan
     batch: int
     cluster: Cluster
 
@@ -47,8 +47,8 @@ class Prediction:
             ModelError: Its model is not known.
             ClusterError: The Cluster has no such number of devices.
         """
-        from shoal.cost.time.suited import workload_on
-        from shoal.plan import Plan
+        from shoal.cost.time import workload_on
+        from shoal.plan import Plan, SettledPlan
         from shoal.workload import shape
 
         config, text = run.description.get("config"), run.description.get("plan")
@@ -59,7 +59,7 @@ class Prediction:
                 possible="a run of one of Shoal's presets",
                 change="name another run",
             )
-        plan = Plan.parse(text).with_microbatch_for(config["batch"])
+        plan = SettledPlan.of(Plan.parse(text), config["batch"])
         if cluster.devices != plan.ranks:
             cluster = cluster.with_devices(plan.ranks)
         options = _shape_fields(config.get("model_options") or {})
@@ -73,8 +73,8 @@ class Prediction:
         simulation knows it.
         """
         from shoal.simulate import simulate
+        from shoal.timeline import Purpose
         from shoal.timeline.kinds import seconds_by_kind
-        from shoal.timeline.purpose import PURPOSES
 
         simulation = simulate(self.workload, self.cluster, self.plan, self.batch)
         breakdown = simulation.breakdown
@@ -82,7 +82,7 @@ class Prediction:
         return {
             **seconds_by_kind(simulation.timeline),
             **breakdown.parts.disjoint(),
-            **{purpose: fmean(each.get(purpose, 0.0) for each in exposed) for purpose in PURPOSES},
+            **{purpose: fmean(each.get(purpose, 0.0) for each in exposed) for purpose in Purpose},
         }
 
 
@@ -107,13 +107,13 @@ def compare_text(rows: list[dict[str, Any]]) -> str:
     """A table of what `kinds_compared` gives."""
     from shoal.cli.breakdown import words
     from shoal.cli.table import table_of
-    from shoal.timeline.purpose import PURPOSES
+    from shoal.timeline import Purpose
 
     return table_of(
         ["predicted beside measured", "predicted", "measured", "error"],
         [
             [
-                f"  {row['kind']}" if row["kind"] in PURPOSES else words(row["kind"]),
+                f"  {row['kind']}" if row["kind"] in tuple(Purpose) else words(row["kind"]),
                 f"{row['predicted']:.6f}",
                 f"{row['measured']:.6f}",
                 "-" if row["error"] is None else f"{row['error']:+.1%}",

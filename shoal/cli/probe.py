@@ -174,7 +174,7 @@ def _text(probed: Probed) -> str:
     ]
     if cluster.devices > 1:
         facts.append(
-            ("ranks vary", f"by {cluster.jitter:.1%}, and by {1e3 * cluster.drift:.2g} ms in a second")
+            ("ranks vary", f"by {cluster.jitter:.1%}, and by {1e3 * cluster.noise:.2g} ms in a second")
         )
     for level in cluster.levels:
         if level.devices > 1:

@@ -17,7 +17,7 @@ from shoal.errors import PlanError, UserError
 from shoal.units import format_seconds
 
 if TYPE_CHECKING:
-    from shoal.cost.outlook.long_run import LongRun
+    from shoal.cost.outlook import LongRun
     from shoal.planner import Point, Scaling
 
 __all__ = ["add_parser", "run"]

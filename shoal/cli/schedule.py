@@ -16,7 +16,7 @@ from shoal.cli.model_stages import ModelStages, add_arguments, open_model
 from shoal.cli.table import table_of
 from shoal.errors import PlanError, UserError
 from shoal.plan import Plan
-from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, least_virtual, make, play, search
+from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, kind_of, make, play, search
 from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
 from shoal.units import format_bytes
@@ -179,9 +179,9 @@ def _times(text: str) -> tuple[float, float, float]:
 
 def _make(args: argparse.Namespace, name: str) -> Schedule:
     """A named schedule; in place of one that is found, one with as many stages."""
-    of_any = name in (FOUND, "looped-bfs")
-    virtual = (2 if of_any else least_virtual(name)) if args.virtual is None else args.virtual
-    return make("looped-bfs" if of_any else name, args.pp, virtual, args.microbatches)
+    kind = kind_of(name)
+    virtual = kind.usual_virtual if args.virtual is None else args.virtual
+    return make("looped-bfs" if kind.row is None else name, args.pp, virtual, args.microbatches)
 
 
 def _played(args: argparse.Namespace, name: str, stages: _Stages) -> Played:
@@ -226,7 +226,7 @@ def _compared(args: argparse.Namespace, stages: _Stages) -> list[Played]:
             except PlanError as error:
                 refused[virtual] = error
         if not made:
-            left_out.append((name, refused[least_virtual(name)]))
+            left_out.append((name, refused[kind_of(name).least_virtual]))
         played += made
     if not played:
         raise left_out[0][1]

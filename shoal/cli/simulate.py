@@ -19,7 +19,7 @@ from shoal.errors import PlanError, UserError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.cost.memory.memory import RankMemory
+    from shoal.cost import RankMemory
     from shoal.simulate import Simulation
 
 __all__ = ["add_parser", "run"]
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: A file cannot be read or written.
     """
     from shoal.cluster import Cluster
-    from shoal.cost.memory.memory import memory_of
+    from shoal.cost import memory_of
     from shoal.plan import Plan
     from shoal.plan.schedules.draw import draw
     from shoal.simulate import simulate

@@ -31,7 +31,7 @@ def open_workload(name: str, sequence: int | None, cluster: Cluster) -> Workload
     Raises:
         ModelError: There is no such preset or file, or the file's sequences have another length.
     """
-    from shoal.cost.time.suited import workload_on
+    from shoal.cost.time import workload_on
     from shoal.workload import from_json, shape
 
     if not name.endswith(".json"):

@@ -39,7 +39,7 @@ class Cluster:
         price: Of a device, in dollars an hour; 0 if not known.
         failures: Of a device, in an hour; 0 if not known.
         jitter: By how much a rank's steps vary: standard deviation over mean; 0 if not at all.
-        drift: By how many seconds a rank's work of one second varies within a step, of t seconds sqrt(t)
+        noise: By how many seconds a rank's work of one second varies within a step, of t seconds sqrt(t)
             times that: standard deviation; 0 if not at all.
         reserved: Bytes of each device's memory that programs do not get: contexts, libraries, fragments.
         cores: Of a node, where devices are ranks that share cores and host memory; 0 where they are not. The
@@ -54,7 +54,7 @@ class Cluster:
     price: float = 0.0
     failures: float = 0.0
     jitter: float = 0.0
-    drift: float = 0.0
+    noise: float = 0.0
     reserved: float = 0.0
     cores: int = 0
     host: Host = field(default_factory=Host)
@@ -85,7 +85,7 @@ class Cluster:
             0 <= self.jitter < 1, self.name, "jitter", self.jitter, "a share of a step, such as 0.02, below 1"
         )
         require(
-            0 <= self.drift < 1, self.name, "drift", self.drift, "seconds in a second, such as 0.005, below 1"
+            0 <= self.noise < 1, self.name, "noise", self.noise, "seconds in a second, such as 0.005, below 1"
         )
         require(
             self.cores >= 0, self.name, "cores", self.cores, "0 if devices are no cores, or those of a node"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal.collectives.calls import COLLECTIVE_NUMBERS, REDUCTION_NAMES
+from shoal.collectives.codes import COLLECTIVE_NUMBERS, REDUCTION_NAMES
 from shoal.collectives.core import Call
 
 __all__ = ["describe_call", "first_difference", "first_uneven_split"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.collectives.calls import reduction_numbers
 from shoal.collectives.checks import require_list, require_pairs, require_parts, require_type
+from shoal.collectives.codes import reduction_numbers
 from shoal.collectives.work import Several
 
 __all__ = ["all_gather_lists", "all_gather_pairs", "reduce_scatter_pairs"]

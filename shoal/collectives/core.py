@@ -55,7 +55,8 @@ class Core:
 
     What only begins an operation keeps the interpreter's lock, since giving it up and taking it again would
     cost more than a small operation does; what may wait, or copy much, gives it up. `build` is the hash of
-    the sources that the core was built from.
+    the sources that the core was built from; a rank gives up to `one_shot_bytes` to a collective by
+    one-shot, and a message of `eager_bytes` or more may be copied when it is sent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,6 +97,8 @@ class Core:
         self.buffer_release = function(keeping, "buffer_release", number, pointer)
         self.buffer_trim = function(releasing, "buffer_trim", ticket)
         self.build: str = function(keeping, "build", text)().decode()
+        self.one_shot_bytes: int = function(keeping, "one_shot_bytes", size)()
+        self.eager_bytes: int = function(keeping, "eager_bytes", size)()
         self.vector_unit = function(keeping, "vector_unit", text)
         self.force_vector_unit = function(keeping, "force_vector_unit", number, text)
         self.combine = function(

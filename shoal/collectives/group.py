@@ -16,7 +16,6 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
-from shoal.collectives.calls import MOVED, reduction_numbers
 from shoal.collectives.checks import (
     contiguous_bytes,
     only,
@@ -33,6 +32,7 @@ from shoal.collectives.flat import all_to_be_filled, as_one, joined, to_spread
 from shoal.collectives.named import NamedGroup
 from shoal.collectives.native import NativeGroup
 from shoal.collectives.operands import bytes_of, to_be_changed, to_be_filled, to_be_read
+from shoal.collectives.operation import Operation
 from shoal.collectives.sparse import all_reduce_sparse
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
@@ -118,10 +118,11 @@ class ProcessGroup(NamedGroup):
     ) -> dist.Work:
         flat, finish = to_be_changed(tensor, finish)
         nbytes = bytes_of(flat)
-        return self._run(
-            "all_reduce", flat, flat, opts, result,
-            nbytes=nbytes, whole=nbytes, slot=nbytes, reduces=flat, finish=finish,
+        operation = Operation(
+            "all_reduce", flat, flat, result,
+            nbytes=nbytes, whole=nbytes, slot=nbytes, reduces=flat.dtype, finish=finish,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = _BROADCAST) -> dist.Work:
         """Gives every rank the root's tensor."""
@@ -129,10 +130,11 @@ class ProcessGroup(NamedGroup):
         root = require_in_group(opts.rootRank, self._size, "the root of broadcast")
         flat, finish = to_be_changed(tensor)
         nbytes = bytes_of(flat)
-        return self._run(
-            "broadcast", flat, flat, opts, tensors,
+        operation = Operation(
+            "broadcast", flat, flat, tensors,
             nbytes=nbytes, whole=nbytes, slot=nbytes, root=root, finish=finish,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = _REDUCE) -> dist.Work:
         """Reduces one tensor over all ranks, to the root's."""
@@ -141,10 +143,12 @@ class ProcessGroup(NamedGroup):
         flat, finish = to_be_changed(tensor)
         nbytes = bytes_of(flat)
         output = flat if self._rank == root else None
-        return self._run(
-            "reduce", flat, output, opts, tensors, nbytes=nbytes, whole=nbytes, slot=nbytes,
-            root=root, reduces=flat, finish=finish if output is not None else None,
+        operation = Operation(
+            "reduce", flat, output, tensors,
+            nbytes=nbytes, whole=nbytes, slot=nbytes, root=root, reduces=flat.dtype,
+            finish=finish if output is not None else None,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _ALL_GATHER) -> dist.Work:
         """Gives every rank everybody's tensor, as a list."""
@@ -188,10 +192,11 @@ class ProcessGroup(NamedGroup):
         finish: Callable[[], None] | None = None,
     ) -> dist.Work:
         nbytes = bytes_of(tensor)
-        return self._run(
-            "all_gather", tensor, output, opts, result,
+        operation = Operation(
+            "all_gather", tensor, output, result,
             nbytes=nbytes, whole=nbytes * self._size, slot=nbytes, finish=finish,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _REDUCE_SCATTER
@@ -223,24 +228,27 @@ class ProcessGroup(NamedGroup):
     def _reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any) -> dist.Work:
         flat, finish = to_be_filled(output)
         whole = bytes_of(tensor)
-        return self._run(
-            "reduce_scatter", tensor, flat, opts, [output],
-            nbytes=bytes_of(output), whole=whole, slot=whole, reduces=tensor, finish=finish,
+        operation = Operation(
+            "reduce_scatter", tensor, flat, [output],
+            nbytes=bytes_of(output), whole=whole, slot=whole, reduces=tensor.dtype, finish=finish,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def all_gather_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
         """Gives every rank everybody's parts of the tensors in a buffer, in place; all are on one host."""
-        return self._run(
-            "all_gather", buffer, buffer, _ALL_GATHER, [buffer],
+        operation = Operation(
+            "all_gather", buffer, buffer, [buffer],
             nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes,
         )  # fmt: skip
+        return self._run(operation, _ALL_GATHER)
 
     def reduce_scatter_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
         """Sums this rank's parts of the tensors in a buffer over all ranks, in place; all are on one host."""
-        return self._run(
-            "reduce_scatter", buffer, buffer, _REDUCE_SCATTER, [buffer],
-            nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes, reduces=buffer,
+        operation = Operation(
+            "reduce_scatter", buffer, buffer, [buffer],
+            nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes, reduces=buffer.dtype,
         )  # fmt: skip
+        return self._run(operation, _REDUCE_SCATTER)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _GATHER) -> dist.Work:
         """Gives the root everybody's tensor, as a list."""
@@ -252,10 +260,11 @@ class ProcessGroup(NamedGroup):
             output = only(outputs, "gather")
             require_list(output, "the output list of gather", count=self._size, like=tensor, even=True)
             flat, finish = all_to_be_filled(output)
-        return self._run(
-            "gather", to_be_read(tensor), flat, opts, outputs, nbytes=nbytes, whole=nbytes * self._size,
-            slot=nbytes, root=root, finish=finish,
+        operation = Operation(
+            "gather", to_be_read(tensor), flat, outputs,
+            nbytes=nbytes, whole=nbytes * self._size, slot=nbytes, root=root, finish=finish,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _SCATTER) -> dist.Work:
         """Gives rank i the i-th tensor of the root's list."""
@@ -268,10 +277,11 @@ class ProcessGroup(NamedGroup):
             parts = only(inputs, "scatter")
             require_list(parts, "the input list of scatter", count=self._size, like=output, even=True)
             given = as_one(parts)
-        return self._run(
-            "scatter", given, flat, opts, outputs, nbytes=nbytes, whole=nbytes * self._size,
-            slot=nbytes * self._size, root=root, finish=finish,
+        operation = Operation(
+            "scatter", given, flat, outputs,
+            nbytes=nbytes, whole=nbytes * self._size, slot=nbytes * self._size, root=root, finish=finish,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _ALL_TO_ALL) -> dist.Work:
         """Sends the i-th tensor to rank i, and receives the i-th from there."""
@@ -313,14 +323,19 @@ class ProcessGroup(NamedGroup):
     ) -> dist.Work:
         if splits[0][self._rank] != splits[1][self._rank]:
             raise uneven_own_part(splits[0][self._rank], splits[1][self._rank])
-        return self._run(
-            "all_to_all", tensor, output, opts, result,
+        operation = Operation(
+            "all_to_all", tensor, output, result,
             nbytes=0, whole=sum(splits[0]), slot=0, splits=splits, finish=finish,
         )  # fmt: skip
+        return self._run(operation, opts)
 
     def barrier(self, opts: Any = _BARRIER) -> dist.Work:
         """Completes when all ranks have called it."""
-        return self._run("barrier", None, None, opts, [], nbytes=0, whole=0, slot=0)
+        operation = Operation(
+            "barrier", None, None, [],
+            nbytes=0, whole=0, slot=0,
+        )  # fmt: skip
+        return self._run(operation, opts)
 
     # --- messages ---
 
@@ -359,42 +374,7 @@ class ProcessGroup(NamedGroup):
 
     # --- below ---
 
-    def _run(
-        self,
-        collective: str,
-        input_: torch.Tensor | None,
-        output: torch.Tensor | None,
-        opts: Any,
-        result: Sequence[Any],
-        *,
-        nbytes: int,
-        whole: int,
-        slot: int,
-        root: int = 0,
-        reduces: torch.Tensor | None = None,
-        splits: tuple[Sequence[int], Sequence[int]] | None = None,
-        stripes: Stripes | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> dist.Work:
-        dtype, reduction = MOVED, 0
-        if reduces is not None:
-            dtype, reduction = reduction_numbers(opts.reduceOp, reduces.dtype)
-        self._sequence_number += 1
-        timeout = opts.timeout.total_seconds()
-        return self._native.run(
-            collective,
-            input_,
-            output,
-            nbytes=nbytes,
-            whole=whole,
-            slot=slot,
-            timeout=timeout if timeout > 0 else self._native.timeout,
-            asynchronous=getattr(opts, "asyncOp", True),
-            result=result,
-            dtype=dtype,
-            reduction=reduction,
-            root=root,
-            splits=splits,
-            stripes=stripes,
-            finish=finish,
-        )
+    def _run(self, operation: Operation, opts: Any) -> dist.Work:
+        work = self._native.run(operation, opts)
+        self._sequence_number += 1  # of what was not refused
+        return work

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from shoal.errors import CollectiveError
-
-if TYPE_CHECKING:
-    from shoal.collectives.native import NativeGroup
 
 __all__ = ["MonitoredBarrier"]
 
@@ -20,6 +18,21 @@ _TAG = -1
 """Of the barrier's messages; those of `torch.distributed` are not negative."""
 
 _PASSED = -1
+
+
+class Messages(Protocol):
+    """The ranks of a group, as far as they send each other messages: a `NativeGroup`."""
+
+    rank: int
+    size: int
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        """Begins to send a contiguous tensor."""
+
+    def receive(
+        self, tensor: torch.Tensor, peer: int, tag: int, finish: Callable[[], None] | None
+    ) -> dist.Work:
+        """Begins to receive a contiguous tensor."""
 
 
 class MonitoredBarrier:
@@ -32,7 +45,7 @@ class MonitoredBarrier:
     def __init__(self) -> None:
         self._receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
 
-    def __call__(self, group: NativeGroup, seconds: float, wait_all_ranks: bool) -> None:
+    def __call__(self, group: Messages, seconds: float, wait_all_ranks: bool) -> None:
         """Returns when all ranks have called it.
 
         Args:
@@ -49,7 +62,7 @@ class MonitoredBarrier:
         else:
             self._report(group, seconds)
 
-    def _collect(self, group: NativeGroup, seconds: float, wait_all_ranks: bool) -> None:
+    def _collect(self, group: Messages, seconds: float, wait_all_ranks: bool) -> None:
         deadline = time.monotonic() + seconds
         others = range(1, group.size)
         for rank in others:
@@ -78,7 +91,7 @@ class MonitoredBarrier:
                 f"{names} failed to pass monitoredBarrier in {seconds:g} s", rank=first, fault=cause.fault
             ) from cause
 
-    def _report(self, group: NativeGroup, seconds: float) -> None:
+    def _report(self, group: Messages, seconds: float) -> None:
         self._expect(group, 0)
         _send(group, 0, group.rank)
         met_trouble = (
@@ -95,7 +108,7 @@ class MonitoredBarrier:
                 f"{met_trouble}: rank {missing} did not come", rank=missing, fault="timeout"
             )
 
-    def _expect(self, group: NativeGroup, rank: int) -> None:
+    def _expect(self, group: Messages, rank: int) -> None:
         if rank not in self._receives:
             token = torch.empty(1, dtype=torch.int64)
             self._receives[rank] = group.receive(token, rank, _TAG, None), token
@@ -112,6 +125,6 @@ class MonitoredBarrier:
         return int(token)
 
 
-def _send(group: NativeGroup, rank: int, number: int) -> None:
+def _send(group: Messages, rank: int, number: int) -> None:
     # Not waited for: so few bytes are on their way at once.
     group.send(torch.tensor([number]), rank, _TAG)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from shoal.collectives.agreement import describe_call, first_difference, first_uneven_split
-from shoal.collectives.calls import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser
+from shoal.collectives.codes import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser, reduction_numbers
 from shoal.collectives.completer import Completer
 from shoal.collectives.core import GOING_ON, Call, Core
 from shoal.collectives.monitored import MonitoredBarrier
 from shoal.collectives.operands import address_of, bytes_of
+from shoal.collectives.operation import Operation
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import Formed, form_group
-from shoal.collectives.stripes import Stripes
 from shoal.collectives.work import Done, Work
 from shoal.errors import CollectiveError
 
@@ -28,9 +28,6 @@ __all__ = ["NativeGroup"]
 
 _NARROW = (2, 3)
 """The numbers of the 16-bit floats."""
-
-_LARGE = 64 * 1024
-"""Bytes from which on the core may copy a message when it is sent (csrc/algorithms/mailbox.h)."""
 
 
 class NativeGroup:
@@ -70,7 +67,7 @@ class NativeGroup:
         # Within a host there would be nothing to gain: see Work.get_future.
         self._completer = Completer() if self.hosts > 1 else None
         self.turns = self.formed.turns if self.hosts == 1 else 1
-        self._chooser = Chooser(options, size, self.hosts, self.turns)
+        self._chooser = Chooser(options, core.one_shot_bytes, size, self.hosts, self.turns)
         self._debug = options.debug
         self._Counts = ctypes.c_uint64 * size
         self._monitored = MonitoredBarrier()
@@ -84,71 +81,48 @@ class NativeGroup:
             if self._completer is not None:
                 self._completer.close()
 
-    def run(
-        self,
-        collective: str,
-        input_: torch.Tensor | None,
-        output: torch.Tensor | None,
-        *,
-        nbytes: int,
-        whole: int,
-        slot: int,
-        timeout: float,
-        asynchronous: bool,
-        result: Sequence[Any],
-        dtype: int = MOVED,
-        reduction: int = 0,
-        root: int = 0,
-        splits: tuple[Sequence[int], Sequence[int]] | None = None,
-        stripes: Stripes | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> dist.Work:
+    def run(self, operation: Operation, opts: Any) -> dist.Work:
         """Begins a collective.
 
         Args:
-            collective: One of `COLLECTIVE_NUMBERS`.
-            input_: Contiguous; None if this rank gives nothing.
-            output: Contiguous; None if this rank gets nothing.
-            nbytes: Of the tensor, or of one rank's part where each has a part.
-            whole: Of the whole buffer, by which the algorithm is chosen.
-            slot: What one-shot would put into a rank's slot, in bytes.
-            timeout: Seconds.
-            asynchronous: Whether it should go on while nobody waits for it.
-            result: What the work gives.
-            dtype: Number of the type, where it is reduced.
-            reduction: Number of the reduction.
-            root: Rank of the group.
-            splits: Of all-to-all, bytes to and from every rank.
-            stripes: Of an all-gather or a reduce-scatter in place of several tensors in one buffer, where
-                they lie; the ranks are on one host.
-            finish: What is left to do once it is complete.
+            operation: Which.
+            opts: c10d's options of it: the time limit, the reduction, and whether it goes on while nobody
+                waits for it.
         """
         if self._abandoned:
             self._forget_abandoned()
+        collective, input_, output = operation.collective, operation.input, operation.output
+        splits, stripes, finish = operation.splits, operation.stripes, operation.finish
         given = taken = address_of(input_) if input_ is not None else 0
         if output is not input_:
             taken = address_of(output) if output is not None else 0
-            reach = whole if splits is None else sum(splits[1])
-            if -reach < taken - given < whole and self._overlaps(collective, taken - given, nbytes, whole):
+            reach = operation.whole if splits is None else sum(splits[1])
+            if -reach < taken - given < operation.whole and self._overlaps(operation, taken - given):
                 assert input_ is not None
                 input_ = input_.clone()  # who reads it could find what is written already
                 given = input_.data_ptr()
+        dtype, reduction = MOVED, 0
+        if operation.reduces is not None:
+            dtype, reduction = reduction_numbers(opts.reduceOp, operation.reduces)
+        asynchronous = getattr(opts, "asyncOp", True)
+        timeout = opts.timeout.total_seconds()
         algorithm = "direct"
         if stripes is None:
-            algorithm = self.algorithm(collective, whole, slot, widening=2 if dtype in _NARROW else 1)
+            widening = 2 if dtype in _NARROW else 1
+            algorithm = self.algorithm(collective, operation.whole, operation.slot, widening=widening)
         call = Call(
             COLLECTIVE_NUMBERS[collective],
             ALGORITHM_NUMBERS[algorithm],
             dtype,
             reduction,
-            root,
+            operation.root,
             asynchronous,
             given,
             taken,
-            nbytes,
+            operation.nbytes,
             None,
             None,
-            timeout,
+            timeout if timeout > 0 else self.timeout,
         )
         if splits is not None:
             sent, received = self._Counts(*splits[0]), self._Counts(*splits[1])  # until the call has begun
@@ -166,13 +140,13 @@ class NativeGroup:
         if ticket == 0:
             if finish is not None:
                 finish()
-            return Done(result, algorithm)
+            return Done(operation.result, algorithm)
         return Work(
             self._core,
             self._handle,
             ticket,
             collective,
-            result=result,
+            result=operation.result,
             operands=(input_, output),
             abandon=self._abandon,
             algorithm=algorithm,
@@ -188,8 +162,9 @@ class NativeGroup:
             return "one-shot" if self.hosts == 1 else "hierarchical"
         return self._chooser.choose(collective, whole, slot, widening)
 
-    def _overlaps(self, collective: str, distance: int, nbytes: int, whole: int) -> bool:
+    def _overlaps(self, operation: Operation, distance: int) -> bool:
         """Whether input and output overlap, the output `distance` behind, in more than this rank's part."""
+        collective, nbytes = operation.collective, operation.nbytes
         if collective == "all_to_all":
             return True
         if collective in ("all_gather", "gather"):
@@ -199,7 +174,7 @@ class NativeGroup:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
         """Begins to send a contiguous tensor."""
         nbytes = bytes_of(tensor)
-        begin = self._core.send_small if nbytes < _LARGE else self._core.send_large
+        begin = self._core.send_small if nbytes < self._core.eager_bytes else self._core.send_large
         ticket = begin(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout)
         if ticket == 0:
             return Done([tensor])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,20 @@ from torch.distributed.distributed_c10d import ReduceOp
 from shoal.collectives.refusal import described, refusal
 from shoal.collectives.work import Done
 
-if TYPE_CHECKING:
-    from shoal.collectives.group import ProcessGroup
-
 __all__ = ["all_reduce_sparse"]
 
 
-def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> dist.Work:
+class Gathers(Protocol):
+    """The ranks of a group, as far as they gather tensors: a `ProcessGroup`."""
+
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
+        """Gives every rank everybody's tensor, one after the other in `output`."""
+
+
+def all_reduce_sparse(group: Gathers, tensor: torch.Tensor, opts: Any) -> dist.Work:
     """Sums a sparse COO tensor over all ranks, in place; complete when it returns.
 
     The entries of all ranks are gathered, padded to the most that a rank has, and added where they coincide.
@@ -48,7 +55,7 @@ def all_reduce_sparse(group: ProcessGroup, tensor: torch.Tensor, opts: Any) -> d
     return Done([tensor])
 
 
-def _gather(group: ProcessGroup, rows: torch.Tensor, most: int) -> torch.Tensor:
+def _gather(group: Gathers, rows: torch.Tensor, most: int) -> torch.Tensor:
     """The rows of all ranks, each rank's padded to `most`."""
     padded = rows.new_zeros(most, *rows.shape[1:])
     padded[: rows.shape[0]] = rows

@@ -1,8 +1,10 @@
 """What things cost, as pure functions: no state, no torch, no measurement.
 
-Nouns: Algorithm (one way to do a collective on one level, with its steps and bytes), AlphaBeta (what a step
-and a byte cost), Offload (what keeping state outside of the device does to a step). Called by the choice of
-algorithm in shoal/collectives, by the simulator, the planner and the docs.
+Nouns: Costs (seconds of any Plan of a Workload on a Cluster), Memories (bytes, as well), Layout (what of a
+Plan a block's cost depends on), Algorithm (one way to do a collective on one level, with its steps and
+bytes), AlphaBeta (what a step and a byte cost), Offload (what keeping state outside of the device does to a
+step). Below are `collectives`, `time`, `memory` and `outlook`, each with a face of its own. Called by the
+choice of algorithm in shoal/collectives, by the simulator, the planner and the docs.
 """
 
 from shoal.cost.collectives.algorithm import Algorithm, AlphaBeta
@@ -15,7 +17,11 @@ from shoal.cost.collectives.algorithms import (
     require_name,
 )
 from shoal.cost.collectives.fit import fit_alpha_beta
+from shoal.cost.layout import Layout
+from shoal.cost.memory.memory import Memories, RankMemory, memory_of
 from shoal.cost.memory.offload import Offload
+from shoal.cost.outlook.calibrate import Calibration, calibrate
+from shoal.cost.time.step import Costs, StepCost
 
 __all__ = [
     "ALGORITHMS",
@@ -23,9 +29,17 @@ __all__ = [
     "LEVELS",
     "Algorithm",
     "AlphaBeta",
+    "Calibration",
+    "Costs",
+    "Layout",
+    "Memories",
     "Offload",
+    "RankMemory",
+    "StepCost",
     "algorithms_of",
+    "calibrate",
     "find_algorithm",
     "fit_alpha_beta",
+    "memory_of",
     "require_name",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.workload import Part
 
 __all__ = ["Layout"]
@@ -32,9 +32,8 @@ class Layout(NamedTuple):
     precision: str = "bf16"
 
     @classmethod
-    def of(cls, plan: Plan) -> Layout:
-        """That of a Plan whose micro-batch is settled."""
-        assert plan.microbatch is not None
+    def of(cls, plan: SettledPlan) -> Layout:
+        """The layout of a Plan."""
         return cls(
             plan.microbatch,
             plan.tp,

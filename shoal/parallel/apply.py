@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,10 +17,8 @@ from shoal.parallel.context.positions import require_sequence, residual_position
 from shoal.parallel.data.blocks import find_blocks
 from shoal.parallel.data.bucket import Fill
 from shoal.parallel.data.naive import naive
-from shoal.parallel.data.replicated import replicated
+from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
-from shoal.parallel.data.zero1 import zero1
-from shoal.parallel.data.zero2 import zero2
 from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
@@ -44,12 +42,6 @@ from shoal.record import NullRecorder, Recorder
 
 __all__ = ["parallelize", "require_layout", "require_trainable"]
 
-_STRATEGIES: Mapping[str, Callable[[Setup], Strategy]] = {
-    "none": replicated,
-    "zero1": zero1,
-    "zero2": zero2,
-    "zero3": zero3,
-}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -101,7 +93,7 @@ def parallelize(
         plan = plan.replace(split=pieces.split)
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
     blocks = list(find_blocks(model) if blocks is None else blocks)
-    if plan.shard == "zero3" and not blocks:
+    if plan.sharding.cuts_weights and not blocks:
         warnings.warn(
             f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from "
             "the begin of a forward to the end of its backward; name its repeated parts: blocks=[...]",
@@ -202,7 +194,9 @@ def _staged(
 
 
 def _strategy(setup: Setup, plan: Plan) -> Strategy:
-    return naive(setup) if plan.exchange == "naive" else _STRATEGIES[plan.shard](setup)
+    if plan.exchange == "naive":
+        return naive(setup)
+    return zero3(setup) if plan.sharding.cuts_weights else resident(setup, plan.sharding)
 
 
 def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLayout | None = None) -> None:

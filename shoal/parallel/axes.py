@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup
 from shoal.parallel.communication import Axis
-from shoal.plan import AXES, Mesh, Plan
+from shoal.plan import Group, Groups, Plan
 from shoal.record import Recorder
+from shoal.timeline import Purpose
 
 __all__ = ["Axes", "Family"]
 
-Group = tuple[int, ...]
+Members = tuple[int, ...]
 """Global ranks, in mesh order."""
 
 
@@ -86,8 +87,8 @@ class Axes:
             of the sequence it is the same as `partial`; else all have the same gradient.
         experts: What the parameters of experts are kept over.
         uncut: What parameters without dims are kept over where others are sharded: these cannot be; else
-        None. between_ends: `dense`, `partial` and `whole`, in this order, of parameters that the first and
-        the last
+            None.
+        between_ends: `dense`, `partial` and `whole`, in this order, of parameters that the first and the last
             stage share and that are on different ranks; empty if there are none.
     """
 
@@ -122,62 +123,71 @@ class Axes:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         plan.require_ranks(ranks)
-        mesh = Mesh.of(plan)
-        made: dict[Group, dist.ProcessGroup | None] = {}
+        groups = Groups.of(plan)
+        made: dict[Members, dist.ProcessGroup | None] = {}
 
-        def axis(name: str, groups: Sequence[Group], *, own: bool = False) -> Axis:
+        def axis(name: str, pattern: Group, purpose: Purpose, *, own: bool = False) -> Axis:
+            return among(name, pattern.tile(ranks), purpose, own=own)
+
+        def among(name: str, groups: Sequence[Members], purpose: Purpose, *, own: bool) -> Axis:
             for members in groups:
                 if members not in made or own:
                     made[members] = _process_group(members, ranks, own=own)
             members = next(group for group in groups if rank in group)
-            return Axis(name, members, rank, made[members], recorder)
+            return Axis(name, members, rank, made[members], recorder, purpose)
 
-        is_sharded, is_split = plan.shard != "none", plan.tensor != "plain"
-        cut, copied = (("shard", "cp"), ("replicate",)) if is_sharded else ((), ("replicate", "cp"))
-        apart, expert_shards, expert_copies = _expert_groups(mesh, plan.ep, is_sharded=is_sharded)
-        reduce = axis("shard", mesh.groups(*cut), own=is_sharded)
-        expert_reduce = axis("shard", expert_shards, own=is_sharded) if plan.ep > 1 else reduce
+        of_data = Purpose.DATA
+        is_sharded, is_split = plan.sharding.cuts_optimizer, plan.tensor != "plain"
+        reduce = axis("shard", groups.dense.shards, of_data, own=is_sharded)
+        expert_reduce = reduce
+        if plan.ep > 1:
+            expert_reduce = axis("shard", groups.experts.shards, of_data, own=is_sharded)
         made.clear()
-        shard = axis("shard", mesh.groups(*cut))
-        data = axis("data", mesh.groups("dp", "cp"))
+        shard = axis("shard", groups.dense.shards, of_data)
+        data = axis("data", groups.data, of_data)
         factor = 1.0 / data.size
         # What has equal gradients on all ranks of tp is averaged all the same: copies never drift apart.
         average = factor if is_split else factor / plan.tp
         # Unsharded experts are not all in one rank of the data axis.
         spread = plan.ep if not is_sharded else 1
-        replicate = axis("replicate", mesh.groups(*copied, "tp"))
+        replicate = axis("replicate", groups.whole.replicas, of_data)
         # Experts are shared by other ranks than the rest, which one list of DTensors cannot say.
         shared = shard if shard.size > 1 and plan.ep == 1 else None
         partial = Family(shard, reduce, replicate, factor, plan.tp * spread, mesh=shared)
-        dense = Family(shard, reduce, axis("replicate", mesh.groups(*copied)), factor, spread, mesh=shared)
+        among_dense = axis("replicate", groups.dense.replicas, of_data)
+        dense = Family(shard, reduce, among_dense, factor, spread, mesh=shared)
         whole = replace(partial, factor=average)
         between_ends: list[Family] = []
         if are_ends_tied:
-            tied = axis("ends", _ends(mesh), own=True)
+            tied = among("ends", _ends(groups, ranks), Purpose.PIPELINE, own=True)
             between_ends = [
                 replace(family, tied_ranks=tied, copies=family.copies * 2)
                 for family in (dense, partial, whole)
             ]
         uncut = None
         if shard.size > 1:
-            alone = axis("shard", [(member,) for member in range(ranks)])
-            alike = axis("replicate", mesh.groups("dp", "cp", "tp"))
-            uncut = Family(alone, alone, alike, average, shard.size * plan.tp, mesh=shared)
+            single = axis("shard", Group(1), of_data)
+            alike = axis("replicate", groups.stage, of_data)
+            uncut = Family(single, single, alike, average, shard.size * plan.tp, mesh=shared)
         experts = Family(
-            axis("shard", expert_shards), expert_reduce, axis("replicate", expert_copies), average, plan.tp
+            axis("shard", groups.experts.shards, of_data),
+            expert_reduce,
+            axis("replicate", groups.experts.replicas, of_data),
+            average,
+            plan.tp,
         )
-        parts = axis("parts", mesh.groups(*cut, "pp", "tp") if spread == 1 else _joined(apart, mesh))
         return cls(
-            world=axis("world", mesh.groups(*AXES)),
-            dp=axis("dp", mesh.groups("dp")),
+            world=axis("world", groups.world, Purpose.CONTROL),
+            dp=axis("dp", groups.dp, of_data),
             data=data,
-            cp=axis("cp", mesh.groups("cp"), own=True),
-            tp=axis("tp", mesh.groups("tp")),
-            sequence=axis("sequence", mesh.groups("cp", *(("tp",) if is_split else ()))),
+            cp=axis("cp", groups.cp, Purpose.CONTEXT, own=True),
+            tp=axis("tp", groups.tp, Purpose.TENSOR),
+            # Experts alone communicate over it: their tokens are counted over whole sequences.
+            sequence=axis("sequence", groups.sequence, Purpose.EXPERT),
             # Reductions may start in another order there than what their experts exchange.
-            ep=axis("ep", apart, own=plan.ep > 1),
-            pp=axis("pp", mesh.groups("pp"), own=True),
-            parts=parts,
+            ep=axis("ep", groups.ep, Purpose.EXPERT, own=plan.ep > 1),
+            pp=axis("pp", groups.pp, Purpose.PIPELINE, own=True),
+            parts=axis("parts", groups.parts, Purpose.CONTROL),
             dense=dense,
             partial=partial,
             whole=whole,
@@ -187,41 +197,15 @@ class Axes:
         )
 
 
-def _ends(mesh: Mesh) -> list[Group]:
+def _ends(groups: Groups, ranks: int) -> list[Members]:
     """The first and the last stage's rank of each pipeline, and every other rank by itself."""
-    pipelines = mesh.groups("pp")
-    return [(ranks[0], ranks[-1]) for ranks in pipelines] + [
-        (rank,) for ranks in pipelines for rank in ranks[1:-1]
+    pipelines = groups.pp.tile(ranks)
+    return [(line[0], line[-1]) for line in pipelines] + [
+        (rank,) for line in pipelines for rank in line[1:-1]
     ]
 
 
-def _expert_groups(
-    mesh: Mesh, size: int, *, is_sharded: bool
-) -> tuple[list[Group], list[Group], list[Group]]:
-    """The ranks with different experts; those that shard the same experts; those that hold the same shard."""
-    _, _, cut, parts, tp = mesh.sizes
-    count = max(1, cut * parts // size) if is_sharded else 1  # ranks that shard the same experts
-    different, shards, copies = [], [], []
-    for everyone in mesh.groups("dp", "cp", "tp"):
-        lines = [everyone[place::tp] for place in range(tp)]
-        different += [line[i : i + size] for line in lines for i in range(0, len(line), size)]
-        for expert in range(size):
-            alike = [line[expert::size] for line in lines]
-            shards += [line[i : i + count] for line in alike for i in range(0, len(line), count)]
-            for place in range(count):
-                copies.append(tuple(sorted(rank for line in alike for rank in line[place::count])))
-    return different, shards, copies
-
-
-def _joined(groups: Sequence[Group], mesh: Mesh) -> list[Group]:
-    """Each of the groups with the ranks that differ from its own along pp and tp."""
-    joined = {
-        tuple(sorted(other for rank in group for other in mesh.group(rank, "pp", "tp"))) for group in groups
-    }
-    return sorted(joined)
-
-
-def _process_group(members: tuple[int, ...], ranks: int, *, own: bool) -> dist.ProcessGroup | None:
+def _process_group(members: Members, ranks: int, *, own: bool) -> dist.ProcessGroup | None:
     """The group of these ranks; None, which is the default group, also where there is nobody else."""
     if len(members) == 1 or (len(members) == ranks and not own):
         return None

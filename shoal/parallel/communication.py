@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.collectives import Done, Work, empty
 from shoal.errors import CommunicationError
 from shoal.record import NullRecorder, OpenSpan, Recorder
-from shoal.timeline import Kind, Lane
+from shoal.timeline import Kind, Lane, Purpose
 
 __all__ = ["Axis", "Pending", "new_buffer"]
 
@@ -53,6 +53,7 @@ class _Started:
         span: OpenSpan,
         recorder: Recorder,
         name: str,
+        purpose: Purpose,
         *,
         on_cpu: bool,
         after: Callable[[], object] | None,
@@ -61,6 +62,7 @@ class _Started:
         self._span = span
         self._recorder = recorder
         self._name = name
+        self._purpose = purpose
         self._after = after
         # The backend "shoal" knows when an operation was complete; of others a future tells.
         self._timed = [work for work in works if isinstance(work, (Done, Work))]
@@ -71,7 +73,8 @@ class _Started:
 
     def wait(self) -> None:
         """Blocks until the collective is complete; raises what went wrong in it."""
-        with self._recorder.span(Kind.WAIT, self._name), _as_communication_error(self._name):
+        waiting = self._recorder.span(Kind.WAIT, self._name, purpose=self._purpose)
+        with waiting, _as_communication_error(self._name):
             for work in self._works:
                 work.wait()
         if self._timed:
@@ -106,6 +109,7 @@ class Axis:
         rank: This process's global rank.
         group: Its process group; None if the axis has one rank.
         recorder: Where spans go.
+        purpose: What is communicated over it, as the Timeline says.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Axis:
         rank: int,
         group: dist.ProcessGroup | None,
         recorder: Recorder,
+        purpose: Purpose = Purpose.CONTROL,
     ) -> None:
         self.name = name
         self.members = members
@@ -122,6 +127,7 @@ class Axis:
         self.index = members.index(rank)
         self.group = group
         self._recorder = recorder
+        self._purpose = purpose
         self._is_gloo = self.size > 1 and dist.get_backend(group) == "gloo"
         self._mesh: DeviceMesh | None = None
 
@@ -280,12 +286,13 @@ class Axis:
             lane=Lane.COMMUNICATION,
             bytes=counted.numel() * counted.element_size(),
             group=self.members if group is None else group,
+            purpose=self._purpose,
         )
         with _as_communication_error(name):
             begun = [call(*arguments, group=self.group, async_op=True) for call, *arguments in calls]
         works = [work for each in begun for work in (each if isinstance(each, list) else [each])]
         on_cpu = has_future and counted.device.type == "cpu"
-        return _Started(works, span, self._recorder, name, on_cpu=on_cpu, after=after)
+        return _Started(works, span, self._recorder, name, self._purpose, on_cpu=on_cpu, after=after)
 
 
 def _listed(rows: Sequence[int] | None) -> list[int] | None:

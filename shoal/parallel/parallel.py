@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -18,13 +19,14 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence, residual_positions
 from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.layout import Cut
+from shoal.parallel.micro_batches import run_one_by_one
 from shoal.parallel.optimizer.norm import gradient_norm, scale_gradients
 from shoal.parallel.optimizer.optimizers import follow_optimizers
 from shoal.parallel.owned import fixed_parameters
 from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from shoal.parallel.state import State
 from shoal.parallel.whole import Whole
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 
 __all__ = ["Parallel"]
 
@@ -126,15 +128,13 @@ class Parallel(nn.Module):
         self.set_micro_batches(count)
         if self._pipeline is not None:
             return self._pipeline.run(micro_batches, count, loss, prepare)
-        total = torch.zeros((), device=self._device)
-        for number in range(count):
-            inputs, targets = next(micro_batches)
+
+        def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
             prepare(number, inputs)
-            part = loss(self(inputs), targets) / count
-            total += part.detach()
-            with self.accumulate() if number + 1 < count else nullcontext():
-                part.backward()
-        return total
+            return loss(self(inputs), targets)
+
+        forwards = (partial(forward, number, *pair) for number, pair in enumerate(micro_batches))
+        return run_one_by_one(forwards, count, self.accumulate)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -350,7 +350,7 @@ class Parallel(nn.Module):
         Raises:
             PlanError: The batch does not divide.
         """
-        self.plan.replace(microbatch=None).with_microbatch_for(len(batch))
+        SettledPlan.of(self.plan.replace(microbatch=None), len(batch))
         return batch.chunk(self.axes.dp.size)[self.axes.dp.index]
 
     def local_sequence(self, tensor: torch.Tensor) -> torch.Tensor:

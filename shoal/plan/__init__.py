@@ -1,20 +1,32 @@
 """The Plan, and what follows from it alone.
 
-Nouns: Plan (how a step is laid over the devices), Mesh (which rank stands where). Made by the user or the
-planner, executed by `shoal.parallel`, timed by the simulator. Imports no torch.
+Nouns: Plan (how a step is laid over the devices), SettledPlan (one whose micro-batch is a number), Mesh
+(which rank stands where), Groups (which ranks communicate), Sharding (what data parallelism cuts). Made by
+the user or the planner, executed by `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
+from shoal.plan.groups import FamilyGroups, Group, Groups
 from shoal.plan.legal import VARIED, legal_plans
 from shoal.plan.mesh import AXES, Mesh
 from shoal.plan.plan import CHOICES, DEGREES, Plan, divisors, parse_settings
+from shoal.plan.settled import SettledPlan
+from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding
 
 __all__ = [
     "AXES",
     "CHOICES",
     "DEGREES",
+    "FULLY_SHARDED",
+    "SHARDINGS",
+    "UNSHARDED",
     "VARIED",
+    "FamilyGroups",
+    "Group",
+    "Groups",
     "Mesh",
     "Plan",
+    "SettledPlan",
+    "Sharding",
     "divisors",
     "legal_plans",
     "parse_settings",

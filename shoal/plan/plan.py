@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from shoal.errors import PlanError, nearest
 from shoal.plan.schedules import (
@@ -13,13 +13,12 @@ from shoal.plan.schedules import (
     NAMES,
     Schedule,
     Times,
-    has_halves,
-    least_virtual,
+    kind_of,
     make,
-    placement_of,
     require_numbers,
     search,
 )
+from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
 from shoal.units import format_bytes, parse_bytes
 
 __all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "parse_settings"]
@@ -28,7 +27,7 @@ DEGREES = ("dp", "tp", "pp", "cp", "ep")
 """Names of the degrees, in the order of the text form."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "shard": ("none", "zero1", "zero2", "zero3"),
+    "shard": tuple(SHARDINGS),
     "tensor": ("sequence", "async", "plain"),
     "context": ("ring", "ulysses"),
     "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b"), FOUND),
@@ -44,7 +43,7 @@ class Plan:
     """How one training step is laid over the devices.
 
     A Plan is checked when it is made: one that exists is consistent in itself. Whether it fits a number of
-    ranks and a batch is asked of it with `require_ranks` and `with_microbatch_for`.
+    ranks and a batch is asked of it with `require_ranks` and `SettledPlan.of`.
 
     Attributes:
         dp: Whole data-parallel degree.
@@ -112,7 +111,7 @@ class Plan:
                     possible=f"{name} is one of {', '.join(values)}",
                     change=f"write {name}={values[0]}, or another of these",
                 )
-        if self.replicate > 1 and self.shard == "none":
+        if self.replicate > 1 and not self.sharding.cuts_optimizer:
             raise PlanError(
                 f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
                 possible="replicate divides dp for hybrid sharding, with shard=zero1, zero2 or zero3",
@@ -130,7 +129,7 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, divisors(self.dp * self.cp)))}",
                 change="choose one of these, or another dp",
             )
-        if self.shard != "none" and (self.shards * self.cp) % self.ep:
+        if self.sharding.cuts_optimizer and (self.shards * self.cp) % self.ep:
             raise PlanError(
                 f"ep={self.ep} does not divide the {self.shards * self.cp} ranks "
                 f"that shard={self.shard} cuts a state over",
@@ -146,7 +145,9 @@ class Plan:
             )
         if self.pp > 1:
             self._require_stages()
-        if self.exchange == "naive" and (self.shard != "none" or self.precision != "fp32" or self.pp > 1):
+        if self.exchange == "naive" and (
+            self.sharding is not UNSHARDED or self.precision != "fp32" or self.pp > 1
+        ):
             raise PlanError(
                 f"exchange=naive was given with shard={self.shard}, precision={self.precision}, pp={self.pp}",
                 possible="the naive exchange is the reference for shard=none, precision=fp32, pp=1",
@@ -155,7 +156,7 @@ class Plan:
 
     def _require_stages(self) -> None:
         """Checks `virtual`, `activations` and `split`, as far as they can be without a model or a batch."""
-        self._require_micro_batches(2 * self.pp)
+        self.require_micro_batches(2 * self.pp)
         virtual = self.stages // self.pp
         if self.activations is not None and self.activations < virtual:
             raise PlanError(
@@ -174,19 +175,24 @@ class Plan:
             )
 
     @property
+    def sharding(self) -> Sharding:
+        """What data parallelism cuts over ranks, and when it communicates."""
+        return SHARDINGS[self.shard]
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages: those of a rank, times pp."""
-        return self.pp * (least_virtual(self.schedule) if self.virtual is None else self.virtual)
+        return self.pp * (kind_of(self.schedule).least_virtual if self.virtual is None else self.virtual)
 
     @property
     def placement(self) -> tuple[int, ...]:
         """By pipeline stage, where along the axis `pp` the rank is that holds it."""
-        return placement_of(self.schedule, self.pp, self.stages // self.pp)
+        return kind_of(self.schedule).placement(self.pp, self.stages // self.pp)
 
     @property
     def has_halves(self) -> bool:
         """Whether the schedule may make a backward in two halves."""
-        return has_halves(self.schedule)
+        return kind_of(self.schedule).has_halves
 
     def schedule_for(self, micro_batches: int, times: Times | None = None) -> Schedule:
         """The table of a step of so many micro-batches. To find one may take some seconds: keep it.
@@ -206,7 +212,12 @@ class Plan:
         limit = self.stages if self.activations is None else self.activations
         return search(times, self.pp, virtual, micro_batches, limit, self.placement)
 
-    def _require_micro_batches(self, number: int) -> None:
+    def require_micro_batches(self, number: int) -> None:
+        """Checks that the schedule can be made for so many micro-batches.
+
+        Raises:
+            PlanError: It cannot.
+        """
         require_numbers(self.schedule, self.pp, self.stages // self.pp, number)
 
     @property
@@ -217,7 +228,7 @@ class Plan:
     @property
     def shards(self) -> int:
         """Ranks along the mesh's axis `shard`; a sharded state is cut over these times cp."""
-        return 1 if self.shard == "none" else self.dp // self.replicate
+        return 1 if self.sharding is UNSHARDED else self.dp // self.replicate
 
     @property
     def replicas(self) -> int:
@@ -225,7 +236,7 @@ class Plan:
         return self.dp // self.shards
 
     @classmethod
-    def parse(cls, text: str) -> Plan:
+    def parse(cls, text: str) -> Self:
         """Reads the text form, such as `dp=4,shard=zero1,microbatch=2`. What is left out has its default.
 
         Raises:
@@ -241,7 +252,7 @@ class Plan:
                 settings.append(f"{field.name}={format_bytes(value) if field.name == 'bucket' else value}")
         return ",".join(settings)
 
-    def replace(self, **changes: Any) -> Plan:
+    def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
@@ -264,65 +275,14 @@ class Plan:
             change=change,
         )
 
-    def with_microbatch_for(self, batch: int) -> Plan:
-        """Return the Plan with its micro-batch settled for a batch of `batch` sequences.
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is a Plan of the same settings, settled or not."""
+        if not isinstance(other, Plan):
+            return NotImplemented
+        return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
 
-        Raises:
-            PlanError: The batch does not divide into the Plan's micro-batches.
-        """
-        if batch < 1 or batch % self.dp:
-            lower, upper = batch // self.dp * self.dp, (batch // self.dp + 1) * self.dp
-            raise PlanError(
-                f"a batch of {batch} does not divide over dp={self.dp} ranks",
-                possible=f"the batch is a multiple of {self.dp}",
-                change="choose a batch of " + (f"{lower} or {upper}" if lower > 0 else f"{upper}"),
-            )
-        local = batch // self.dp
-        microbatch = self._largest_microbatch(local) if self.microbatch is None else self.microbatch
-        if local % microbatch:
-            raise PlanError(
-                f"a batch of {batch} gives each of dp={self.dp} ranks {local} sequences, "
-                f"which microbatch={microbatch} does not divide",
-                possible=f"microbatch is one of {', '.join(map(str, divisors(local)))}",
-                change="choose one of these, or another batch",
-            )
-        if self.pp > 1:
-            self._require_schedule_takes(batch, microbatch)
-        return self.replace(microbatch=microbatch)
 
-    def microbatches_of(self, batch: int) -> int:
-        """How many micro-batches each replica makes of a batch; this Plan's micro-batch is settled."""
-        assert self.microbatch is not None, "with_microbatch_for settles it"
-        return batch // self.dp // self.microbatch
-
-    def _require_schedule_takes(self, batch: int, microbatch: int) -> None:
-        """Refuses a number of micro-batches in terms of what makes it: batch and `microbatch`."""
-        local = batch // self.dp
-        try:
-            self._require_micro_batches(local // microbatch)
-        except PlanError as error:
-            fitting = [size for size in divisors(local) if self._takes(local // size)]
-            fits = f"; with this batch, microbatch is {', '.join(map(str, fitting))}" if fitting else ""
-            raise PlanError(
-                f"{error.given}, which a batch of {batch} gives with dp={self.dp}, microbatch={microbatch}",
-                possible=f"{error.possible}{fits}",
-                change=f"write microbatch={fitting[-1]}" if fitting else "choose another batch, or schedule",
-            ) from None
-
-    def _largest_microbatch(self, local: int) -> int:
-        """The largest that makes four micro-batches a stage, or else the smallest, of those that fit."""
-        if self.pp == 1:
-            return local
-        fitting = [size for size in divisors(local) if self._takes(local // size)]
-        enough = [size for size in fitting if local // size >= 4 * self.pp]
-        return max(enough) if enough else min(fitting, default=1)
-
-    def _takes(self, micro_batches: int) -> bool:
-        try:
-            self._require_micro_batches(micro_batches)
-        except PlanError:
-            return False
-        return True
+_FIELDS = tuple(field.name for field in dataclasses.fields(Plan))
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -331,14 +291,13 @@ def parse_settings(text: str) -> dict[str, Any]:
     Raises:
         PlanError: A key is unknown or given twice, or a value cannot be read.
     """
-    names = [field.name for field in dataclasses.fields(Plan)]
     settings: dict[str, Any] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))
-        if name not in names or not equals:
+        if name not in _FIELDS or not equals:
             raise PlanError(
-                f"the Plan {text!r} holds {item!r}, which is not one of its settings{nearest(name, names)}",
-                possible=f"name=value, separated by commas; the names are {', '.join(names)}",
+                f"the Plan {text!r} holds {item!r}, which is not one of its settings{nearest(name, _FIELDS)}",
+                possible=f"name=value, separated by commas; the names are {', '.join(_FIELDS)}",
                 change="correct or leave out that setting",
             )
         if name in settings:

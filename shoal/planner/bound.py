@@ -11,9 +11,9 @@ which is least where S is, as m >= 1 / v. Schedules that fill the bubble with we
 
 from __future__ import annotations
 
-__all__ = ["least_seconds"]
+from shoal.plan.schedules import kind_of
 
-_FILL_THE_BUBBLE = ("zb-h1", "zb-v", "dualpipe-v", "search")
+__all__ = ["least_seconds"]
 
 
 def least_seconds(
@@ -32,5 +32,5 @@ def least_seconds(
     """
     if ranks == 1:
         return microbatches * work
-    left = 3 * ranks * virtual if schedule in _FILL_THE_BUBBLE else virtual
+    left = 3 * ranks * virtual if kind_of(schedule).bubble_fill else virtual
     return (microbatches - 1 / left) * max(slowest, work / ranks) + work / left

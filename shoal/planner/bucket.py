@@ -8,11 +8,9 @@ Plan that it times; `best_bucket` asks `shoal.cost.time.step` for every size.
 from __future__ import annotations
 
 from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.time.bucket_times import gather_seconds, reduce_seconds
-from shoal.cost.time.buckets import Bucket, families_of
-from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.cost import Costs, Layout
+from shoal.cost.time import Bucket, families_of, gather_seconds, reduce_seconds
+from shoal.plan import SettledPlan
 
 __all__ = ["best_bucket", "usual_bucket"]
 
@@ -20,14 +18,14 @@ _SIZES = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
 _NEAR = 1.25  # times as long for a byte as in the largest
 
 
-def usual_bucket(cluster: Cluster, plan: Plan) -> int:
+def usual_bucket(cluster: Cluster, plan: SettledPlan) -> int:
     """The smallest size that is exchanged nearly as quickly, for each byte, as the largest.
 
     Args:
         cluster: Where.
         plan: With its micro-batch; says who exchanges, and how.
     """
-    if plan.dp * plan.cp == 1 or plan.shard == "zero3":
+    if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
         return plan.bucket
     family, width = families_of(plan)[0], Layout.of(plan).width
 
@@ -39,7 +37,7 @@ def usual_bucket(cluster: Cluster, plan: Plan) -> int:
     return next(size for size in _SIZES if seconds_of_a_byte(size) <= limit)
 
 
-def best_bucket(costs: Costs, plan: Plan, batch: int) -> int:
+def best_bucket(costs: Costs, plan: SettledPlan, batch: int) -> int:
     """The size with which a step is quickest; the Plan's own where none counts.
 
     Args:
@@ -47,6 +45,6 @@ def best_bucket(costs: Costs, plan: Plan, batch: int) -> int:
         plan: With its micro-batch.
         batch: Samples of a step.
     """
-    if plan.dp * plan.cp == 1 or plan.shard == "zero3":
+    if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
         return plan.bucket
     return min(_SIZES, key=lambda size: costs.step(plan.replace(bucket=size), batch).seconds)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.cost.memory.memory import RankMemory
-from shoal.cost.time.step import StepCost
-from shoal.plan import Plan
+from shoal.cost import RankMemory, StepCost
+from shoal.plan import SettledPlan
 from shoal.planner.space import Degrees
 from shoal.workload import Workload
 
@@ -30,7 +29,7 @@ class Candidate:
         simulated: Seconds of a step as the simulator plays it; None: the closed form is all there is.
     """
 
-    plan: Plan
+    plan: SettledPlan
     workload: Workload
     cluster: Cluster
     batch: int

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
 from shoal.planner.sizes import Size, half_and_twice, sizes_of
@@ -250,7 +250,7 @@ def _faster(winner: Candidate, other: Candidate) -> str:
     return f"{winner.seconds / other.seconds - 1:.1%}"
 
 
-def _size_text(setting: str, plan: Plan) -> str:
+def _size_text(setting: str, plan: SettledPlan) -> str:
     """As a Plan writes it."""
     return format_bytes(plan.bucket) if setting == "bucket" else str(plan.microbatch)
 

@@ -13,6 +13,7 @@ micro-batch at least. Where layers are unlike, some rank has as much as ranks ha
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -20,15 +21,11 @@ from operator import mul
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import activation_peaks
-from shoal.cost.memory.activations import block_memory
-from shoal.cost.memory.memory import FRAGMENTS
-from shoal.cost.memory.states import state_bytes
-from shoal.cost.time.data_parallel import runs_of
+from shoal.cost import Layout
+from shoal.cost.memory import FRAGMENTS, activation_peaks, block_memory, state_bytes
 from shoal.plan import Plan
-from shoal.plan.schedules import placement_of
-from shoal.planner.space import Degrees, Sharding, Variant
+from shoal.plan.schedules import kind_of
+from shoal.planner.space import Degrees, HybridSharding, Variant
 from shoal.workload import Block, Workload
 
 __all__ = ["LeastMemory", "Share", "StateBytes"]
@@ -65,8 +62,8 @@ class LeastMemory:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload = workload
         self._reserved = cluster.reserved
-        self._runs = runs_of(workload.layers)
-        self._before = [_counts_before(workload, block) for block, _ in self._runs]
+        self._kinds = tuple(Counter(workload.layers).items())
+        self._before = [_counts_before(workload, block) for block, _ in self._kinds]
         self._layers: dict[Layout, list[Share]] = {}
 
     def share(self, variant: Variant, split: Sequence[int]) -> Share:
@@ -103,14 +100,14 @@ class LeastMemory:
             number = math.ceil(len(self._workload.layers) / degrees.pp)
             return Share(*(number * each for each in layers[0]))
         of_kinds = [
-            [number * each for each in layer] for layer, (_, number) in zip(layers, self._runs, strict=True)
+            [number * each for each in layer] for layer, (_, number) in zip(layers, self._kinds, strict=True)
         ]
         return Share(*(sum(each) / degrees.pp for each in zip(*of_kinds, strict=True)))
 
-    def states(self, degrees: Degrees, sharding: Sharding, precision: str) -> StateBytes:
+    def states(self, degrees: Degrees, sharding: HybridSharding, precision: str) -> StateBytes:
         """Bytes of each parameter's states on a rank."""
-        shards = degrees.dp // sharding.replicate * degrees.cp if sharding.shard != "none" else 1
-        plan = Plan(shard=sharding.shard, precision=precision)
+        shards = degrees.dp // sharding.replicate * degrees.cp if sharding.kind.cuts_optimizer else 1
+        plan = Plan(shard=sharding.kind.name, precision=precision)
         return StateBytes(state_bytes(plan, shards), state_bytes(plan, shards / degrees.ep))
 
     def peak(self, share: Share, states: StateBytes) -> float:
@@ -126,7 +123,7 @@ class LeastMemory:
         """One layer of each kind, for one micro-batch."""
         found = self._layers.get(layout)
         if found is None:
-            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._runs]
+            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._kinds]
             found = self._layers[layout] = [Share(one.dense, one.experts, one.kept) for one in each]
         return found
 
@@ -139,5 +136,5 @@ def _counts_before(workload: Workload, kind: Block) -> list[int]:
 @lru_cache(maxsize=1 << 12)
 def _stages_of_first(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
     """The stages that the first rank has."""
-    placement = placement_of(schedule, ranks, virtual)
+    placement = kind_of(schedule).placement(ranks, virtual)
     return tuple(stage for stage, rank in enumerate(placement) if rank == 0)

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from shoal.cost.layout import Layout
-from shoal.plan import Plan
-from shoal.plan.schedules import FOUND, has_halves
+from shoal.cost import Layout
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import FOUND
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
-from shoal.planner.space import Sharding, Variant
+from shoal.planner.space import HybridSharding, Variant
 from shoal.simulate import simulate
 
 __all__ = ["LEAST_GAIN", "MOST_ACTIONS", "MOST_SEARCHED", "refined", "with_found_schedule"]
@@ -69,13 +69,13 @@ def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
             continue
         variant = Variant(best.degrees, Layout.of(plan), count, FOUND, virtual)
         split = search.shared.split(variant)
-        with_split = search.shared.plan(variant, Sharding(plan.shard, plan.replicate), split)
+        with_split = search.shared.plan(variant, HybridSharding(plan.sharding, plan.replicate), split)
         candidate = _roomiest(search, with_split.replace(bucket=plan.bucket), virtual, count)
         if candidate is not None:
             yield _played(candidate)
 
 
-def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate | None:
+def _roomiest(search: Search, plan: SettledPlan, virtual: int, count: int) -> Candidate | None:
     """With the most activations for which there is room, none if there is not for one micro-batch's."""
     memories, batch = search.shared.memories, search.batch
 
@@ -95,9 +95,9 @@ def _roomiest(search: Search, plan: Plan, virtual: int, count: int) -> Candidate
     return search.candidate(plan, memories.fullest(plan, batch))
 
 
-def _actions(plan: Plan, batch: int) -> int:
+def _actions(plan: SettledPlan, batch: int) -> int:
     """Count the actions in the table of a step."""
-    halves = 3 if plan.pp > 1 and has_halves(plan.schedule) else 2
+    halves = 3 if plan.pp > 1 and plan.has_halves else 2
     return (plan.stages if plan.pp > 1 else 1) * plan.microbatches_of(batch) * halves
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.cost.memory.smallest_fit import smallest_fit
+from shoal.cost.memory import smallest_fit
 from shoal.errors import PlanError
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.planner.search import Search
 
 __all__ = ["refusal"]
@@ -27,7 +27,7 @@ def _nothing_legal(search: Search) -> PlanError:
     )
 
 
-def _nothing_fits(search: Search, plan: Plan, told: str) -> PlanError:
+def _nothing_fits(search: Search, plan: SettledPlan, told: str) -> PlanError:
     workload, cluster = search.workload, search.cluster
     smallest = smallest_fit(workload, cluster, search.batch, search.margin)
     if smallest is None:

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
-from shoal.cost.memory.memory import RankMemory
-from shoal.cost.memory.smallest_fit import too_large
-from shoal.cost.outlook.jitter import with_stragglers
-from shoal.cost.time.step import StepCost
-from shoal.plan import Plan
+from shoal.cost import RankMemory, StepCost
+from shoal.cost.memory import too_large
+from shoal.cost.outlook import with_stragglers
+from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.shared import Shared
@@ -130,18 +129,18 @@ class Search:
         legal = sum(map(self.tree.count, accepted))
         return Ranking(tuple(found.values()), legal, timed)
 
-    def cost(self, plan: Plan) -> StepCost:
+    def cost(self, plan: SettledPlan) -> StepCost:
         """Cost of a step under a Plan, with the wait for the slowest rank."""
         return with_stragglers(self.shared.costs.step(plan, self.batch), self.cluster)
 
-    def candidate(self, plan: Plan, memory: RankMemory) -> Candidate:
+    def candidate(self, plan: SettledPlan, memory: RankMemory) -> Candidate:
         """A Plan whose fullest rank holds so much."""
         return Candidate(plan, self.workload, self.cluster, self.batch, self.cost(plan), memory)
 
-    def leanest(self) -> tuple[Plan, str] | None:
+    def leanest(self) -> tuple[SettledPlan, str] | None:
         """A frugal Plan, and by how much it does not fit; None if no Plan is legal."""
         space, least = self.shared.space, self.shared.least_memory
-        lean: list[tuple[float, Plan]] = []
+        lean: list[tuple[float, SettledPlan]] = []
         for degrees in self.tree.degrees:
             sharding = leanest_sharding(degrees)
             variants = itertools.takewhile(lambda each: each.layout.microbatch == 1, space.variants(degrees))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.block import BlockCost
-from shoal.cost.time.data_parallel import runs_of
-from shoal.cost.time.step import Costs
-from shoal.plan import Plan
-from shoal.plan.schedules import placement_of
+from shoal.cost import Costs, Layout, Memories
+from shoal.cost.time import BlockCost
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import kind_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
-from shoal.planner.exchanged import LeastExchange, Passes
+from shoal.planner.data_parallel_bound import LeastDataParallel, Passes
 from shoal.planner.memory_bound import LeastMemory, Share, StateBytes
-from shoal.planner.space import Degrees, Sharding, Space, Variant
+from shoal.planner.space import Degrees, HybridSharding, Space, Variant
 from shoal.workload import Workload
 
 __all__ = ["Shared", "Work"]
@@ -54,7 +52,7 @@ class Shared:
     Attributes:
         space: The legal Plans.
         costs, memories: Of steps, and of ranks.
-        least_memory, least_exchange: Bounds.
+        least_memory, least_data_parallel: Bounds.
     """
 
     def __init__(
@@ -64,12 +62,14 @@ class Shared:
         self.costs = Costs(workload, cluster)
         self.memories = Memories(workload, cluster, self.costs)
         self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
-        self.least_exchange = LeastExchange(workload, cluster, 2 if self.space.precision == "bf16" else 4)
-        self._kinds = runs_of(workload.pieces)
+        self.least_data_parallel = LeastDataParallel(
+            workload, cluster, 2 if self.space.precision == "bf16" else 4
+        )
+        self._kinds = tuple(Counter(workload.pieces).items())
         self._computes: dict[Layout, Work] = {}
         self._works: dict[Layout, Work] = {}
-        self._states: dict[Degrees, Sequence[tuple[Sharding, StateBytes]]] = {}
-        self._buckets: dict[tuple[Degrees, Sharding], int] = {}
+        self._states: dict[Degrees, Sequence[tuple[HybridSharding, StateBytes]]] = {}
+        self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
 
     def compute(self, layout: Layout) -> Work:
         """What blocks take without the communication within them."""
@@ -88,7 +88,7 @@ class Shared:
             self._works[layout] = work
         return work
 
-    def states(self, degrees: Degrees) -> Sequence[tuple[Sharding, StateBytes]]:
+    def states(self, degrees: Degrees) -> Sequence[tuple[HybridSharding, StateBytes]]:
         """The shardings, and the bytes that each leaves a rank of a parameter's states."""
         found = self._states.get(degrees)
         if found is None:
@@ -97,7 +97,7 @@ class Shared:
             self._states[degrees] = found
         return found
 
-    def fitting(self, degrees: Degrees, shares: Sequence[Share], room: float) -> list[Sharding]:
+    def fitting(self, degrees: Degrees, shares: Sequence[Share], room: float) -> list[HybridSharding]:
         """The shardings under which ranks with such shares may have room."""
         fitting = self.states(degrees)
         for share in shares:
@@ -106,14 +106,14 @@ class Shared:
             fitting = [each for each in fitting if dense * each[1].dense + experts * each[1].experts <= left]
         return [sharding for sharding, _ in fitting]
 
-    def exchanging(self, degrees: Degrees, shardings: Sequence[Sharding], work: Work) -> float:
+    def exchanging(self, degrees: Degrees, shardings: Sequence[HybridSharding], work: Work) -> float:
         """Seconds that a micro-batch takes some rank at least, under the one of these that exchanges least.
 
         0 if one of them exchanges nothing in a micro-batch: then what blocks take says more.
         """
-        if any(sharding.shard in ("none", "zero1") for sharding in shardings):
+        if not all(each.kind.reduces_each_micro_batch for each in shardings):
             return 0.0
-        least = self.least_exchange.of_micro_batch
+        least = self.least_data_parallel.of_micro_batch
         return min([least(degrees, sharding, work.least) for sharding in shardings])
 
     def split(self, variant: Variant) -> tuple[int, ...]:
@@ -122,13 +122,13 @@ class Shared:
         if variant.degrees.pp == 1:
             return (layers,)
         work = self.work(variant.layout)
-        placement = placement_of(variant.schedule, variant.degrees.pp, variant.virtual)
+        placement = kind_of(variant.schedule).placement(variant.degrees.pp, variant.virtual)
         return balanced_split(work.embedding, work.layer, work.end, layers, placement)
 
     def slowest(self, variant: Variant, split: Sequence[int]) -> float:
         """Seconds that the slowest rank has at least for a micro-batch, with these layers in its stages."""
         work, ranks = self.work(variant.layout), variant.degrees.pp
-        placement = placement_of(variant.schedule, ranks, variant.virtual)
+        placement = kind_of(variant.schedule).placement(ranks, variant.virtual)
         counts = [0] * ranks
         for rank, layers in zip(placement, split, strict=True):
             counts[rank] += layers
@@ -137,7 +137,7 @@ class Shared:
         loads[placement[-1]] += work.end
         return max(loads)
 
-    def plan(self, variant: Variant, sharding: Sharding, split: Sequence[int]) -> Plan:
+    def plan(self, variant: Variant, sharding: HybridSharding, split: Sequence[int]) -> SettledPlan:
         """The Plan with these layers in its stages, and buckets that suit the links."""
         key = variant.degrees, sharding
         bucket = self._buckets.get(key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import PlanError
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
 
@@ -27,7 +27,7 @@ class Size:
     """
 
     setting: str
-    plan: Plan
+    plan: SettledPlan
     slower: float
     memory: float
     fits: bool
@@ -40,7 +40,7 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
         search: That found the winner.
         winner: Whose sizes change.
     """
-    exchanges = winner.plan.dp * winner.plan.cp > 1 and winner.plan.shard != "zero3"
+    exchanges = winner.plan.dp * winner.plan.cp > 1 and not winner.plan.sharding.cuts_weights
     chosen = search.cost(winner.plan).seconds
     for setting in ("microbatch", *(["bucket"] if exchanges else [])):
         value = getattr(winner.plan, setting)
@@ -57,9 +57,9 @@ def half_and_twice(value: int) -> list[int]:
     return [*([value // 2] if value % 2 == 0 else []), 2 * value]
 
 
-def _changed(winner: Candidate, change: dict[str, Any]) -> Plan | None:
+def _changed(winner: Candidate, change: dict[str, Any]) -> SettledPlan | None:
     """The Plan with one setting changed, if it is legal."""
     try:
-        return winner.plan.replace(**change).with_microbatch_for(winner.batch)
+        return SettledPlan.of(winner.plan.replace(**change), winner.batch)
     except PlanError:
         return None

@@ -6,7 +6,7 @@ What is left out cannot win, as far as the cost model goes:
   rank has the same tokens, as many micro-batches and the same group for its gradients, and communicates less
   within blocks.
 - gpipe takes as long as 1f1b and holds more; looped-bfs as long as interleaved, so that it is there only
-  where the micro-batches are not a multiple of pp, which interleaved needs.
+  where the micro-batches are not a multiple of pp, which interleaved needs (`Kind.superseded_by`).
 - schedule=search is made for times that are known: the best Plan is tried with it (`shoal.planner.refine`).
 
 Nothing else is left out by rule: tp may leave the node, and bounds decide.
@@ -20,15 +20,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.plan import Plan, divisors
-from shoal.plan.schedules import least_virtual
+from shoal.cost import Layout
+from shoal.plan import FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, Sharding, divisors
+from shoal.plan.schedules import KINDS, NAMES, kind_of
 from shoal.workload import Workload
 
-__all__ = ["RECOMPUTES", "Degrees", "Sharding", "Space", "Variant", "leanest_sharding"]
+__all__ = ["RECOMPUTES", "Degrees", "HybridSharding", "Space", "Variant", "leanest_sharding"]
 
 
 _BUCKET = Plan().bucket
+_ANY_SCHEDULE = Plan().schedule
 
 RECOMPUTES = ("none", "selective", "full")
 """What backward may compute again."""
@@ -44,10 +45,10 @@ class Degrees(NamedTuple):
     ep: int
 
 
-class Sharding(NamedTuple):
-    """What data parallelism cuts, and over how many replicas it does not."""
+class HybridSharding(NamedTuple):
+    """A sharding, and the number of replicas of what it cuts."""
 
-    shard: str
+    kind: Sharding
     replicate: int
 
 
@@ -68,21 +69,21 @@ class Variant(NamedTuple):
     schedule: str
     virtual: int
 
-    def plan(self, sharding: Sharding, split: str = "cost", bucket: int = _BUCKET) -> Plan:
+    def plan(self, sharding: HybridSharding, split: str = "cost", bucket: int = _BUCKET) -> SettledPlan:
         """The Plan with one way to shard."""
         degrees, layout = self.degrees, self.layout
-        return Plan(
+        return SettledPlan(
             dp=degrees.dp,
             tp=degrees.tp,
             pp=degrees.pp,
             cp=degrees.cp,
             ep=degrees.ep,
             replicate=sharding.replicate,
-            shard=sharding.shard,
+            shard=sharding.kind.name,
             tensor=layout.tensor,
             context=layout.context,
             schedule=self.schedule,
-            virtual=None if self.virtual == least_virtual(self.schedule) else self.virtual,
+            virtual=None if self.virtual == kind_of(self.schedule).least_virtual else self.virtual,
             split=split,
             microbatch=layout.microbatch,
             bucket=bucket,
@@ -151,32 +152,33 @@ class Space:
 
     def schedules(self, pp: int, count: int) -> Iterator[tuple[str, int]]:
         """Names and stages on a rank of the schedules for so many micro-batches."""
-        yield "1f1b", 1
         if pp == 1:
+            yield _ANY_SCHEDULE, 1
             return
-        yield "zb-h1", 1
-        looped = "looped-bfs" if count % pp else "interleaved"
         blocks = len(self.workload.layers) // pp
-        for virtual in divisors(blocks)[1:]:
-            yield looped, virtual
-        if blocks >= 2:
-            yield "zb-v", 2
-            if count >= 2 * pp:
-                yield "dualpipe-v", 2
+        for name in NAMES:
+            kind = KINDS[name]
+            better = [KINDS[other] for other in kind.superseded_by]
+            for virtual in divisors(blocks) if kind.most_virtual is None else [kind.least_virtual]:
+                is_superseded = any(each.takes(pp, virtual, count) for each in better)
+                if virtual <= blocks and kind.takes(pp, virtual, count) and not is_superseded:
+                    yield name, virtual
 
-    def shardings(self, degrees: Degrees) -> list[Sharding]:
+    def shardings(self, degrees: Degrees) -> list[HybridSharding]:
         """What data parallelism may cut: over all ranks, or over those that one level of links joins."""
         if degrees.dp * degrees.cp == 1:
-            return [Sharding("none", 1)]
+            return [HybridSharding(UNSHARDED, 1)]
         replicas = [1]
         for level in self.cluster.levels[:-1]:
             ranks = level.devices // (degrees.tp * degrees.cp)
             if 1 < ranks < degrees.dp and degrees.dp % ranks == 0:
                 replicas.append(degrees.dp // ranks)
-        found = [Sharding("none", 1)]
+        found = [HybridSharding(UNSHARDED, 1)]
         for replicate in replicas:
             if degrees.dp // replicate * degrees.cp % degrees.ep == 0:
-                found += [Sharding(shard, replicate) for shard in ("zero1", "zero2", "zero3")]
+                found += [
+                    HybridSharding(each, replicate) for each in SHARDINGS.values() if each.cuts_optimizer
+                ]
         return found
 
     @property
@@ -226,6 +228,6 @@ class Space:
         return divisors(math.gcd(ranks, experts)) if experts else [1]
 
 
-def leanest_sharding(degrees: Degrees) -> Sharding:
-    """What leaves a rank the least state."""
-    return Sharding("zero3" if degrees.dp * degrees.cp > 1 else "none", 1)
+def leanest_sharding(degrees: Degrees) -> HybridSharding:
+    """The sharding that leaves a rank the least state."""
+    return HybridSharding(FULLY_SHARDED if degrees.dp * degrees.cp > 1 else UNSHARDED, 1)

@@ -20,16 +20,15 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 
-from shoal.cost.layout import Layout
-from shoal.cost.memory.memory import RankMemory
-from shoal.cost.time.step import PipelineCost, StepCost, exposed_sends
-from shoal.plan import Plan
-from shoal.plan.schedules import placement_of
+from shoal.cost import Layout, RankMemory, StepCost
+from shoal.cost.time import PipelineCost, exposed_sends
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import kind_of
 from shoal.planner.bound import least_seconds
 from shoal.planner.bucket import best_bucket
 from shoal.planner.memory_bound import Share, StateBytes
 from shoal.planner.shared import Shared
-from shoal.planner.space import RECOMPUTES, Degrees, Sharding, Variant
+from shoal.planner.space import RECOMPUTES, Degrees, HybridSharding, Variant
 
 __all__ = ["Branch", "Timed", "Tree"]
 
@@ -234,7 +233,7 @@ class _Sharded:
         self,
         shared: Shared,
         variant: Variant,
-        sharding: Sharding,
+        sharding: HybridSharding,
         split: Sequence[int],
         memory: float,
         pipeline: PipelineCost,
@@ -259,8 +258,8 @@ class _Sharded:
     def _least(self) -> float:
         """Seconds with what exchanges take at least."""
         degrees, layout, count, schedule, virtual = self._variant
-        exchange = self._shared.least_exchange
-        placement = placement_of(schedule, degrees.pp, virtual)
+        exchange = self._shared.least_data_parallel
+        placement = kind_of(schedule).placement(degrees.pp, virtual)
         layers = [number for rank, number in zip(placement, self._split, strict=True) if rank == 0]
         stages = list(zip(self._pipeline.unlike[0].stage.stages, layers, strict=True))
         once = exchange.of_step(degrees, self._sharding, stages, count)
@@ -281,7 +280,7 @@ class Timed:
 
     branches: Sequence[Branch] = ()
 
-    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: Plan) -> None:
+    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: SettledPlan) -> None:
         self.degrees = degrees
         self.memory = memory
         self.plan = plan
@@ -292,12 +291,12 @@ class Timed:
         """Seconds of a step; infinite if a rank has no room for it."""
         return self.cost.seconds if self.memory <= room else math.inf
 
-    def fitted(self, room: float) -> tuple[Plan, RankMemory] | None:
+    def fitted(self, room: float) -> tuple[SettledPlan, RankMemory] | None:
         """With the best size of its buckets, or else the usual one, and its memory; None if that has no room.
 
         With zero2 alone does memory depend on that size: else a Plan without room is not given another.
         """
-        if self.plan.shard != "zero2" and self._memory.peak > room:
+        if not self.plan.sharding.bucket_is_memory and self._memory.peak > room:
             return None
         for plan, memory in self._bucketed:
             if memory.peak <= room:
@@ -310,7 +309,7 @@ class Timed:
         return self._shared.memories.fullest(self.plan, self._shared.space.batch)
 
     @cached_property
-    def _bucketed(self) -> Sequence[tuple[Plan, RankMemory]]:
+    def _bucketed(self) -> Sequence[tuple[SettledPlan, RankMemory]]:
         shared, batch = self._shared, self._shared.space.batch
         sizes = dict.fromkeys((best_bucket(shared.costs, self.plan, batch), self.plan.bucket))
         plans = [self.plan.replace(bucket=size) for size in sizes]

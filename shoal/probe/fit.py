@@ -2,7 +2,7 @@
 
 Quantities are fitted one after another, each with what it alone decides: passes and streams the memory's
 rates, products the peak and the depth at which half of it is reached, attention its shares, level by level,
-from the inside, the links' rate, latency and half size, and meetings how ranks vary. Close means in
+from the inside, the links' rate, latency and half size, and synchronisations how ranks vary. Close means in
 proportion: the mean squared logarithm of predicted over measured is the least, so that a small operation
 counts as much as a large one.
 
@@ -18,16 +18,16 @@ from dataclasses import replace
 from statistics import fmean, linear_regression
 
 from shoal.cluster import Cluster, Device, Level, peak_flops
-from shoal.cost.time.synchronisations import behind_the_mean
+from shoal.cost.time import behind_the_mean
 from shoal.probe.grid import least
 from shoal.probe.measurements import (
     CollectiveTime,
     Measurement,
     Measurements,
-    MeetingTime,
     PassTime,
     ProductTime,
     SendTime,
+    SynchronisationTime,
 )
 from shoal.probe.sheet import Sheet
 
@@ -64,7 +64,7 @@ def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
     for half, share in (("forward", "attention_share"), ("backward", "attention_backward_share")):
         chosen = [each for each in measured.attention if each.half == half]
         cluster = _fit_share(cluster, share, chosen)
-    return _fit_meetings(_fit_levels(cluster, measured.links, sheet), measured.meetings)
+    return _fit_synchronisations(_fit_levels(cluster, measured.links, sheet), measured.synchronisations)
 
 
 def _start(measured: Measurements, sheet: Sheet) -> Device:
@@ -134,21 +134,21 @@ def _fit_share(cluster: Cluster, share: str, measured: Sequence[Measurement]) ->
     return _closest(with_share, measured, [_SHARES]) if measured else cluster
 
 
-def _fit_meetings(cluster: Cluster, meetings: Sequence[MeetingTime]) -> Cluster:
-    """With jitter and drift: a meeting behind w seconds of work adds a w + b sqrt(w), neither below 0.
+def _fit_synchronisations(cluster: Cluster, synchronisations: Sequence[SynchronisationTime]) -> Cluster:
+    """With jitter and noise: behind w seconds of work, waiting takes a w + b sqrt(w), neither below 0.
 
     Least squares of what a second of work adds, since the noise of a time is in proportion to it.
     """
-    if not meetings:
+    if not synchronisations:
         return cluster
-    added = [each.seconds / each.work for each in meetings]
-    roots = [each.work**-0.5 for each in meetings]
-    drift = max(0.0, linear_regression(roots, added).slope)
-    jitter = fmean(added) - drift * fmean(roots)
+    added = [each.seconds / each.work for each in synchronisations]
+    roots = [each.work**-0.5 for each in synchronisations]
+    noise = max(0.0, linear_regression(roots, added).slope)
+    jitter = fmean(added) - noise * fmean(roots)
     if jitter < 0:
-        jitter, drift = 0.0, max(0.0, linear_regression(roots, added, proportional=True).slope)
-    behind = behind_the_mean(meetings[0].ranks)
-    return cluster.replace(jitter=jitter / behind, drift=drift / behind)
+        jitter, noise = 0.0, max(0.0, linear_regression(roots, added, proportional=True).slope)
+    behind = behind_the_mean(synchronisations[0].ranks)
+    return cluster.replace(jitter=jitter / behind, noise=noise / behind)
 
 
 def _fit_levels(cluster: Cluster, links: Sequence[CollectiveTime | SendTime], sheet: Sheet) -> Cluster:

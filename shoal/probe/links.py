@@ -20,8 +20,8 @@ from shoal.bench.contestants.torch_group import TorchGroup
 from shoal.bench.measure import measure
 from shoal.bench.world import Ranks
 from shoal.collectives import Options
-from shoal.cost.collectives.network import Group
 from shoal.errors import CommunicationError
+from shoal.plan.groups import Group
 from shoal.probe.measurements import CollectiveTime, HostRates, SendTime
 from shoal.probe.place import Place
 from shoal.probe.turns import COLD, Effort, time_in_turns

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import Group, algorithm_seconds, send_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.cost import Layout
+from shoal.cost.collectives import algorithm_seconds, send_seconds
+from shoal.cost.time import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.plan.groups import Group
 from shoal.workload import Attention
 
 __all__ = [
@@ -21,10 +22,10 @@ __all__ = [
     "HostRates",
     "Measurement",
     "Measurements",
-    "MeetingTime",
     "PassTime",
     "ProductTime",
     "SendTime",
+    "SynchronisationTime",
 ]
 
 
@@ -167,13 +168,13 @@ class SendTime:
 
 
 @dataclass(frozen=True, slots=True)
-class MeetingTime:
+class SynchronisationTime:
     """Seconds that ranks take which do the same work and then synchronise, again and again.
 
     Attributes:
         ranks: That meet.
         work: Seconds of the work alone, the mean over ranks.
-        seconds: That a meeting adds besides what the collective takes alone, the mean over ranks.
+        seconds: That a synchronisation adds besides what the collective takes alone, the mean over ranks.
     """
 
     ranks: int
@@ -205,7 +206,7 @@ class Measurements:
         dispatch: Seconds that the host takes to start an operation, beside what the device does.
         contention: Of a collective within a host beside a product, the share that the product is slowed by.
         links: Collectives and messages, level by level.
-        meetings: Of all ranks of a host, with work of several lengths.
+        synchronisations: Of all ranks of a host, with work of several lengths.
         hosts: Rates between pairs of hosts, where there are enough of them.
         paces: By rank, FLOP/s of the quickest product in fp32.
         presence: By rank, the part of the time of its products that its threads were on a core.
@@ -218,7 +219,7 @@ class Measurements:
     dispatch: float
     contention: float
     links: tuple[CollectiveTime | SendTime, ...] = ()
-    meetings: tuple[MeetingTime, ...] = ()
+    synchronisations: tuple[SynchronisationTime, ...] = ()
     hosts: tuple[HostRates, ...] = ()
     paces: tuple[float, ...] = field(default=())
     presence: tuple[float, ...] = field(default=())

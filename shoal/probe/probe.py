@@ -15,10 +15,10 @@ from shoal.probe.device import measure_attention, measure_launch, measure_passes
 from shoal.probe.fit import fit
 from shoal.probe.links import measure_contention, measure_hosts, measure_links
 from shoal.probe.measurements import AttentionTime, Measurements, PassTime, ProductTime
-from shoal.probe.meetings import measure_meetings
 from shoal.probe.place import Place
 from shoal.probe.sheet import read_sheet
 from shoal.probe.suspicions import suspicions
+from shoal.probe.synchronisations import measure_synchronisations
 from shoal.probe.turns import THOROUGH, Effort
 
 __all__ = ["FitError", "Probed", "probe"]
@@ -103,7 +103,7 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
         dispatch=median(dispatch),
         contention=median(contention),
         links=measure_links(place, effort) if place.ranks.count > 1 else (),
-        meetings=measure_meetings(place, effort),
+        synchronisations=measure_synchronisations(place, effort),
         hosts=measure_hosts(place),
         paces=tuple(paces),
         presence=tuple(place.gathered(presence)),

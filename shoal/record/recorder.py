@@ -30,7 +30,7 @@ __all__ = ["NullRecorder", "OpenSpan", "Recorder", "SpanRecorder", "step_is_kept
 
 _FLUSH_SECONDS = 1.0
 
-_Fields = tuple[str, str, str, float, float, int, tuple[int, ...], str]
+_Fields = tuple[str, str, str, float, float, int, tuple[int, ...], str, str]
 """The arguments of `span_line`, with the start still on the clock of the process."""
 
 
@@ -64,12 +64,20 @@ class Recorder(ABC):
         lane: Lane = Lane.COMPUTE,
         bytes: int = 0,
         group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> AbstractContextManager[None]:
         """A span as long as the body of a `with`; the arguments are the fields of `Span`."""
 
     @abstractmethod
     def open(
-        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> OpenSpan:
         """A span that starts now and ends where `OpenSpan.close` is called."""
 
@@ -114,19 +122,27 @@ class SpanRecorder(Recorder):
         lane: Lane = Lane.COMPUTE,
         bytes: int = 0,
         group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> AbstractContextManager[None]:
         """See `Recorder.span`."""
         if self._in_dropped_step:
             return _DROPPED
-        return _TimedSpan(self._spans.append, kind, lane, name, bytes, group)
+        return _TimedSpan(self._spans.append, kind, lane, name, bytes, group, purpose)
 
     def open(
-        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> OpenSpan:
         """See `Recorder.open`."""
         if self._in_dropped_step:
             return _DROPPED
-        return _TimedOpenSpan(self._spans.append, kind, lane, name, bytes, group)
+        return _TimedOpenSpan(self._spans.append, kind, lane, name, bytes, group, purpose)
 
     def step(self, index: int) -> AbstractContextManager[None]:
         """See `Recorder.step`."""
@@ -143,7 +159,7 @@ class SpanRecorder(Recorder):
     def _leave_step(self, index: int, start: float, *, finished: bool) -> None:
         now = time.perf_counter()
         if finished and not self._in_dropped_step:
-            self._spans.append((Kind.STEP, Lane.COMPUTE, str(index), start, now - start, 0, (), ""))
+            self._spans.append((Kind.STEP, Lane.COMPUTE, str(index), start, now - start, 0, (), "", ""))
         self._in_dropped_step = False
         if now - self._flushed >= _FLUSH_SECONDS:
             self._flushed = now
@@ -157,8 +173,8 @@ class SpanRecorder(Recorder):
         origin = self._origin
         self._file.write(
             "".join(
-                span_line(kind, lane, name, start - origin, duration, bytes, group, algorithm)
-                for kind, lane, name, start, duration, bytes, group, algorithm in taken
+                span_line(kind, lane, name, start - origin, duration, bytes, group, algorithm, purpose)
+                for kind, lane, name, start, duration, bytes, group, algorithm, purpose in taken
             )
         )
 
@@ -175,12 +191,20 @@ class NullRecorder(Recorder):
         lane: Lane = Lane.COMPUTE,
         bytes: int = 0,
         group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> AbstractContextManager[None]:
         """See `Recorder.span`."""
         return _DROPPED
 
     def open(
-        self, kind: Kind, name: str = "", *, lane: Lane, bytes: int = 0, group: tuple[int, ...] = ()
+        self,
+        kind: Kind,
+        name: str = "",
+        *,
+        lane: Lane,
+        bytes: int = 0,
+        group: tuple[int, ...] = (),
+        purpose: str = "",
     ) -> OpenSpan:
         """See `Recorder.open`."""
         return _DROPPED
@@ -208,7 +232,7 @@ def step_is_kept(index: int) -> bool:
 class _TimedSpan:
     """Appends its fields where the `with` ends. Slots and no generator: this is the hot path."""
 
-    __slots__ = ("_append", "_bytes", "_group", "_kind", "_lane", "_name", "_start")
+    __slots__ = ("_append", "_bytes", "_group", "_kind", "_lane", "_name", "_purpose", "_start")
 
     def __init__(
         self,
@@ -218,6 +242,7 @@ class _TimedSpan:
         name: str,
         bytes: int,
         group: tuple[int, ...],
+        purpose: str,
     ) -> None:
         self._append = append
         self._kind = kind
@@ -225,6 +250,7 @@ class _TimedSpan:
         self._name = name
         self._bytes = bytes
         self._group = group
+        self._purpose = purpose
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
@@ -239,9 +265,8 @@ class _TimedSpan:
 
     def end(self, at: float, algorithm: str) -> None:
         duration = max(at - self._start, 0.0)
-        self._append(
-            (self._kind, self._lane, self._name, self._start, duration, self._bytes, self._group, algorithm)
-        )
+        what = self._kind, self._lane, self._name
+        self._append((*what, self._start, duration, self._bytes, self._group, algorithm, self._purpose))
 
 
 class _TimedOpenSpan(OpenSpan):
@@ -257,9 +282,10 @@ class _TimedOpenSpan(OpenSpan):
         name: str,
         bytes: int,
         group: tuple[int, ...],
+        purpose: str,
     ) -> None:
         self._once = threading.Lock()
-        self._span = _TimedSpan(append, kind, lane, name, bytes, group)
+        self._span = _TimedSpan(append, kind, lane, name, bytes, group, purpose)
         self._span.__enter__()
 
     def close(self, at: float | None = None, algorithm: str = "") -> None:

@@ -10,10 +10,10 @@ from shoal.simulate.bubble import mark_bubbles
 from shoal.simulate.measured import measured_timeline, recorded_cluster
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.simulate.stage_times import StageTimes, stage_times
-from shoal.simulate.traffic import Exchanged, Traffic, traffic_of
+from shoal.simulate.traffic import Communication, Traffic, traffic_of
 
 __all__ = [
-    "Exchanged",
+    "Communication",
     "Simulation",
     "StageTimes",
     "Traffic",

@@ -22,9 +22,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from shoal.simulate.journal import Journal, Waited
-from shoal.timeline import Breakdown, CollectiveFigures, Kind, Parts, RankBreakdown, Span
+from shoal.timeline import Breakdown, CollectiveFigures, Kind, Parts, Purpose, RankBreakdown, Span
 from shoal.timeline.parts import mean, mean_by_operation
-from shoal.timeline.purpose import PURPOSES, purpose_of
 
 __all__ = ["Account", "account_of"]
 
@@ -58,18 +57,18 @@ class _Step:
     moments: list[tuple[float, float]] = field(default_factory=list)
     """In which anything communicates."""
     operations: dict[str, _Figures] = field(default_factory=dict)
-    purposes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PURPOSES, 0.0))
+    purposes: dict[Purpose, float] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
     """Seconds that are exposed, by what they are for."""
 
     def figures(self, name: str) -> _Figures:
         """Return the figures of the operation that a span's name begins with."""
         return self.operations.setdefault(name.partition(":")[0], _Figures())
 
-    def expose(self, name: str, seconds: float) -> None:
+    def expose(self, name: str, purpose: Purpose, seconds: float) -> None:
         """Notes that compute waits for what is called so."""
         self.exposed += seconds
         self.figures(name).exposed += seconds
-        self.purposes[purpose_of(name)] += seconds
+        self.purposes[purpose] += seconds
 
     def parts(self, pace: float) -> Parts:
         wall = pace * (self.end - self.begin)
@@ -182,7 +181,7 @@ def _add_passages(journal: Journal, ranks: dict[int, _Rank]) -> None:
             figures = step.figures(collective.name)
             figures.add(count, count * collective.bytes, seconds, seconds - late)
             step.straggler += late
-            step.expose(collective.name, seconds - late)
+            step.expose(collective.name, collective.purpose, seconds - late)
 
 
 def _add_waits(rank: _Rank) -> None:
@@ -194,7 +193,7 @@ def _add_waits(rank: _Rank) -> None:
             continue
         late = min(max(waited.together - start, 0.0), stop - start)
         step.straggler += late
-        step.expose(waited.name, stop - start - late)
+        step.expose(waited.name, waited.purpose, stop - start - late)
 
 
 def _cut(
@@ -230,7 +229,7 @@ def _covered(moments: list[tuple[float, float]], begin: float, end: float) -> fl
 
 
 def _exposed(rank: _Rank, pace: float) -> dict[str, float]:
-    return {purpose: pace * fmean(step.purposes[purpose] for step in rank.steps) for purpose in PURPOSES}
+    return {purpose: pace * fmean(step.purposes[purpose] for step in rank.steps) for purpose in Purpose}
 
 
 def _breakdown(ranks: dict[int, _Rank], pace: float) -> Breakdown:

@@ -24,7 +24,7 @@ from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Work
 from shoal.simulate.journal import Journal
 from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
 from shoal.simulate.stage_program import StageProgram
-from shoal.timeline import Kind
+from shoal.timeline import Kind, Purpose
 
 __all__ = ["Link", "RankProgram", "play_steps"]
 
@@ -193,7 +193,7 @@ class _Rank:
     def _begin(self, due: list[StageProgram]) -> None:
         """Begins to reduce stages whose sums are whole."""
         for stage in due:
-            self._run(stage.exchange.reduce_all())
+            self._run(stage.data_parallel.reduce_all())
         due.clear()
 
     def _finish(self, index: int, begin: float) -> Iterator[_Key]:
@@ -202,7 +202,7 @@ class _Rank:
         if len(engine.numbers) > 1:
             for stage in program.stages.values():
                 if stage.keeps_sums:
-                    self._run(stage.exchange.wait_reduced())
+                    self._run(stage.data_parallel.wait_reduced())
         for collective in program.finish:
             self.now = engine.journal.exposed(self._rank, self.now, collective)
         done = self.now
@@ -220,7 +220,7 @@ class _Rank:
             engine.journal.collective(self._rank, done, together, self.now, norm)
         if self.now > done:
             name = norm.name if norm is not None else "slowest rank"
-            engine.journal.wait(self._rank, name, done, together, self.now)
+            engine.journal.wait(self._rank, name, Purpose.CONTROL, done, together, self.now)
         self.now += program.update
         engine.journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now)
 
@@ -241,7 +241,7 @@ class _Rank:
             self._receive(placement[before], *receiving.popleft())
         together, came, name = self._there.pop(key)
         if came > self.now:
-            self._engine.journal.wait(self._rank, name, self.now, together, came)
+            self._engine.journal.wait(self._rank, name, Purpose.PIPELINE, self.now, together, came)
             self.now = came
 
     def _receive(self, sender: int, key: _Key, begin: float) -> None:
@@ -289,7 +289,9 @@ class _Rank:
         while self.now < end:
             stop, begun = self._begun.popleft()
             if stop > self.now:
-                self._engine.journal.wait(self._rank, begun.collective.name, self.now, self.now, stop)
+                collective = begun.collective
+                journal = self._engine.journal
+                journal.wait(self._rank, collective.name, collective.purpose, self.now, self.now, stop)
                 self.now = stop
 
     def _computed(self, seconds: float) -> float:

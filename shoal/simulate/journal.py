@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shoal.simulate.passage import Collective, Exposed, Passage
-from shoal.timeline import Kind, Lane, Span
+from shoal.timeline import Kind, Lane, Purpose, Span
 
 __all__ = ["Communicated", "Journal", "Passed", "Waited", "Worked"]
 
@@ -45,6 +45,7 @@ class Waited(NamedTuple):
     Attributes:
         rank: Global.
         name: Of the communication that it waited for.
+        purpose: What that is for.
         start: When it began to wait.
         together: When the last that take part was there: before that, they are late.
         stop: When it went on.
@@ -52,6 +53,7 @@ class Waited(NamedTuple):
 
     rank: int
     name: str
+    purpose: Purpose
     start: float
     together: float
     stop: float
@@ -68,6 +70,7 @@ class Communicated(NamedTuple):
         name: Of the span.
         bytes: Of the tensor.
         group: Global ranks that take part.
+        purpose: What it is for.
     """
 
     rank: int
@@ -77,6 +80,7 @@ class Communicated(NamedTuple):
     name: str
     bytes: int
     group: tuple[int, ...]
+    purpose: Purpose
 
 
 class Journal:
@@ -96,15 +100,22 @@ class Journal:
         """Notes a span of the compute lane."""
         self.works.append(Worked(rank, kind, name, start, stop))
 
-    def wait(self, rank: int, name: str, start: float, together: float, stop: float) -> None:
+    def wait(
+        self, rank: int, name: str, purpose: Purpose, start: float, together: float, stop: float
+    ) -> None:
         """Notes that compute stood still."""
-        self.waits.append(Waited(rank, name, start, together, stop))
+        self.waits.append(Waited(rank, name, purpose, start, together, stop))
 
     def collective(
         self, rank: int, start: float, together: float, stop: float, collective: Collective
     ) -> None:
         """Notes a span of the communication lane."""
-        self.message(rank, start, together, stop, collective.name, collective.bytes, collective.group)
+        self.communications.append(
+            Communicated(
+                *(rank, start, together, stop),
+                *(collective.name, collective.bytes, collective.group, collective.purpose),
+            )
+        )
 
     def message(
         self,
@@ -116,14 +127,16 @@ class Journal:
         nbytes: int,
         group: tuple[int, ...],
     ) -> None:
-        """Notes the same, of what is not a Collective."""
-        self.communications.append(Communicated(rank, start, together, stop, name, nbytes, group))
+        """Notes a message from a stage to another, of which each end is a span of the communication lane."""
+        self.communications.append(
+            Communicated(rank, start, together, stop, name, nbytes, group, Purpose.PIPELINE)
+        )
 
     def exposed(self, rank: int, start: float, collective: Collective) -> float:
         """Notes a communication that compute waits for, in both lanes; gives its end."""
         together, stop = start + collective.late, start + collective.seconds
         self.collective(rank, start, together, stop, collective)
-        self.wait(rank, collective.name, start, together, stop)
+        self.wait(rank, collective.name, collective.purpose, start, together, stop)
         return stop
 
     def busy(self) -> Iterator[tuple[float, float]]:
@@ -138,10 +151,10 @@ class Journal:
         """All spans, in no order."""
         for rank, kind, name, start, stop in self.works:
             yield Span(rank, Lane.COMPUTE, kind, name, start, stop - start)
-        for rank, name, start, _, stop in self.waits:
-            yield Span(rank, Lane.COMPUTE, Kind.WAIT, name, start, stop - start)
-        for rank, start, _, stop, name, nbytes, group in self.communications:
-            yield Span(rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, start, stop - start, nbytes, group)
+        for rank, name, purpose, start, _, stop in self.waits:
+            yield _wait(rank, name, start, stop - start, purpose)
+        for rank, start, _, stop, name, nbytes, group, purpose in self.communications:
+            yield _communication(rank, name, start, stop - start, nbytes, group, purpose)
         for rank, kind, name, start, passage in self.passages:
             yield Span(rank, Lane.COMPUTE, kind, name, start, passage.seconds)
             now = start
@@ -155,6 +168,16 @@ class Journal:
 
 def _exposed(rank: int, start: float, each: Collective) -> Iterator[Span]:
     """In both lanes."""
-    lane, kind = Lane.COMMUNICATION, Kind.COLLECTIVE
-    yield Span(rank, lane, kind, each.name, start, each.seconds, each.bytes, each.group)
-    yield Span(rank, Lane.COMPUTE, Kind.WAIT, each.name, start, each.seconds)
+    yield _communication(rank, each.name, start, each.seconds, each.bytes, each.group, each.purpose)
+    yield _wait(rank, each.name, start, each.seconds, each.purpose)
+
+
+def _communication(
+    rank: int, name: str, start: float, seconds: float, nbytes: int, group: tuple[int, ...], purpose: Purpose
+) -> Span:
+    kind, lane = Kind.COLLECTIVE, Lane.COMMUNICATION
+    return Span(rank, lane, kind, name, start, seconds, nbytes, group, purpose=purpose)
+
+
+def _wait(rank: int, name: str, start: float, seconds: float, purpose: Purpose) -> Span:
+    return Span(rank, Lane.COMPUTE, Kind.WAIT, name, start, seconds, purpose=purpose)

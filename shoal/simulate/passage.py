@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from shoal.timeline import Purpose
+
 __all__ = ["Collective", "Exposed", "Passage", "Piece", "Start", "Wait"]
 
 
@@ -23,6 +25,7 @@ class Collective:
         seconds: From start to end where nothing is before it.
         bytes: Of the tensor.
         group: Global ranks that take part.
+        purpose: What it is for.
         late: Of the seconds, those before all of the group are there.
     """
 
@@ -30,6 +33,7 @@ class Collective:
     seconds: float
     bytes: int
     group: tuple[int, ...]
+    purpose: Purpose
     late: float = 0.0
 
 
@@ -117,6 +121,7 @@ class Passage:
                     math.fsum(each.seconds for each in found),
                     sum(each.bytes for each in found),
                     found[0].group,
+                    found[0].purpose,
                     math.fsum(each.late for each in found),
                 )
             )

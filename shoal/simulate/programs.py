@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from shoal.cost.collectives.network import Group, collective_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.time.buckets import parameters_on_rank, shards_of
-from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.cost import Costs, Layout
+from shoal.cost.collectives import collective_seconds
+from shoal.cost.time import parameters_on_rank
+from shoal.plan import SettledPlan
+from shoal.plan.groups import Group, Groups
 from shoal.plan.schedules import Action, Schedule, Step, Times, Work, transfers
 from shoal.simulate.engine import RankProgram
 from shoal.simulate.passage import Collective
 from shoal.simulate.stage_program import StageProgram
+from shoal.timeline import Purpose
 from shoal.workload import Parameters, Workload
 
 __all__ = ["finish_of", "message_bytes", "norm_of", "rank_programs", "stage_programs", "undisturbed_times"]
 
 
-def stage_programs(plan: Plan, costs: Costs, count: int) -> list[StageProgram]:
+def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
     """Make the programs of all stages, for so many micro-batches."""
     placement = plan.placement if plan.pp > 1 else (0,)
     apart = plan.ranks // plan.pp
@@ -44,7 +45,7 @@ def undisturbed_times(stages: Sequence[StageProgram], transfer: float) -> Times:
 
 
 def rank_programs(
-    plan: Plan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
+    plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
 ) -> list[RankProgram]:
     """Make the program of one rank at each place along the pipeline."""
     rows: Sequence[Sequence[Step]] = transfers(schedule, ahead=1) if plan.pp > 1 else schedule.table
@@ -67,34 +68,35 @@ def rank_programs(
     ]
 
 
-def finish_of(plan: Plan, costs: Costs, schedule: Schedule, place: int) -> list[Collective]:
+def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -> list[Collective]:
     """The sum of a tied embedding's gradients, where its two uses are on different ranks."""
     first, last = schedule.placement[0], schedule.placement[-1]
     if not costs.workload.tied or first == last or place not in (first, last):
         return []
-    shards, _ = shards_of(plan)
+    shards = Groups.of(plan).dense.shards.size
     held = parameters_on_rank(costs.workload.embedding.parameters, plan.tp, plan.ep)
     nbytes = 4 * held.total // shards
     apart = plan.ranks // plan.pp
     seconds = collective_seconds("all_reduce", nbytes, Group(2, apart * (last - first)), costs.cluster)
-    return [Collective("all_reduce:embedding", seconds, nbytes, (apart * first, apart * last))]
+    ends = apart * first, apart * last
+    return [Collective("all_reduce:embedding", seconds, nbytes, ends, Purpose.PIPELINE)]
 
 
-def norm_of(plan: Plan, costs: Costs) -> Collective | None:
+def norm_of(plan: SettledPlan, costs: Costs) -> Collective | None:
     """The sum of the squares of all gradients, where ranks hold different ones."""
-    size = plan.ranks // plan.replicas
-    if size == 1:
+    groups = Groups.of(plan)
+    if groups.parts.size == 1:
         return None
-    seconds = collective_seconds("all_reduce", 8, Group(size), costs.cluster)
-    group = range(0, plan.ranks, plan.ranks // plan.pp) if plan.pp > 1 else range(size)
-    return Collective("all_reduce:gradient norm", seconds, 8, tuple(group))
+    seconds = collective_seconds("all_reduce", 8, groups.parts, costs.cluster)
+    played = groups.pp if plan.pp > 1 else groups.parts
+    return Collective("all_reduce:gradient norm", seconds, 8, played.ranks(0), Purpose.CONTROL)
 
 
-def _update(plan: Plan, costs: Costs, stages: Sequence[StageProgram]) -> float:
-    return costs.update(plan, sum((stage.exchange.parameters for stage in stages), Parameters()))
+def _update(plan: SettledPlan, costs: Costs, stages: Sequence[StageProgram]) -> float:
+    return costs.update(plan, sum((stage.data_parallel.parameters for stage in stages), Parameters()))
 
 
-def message_bytes(plan: Plan, workload: Workload) -> int:
+def message_bytes(plan: SettledPlan, workload: Workload) -> int:
     """Bytes of the hidden state that one rank sends to the next stage."""
     layout = Layout.of(plan)
     tokens = layout.microbatch * workload.length // plan.cp // (1 if plan.tensor == "plain" else plan.tp)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shoal.cluster import Cluster
-from shoal.cost.outlook.jitter import straggler_share
-from shoal.cost.time.crowding import crowded_seconds
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs
+from shoal.cost.outlook import straggler_share
+from shoal.cost.time import crowded_seconds
 from shoal.errors import ClusterError
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.plan.schedules import Played, make
 from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
@@ -45,7 +45,7 @@ class Simulation:
 
     workload: Workload
     cluster: Cluster
-    plan: Plan
+    plan: SettledPlan
     batch: int
     steps: int
     seconds: float
@@ -137,7 +137,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         ClusterError: What the device computes in the Plan's precision is not known.
     """
     plan.require_ranks(cluster.devices)
-    plan = plan.with_microbatch_for(batch)
+    plan = SettledPlan.of(plan, batch)
     if plan.precision not in cluster.device.peak:
         raise ClusterError(
             f"the peak of {cluster.device.name} in {plan.precision} is not known",

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from shoal.cost.layout import Layout
-from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.cost import Costs, Layout
+from shoal.plan import SettledPlan
 from shoal.plan.schedules import Action, Work
-from shoal.simulate.exchange import Exchange
+from shoal.simulate.data_parallel import DataParallel
 from shoal.simulate.passage import Passage, Piece
 from shoal.simulate.within import Members, Within
 from shoal.workload import Block
@@ -40,17 +39,17 @@ class StageProgram:
     """
 
     def __init__(
-        self, plan: Plan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
+        self, plan: SettledPlan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
     ) -> None:
         self._plan = plan
         self._blocks = blocks
         layout = Layout.of(plan)
         self._costs = [costs.block(block, layout) for block in blocks]
         self._within = Within(costs.workload, layout, members)
-        self.exchange = Exchange(plan, costs, stage, blocks, members)
-        self.keeps_sums = plan.shard in ("none", "zero1")
-        self._gathers_blocks = plan.shard == "zero3" and self.exchange.is_sharded
-        self._gathers_all = self.exchange.is_sharded and not self._gathers_blocks
+        self.data_parallel = DataParallel(plan, costs, stage, blocks, members)
+        self.keeps_sums = not plan.sharding.reduces_each_micro_batch
+        self._gathers_blocks = plan.sharding.cuts_weights and self.data_parallel.is_sharded
+        self._gathers_all = self.data_parallel.is_sharded and not self._gathers_blocks
         self._passages: dict[tuple[Work, bool, bool], Passage] = {}
 
     def passage(self, action: Action, *, is_first: bool, is_last: bool) -> Passage:
@@ -69,7 +68,7 @@ class StageProgram:
 
     def begin_step(self) -> list[Piece]:
         """What is begun when a step begins."""
-        return self.exchange.gather_all() if self._gathers_all else []
+        return self.data_parallel.gather_all() if self._gathers_all else []
 
     def pieces(self, work: Work, is_first: bool, is_last: bool) -> Iterator[Piece]:
         """What a passage is made of, one by one; the arguments as of `passage`."""
@@ -79,49 +78,49 @@ class StageProgram:
 
     @cached_property
     def _layers(self) -> list[int]:
-        return [each for each in range(len(self._blocks)) if each not in self.exchange.roots]
+        return [each for each in range(len(self._blocks)) if each not in self.data_parallel.roots]
 
     def _forward(self, is_first: bool) -> Iterator[Piece]:
-        exchange = self.exchange
+        data_parallel = self.data_parallel
         waits = self._gathers_blocks or (is_first and self._gathers_all)
         if self._gathers_blocks:
-            yield from self._gather_each((*exchange.roots, *self._layers[:1]))
+            yield from self._gather_each((*data_parallel.roots, *self._layers[:1]))
         if waits:
-            yield from self._wait_each(exchange.roots)
+            yield from self._wait_each(data_parallel.roots)
         for position, (block, cost) in enumerate(zip(self._blocks, self._costs, strict=True)):
             if position in self._layers:
                 if waits:
-                    yield from exchange.wait_gathered(position)
+                    yield from data_parallel.wait_gathered(position)
                 if self._gathers_blocks and position + 1 in self._layers:
-                    yield from exchange.gather(position + 1)
+                    yield from data_parallel.gather(position + 1)
             yield from self._within.forward(block, cost)
 
     def _backward(self, work: Work, is_last: bool) -> Iterator[Piece]:
-        exchange = self.exchange
+        data_parallel = self.data_parallel
         gives_sums = work is not Work.INPUT
         naive = self._plan.exchange == "naive"
         reduces = gives_sums and not naive and (not self.keeps_sums or (is_last and self._plan.pp == 1))
         gathers = self._gathers_blocks and work is not Work.WEIGHT
         there: set[int] = set()  # blocks whose weights have stayed, or were begun to be gathered
         if gathers:
-            stayed = {*exchange.roots, *self._layers[-1:]} if self._plan.pp == 1 else set()
-            there = {*stayed, *exchange.roots, *self._layers[-1:]}
+            stayed = {*data_parallel.roots, *self._layers[-1:]} if self._plan.pp == 1 else set()
+            there = {*stayed, *data_parallel.roots, *self._layers[-1:]}
             yield from self._gather_each(sorted(there - stayed))
-            yield from self._wait_each(sorted(set(exchange.roots) - stayed))
+            yield from self._wait_each(sorted(set(data_parallel.roots) - stayed))
         for position in reversed(range(len(self._blocks))):
             if gathers and position in self._layers:
-                yield from exchange.wait_gathered(position)
+                yield from data_parallel.wait_gathered(position)
                 if position - 1 in self._layers:
-                    yield from exchange.gather(position - 1)
+                    yield from data_parallel.gather(position - 1)
             yield from self._backward_of(position, work)
             if reduces:
                 if not self.keeps_sums:
-                    yield exchange.copy_at(position)
-                yield from exchange.reduce_at(position)
+                    yield data_parallel.copy_at(position)
+                yield from data_parallel.reduce_at(position)
         if reduces:
-            yield from exchange.wait_reduced()
+            yield from data_parallel.wait_reduced()
         if naive and is_last:
-            yield from exchange.naive()
+            yield from data_parallel.naive()
 
     def _backward_of(self, position: int, work: Work) -> Iterator[Piece]:
         block, cost = self._blocks[position], self._costs[position]
@@ -133,8 +132,8 @@ class StageProgram:
 
     def _gather_each(self, positions: Sequence[int]) -> Iterator[Piece]:
         for position in positions:
-            yield from self.exchange.gather(position)
+            yield from self.data_parallel.gather(position)
 
     def _wait_each(self, positions: Sequence[int]) -> Iterator[Piece]:
         for position in positions:
-            yield from self.exchange.wait_gathered(position)
+            yield from self.data_parallel.wait_gathered(position)

@@ -12,25 +12,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import Group, algorithm_seconds
-from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.cost import Costs
+from shoal.cost.collectives import algorithm_seconds
+from shoal.plan import SettledPlan
+from shoal.plan.groups import Group
 from shoal.plan.schedules import Action, Work
 from shoal.simulate.passage import Collective, Exposed, Piece, Start
 from shoal.simulate.programs import message_bytes, norm_of, stage_programs
 from shoal.simulate.stage_program import StageProgram
-from shoal.timeline.purpose import purpose_of
+from shoal.timeline import Purpose
 from shoal.workload import Workload
 
-__all__ = ["Exchanged", "Traffic", "traffic_of"]
+__all__ = ["Communication", "Traffic", "traffic_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class Communication:
     """One kind of exchange.
 
     Attributes:
-        purpose: What it is for: one of `shoal.timeline.purpose.PURPOSES`.
+        purpose: What it is for: one of `Purpose`.
         name: As spans have it, without the number of a bucket or micro-batch: "all_reduce:bucket".
         ranks: That take part.
         level: The links over which the farthest of them are joined.
@@ -65,14 +66,14 @@ class Traffic:
     """
 
     rank: int
-    exchanges: tuple[Exchanged, ...]
+    exchanges: tuple[Communication, ...]
 
     def seconds(self, purpose: str) -> float:
         """In a step, of all exchanges for a purpose."""
         return sum(each.total for each in self.exchanges if each.purpose == purpose)
 
 
-def traffic_of(workload: Workload, cluster: Cluster, plan: Plan, batch: int) -> Traffic:
+def traffic_of(workload: Workload, cluster: Cluster, plan: SettledPlan, batch: int) -> Traffic:
     """What a rank exchanges in a step.
 
     Args:
@@ -88,7 +89,7 @@ def traffic_of(workload: Workload, cluster: Cluster, plan: Plan, batch: int) -> 
     for number, stage in enumerate(stage_programs(plan, costs, count)):
         by_place.setdefault(placement[number], []).append((number, stage))
     place, held = max(by_place.items(), key=lambda each: _seconds(each[1]))
-    found: dict[tuple[str, int, str, str], Exchanged] = {}
+    found: dict[tuple[str, int, str, str], Communication] = {}
     for each in _all(plan, costs, count, held):
         key = each.name, each.ranks, each.level, each.algorithm
         found[key] = _together(found[key], each) if key in found else each
@@ -105,7 +106,7 @@ def _seconds(held: Iterable[tuple[int, StageProgram]]) -> float:
     )
 
 
-def _together(one: Exchanged, other: Exchanged) -> Exchanged:
+def _together(one: Communication, other: Communication) -> Communication:
     times = one.times + other.times
     return replace(
         one,
@@ -116,20 +117,20 @@ def _together(one: Exchanged, other: Exchanged) -> Exchanged:
 
 
 def _all(
-    plan: Plan, costs: Costs, count: int, held: Iterable[tuple[int, StageProgram]]
-) -> Iterator[Exchanged]:
+    plan: SettledPlan, costs: Costs, count: int, held: Iterable[tuple[int, StageProgram]]
+) -> Iterator[Communication]:
     for number, stage in held:
         for pieces, times in _pieces(plan, stage, count):
             for piece in pieces:
                 if isinstance(piece, Exposed | Start) and len(piece.collective.group) > 1:
-                    yield _exchanged(piece.collective, costs.cluster, times)
+                    yield _communication(piece.collective, costs.cluster, times)
         yield from _messages(plan, costs, number, count)
     norm = norm_of(plan, costs)
     if norm is not None:
-        yield _exchanged(norm, costs.cluster, 1)
+        yield _communication(norm, costs.cluster, 1)
 
 
-def _pieces(plan: Plan, stage: StageProgram, count: int) -> Iterator[tuple[Iterable[Piece], int]]:
+def _pieces(plan: SettledPlan, stage: StageProgram, count: int) -> Iterator[tuple[Iterable[Piece], int]]:
     """List what one stage does together, and how often."""
     yield stage.begin_step(), 1
     yield stage.pieces(Work.FORWARD, is_first=True, is_last=False), 1
@@ -138,10 +139,10 @@ def _pieces(plan: Plan, stage: StageProgram, count: int) -> Iterator[tuple[Itera
         yield stage.pieces(Work.FORWARD, is_first=False, is_last=False), count - 1
         yield stage.pieces(Work.BACKWARD, is_first=False, is_last=False), count - 1
     if plan.pp > 1 and stage.keeps_sums:
-        yield stage.exchange.reduce_all(), 1
+        yield stage.data_parallel.reduce_all(), 1
 
 
-def _messages(plan: Plan, costs: Costs, number: int, count: int) -> Iterator[Exchanged]:
+def _messages(plan: SettledPlan, costs: Costs, number: int, count: int) -> Iterator[Communication]:
     """The hidden states and gradients that one stage sends on."""
     for name, other in (("activation", number + 1), ("gradient", number - 1)):
         if not 0 <= other < plan.stages or plan.placement[other] == plan.placement[number]:
@@ -149,18 +150,18 @@ def _messages(plan: Plan, costs: Costs, number: int, count: int) -> Iterator[Exc
         apart = plan.ranks // plan.pp
         ends = apart * plan.placement[number], apart * plan.placement[other]
         level, nbytes = _level_of(ends, costs.cluster), float(message_bytes(plan, costs.workload))
-        yield Exchanged("pipeline", name, 2, level, "send", nbytes, costs.send(plan), count)
+        yield Communication(Purpose.PIPELINE, name, 2, level, "send", nbytes, costs.send(plan), count)
 
 
-def _exchanged(collective: Collective, cluster: Cluster, times: int) -> Exchanged:
+def _communication(collective: Collective, cluster: Cluster, times: int) -> Communication:
     operation = collective.name.partition(":")[0]
     algorithm, seconds = "ring", collective.seconds
     if operation != "shift":  # neighbours of a ring send at once
         by_name = algorithm_seconds(operation, collective.bytes, Group.of(collective.group), cluster)
         algorithm = min(by_name, key=by_name.__getitem__)
         seconds = max(seconds, by_name[algorithm])
-    return Exchanged(
-        purpose_of(collective.name),
+    return Communication(
+        collective.purpose,
         re.sub(r" \d+$", "", collective.name),
         len(collective.group),
         _level_of(collective.group, cluster),

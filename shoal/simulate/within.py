@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.cost.collectives.network import Group
-from shoal.cost.layout import Layout
-from shoal.cost.time.block import BlockCost
-from shoal.cost.time.joins import Join, Joined
+from shoal.cost import Layout
+from shoal.cost.time import BlockCost, Join, Joined
+from shoal.plan.groups import Group, context_group, expert_group, tensor_group
 from shoal.simulate.passage import Collective, Exposed, Piece
+from shoal.timeline import Purpose
 from shoal.workload import Block, Part, Workload
 
 __all__ = ["Members", "Within"]
@@ -72,8 +72,8 @@ class Within:
             yield from map(self._joined, join.behind)
 
     def _joined(self, joined: Joined) -> Piece:
-        group = self.members(Group(self.layout.tp))
-        return Exposed(Collective(joined.name, joined.seconds, round(joined.nbytes), group))
+        group = self.members(tensor_group(self.layout.tp))
+        return Exposed(Collective(joined.name, joined.seconds, round(joined.nbytes), group, Purpose.TENSOR))
 
     def _attend(self, block: Block, seconds: float, rounds: int) -> Piece:
         layout, length = self.layout, self.workload.length
@@ -84,13 +84,14 @@ class Within:
         else:
             queries = sum(each.heads * (each.key_width + each.value_width) for each in block.attentions)
             name, nbytes = "all_to_all:heads", of_tokens * (keys + queries)
-        return Exposed(Collective(name, seconds, nbytes, self.members(Group(layout.cp, layout.tp))))
+        group = self.members(context_group(layout.tp, layout.cp))
+        return Exposed(Collective(name, seconds, nbytes, group, Purpose.CONTEXT))
 
     def _exchange(self, block: Block, seconds: float, rounds: int) -> Piece:
         layout = self.layout
-        nbytes = round(block.exchanged * layout.share(Part.STREAM)) * layout.width * rounds
-        group = self.members(Group(layout.ep, layout.tp))
-        return Exposed(Collective("all_to_all:tokens", seconds, nbytes, group))
+        nbytes = round(block.routed * layout.share(Part.STREAM)) * layout.width * rounds
+        group = self.members(expert_group(layout.tp, layout.ep))
+        return Exposed(Collective("all_to_all:tokens", seconds, nbytes, group, Purpose.EXPERT))
 
 
 def _with_late(pieces: list[Piece], late: float) -> Iterator[Piece]:

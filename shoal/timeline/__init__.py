@@ -7,7 +7,7 @@ comparison of predicted with measured call these.
 
 from shoal.timeline.breakdown import Breakdown, RankBreakdown, explain
 from shoal.timeline.parts import CollectiveFigures, Parts
-from shoal.timeline.span import Kind, Lane, Span
+from shoal.timeline.span import Kind, Lane, Purpose, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.trace import chrome_trace, write_chrome_trace
 
@@ -17,6 +17,7 @@ __all__ = [
     "Kind",
     "Lane",
     "Parts",
+    "Purpose",
     "RankBreakdown",
     "Span",
     "Timeline",

@@ -8,8 +8,7 @@ from statistics import fmean, median
 from shoal.timeline.breakdown import RankBreakdown, explain
 from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
 from shoal.timeline.matching import Arrival, match_collectives, moments_of_lateness
-from shoal.timeline.purpose import PURPOSES, purpose_of
-from shoal.timeline.span import Kind, Lane, Span
+from shoal.timeline.span import Kind, Lane, Purpose, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
@@ -24,7 +23,7 @@ def seconds_by_kind(timeline: Timeline) -> dict[str, float]:
 
     "forward", "backward" and "optimizer" are without what they wait for, each the median over the steps that
     the Breakdown counts. "exposed_communication", "bubble", "straggler_wait", "data_wait" and "other" are its
-    parts. PURPOSES are what compute waits for of each once all of its group are there: the most part of the
+    parts. Each `Purpose` is what compute waits for it once all of its group are there: the most part of the
     exposed communication. "collective" is all communication once all of a group were there, hidden or not;
     "step" is the whole.
 
@@ -59,9 +58,9 @@ def _of_rank(timeline: Timeline, rank: RankBreakdown, arrivals: Sequence[Arrival
     for name in _PARTS:
         seconds[name] = getattr(rank.parts, name)
         if name == "exposed_communication":
-            for purpose in PURPOSES:
-                waited = _moments(span for span in waits if purpose_of(span.name) == purpose)
-                seconds[purpose] = fmean(by_step(subtract(waited, explained)))
+            for purpose in Purpose:
+                waited = _moments(span for span in waits if span.purpose == purpose)
+                seconds[str(purpose)] = fmean(by_step(subtract(waited, explained)))
     seconds["step"] = rank.parts.wall
     seconds["collective"] = sum(figures.transfer_seconds for figures in rank.collectives.values())
     return seconds

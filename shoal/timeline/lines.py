@@ -8,7 +8,7 @@ since its clock has a new origin:
     {"kind":"wait","name":"all_reduce:0","start":0.046000000,"duration":0.001000000}
 
 Starts count from the origin of the last header above. Absent keys have the defaults: no name, the
-compute lane, no bytes, no group, no algorithm. Times are rounded to the nanosecond.
+compute lane, no bytes, no group, no algorithm, no purpose. Times are rounded to the nanosecond.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def span_line(
     bytes: int,
     group: tuple[int, ...],
     algorithm: str = "",
+    purpose: str = "",
 ) -> str:
     """The line of one span, with its newline.
 
@@ -53,8 +54,9 @@ def span_line(
     sized = f',"bytes":{bytes}' if bytes else ""
     grouped = f',"group":[{",".join(map(str, group))}]' if group else ""
     chosen = f',"algorithm":"{algorithm}"' if algorithm else ""
+    meant = f',"purpose":"{purpose}"' if purpose else ""
     times = f'"start":{start:.9f},"duration":{duration:.9f}'
-    return f'{{"kind":"{kind}"{named}{laned},{times}{sized}{grouped}{chosen}}}\n'
+    return f'{{"kind":"{kind}"{named}{laned},{times}{sized}{grouped}{chosen}{meant}}}\n'
 
 
 def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
@@ -83,4 +85,5 @@ def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
         bytes=int(fields.get("bytes", 0)),
         group=tuple(map(int, fields.get("group", ()))),
         algorithm=str(fields.get("algorithm", "")),
+        purpose=str(fields.get("purpose", "")),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Kind", "Lane", "Span"]
+__all__ = ["Kind", "Lane", "Purpose", "Span"]
 
 
 class Lane(StrEnum):
@@ -40,6 +40,21 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
+class Purpose(StrEnum):
+    """What a communication is for: an axis of the mesh, or what all ranks agree on.
+
+    Axes may join the same ranks, so that who communicates says it with the span.
+    """
+
+    TENSOR = "tensor"
+    CONTEXT = "context"
+    EXPERT = "expert"
+    DATA = "data"
+    PIPELINE = "pipeline"
+    CONTROL = "control"
+    """The norm of the gradient, the loss, validation, whether to stop; a wait for the slowest rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One thing that one rank did.
@@ -55,6 +70,7 @@ class Span:
         bytes: Bytes moved, for collectives: the size of the tensor, as in nccl-tests' algbw.
         group: Global ranks that take part, for collectives.
         algorithm: How a collective was done, such as "ring", where the backend says so.
+        purpose: One of `Purpose`, for collectives and waits for them; "" where it is not known.
     """
 
     rank: int
@@ -66,6 +82,7 @@ class Span:
     bytes: int = 0
     group: tuple[int, ...] = ()
     algorithm: str = ""
+    purpose: str = ""
 
     @property
     def stop(self) -> float:

@@ -1,4 +1,4 @@
-"""From what a `Recorder` heard of a model to its Workload."""
+"""From what a `Recorder` observed of a model to its Workload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def summarise(
     """The Workload of one sample.
 
     Args:
-        recorder: That heard a forward and a backward.
+        recorder: That observed a forward and a backward.
         name: Of the model.
         parameters: By name.
         samples: In the batch that was traced.
@@ -89,7 +89,7 @@ class _Summary:
             operations,
             self._parameters(),
             tuple(self._saved(unread, is_layer)),
-            exchanged=next((each.rows * each.inputs for each in operations if _is_of_experts(each)), 0),
+            routed=next((each.rows * each.inputs for each in operations if _is_of_experts(each)), 0),
             joins=rows if is_layer else int(has_embedding or kind == "end"),
             tables=sum(self._sizes[table] for table in self._piece.tables),
         )
@@ -109,8 +109,8 @@ class _Summary:
         """In the order of forward; all passes of a name and part in the place of the first."""
         calls: dict[tuple[str, Part], tuple[list[Moved], list[Moved]]] = {}
         ways: tuple[Sequence[object], ...] = (self._piece.operations, self._piece.backward)
-        for way, heard in enumerate(ways):
-            for each in heard:
+        for way, observed in enumerate(ways):
+            for each in observed:
                 if isinstance(each, Moved) and each.elements not in self._piece.scores:
                     calls.setdefault((each.name, each.part), ([], []))[way].append(each)
         for each in self._piece.operations:
@@ -158,5 +158,5 @@ class _Summary:
         return Saved(name, made.elements / self._times(made.part), part, keep, width)
 
     def _times(self, part: Part) -> int:
-        """How many samples the elements that were heard are of."""
+        """How many samples the elements that were observed are of."""
         return 1 if part is Part.POSITIONS else self._samples

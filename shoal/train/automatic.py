@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
-from shoal.cost.time.suited import workload_on
+from shoal.cost.time import workload_on
 from shoal.errors import ConfigError, ModelError, UserError
 from shoal.models import Transformer, next_token_loss
 from shoal.parallel import require_layout
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.planner import choose
 from shoal.trace import trace
 from shoal.train.config import TrainConfig
@@ -78,7 +78,7 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
             passed_over.append(PassedOver(candidate.plan, error.given))
         else:
             return Resolved(candidate.plan, found, tuple(passed_over))
-    plain = Plan(dp=ranks).with_microbatch_for(config.batch)
+    plain = SettledPlan.of(Plan(dp=ranks), config.batch)
     return Resolved(plain, found, tuple(passed_over))
 
 

@@ -30,6 +30,7 @@ def evaluate(
     reader: Reader,
     functions: Mapping[str, Evaluation],
     seed: int,
+    microbatch: int,
     device: torch.device,
 ) -> dict[str, float]:
     """The means over the first `count` samples, of the loss and of functions; dropout is off.
@@ -40,24 +41,24 @@ def evaluate(
         parallel: The model.
         samples: What is held out.
         count: How many of them; all if there are fewer.
-        reader: Makes micro-batches of them.
+        reader: Makes microbatch-batches of them.
         functions: By the name of what they give. With a batch that is a mapping and holds its loss, they get
             the mapping in place of the targets.
         seed: The run's.
+        microbatch: Samples of one forward of one rank.
         device: What this rank computes on.
     """
     count = min(count, len(samples))
-    dp, micro = parallel.axes.dp, parallel.plan.microbatch
-    assert micro is not None
+    dp = parallel.axes.dp
     all_count = all_targets_count(samples)
     total = torch.zeros(2 + len(functions), dtype=torch.float64)
     was_training = parallel.module.training
     parallel.module.eval()
     with torch.no_grad(), parallel.unchanged():
         # Every rank runs as many forwards, since sharded weights are gathered in each of them.
-        for start in range(0, count, dp.size * micro):
-            first = start + dp.index * micro
-            held = max(0, min(count - first, micro))
+        for start in range(0, count, dp.size * microbatch):
+            first = start + dp.index * microbatch
+            held = max(0, min(count - first, microbatch))
             indices = np.arange(first, first + held) if held else np.arange(1)
             batch = fetch(samples, indices, partial(_keys, seed, indices))
             read = reader.read(batch, parallel, len(indices), all_count=all_count).to(device)

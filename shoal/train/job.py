@@ -16,7 +16,7 @@ from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_layout, require_trainable
-from shoal.plan import Plan, parse_settings
+from shoal.plan import Plan, SettledPlan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
 from shoal.simulate import recorded_cluster
@@ -141,7 +141,7 @@ def _named_plan(config: TrainConfig, ranks: int) -> Plan:
         settings["dp"] = max(1, ranks // _ranks_beside_dp(settings))
     plan = Plan(**settings)
     plan.require_ranks(ranks)
-    return plan.with_microbatch_for(config.batch)
+    return SettledPlan.of(plan, config.batch)
 
 
 def _ranks_beside_dp(settings: Mapping[str, Any]) -> int:

@@ -64,6 +64,7 @@ def explain_not_finite(
     loader: Loader[Any],
     position: int,
     names: Sequence[str],
+    microbatch: int,
     coordinator: Coordinator,
 ) -> str:
     """What was not finite; all ranks call it together, with gradients as backward left them, or clipped.
@@ -75,10 +76,10 @@ def explain_not_finite(
         loader: Knows which samples there were.
         position: Where the batch begins in all data.
         names: Of all parameters, in the model's order.
+        microbatch: Samples of one forward of one rank.
         coordinator: All ranks.
     """
-    dp, microbatch = parallel.axes.dp, parallel.plan.microbatch
-    assert microbatch is not None
+    dp = parallel.axes.dp
     suspects: list[int] = []
     for number, loss in passed.losses.items():
         if not torch.isfinite(loss).all():

@@ -11,6 +11,8 @@ import torch
 
 from shoal.data import Feed, Loader, all_targets_count, open_feed
 from shoal.parallel import Parallel
+from shoal.parallel.communication import Pending
+from shoal.parallel.micro_batches import run_one_by_one
 from shoal.record import Recorder
 from shoal.timeline import Kind
 from shoal.train.micro_batch import MicroBatch, Reader
@@ -45,6 +47,7 @@ class Passes:
         loader: Deals out the samples.
         reader: Makes micro-batches of what the data gives.
         recorder: Where spans go.
+        microbatch: Samples of one forward of one rank.
         workers: Processes that prepare data.
         device: What this rank computes on.
 
@@ -59,17 +62,17 @@ class Passes:
         reader: Reader,
         recorder: Recorder,
         *,
+        microbatch: int,
         workers: int,
         device: torch.device,
     ) -> None:
-        assert parallel.plan.microbatch is not None
         self._parallel = parallel
         self._loader = loader
         self._reader = reader
         self._recorder = recorder
         self._workers = workers
         self._device = device
-        self._microbatch = parallel.plan.microbatch
+        self._microbatch = microbatch
         self._count = loader.accumulation(parallel.axes.dp.size, self._microbatch)
         self._all_count = all_targets_count(loader.samples)
         self._feed: Feed[Any] | None = None
@@ -143,25 +146,27 @@ class Passes:
         stop: bool,
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch after another; the sum over ranks of loss and stop."""
-        report = torch.zeros(2, device=self._device)
-        report[1] = float(stop)
-        for number, micro_batch in enumerate(micro_batches):
-            here = micro_batch.to(self._device)
-            with self._recorder.span(Kind.FORWARD):
-                self._set_dropout(position, number, here.first)
-                output = self._parallel(*here.arguments, **here.named)
-                loss = self._share(weights, passed, number, here, output) / self._count
-                report[0] += loss.detach()
-                del output, here
-            if number + 1 < self._count:
-                with self._recorder.span(Kind.BACKWARD), self._parallel.accumulate():
-                    loss.backward()
-        # The report travels behind the last backward, and is there when that ends.
-        sent = self._parallel.axes.world.all_reduce(report, "report")
-        with self._recorder.span(Kind.BACKWARD):
-            loss.backward()
-        sent.wait()
-        return report
+        sent: list[tuple[torch.Tensor, Pending]] = []
+
+        def forward(number: int, here: MicroBatch) -> torch.Tensor:
+            self._set_dropout(position, number, here.first)
+            return self._share(weights, passed, number, here, self._parallel(*here.arguments, **here.named))
+
+        def report(loss: torch.Tensor) -> None:
+            """Sends the report behind the last backward, to be there when that ends."""
+            told = torch.stack([loss, torch.tensor(float(stop), device=self._device)])
+            sent.append((told, self._parallel.axes.world.all_reduce(told, "report")))
+
+        forwards = (
+            partial(forward, number, micro_batch.to(self._device))
+            for number, micro_batch in enumerate(micro_batches)
+        )
+        run_one_by_one(
+            forwards, self._count, self._parallel.accumulate, recorder=self._recorder, before_last=report
+        )
+        ((told, pending),) = sent
+        pending.wait()
+        return told
 
     def _with_pipeline(
         self,

@@ -16,7 +16,7 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.parallel import Batch, Parallel, parallelize
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 from shoal.train.buffers import ChangingBuffers
@@ -115,7 +115,7 @@ class Trainer:
     ) -> None:
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
-        self.plan = plan.with_microbatch_for(batch)
+        self.plan = SettledPlan.of(plan, batch)
         self.config = optimizer if optimizer is not None else OptimizerConfig()
         self.steps = steps
         self.step_count = 0
@@ -154,7 +154,13 @@ class Trainer:
         self._rates = RateCourse(self.optimizer, self.config, steps=steps, batch=batch, schedule=schedule)
         self._buffers = ChangingBuffers(self.parallel.module)
         self._passes = Passes(
-            self.parallel, self._loader, self._reader, self._recorder, workers=workers, device=self._device
+            self.parallel,
+            self._loader,
+            self._reader,
+            self._recorder,
+            microbatch=self.plan.microbatch,
+            workers=workers,
+            device=self._device,
         )
         begin_anew(seed, 0, self.parallel.axes.data.index)
 
@@ -226,6 +232,7 @@ class Trainer:
                 reader=self._reader,
                 functions=functions or {},
                 seed=self._seed,
+                microbatch=self.plan.microbatch,
                 device=self._device,
             )
         self._listeners.validated(self.step_count, values)
@@ -301,7 +308,14 @@ class Trainer:
     def _leave_out(self, passed: Passed, norm: float) -> str:
         """Undoes what the step did; gives the reason."""
         reason = explain_not_finite(
-            self.parallel, passed, norm, self._loader, self.position, self._names, self.coordinator
+            self.parallel,
+            passed,
+            norm,
+            self._loader,
+            self.position,
+            self._names,
+            self.plan.microbatch,
+            self.coordinator,
         )
         self.parallel.zero_grad()
         self._buffers.put_back()

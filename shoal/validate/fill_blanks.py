@@ -12,16 +12,15 @@ from __future__ import annotations
 import heapq
 from functools import cache
 
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.cost import Costs, Memories
+from shoal.plan import SettledPlan
 from shoal.planner.bucket import usual_bucket
 from shoal.validate.steps import Measured
 
-__all__ = ["quickest"]
+__all__ = ["fill_blanks"]
 
 
-def quickest(row: Measured, costs: Costs, memories: Memories) -> Plan:
+def fill_blanks(row: Measured, costs: Costs, memories: Memories) -> SettledPlan:
     """The quickest of a row's Plans that fit; if none fits, the quickest of all.
 
     Args:
@@ -34,7 +33,7 @@ def quickest(row: Measured, costs: Costs, memories: Memories) -> Plan:
     smallest = min(plan.microbatch or 0 for plan in row.plans)
 
     @cache
-    def fits(plan: Plan) -> bool:
+    def fits(plan: SettledPlan) -> bool:
         return memories.fullest(plan, row.batch).fits(costs.cluster)
 
     waiting = [(_least(plan, row, costs), order, False, plan) for order, plan in enumerate(row.plans)]
@@ -57,11 +56,11 @@ def quickest(row: Measured, costs: Costs, memories: Memories) -> Plan:
     return min(plans, key=lambda plan: costs.step(plan, row.batch).seconds)
 
 
-def _bucketed(plan: Plan, costs: Costs) -> Plan:
+def _bucketed(plan: SettledPlan, costs: Costs) -> SettledPlan:
     """With buckets that suit the links: no table states their size."""
     return plan.replace(bucket=usual_bucket(costs.cluster, plan))
 
 
-def _least(plan: Plan, row: Measured, costs: Costs) -> float:
+def _least(plan: SettledPlan, row: Measured, costs: Costs) -> float:
     """Seconds that a step takes at least, whatever its sharding."""
     return costs.pipeline(plan, plan.microbatches_of(row.batch)).total

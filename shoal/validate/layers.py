@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.cost.layout import Layout
+from shoal.cost import Layout
 from shoal.validate.cells import Refuse, Row, Table, measured, strictly, word
 from shoal.workload import ModelShape
 

@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.cost.collectives.network import Group, algorithm_seconds
-from shoal.cost.memory.memory import Memories
-from shoal.cost.memory.torchtitan_recompute import every_second_product
-from shoal.cost.time.block import block_cost
-from shoal.cost.time.step import Costs
+from shoal.cost import Costs, Memories
+from shoal.cost.collectives import algorithm_seconds
+from shoal.cost.memory import every_second_product
+from shoal.cost.time import block_cost
 from shoal.errors import UserError
+from shoal.plan.groups import Group
 from shoal.units import format_bytes
 from shoal.validate.accuracy import Comparison
 from shoal.validate.cells import Refuse, Table, strictly
 from shoal.validate.collectives import USUAL_NODE, MeasuredCollective, read_collectives
-from shoal.validate.fill_blanks import quickest
+from shoal.validate.fill_blanks import fill_blanks
 from shoal.validate.layers import MeasuredLayer, read_layers
 from shoal.validate.machines import machine_of, published_cluster
 from shoal.validate.steps import Measured, read_table
@@ -122,7 +122,7 @@ def _each(
 
 
 def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[Comparison]:
-    plan = quickest(row, costs, memories)
+    plan = fill_blanks(row, costs, memories)
     compared = partial(
         Comparison,
         line=row.line,
@@ -164,7 +164,7 @@ def _is_per_operator(row: Measured) -> bool:
     return (
         row.shape.fused_attention
         and tuple(row.recomputes) == ("selective",)
-        and all(plan.shard == "zero3" for plan in row.plans)
+        and all(plan.sharding.cuts_weights for plan in row.plans)
     )
 
 
@@ -180,4 +180,4 @@ def published_workload(row: Measured) -> Workload:
 
 
 def _is_fsdp(row: Measured) -> bool:
-    return all(plan.shard == "zero3" for plan in row.plans)
+    return all(plan.sharding.cuts_weights for plan in row.plans)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, Plan, divisors
+from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, divisors
 from shoal.plan.stages import split_by_count
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
-from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDINGS, spelled
+from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.workload import ModelShape
 
 __all__ = ["COLUMNS", "Measured", "read_table"]
@@ -62,7 +62,7 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "virtual_stages": _degree,
     "microbatch": count,
     "global_batch": count,
-    "sharding": spelled(SHARDINGS),
+    "sharding": spelled(SHARDING_NAMES),
     "recompute": spelled(RECOMPUTES),
     "sequence_parallel": _flag,
     "precision": spelled(PRECISIONS),
@@ -88,7 +88,9 @@ _INSTEAD = {"step_s": "memory_gib"}
 _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib")
 
 _MICROBATCHES = (1, 2, 4, 8, 16)  # what is tried where a row does not say
-_SHARDS = ("none", "zero1", "zero3")  # zero2 takes no less time than zero1
+_SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
+"""What is tried where a row does not say; to cut gradients alone takes no less time than not to."""
+
 _VIRTUALS = (1, 2, 4)  # where not even the pipeline's degree is said
 
 
@@ -122,7 +124,7 @@ class Measured:
     devices_per_node: int | None
     network: float | None
     products: str
-    plans: Sequence[Plan]
+    plans: Sequence[SettledPlan]
     recomputes: Sequence[str]
     batch: int
     seconds: float | None
@@ -204,12 +206,12 @@ def _shape(row: Row) -> ModelShape:
     )
 
 
-def _plans(row: Row, recompute: str) -> list[Plan]:
+def _plans(row: Row, recompute: str) -> list[SettledPlan]:
     """What the row says; each blank setting takes every value that is legal."""
     plans, refusals = [], []
     for settings in _settings(row):
         try:
-            plan = Plan(**settings, recompute=recompute).with_microbatch_for(row["global_batch"])
+            plan = SettledPlan.of(Plan(**settings, recompute=recompute), row["global_batch"])
             split_by_count(row["layers"], plan.stages)  # raises if there are more stages than layers
         except PlanError as error:
             refusals.append(error)
@@ -223,13 +225,13 @@ def _plans(row: Row, recompute: str) -> list[Plan]:
     return plans
 
 
-def _sharded(row: Row, plan: Plan) -> list[Plan]:
+def _sharded(row: Row, plan: SettledPlan) -> list[SettledPlan]:
     """The Plan with every sharding that may be meant; hsdp shares states out within each node."""
     if row["sharding"] == "hsdp":
         within = (row["devices_per_node"] or plan.ranks) // (plan.tp * plan.cp)
         is_split = 1 < within < plan.dp and plan.dp % within == 0
-        return [plan.replace(shard="zero3", replicate=plan.dp // within if is_split else 1)]
-    shards = [row["sharding"]] if row["sharding"] else _SHARDS if plan.dp * plan.cp > 1 else ["none"]
+        return [plan.replace(shard=FULLY_SHARDED.name, replicate=plan.dp // within if is_split else 1)]
+    shards = [row["sharding"]] if row["sharding"] else _SHARDS if plan.dp * plan.cp > 1 else [UNSHARDED.name]
     return [plan.replace(shard=shard) for shard in shards]
 
 

@@ -73,7 +73,7 @@ def _layer(shape: ModelShape) -> Block:
             experts=sum(each.copies * each.inputs * each.outputs for each in products if each.copies > 1),
         ),
         tuple(kept_by_layer(shape)),
-        exchanged=shape.choices * shape.hidden if shape.experts else 0,
+        routed=shape.choices * shape.hidden if shape.experts else 0,
         joins=sum(each.part is Part.ROWS for each in divided),
     )
 

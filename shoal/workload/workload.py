@@ -36,8 +36,15 @@ class Parameters:
         )
 
 
+class _Hashed:
+    """Keeps the hash of what does not change; costs are looked up by blocks."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Block:
+class Block(_Hashed):
     """A piece of a model: its embedding, a layer, or its end.
 
     Attributes:
@@ -45,7 +52,7 @@ class Block:
         operations: In the order of forward.
         parameters: Its own; a tied weight counts where it is first.
         saved: What forward keeps for backward.
-        exchanged: Elements that one sample's tokens send to experts, and get back: choices x hidden.
+        routed: Elements that one sample's tokens send to experts, and get back: choices x hidden.
         joins: How often its forward adds up over the ranks of tp, the stream being whole or divided.
         tables: Parameters that are looked up rather than multiplied.
         remade: Share of the products that a selective recompute makes again; Shoal's makes none.
@@ -56,17 +63,25 @@ class Block:
     operations: tuple[Operation, ...]
     parameters: Parameters
     saved: tuple[Saved, ...] = ()
-    exchanged: int = 0
+    routed: int = 0
     joins: int = 0
     tables: int = 0
     remade: float = 0.0
     stops_early: bool = True
 
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            made_of = self.name, self.operations, self.parameters, self.saved, self.routed
+            object.__setattr__(self, "_hash", hash(made_of))
+            return self._hash
+
     @property
     def unread(self) -> tuple[Operation, ...]:
         """The operations at its end whose results backward does not read: a layer's last product and sum."""
         *_, product, last = (None, None, *self.operations)
-        if self.exchanged or not (isinstance(product, Product) and isinstance(last, Pass)):
+        if self.routed or not (isinstance(product, Product) and isinstance(last, Pass)):
             return ()
         return product, last
 
@@ -139,5 +154,5 @@ class Workload:
 
     def with_layers(self, change: Callable[[Block], Block]) -> Workload:
         """Return a Workload with each layer changed; equal ones stay one object."""
-        changed = {id(layer): change(layer) for layer in {id(each): each for each in self.layers}.values()}
-        return replace(self, layers=tuple(changed[id(layer)] for layer in self.layers))
+        changed = {layer: change(layer) for layer in dict.fromkeys(self.layers)}
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))

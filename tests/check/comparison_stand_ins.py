@@ -23,7 +23,7 @@ from shoal.parallel.context.positions import POSITIONS
 from shoal.parallel.data.update import WeightUpdate
 from shoal.parallel.expert import expert
 from shoal.parallel.striped import Striped
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 
 SHAPE = {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 32}
 
@@ -51,7 +51,7 @@ def groups_after_plans(plans: list[str], trial: Trial) -> list[int]:
 
 def trace(plan: str, trial: Trial) -> RankTrace:
     """What this rank sees of the first step."""
-    return trace_under(trial, Plan.parse(plan).with_microbatch_for(trial.batch), torch.device("cpu"))
+    return trace_under(trial, SettledPlan.of(Plan.parse(plan), trial.batch), torch.device("cpu"))
 
 
 class Nothing:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint import Piece, Region, SingleProcess, load, read_manifest, save, verify
 from shoal.checkpoint.coverage import check_coverage
-from shoal.checkpoint.region import meetings, runs
+from shoal.checkpoint.region import overlaps, runs
 from shoal.errors import CheckpointError
 
 DTYPES = (
@@ -149,7 +149,7 @@ def test_two_pieces_meet_in_just_the_elements_that_both_hold(
     )
     first, second = (block_of(numbered, region)[start:stop] for region, start, stop in (one, other))
     met = []
-    for run, opposite, part in meetings(one, other):
+    for run, opposite, part in overlaps(one, other):
         assert torch.equal(run.view(first, part), opposite.view(second, part))
         met += run.view(first, part).reshape(-1).tolist()
     assert sorted(met) == sorted(set(first.tolist()) & set(second.tolist()))

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cluster import Cluster
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.planner import Search
 from shoal.train import load_config
 from shoal.workload import shape, workload_of
@@ -36,7 +36,7 @@ def test_every_plan_that_is_printed_is_one_for_these_devices(capsys):
     for each in json.loads(printed(capsys, "--json"))["plans"]:
         plan = Plan.parse(each["plan"])
         plan.require_ranks(8)
-        assert plan.with_microbatch_for(64) == plan
+        assert SettledPlan.of(plan, 64) == plan
 
 
 def test_the_text_says_what_bounds_the_best_and_what_would_gain_most(capsys):

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.collectives.calls import DTYPE_NAMES, REDUCTION_NAMES
+from shoal.collectives.codes import DTYPE_NAMES, REDUCTION_NAMES
 from shoal.collectives.core import load_core
 
 core = load_core()

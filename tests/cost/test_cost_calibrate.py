@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.outlook.calibrate import calibrate
 from shoal.cost.outlook.jitter import with_stragglers
 from shoal.cost.outlook.observation import Observation, Transfer, transfers_of
 from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
+from shoal.plan.groups import Group
 from shoal.simulate import simulate
 from shoal.timeline import Kind, Lane, Span, Timeline
 from shoal.workload import ModelShape, workload_of
@@ -36,7 +37,7 @@ CLUSTER = Cluster(
     levels=(Level(name="memory", devices=2, bandwidth=10e9, share=0.8, latency=2e-5),),
 )
 WORKLOAD = workload_of(ModelShape(layers=4, hidden=256, ffn=1024, heads=4, vocab=256, seq=128))
-PLAN = Plan.parse("dp=2,shard=zero1,microbatch=4")
+PLAN = SettledPlan.parse("dp=2,shard=zero1,microbatch=4")
 BATCH = 16
 
 
@@ -141,7 +142,7 @@ def test_an_update_on_cores_says_nothing_of_other_passes():
 
 def test_several_runs_are_over_and_under_by_the_same_proportion():
     cores = CLUSTER.replace(cores=2)
-    plans = [PLAN, Plan.parse("tp=2,microbatch=16")]
+    plans = [PLAN, SettledPlan.parse("tp=2,microbatch=16")]
     factors = (1.0, 4.0)
     runs = [
         observed(factor * Costs(WORKLOAD, cores).step(plan, BATCH).compute, 0.0, plan=plan)
@@ -162,7 +163,7 @@ def test_waits_for_later_ranks_become_the_jitter_that_explains_them():
 
 
 def test_a_pipelines_waits_are_its_stages_and_say_nothing_of_jitter():
-    plan = Plan.parse("pp=2,microbatch=2")
+    plan = SettledPlan.parse("pp=2,microbatch=2")
     assert calibrate(CLUSTER, [observed(0.0, 0.0, plan=plan, stragglers=1.0)]).cluster == CLUSTER
 
 

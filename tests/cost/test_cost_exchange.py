@@ -7,10 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group, collective_seconds
-from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank, shards_of
+from shoal.cost.collectives.network import collective_seconds
+from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.step import Costs
-from shoal.plan import Mesh, Plan, divisors
+from shoal.plan import Mesh, SettledPlan, divisors
+from shoal.plan.groups import Group
 from shoal.simulate import simulate
 from shoal.workload import ModelShape, workload_of
 
@@ -34,7 +35,7 @@ def meshes(draw):
     dp, cp, tp = (draw(st.sampled_from((1, 2, 4))) for _ in range(3))
     replicate = draw(st.sampled_from(divisors(dp))) if shard != "none" else 1
     ep = draw(st.sampled_from(divisors(dp // replicate * cp)))
-    return Plan(dp=dp, cp=cp, tp=tp, ep=ep, replicate=replicate, shard=shard, microbatch=1)
+    return SettledPlan(dp=dp, cp=cp, tp=tp, ep=ep, replicate=replicate, shard=shard, microbatch=1)
 
 
 @given(meshes())
@@ -56,8 +57,7 @@ def test_each_family_is_exchanged_by_the_ranks_that_have_the_same(plan):
         if plan.shard == "none" or kind == "divided" or plan.tp == 1:
             assert together == same
         assert len(shards) * len(replicas) == len(same)
-    shard = shards_of(plan)
-    assert shard[0] == (1 if plan.shard == "none" else plan.shards * plan.cp)
+    assert families_of(plan)[0].shards.size == (1 if plan.shard == "none" else plan.shards * plan.cp)
 
 
 @given(meshes(), st.sampled_from((1 << 16, 1 << 20, 1 << 25)), st.sampled_from((DENSE, EXPERTS)))
@@ -74,7 +74,7 @@ def test_every_parameter_is_in_one_bucket_and_small_ones_share_theirs(plan, size
 
 
 def test_experts_gradients_are_exchanged_by_fewer_ranks():
-    plan = Plan(dp=8, ep=8, microbatch=1, bucket=1 << 40, precision="bf16")
+    plan = SettledPlan(dp=8, ep=8, microbatch=1, bucket=1 << 40, precision="bf16")
     assert families_of(plan)[1].replicas == Group(1, 8, 1)
     with_one, with_all = (
         simulate(EXPERTS, cluster_of(8), plan.replace(ep=ep), 8).breakdown.collectives["all_reduce"].bytes
@@ -89,13 +89,13 @@ def test_an_expert_s_state_is_owned_by_fewer_ranks_than_others():
     costs = Costs(EXPERTS, cluster_of(8))
     held = parameters_on_rank(dataclasses.replace(EXPERTS.layers[0].parameters, whole=0, divided=0), 1, 8)
     sharded, whole = (
-        costs.update(Plan(dp=8, ep=8, shard=shard, microbatch=1), held) for shard in ("zero1", "none")
+        costs.update(SettledPlan(dp=8, ep=8, shard=shard, microbatch=1), held) for shard in ("zero1", "none")
     )
     assert sharded == pytest.approx(whole)
 
 
 PLANS = st.builds(
-    lambda shard, dp, bucket, microbatch: Plan(
+    lambda shard, dp, bucket, microbatch: SettledPlan(
         dp=dp, shard=shard, bucket=bucket, microbatch=microbatch, precision="bf16"
     ),
     st.sampled_from(("none", "zero1", "zero2", "zero3")),
@@ -135,7 +135,7 @@ def test_the_closed_form_is_the_played_step_where_a_network_joins_nodes(plan, co
 def test_with_a_pipeline_the_closed_form_is_near_the_played_step(shard, stages, rate):
     pp, virtual = stages
     schedule = "interleaved" if virtual > 1 else "1f1b"
-    plan = Plan(
+    plan = SettledPlan(
         dp=4, pp=pp, shard=shard, schedule=schedule, virtual=virtual, microbatch=2, split="count",
         bucket=1 << 26, precision="bf16",
     )  # fmt: skip
@@ -147,7 +147,7 @@ def test_with_a_pipeline_the_closed_form_is_near_the_played_step(shard, stages, 
 
 def test_the_last_bucket_is_never_hidden():
     cluster = cluster_of(4, rate=1e12)
-    plan = Plan(dp=4, microbatch=8, bucket=1 << 40, precision="bf16")
+    plan = SettledPlan(dp=4, microbatch=8, bucket=1 << 40, precision="bf16")
     last = collective_seconds("all_reduce", 4.0 * DENSE.embedding.parameters.total, Group(4), cluster)
     all_of_it = collective_seconds("all_reduce", 4.0 * DENSE.parameters, Group(4), cluster)
     exposed = Costs(DENSE, cluster).step(plan, 32).parts["data"]
@@ -156,7 +156,7 @@ def test_the_last_bucket_is_never_hidden():
 
 def test_a_pipeline_s_first_stage_exchanges_after_its_last_backward():
     cluster = cluster_of(8)
-    plan = Plan(dp=4, pp=2, microbatch=1, split="count", bucket=1 << 40, precision="bf16")
+    plan = SettledPlan(dp=4, pp=2, microbatch=1, split="count", bucket=1 << 40, precision="bf16")
     costs = Costs(DENSE, cluster)
     first = costs.stages(plan, 8)[0].parameters.total
     blocks = first - DENSE.embedding.parameters.total

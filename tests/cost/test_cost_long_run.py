@@ -10,7 +10,7 @@ from shoal.cost.outlook.long_run import long_run
 from shoal.cost.time.maximum import lognormal_maximum
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.workload import shape, workload_of
 
 CLUSTER = Cluster.parse("dgx-h100:64")
@@ -54,7 +54,7 @@ def test_numbers_that_cannot_be_are_refused(given):
 
 def test_all_ranks_wait_for_the_slowest_of_all_that_comes_before_the_optimizer():
     cluster = CLUSTER.replace(jitter=0.05)
-    plan = Plan(dp=8, tp=8, shard="zero1", microbatch=1, precision="bf16")
+    plan = SettledPlan(dp=8, tp=8, shard="zero1", microbatch=1, precision="bf16")
     cost = Costs(MODEL, cluster).step(plan, 64)
     late = with_stragglers(cost, cluster)
     before = cost.seconds - cost.parts["optimizer"]

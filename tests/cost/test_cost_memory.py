@@ -18,7 +18,7 @@ from shoal.cost.memory.smallest_fit import smallest_fit, too_large
 from shoal.cost.memory.states import state_bytes
 from shoal.cost.memory.torchtitan_recompute import every_second_product
 from shoal.errors import PlanError
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.plan.schedules import NAMES, Work, make
 from shoal.workload import Block, Keep, ModelShape, Parameters, Part, Saved, workload_of
 
@@ -86,7 +86,7 @@ TITAN = ModelShape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, voca
 @pytest.mark.parametrize(("devices", "measured"), [(8, (82.4, 77.0)), (128, (67.0, 62.0))])
 def test_what_torchtitan_reserves_for_llama_3_8b_is_met_within_8_percent(devices, measured):
     """Eager and compiled; docs of torchtitan, December 2024."""
-    plan = Plan(dp=devices, shard="zero3", recompute="selective", precision="bf16", microbatch=2)
+    plan = SettledPlan(dp=devices, shard="zero3", recompute="selective", precision="bf16", microbatch=2)
     memories = Memories(every_second_product(workload_of(TITAN)), cluster_of(96 * GIB, 8, reserved=GIB))
     found = memories.fullest(plan, 2 * devices)
     assert [found.allocated / GIB] * 2 == pytest.approx(measured, rel=0.08)
@@ -236,7 +236,7 @@ def test_a_searched_schedule_holds_what_it_was_allowed():
 
 def test_the_first_rank_of_1f1b_holds_most_activations_and_gpipe_holds_those_of_all():
     workload = workload_of(SMALL)
-    plan = Plan(pp=4, microbatch=1, split="count", schedule="1f1b")
+    plan = SettledPlan(pp=4, microbatch=1, split="count", schedule="1f1b")
     kept = [rank.kept for rank in memory_of(workload, plan, 16)]
     assert kept[:3] == sorted(kept[:3], reverse=True)
     all_of_them = [rank.kept for rank in memory_of(workload, plan.replace(schedule="gpipe"), 16)]
@@ -245,7 +245,7 @@ def test_the_first_rank_of_1f1b_holds_most_activations_and_gpipe_holds_those_of_
 
 def test_a_tied_embedding_counts_on_both_ranks_that_have_it():
     shape = SMALL.replace(tied=True)
-    plan = Plan(pp=2, microbatch=1, split="count")
+    plan = SettledPlan(pp=2, microbatch=1, split="count")
     apart, together = (
         memory_of(workload_of(shape), plan.replace(schedule=name), 8) for name in ("1f1b", "zb-v")
     )
@@ -263,7 +263,7 @@ def plans(draw):
 
     schedule = one_of("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "looped-bfs")
     shard = one_of("none", "zero1", "zero2", "zero3")
-    return Plan(
+    return SettledPlan(
         dp=one_of(1, 2, 4),
         tp=one_of(1, 2, 4),
         pp=one_of(1, 2, 4),
@@ -329,7 +329,7 @@ def test_any_module_s_saved_tensors_count_as_they_are_listed():
 def test_a_rank_that_does_not_fit_is_told_by_how_much_and_for_what():
     workload = workload_of(TITAN)
     cluster = cluster_of(80 * GIB, reserved=GIB)
-    (rank,) = memory_of(workload, Plan(precision="bf16", microbatch=1), 1, cluster)
+    (rank,) = memory_of(workload, SettledPlan(precision="bf16", microbatch=1), 1, cluster)
     assert not rank.fits(cluster)
     text = too_large(rank, cluster)
     needed, more = (float(each) for each in re.findall(r"([\d.]+)GiB", text)[:2])
@@ -340,7 +340,7 @@ def test_a_rank_that_does_not_fit_is_told_by_how_much_and_for_what():
 
 def test_a_margin_is_left_free():
     workload = workload_of(SMALL)
-    (rank,) = memory_of(workload, Plan(microbatch=1), 1, cluster_of(GIB))
+    (rank,) = memory_of(workload, SettledPlan(microbatch=1), 1, cluster_of(GIB))
     tight = cluster_of(rank.peak * 1.05)
     assert rank.fits(tight)
     assert not rank.fits(tight, margin=0.1)

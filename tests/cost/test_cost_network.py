@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.collectives.network import (
-    Group,
     algorithm_seconds,
     collective_load,
     collective_seconds,
+    members_within,
     send_seconds,
 )
+from shoal.plan import Group
 
 DEVICE = Device(name="d", memory=80e9, bandwidth=3e12, peak={"bf16": 1e15}, units=132)
 EXACT = 1e-9  # relative: both sides compute the same, in another order of operations
@@ -344,7 +345,7 @@ def test_a_group_of_runs_has_as_many_within_a_level_as_counting_its_ranks_gives(
     ranks = group.ranks(0)
     assert len(set(ranks)) == group.size
     for devices in (*range(1, group.stride), strides * group.stride):
-        assert group.within(level(devices, B)) == sum(rank < devices for rank in ranks)
+        assert members_within(group, level(devices, B)) == sum(rank < devices for rank in ranks)
 
 
 def test_a_collective_loads_a_device_as_much_as_its_links_let_it():

@@ -9,13 +9,13 @@ from shoal.cost import Offload
 from shoal.cost.memory.memory import memory_of
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError, PlanError
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("llama3-8b"))
 HOST = Host(name="h", devices=8, memory=2e12, bandwidth=4e11, share=0.5, file_bandwidth=8e9)
 BATCH = 32
-ZERO3 = Plan(dp=8, shard="zero3", microbatch=1, precision="bf16")
+ZERO3 = SettledPlan(dp=8, shard="zero3", microbatch=1, precision="bf16")
 OWNED = WORKLOAD.parameters / 8
 
 

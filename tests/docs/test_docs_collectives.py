@@ -15,7 +15,7 @@ import shoal.collectives
 from shoal.cli import bench
 from shoal.collectives import Options
 from shoal.collectives.agreement import describe_call, first_difference
-from shoal.collectives.calls import COLLECTIVE_NUMBERS
+from shoal.collectives.codes import COLLECTIVE_NUMBERS
 from shoal.collectives.core import Call
 from shoal.cost import ALGORITHMS, LEVELS
 

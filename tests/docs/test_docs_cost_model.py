@@ -3,11 +3,12 @@
 import pytest
 
 from shoal.cluster import Cluster, Level
-from shoal.cost.collectives.network import Group, collective_load, collective_seconds
+from shoal.cost.collectives.network import collective_load, collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.compute import pass_seconds
 from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
+from shoal.plan.groups import Group
 from shoal.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("llama2-7b"))
@@ -25,7 +26,7 @@ def test_what_data_parallelism_does_not_hide(shard, gbits):
     layer, embedding, end = (
         each.parameters.total for each in (WORKLOAD.layers[0], WORKLOAD.embedding, WORKLOAD.end)
     )
-    plan = Plan(dp=RANKS, shard=shard, microbatch=2, precision="bf16", bucket=2 * layer)
+    plan = SettledPlan(dp=RANKS, shard=shard, microbatch=2, precision="bf16", bucket=2 * layer)
     costs = Costs(WORKLOAD, cluster)
     m, layers = BATCH // plan.dp // plan.microbatch, len(WORKLOAD.layers)
     (stage,) = costs.stages(plan, m)
@@ -76,6 +77,6 @@ def test_what_data_parallelism_does_not_hide(shard, gbits):
 
 def test_what_the_optimizer_moves():
     cluster = Cluster.preset("dgx-h100", 64)
-    plan = Plan(dp=64, shard="zero1", microbatch=1, precision="bf16")
+    plan = SettledPlan(dp=64, shard="zero1", microbatch=1, precision="bf16")
     expected = pass_seconds(cluster.device, 30 * WORKLOAD.parameters / 64, 4)
     assert Costs(WORKLOAD, cluster).step(plan, BATCH).parts["optimizer"] == pytest.approx(expected)

@@ -57,10 +57,10 @@ class CountingRecorder(Recorder):
         self.sent = Counter()
         self.direction = "forward"
 
-    def span(self, kind, name="", *, lane=None, bytes=0, group=()):
+    def span(self, kind, name="", *, lane=None, bytes=0, group=(), purpose=""):
         return nullcontext()
 
-    def open(self, kind, name="", *, lane, bytes=0, group=()):
+    def open(self, kind, name="", *, lane, bytes=0, group=(), purpose=""):
         operation, _, what = name.partition(":")
         if kind == Kind.COLLECTIVE and what in WITHIN_A_BLOCK:
             self.sent[self.direction] += bytes * SHARE_SENT[operation]

@@ -10,7 +10,7 @@ import torch
 
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan.schedules import NAMES, Times, least_virtual, make, play
+from shoal.plan.schedules import NAMES, Times, kind_of, make, play
 from shoal.record import Recorder
 from shoal.record.recorder import OpenSpan
 from shoal.timeline import Kind
@@ -40,7 +40,7 @@ def test_the_table_lists_the_schedules_and_each_has_a_section_and_its_picture():
 def test_bubble_and_activations_by_formula_are_those_of_the_table(name, v_said, m_said, bubble, held):
     bubble, _, condition = bubble.partition(" if ")
     for p, v, m in SIZES:
-        if (v_said.isdecimal() and v != int(v_said)) or v < least_virtual(name):
+        if (v_said.isdecimal() and v != int(v_said)) or v < kind_of(name).least_virtual:
             continue
         for forward, input, weight in [(1, 1, 1), (2, 2, 1.5)] if not condition else [(1, 1, 1)]:
             names = {"p": p, "v": v, "m": m, "F": forward, "I": input, "W": weight, "B": input + weight}
@@ -59,10 +59,10 @@ class Messages(Recorder):
     def __init__(self):
         self.sent = Counter()
 
-    def span(self, kind, name="", *, lane=None, bytes=0, group=()):
+    def span(self, kind, name="", *, lane=None, bytes=0, group=(), purpose=""):
         return nullcontext()
 
-    def open(self, kind, name="", *, lane, bytes=0, group=()):
+    def open(self, kind, name="", *, lane, bytes=0, group=(), purpose=""):
         what = name.partition(":")[0]
         if kind == Kind.COLLECTIVE and what in ("activation", "gradient"):
             self.sent[what] += bytes

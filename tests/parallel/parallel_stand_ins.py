@@ -21,10 +21,10 @@ class ListRecorder(Recorder):
     def __init__(self):
         self.collectives = []
 
-    def span(self, kind, name="", *, lane=None, bytes=0, group=()):
+    def span(self, kind, name="", *, lane=None, bytes=0, group=(), purpose=""):
         return nullcontext()
 
-    def open(self, kind, name="", *, lane, bytes=0, group=()):
+    def open(self, kind, name="", *, lane, bytes=0, group=(), purpose=""):
         if kind == Kind.COLLECTIVE:
             self.collectives.append((name.split(":")[0], bytes, group))
         return ClosedSpan()

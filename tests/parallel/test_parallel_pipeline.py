@@ -10,7 +10,7 @@ from torch import nn
 from shoal.errors import ModelError, PlanError, TrainingError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.plan.schedules import NAMES
 
 STEPS, BATCH, SEQ = 4, 8, 16
@@ -124,7 +124,7 @@ def test_tied_embeddings_of_two_stages_on_one_rank_are_one(ranks, alone, shard, 
 class GatherRecorder(ListRecorder):
     """Keeps collectives, and leaves gradients on in the spans of forwards."""
 
-    def span(self, kind, name="", *, lane=None, bytes=0, group=()):
+    def span(self, kind, name="", *, lane=None, bytes=0, group=(), purpose=""):
         return nullcontext()
 
 
@@ -311,7 +311,7 @@ def test_a_model_that_nobody_knows_is_refused():
 )
 def test_what_a_schedule_cannot_be_made_for_is_refused(plan, batch, message):
     with pytest.raises(PlanError) as caught:
-        Plan.parse(plan).with_microbatch_for(batch)
+        SettledPlan.of(Plan.parse(plan), batch)
     assert message in str(caught.value)
 
 
@@ -325,4 +325,4 @@ def test_what_a_schedule_cannot_be_made_for_is_refused(plan, batch, message):
     ],
 )
 def test_the_micro_batch_follows_from_the_stages(plan, batch, microbatch):
-    assert Plan.parse(plan).with_microbatch_for(batch).microbatch == microbatch
+    assert SettledPlan.of(Plan.parse(plan), batch).microbatch == microbatch

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from shoal.plan.schedules import NAMES, least_virtual, make
+from shoal.plan.schedules import NAMES, kind_of, make
 
 V_SHAPED = ("zb-v", "dualpipe-v")
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
@@ -17,7 +17,7 @@ def made(draw, names=NAMES, most_ranks=8, most_microbatches=24):
     elif name in V_SHAPED:
         virtual = 2
     else:
-        virtual = draw(st.integers(least_virtual(name), 4))
+        virtual = draw(st.integers(kind_of(name).least_virtual, 4))
     if name == "interleaved":
         microbatches = p * draw(st.integers(1, max(1, most_microbatches // p)))
     else:

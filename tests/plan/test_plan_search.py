@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.plan import Plan, legal_plans
+from shoal.plan import Plan, SettledPlan, legal_plans
 from shoal.plan import plan as module
 from shoal.plan.schedules import Times, make, play, require_sound
 
@@ -39,7 +39,7 @@ def test_it_is_found_for_the_times_of_the_stages():
 
 def test_a_plan_is_made_fitted_and_listed_without_a_search(monkeypatch):
     monkeypatch.setattr(module, "search", None)
-    plan = Plan.parse("pp=4,schedule=search,virtual=2,split=count").with_microbatch_for(32)
+    plan = SettledPlan.of(Plan.parse("pp=4,schedule=search,virtual=2,split=count"), 32)
     assert plan.stages == len(plan.placement) == 8
     assert plan.has_halves
     assert plan.microbatch == 2

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, Plan, divisors
-from shoal.plan.schedules import least_virtual
+from shoal.plan import CHOICES, Plan, SettledPlan, divisors
+from shoal.plan.schedules import kind_of
 
 
 @st.composite
@@ -15,9 +15,9 @@ def plans(draw):
     pp = draw(st.integers(1, 4))
     naive = shard == "none" and precision == "fp32" and pp == 1
     schedule = draw(st.sampled_from(CHOICES["schedule"]))
-    virtual = draw(st.sampled_from([None, least_virtual(schedule)]))
+    virtual = draw(st.sampled_from([None, kind_of(schedule).least_virtual]))
     activations = draw(st.none() | st.integers(1, 9)) if schedule == "search" else None
-    stages = pp * least_virtual(schedule)
+    stages = pp * kind_of(schedule).least_virtual
     numbers = st.lists(st.integers(1, 9), min_size=stages, max_size=stages).map(
         lambda counts: "-".join(map(str, counts))
     )
@@ -89,11 +89,11 @@ def test_a_plan_for_other_ranks_is_refused_with_the_degree_that_fits():
 @given(dp=st.integers(1, 8), microbatch=st.integers(1, 8), steps=st.integers(1, 8))
 def test_a_batch_of_whole_microbatches_fits(dp, microbatch, steps):
     plan = Plan(dp=dp, microbatch=microbatch)
-    assert plan.with_microbatch_for(dp * microbatch * steps) == plan
+    assert SettledPlan.of(plan, dp * microbatch * steps) == plan
 
 
 def test_the_microbatch_left_out_is_the_whole_of_a_ranks_batch():
-    assert Plan(dp=4).with_microbatch_for(32).microbatch == 8
+    assert SettledPlan.of(Plan(dp=4), 32).microbatch == 8
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_the_microbatch_left_out_is_the_whole_of_a_ranks_batch():
 )
 def test_a_batch_that_does_not_divide_is_refused_with_those_that_do(text, batch, named):
     with pytest.raises(PlanError) as refusal:
-        Plan.parse(text).with_microbatch_for(batch)
+        SettledPlan.of(Plan.parse(text), batch)
     assert named in str(refusal.value)

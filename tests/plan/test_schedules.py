@@ -15,8 +15,7 @@ from shoal.plan.schedules import (
     Action,
     Times,
     Work,
-    has_halves,
-    least_virtual,
+    kind_of,
     looped,
     make,
     play,
@@ -241,9 +240,9 @@ def test_what_is_known_of_a_name_is_so_in_its_tables():
     for name, ranks, microbatches in product(NAMES, (2, 3, 4), (8, 12)):
         if name == "interleaved" and microbatches % ranks:
             continue
-        schedule = make(name, ranks, least_virtual(name), microbatches)
+        schedule = make(name, ranks, kind_of(name).least_virtual, microbatches)
         works = {action.work for row in schedule.table for action in row}
-        assert has_halves(name) == (Work.INPUT in works)
+        assert kind_of(name).has_halves == (Work.INPUT in works)
 
 
 # What is given, and what cannot work

@@ -8,7 +8,7 @@ from shoal.cluster import Cluster
 from shoal.cost.memory.memory import memory_of
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError, PlanError
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.planner import Search, choose
 from shoal.planner.bucket import best_bucket
 from shoal.workload import shape, workload_of
@@ -78,7 +78,7 @@ def test_more_free_memory_never_makes_the_best_slower():
 
 
 def test_a_bucket_is_small_where_messages_are_free_and_large_where_each_costs():
-    plan = Plan(dp=16, microbatch=4, precision="bf16")
+    plan = SettledPlan(dp=16, microbatch=4, precision="bf16")
     link = CLUSTER.levels[-1]
     sizes = []
     for latency in (0.0, 1e-3):

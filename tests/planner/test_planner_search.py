@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.memory.memory import Memories
 from shoal.cost.time.step import Costs
-from shoal.plan import Plan
-from shoal.plan.schedules import placement_of
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import kind_of
 from shoal.plan.stages import Cost, split_by_cost
 from shoal.planner.balance import balanced_split
 from shoal.planner.bound import least_seconds
@@ -125,7 +125,7 @@ def test_every_plan_of_the_space_is_for_all_devices_and_the_batch(shape):
     assert len(set(plans)) == len(plans)
     for plan in plans:
         plan.require_ranks(8)
-        assert plan.with_microbatch_for(16) == plan
+        assert SettledPlan.of(plan, 16) == plan
 
 
 def test_what_the_space_leaves_out_of_context_parallelism_is_not_quicker():
@@ -133,8 +133,8 @@ def test_what_the_space_leaves_out_of_context_parallelism_is_not_quicker():
     costs = Costs(workload, machine)
     for context, recompute in itertools.product(("ring", "ulysses"), ("none", "full")):
         same = {"context": context, "recompute": recompute, "shard": "zero1", "precision": "bf16"}
-        left_out = costs.step(Plan(dp=2, cp=4, microbatch=4, **same), 16).seconds
-        assert costs.step(Plan(dp=8, cp=1, microbatch=1, **same), 16).seconds <= left_out
+        left_out = costs.step(SettledPlan(dp=2, cp=4, microbatch=4, **same), 16).seconds
+        assert costs.step(SettledPlan(dp=8, cp=1, microbatch=1, **same), 16).seconds <= left_out
 
 
 def test_degrees_divide_heads_layers_experts_and_batch():
@@ -172,7 +172,7 @@ def test_a_balanced_split_has_the_least_largest_rank(embedding, end, layers, sch
     name, virtual = schedule
     if layers < ranks * virtual:
         layers = ranks * virtual
-    placement = placement_of(name, ranks, virtual)
+    placement = kind_of(name).placement(ranks, virtual)
     split = balanced_split(embedding, 1.0, end, layers, placement)
     assert sum(split) == layers
     assert min(split[1:-1], default=1) >= 1

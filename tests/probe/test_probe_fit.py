@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group
 from shoal.cost.time.maximum import normal_maximum
+from shoal.plan.groups import Group
 from shoal.probe.fit import fit
 from shoal.probe.measurements import (
     AttentionTime,
     CollectiveTime,
     Measurements,
-    MeetingTime,
     PassTime,
     ProductTime,
     SendTime,
+    SynchronisationTime,
 )
 from shoal.probe.sheet import Sheet
 from shoal.workload import Attention
@@ -123,23 +123,23 @@ def test_the_levels_have_the_devices_of_the_hosts_and_the_rate_of_the_data_sheet
     assert network.share == pytest.approx(0.6, rel=0.1)
 
 
-def meeting(ranks, jitter, drift, work):
+def meeting(ranks, jitter, noise, work):
     behind = normal_maximum(ranks, 1.0) - 1
-    return MeetingTime(ranks, work, behind * (jitter * work + drift * work**0.5))
+    return SynchronisationTime(ranks, work, behind * (jitter * work + noise * work**0.5))
 
 
-@pytest.mark.parametrize(("jitter", "drift"), [(0.03, 0.002), (0.0, 0.004), (0.02, 0.0), (0.0, 0.0)])
-def test_meetings_tell_a_slower_rank_from_delays_at_random(jitter, drift):
-    times = tuple(meeting(4, jitter, drift, work) for work in (0.002, 0.008, 0.03))
-    cluster = fit(replace(measured_of_the_true_machine(), meetings=times), SHEET, "fitted")
-    assert (cluster.jitter, cluster.drift) == pytest.approx((jitter, drift), abs=1e-9)
+@pytest.mark.parametrize(("jitter", "noise"), [(0.03, 0.002), (0.0, 0.004), (0.02, 0.0), (0.0, 0.0)])
+def test_meetings_tell_a_slower_rank_from_delays_at_random(jitter, noise):
+    times = tuple(meeting(4, jitter, noise, work) for work in (0.002, 0.008, 0.03))
+    cluster = fit(replace(measured_of_the_true_machine(), synchronisations=times), SHEET, "fitted")
+    assert (cluster.jitter, cluster.noise) == pytest.approx((jitter, noise), abs=1e-9)
 
 
 @pytest.mark.parametrize("seconds", [-1e-4, 0.0])
 def test_meetings_that_seem_to_take_less_than_nothing_are_noise(seconds):
-    times = tuple(MeetingTime(2, work, seconds * work) for work in (0.002, 0.008, 0.03))
-    cluster = fit(replace(measured_of_the_true_machine(), meetings=times), SHEET, "fitted")
-    assert (cluster.jitter, cluster.drift) == (0.0, 0.0)
+    times = tuple(SynchronisationTime(2, work, seconds * work) for work in (0.002, 0.008, 0.03))
+    cluster = fit(replace(measured_of_the_true_machine(), synchronisations=times), SHEET, "fitted")
+    assert (cluster.jitter, cluster.noise) == (0.0, 0.0)
 
 
 def test_one_device_alone_has_a_level_without_links():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.simulate import simulate
 from shoal.timeline import explain
 from shoal.workload import ModelShape, workload_of
@@ -28,7 +28,7 @@ def cluster(devices: int, rate: float) -> Cluster:
 def plans(draw: st.DrawFn) -> Plan:
     pp = draw(st.sampled_from((1, 2, 4)))
     schedule = draw(st.sampled_from(("gpipe", "1f1b", "zb-h1", "zb-v", "interleaved"))) if pp > 1 else "1f1b"
-    return Plan(
+    return SettledPlan(
         pp=pp,
         dp=draw(st.sampled_from((1, 2))),
         tp=draw(st.sampled_from((1, 2))),
@@ -66,7 +66,7 @@ def test_the_parts_are_those_that_the_spans_explain(plan, rate):
 
 @pytest.mark.parametrize("plan", ["dp=4,shard=zero3", "dp=4,shard=zero1", "dp=4"])
 def test_without_a_pipeline_what_is_waited_for_is_what_the_spans_explain(plan):
-    simulated = simulate(MODEL, cluster(4, 1e9), Plan.parse(f"{plan},microbatch=1,precision=bf16"), 8)
+    simulated = simulate(MODEL, cluster(4, 1e9), SettledPlan.parse(f"{plan},microbatch=1,precision=bf16"), 8)
     spans = explain(simulated.timeline)
     assert simulated.breakdown.parts.straggler_wait == spans.parts.straggler_wait == 0
     for operation, figures in spans.collectives.items():
@@ -75,7 +75,7 @@ def test_without_a_pipeline_what_is_waited_for_is_what_the_spans_explain(plan):
 
 
 def test_several_steps_are_told_apart():
-    plan = Plan(pp=2, dp=2, shard="zero1", microbatch=1, precision="bf16")
+    plan = SettledPlan(pp=2, dp=2, shard="zero1", microbatch=1, precision="bf16")
     simulated = simulate(MODEL, cluster(4, 1e10), plan, 16, steps=3)
     spans = explain(simulated.timeline)
     for ours, theirs in zip(simulated.breakdown.ranks, spans.ranks, strict=True):

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.cluster import Cluster
 from shoal.cost.time.crowding import crowded_seconds
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.simulate import simulate
 from shoal.timeline import Kind, explain
 from shoal.workload import ModelShape, workload_of
@@ -24,7 +24,7 @@ def with_half_a_core_each(plan):
 
 
 def test_a_rank_that_waits_in_a_pipeline_lends_its_core():
-    plan = Plan.parse("pp=4,microbatch=2")
+    plan = SettledPlan.parse("pp=4,microbatch=2")
     shared, alone = on_cores(2, plan), with_half_a_core_each(plan)
     parts = alone.breakdown.parts
     assert parts.wall - parts.bubble - parts.straggler_wait < shared.seconds < alone.seconds
@@ -46,5 +46,5 @@ def test_the_timeline_and_the_breakdown_take_as_long_as_the_step(text):
 
 
 def test_a_core_for_each_rank_is_quicker_than_half_a_core():
-    plan = Plan.parse("pp=4,microbatch=2")
+    plan = SettledPlan.parse("pp=4,microbatch=2")
     assert on_cores(4, plan).seconds < on_cores(2, plan).seconds

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, PlanError
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
+from shoal.plan.groups import Group
 from shoal.plan.schedules import NAMES, play
 from shoal.simulate import simulate
 from shoal.timeline import Kind, Lane
@@ -50,7 +51,7 @@ def plans_of_pipelines() -> st.SearchStrategy[Plan]:
         name = draw(st.sampled_from(NAMES))
         pp = draw(st.sampled_from((2, 3, 4)))
         virtual = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
-        return Plan(
+        return SettledPlan(
             pp=pp,
             schedule=name,
             virtual=virtual,
@@ -91,7 +92,9 @@ def _optimizer_seconds(simulation) -> float:
 def test_equal_stages_take_what_the_closed_form_says_up_to_sends(name, pp, count, recompute):
     # Of so few tokens the embedding and the end weigh little: they would make stages unequal.
     model = workload(8 * pp, vocab=64)
-    plan = Plan(pp=pp, schedule=name, microbatch=1, split="count", recompute=recompute, precision="bf16")
+    plan = SettledPlan(
+        pp=pp, schedule=name, microbatch=1, split="count", recompute=recompute, precision="bf16"
+    )
     cluster = cluster_of(pp)
     simulated = simulate(model, cluster, plan, count)
     costs = Costs(model, cluster)
@@ -109,7 +112,7 @@ SHARDED = st.sampled_from(("none", "zero1", "zero2", "zero3"))
 def test_without_a_pipeline_a_step_takes_what_the_closed_form_says(shard, dp, count, tp):
     model = workload(24, vocab=512)
     cluster = cluster_of(dp * tp, rate=100e9)
-    plan = Plan(dp=dp, tp=tp, shard=shard, microbatch=4, bucket=1 << 22, precision="bf16")
+    plan = SettledPlan(dp=dp, tp=tp, shard=shard, microbatch=4, bucket=1 << 22, precision="bf16")
     simulated = simulate(model, cluster, plan, 4 * dp * count)
     formula = Costs(model, cluster).step(simulated.plan, simulated.batch)
     # Compute and what it waits for within blocks are spread evenly there, and by place in the block here.
@@ -118,7 +121,7 @@ def test_without_a_pipeline_a_step_takes_what_the_closed_form_says(shard, dp, co
 
 def test_one_device_takes_the_sum_of_its_operations():
     model, cluster = workload(), cluster_of(1)
-    plan = Plan(microbatch=2, precision="bf16")
+    plan = SettledPlan(microbatch=2, precision="bf16")
     simulated = simulate(model, cluster, plan, 6)
     costs = Costs(model, cluster)
     blocks = [costs.block(piece, Layout.of(plan)) for piece in model.pieces]
@@ -130,7 +133,7 @@ def test_one_device_takes_the_sum_of_its_operations():
 @settings(deadline=None, max_examples=30)
 def test_hidden_communication_costs_its_contention_and_no_more_than_if_it_were_exposed(contention, rate):
     model = workload()
-    plan = Plan(dp=4, microbatch=1, bucket=1 << 40, precision="bf16")
+    plan = SettledPlan(dp=4, microbatch=1, bucket=1 << 40, precision="bf16")
     alone = simulate(model, cluster_of(4, contention=contention, **FREE), plan, 4)
     cluster = cluster_of(4, contention=contention, rate=rate)
     seconds = simulate(model, cluster, plan, 4).seconds - alone.seconds
@@ -144,7 +147,7 @@ def test_hidden_communication_costs_its_contention_and_no_more_than_if_it_were_e
 def test_a_slower_network_slows_compute_by_as_much_less_in_proportion(part, shard):
     """One device in each node: as on one level of such links, with so much less contention."""
     model, rate = workload(), 1e11
-    plan = Plan(dp=4, shard=shard, microbatch=2, precision="bf16")
+    plan = SettledPlan(dp=4, shard=shard, microbatch=2, precision="bf16")
     network = cluster_of(4, contention=0.6 * part, rate=part * rate)
     inside = dataclasses.replace(network.levels[0], name="inside", devices=1, bandwidth=rate)
     nodes = cluster_of(4, contention=0.6).replace(levels=(inside, *network.levels))
@@ -167,8 +170,8 @@ def _last(model, cluster) -> float:
 
 def test_naive_exchange_is_never_quicker_than_buckets():
     model, cluster = workload(), cluster_of(4, latency=1e-5)
-    bucketed = simulate(model, cluster, Plan(dp=4, microbatch=1), 4)
-    naive = simulate(model, cluster, Plan(dp=4, microbatch=1, exchange="naive"), 4)
+    bucketed = simulate(model, cluster, SettledPlan(dp=4, microbatch=1), 4)
+    naive = simulate(model, cluster, SettledPlan(dp=4, microbatch=1, exchange="naive"), 4)
     assert naive.seconds > bucketed.seconds
     moved = naive.breakdown.collectives["all_reduce"]
     assert moved.bytes == pytest.approx(4 * model.parameters, rel=1e-6)
@@ -178,7 +181,7 @@ def test_naive_exchange_is_never_quicker_than_buckets():
 @pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3"])
 def test_ranks_move_the_bytes_that_their_sharding_takes(shard):
     model, count = workload(), 3
-    plan = Plan(dp=4, shard=shard, microbatch=1, precision="bf16")
+    plan = SettledPlan(dp=4, shard=shard, microbatch=1, precision="bf16")
     moved = simulate(model, cluster_of(4), plan, 4 * count).breakdown.collectives
     gradients = 4 * model.parameters
     if shard == "none":
@@ -195,7 +198,7 @@ def test_ranks_move_the_bytes_that_their_sharding_takes(shard):
 
 def test_hybrid_sharding_reduces_over_shards_and_then_over_replicas():
     model = workload()
-    plan = Plan(dp=8, replicate=2, shard="zero3", microbatch=1, precision="bf16")
+    plan = SettledPlan(dp=8, replicate=2, shard="zero3", microbatch=1, precision="bf16")
     moved = simulate(model, cluster_of(8), plan, 8).breakdown.collectives
     assert moved["reduce_scatter"].bytes == pytest.approx(4 * model.parameters, rel=1e-6)
     others = moved["all_reduce"].bytes - 8  # the norm of all gradients
@@ -205,7 +208,7 @@ def test_hybrid_sharding_reduces_over_shards_and_then_over_replicas():
 @pytest.mark.parametrize("bucket", [1 << 20, 1 << 23, 1 << 25])
 def test_buckets_hold_at_most_their_bytes_of_weights_and_all_parameters(bucket):
     model = workload()
-    plan = Plan(dp=2, microbatch=1, bucket=bucket, precision="bf16")
+    plan = SettledPlan(dp=2, microbatch=1, bucket=bucket, precision="bf16")
     simulated = simulate(model, cluster_of(2), plan, 2)
     sizes = [span.bytes for span in simulated.timeline if span.name.startswith("all_reduce:bucket")]
     assert max(sizes) <= 2 * bucket + 4  # sums have twice the weights' width; rounded up
@@ -213,7 +216,7 @@ def test_buckets_hold_at_most_their_bytes_of_weights_and_all_parameters(bucket):
 
 
 def test_a_rank_computes_one_thing_at_a_time_and_exchanges_data_in_turn():
-    plan = Plan(dp=2, pp=4, tp=2, shard="zero1", microbatch=1, bucket=1 << 22, precision="bf16")
+    plan = SettledPlan(dp=2, pp=4, tp=2, shard="zero1", microbatch=1, bucket=1 << 22, precision="bf16")
     timeline = simulate(workload(), cluster_of(16, rate=5e9), plan, 16, steps=2).timeline
     for rank in timeline.ranks:
         spans = timeline.of(rank)
@@ -225,7 +228,7 @@ def test_a_rank_computes_one_thing_at_a_time_and_exchanges_data_in_turn():
 
 @pytest.mark.parametrize("plan", ["pp=4,dp=2,tp=2,shard=zero3", "dp=8,tp=2,shard=zero2", "cp=4,tp=4"])
 def test_the_parts_of_a_predicted_step_are_its_time(plan):
-    plan = Plan.parse(f"{plan},microbatch=1,precision=bf16")
+    plan = SettledPlan.parse(f"{plan},microbatch=1,precision=bf16")
     simulated = simulate(workload(), cluster_of(16, rate=1e10), plan, 8 * plan.dp)
     parts = simulated.breakdown.parts
     assert sum(parts.disjoint().values()) == pytest.approx(parts.wall)
@@ -236,7 +239,7 @@ def test_the_parts_of_a_predicted_step_are_its_time(plan):
 
 def test_the_bubble_of_equal_stages_is_what_papers_say():
     model = workload(32, vocab=64)
-    plan = Plan(pp=4, microbatch=1, split="count", precision="bf16")
+    plan = SettledPlan(pp=4, microbatch=1, split="count", precision="bf16")
     simulated = simulate(model, cluster_of(4, **FREE), plan, 16)
     step = simulated.breakdown.parts
     ideal = 16 / (16 + 3)  # 1F1B idles (p - 1) of (m + p - 1) forwards and backwards
@@ -250,7 +253,7 @@ def test_the_bubble_of_equal_stages_is_what_papers_say():
 def test_tensor_parallelism_communicates_as_often_as_the_runtime(tensor, recompute):
     """See the table of products.py; the ends have one half of a join each, and are not recomputed."""
     model, count = workload(), 2
-    plan = Plan(tp=4, microbatch=1, tensor=tensor, recompute=recompute, precision="bf16")
+    plan = SettledPlan(tp=4, microbatch=1, tensor=tensor, recompute=recompute, precision="bf16")
     moved = simulate(model, cluster_of(4), plan, count).breakdown.collectives
     joins = sum(layer.joins for layer in model.layers)
     forwards = joins * (2 if recompute == "full" else 1)
@@ -268,7 +271,7 @@ def test_tensor_parallelism_communicates_as_often_as_the_runtime(tensor, recompu
 
 
 def test_a_tied_embedding_is_summed_between_the_first_and_the_last_stage():
-    plan = Plan(pp=2, microbatch=1, precision="bf16")
+    plan = SettledPlan(pp=2, microbatch=1, precision="bf16")
     timeline = simulate(workload(tied=True), cluster_of(2), plan, 8).timeline
     spans = [span for span in timeline if span.name == "all_reduce:embedding"]
     collectives = [span for span in spans if span.kind == Kind.COLLECTIVE]
@@ -276,12 +279,12 @@ def test_a_tied_embedding_is_summed_between_the_first_and_the_last_stage():
 
 
 def test_played_ranks_have_their_numbers_in_the_mesh():
-    plan = Plan(pp=2, dp=2, tp=2, microbatch=1, precision="bf16")
+    plan = SettledPlan(pp=2, dp=2, tp=2, microbatch=1, precision="bf16")
     assert simulate(workload(), cluster_of(8), plan, 16).timeline.ranks == (0, 4)
 
 
 def test_messages_have_the_names_that_the_runtime_gives_them():
-    plan = Plan(pp=2, microbatch=1, precision="bf16")
+    plan = SettledPlan(pp=2, microbatch=1, precision="bf16")
     timeline = simulate(workload(), cluster_of(2), plan, 4).timeline
     named = {span.name for span in timeline.of(1) if span.kind == Kind.COLLECTIVE}
     wanted = {f"activation:1F{each}" for each in range(4)} | {f"gradient:0B{each}" for each in range(4)}
@@ -292,7 +295,7 @@ def test_messages_have_the_names_that_the_runtime_gives_them():
 
 
 def test_steps_follow_one_another_and_take_as_long():
-    plan = Plan(dp=2, pp=2, shard="zero1", microbatch=1, precision="bf16")
+    plan = SettledPlan(dp=2, pp=2, shard="zero1", microbatch=1, precision="bf16")
     one = simulate(workload(), cluster_of(4), plan, 16)
     three = simulate(workload(), cluster_of(4), plan, 16, steps=3)
     assert three.timeline.steps() == (0, 1, 2)
@@ -302,7 +305,7 @@ def test_steps_follow_one_another_and_take_as_long():
 
 
 def test_devices_that_differ_along_data_parallelism_collapse_into_one():
-    plan = Plan(dp=2048, tp=8, shard="zero1", microbatch=1, precision="bf16")
+    plan = SettledPlan(dp=2048, tp=8, shard="zero1", microbatch=1, precision="bf16")
     simulated = simulate(workload(), cluster_of(16384), plan, 2048)
     assert simulated.timeline.ranks == (0,)
     assert simulated.tokens_per_second == pytest.approx(2048 * 1024 / simulated.seconds)
@@ -311,7 +314,7 @@ def test_devices_that_differ_along_data_parallelism_collapse_into_one():
 
 def test_mfu_is_the_models_flop_over_the_devices_peak():
     model = workload()
-    simulated = simulate(model, cluster_of(2), Plan(dp=2, microbatch=1, precision="bf16"), 2)
+    simulated = simulate(model, cluster_of(2), SettledPlan(dp=2, microbatch=1, precision="bf16"), 2)
     assert simulated.mfu == pytest.approx(2 * model.training_flop / simulated.seconds / (2 * 3e14))
     assert 0 < simulated.mfu < 1
     assert math.isfinite(simulated.seconds)

@@ -3,9 +3,10 @@
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import Group, algorithm_seconds
+from shoal.cost.collectives.network import algorithm_seconds
 from shoal.cost.time.maximum import lognormal_maximum
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
+from shoal.plan.groups import Group
 from shoal.simulate import simulate, traffic_of
 from shoal.workload import ModelShape, shape, workload_of
 
@@ -24,7 +25,7 @@ EXPERTS = workload_of(shape("mixtral-8x7b").replace(layers=4, seq=512))
     ],
 )
 def test_without_a_pipeline_each_exchange_is_counted_as_it_is_played(model, text, batch):
-    plan = Plan.parse(text + ",precision=bf16")
+    plan = SettledPlan.parse(text + ",precision=bf16")
     traffic = traffic_of(model, CLUSTER, plan, batch)
     played = simulate(model, CLUSTER, plan, batch).breakdown.collectives
     for operation, figures in played.items():
@@ -36,7 +37,7 @@ def test_without_a_pipeline_each_exchange_is_counted_as_it_is_played(model, text
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved"])
 def test_in_a_pipeline_bytes_are_those_that_are_played(schedule):
     virtual = 2 if schedule == "interleaved" else 1
-    plan = Plan(
+    plan = SettledPlan(
         pp=4, dp=2, tp=2, schedule=schedule, virtual=virtual, shard="zero1", microbatch=1, precision="bf16"
     )
     traffic = traffic_of(MODEL, CLUSTER, plan, 16)
@@ -47,7 +48,7 @@ def test_in_a_pipeline_bytes_are_those_that_are_played(schedule):
 
 
 def test_the_algorithm_is_the_quickest_and_the_level_joins_all():
-    plan = Plan(dp=2, tp=8, shard="none", microbatch=1, precision="bf16")
+    plan = SettledPlan(dp=2, tp=8, shard="none", microbatch=1, precision="bf16")
     for each in traffic_of(MODEL, CLUSTER, plan, 8).exchanges:
         if each.name == "all_reduce:bucket" and each.ranks == 2:
             assert each.level == CLUSTER.levels[1].name
@@ -58,13 +59,13 @@ def test_the_algorithm_is_the_quickest_and_the_level_joins_all():
 
 
 def test_a_rank_alone_exchanges_nothing():
-    plan = Plan(microbatch=1, precision="bf16")
+    plan = SettledPlan(microbatch=1, precision="bf16")
     assert traffic_of(MODEL, Cluster.parse("dgx-h100:1"), plan, 2).exchanges == ()
 
 
 @pytest.mark.parametrize("text", ["dp=16,shard=zero1", "dp=4,pp=4", "dp=4,tp=2,pp=2,shard=zero2"])
 def test_jitter_is_straggler_wait_and_lengthens_all_before_the_optimizer(text):
-    plan = Plan.parse(text + ",microbatch=1,precision=bf16")
+    plan = SettledPlan.parse(text + ",microbatch=1,precision=bf16")
     still = simulate(MODEL, CLUSTER, plan, 32)
     varying = simulate(MODEL, CLUSTER.replace(jitter=0.1), plan, 32)
     added = varying.seconds - still.seconds

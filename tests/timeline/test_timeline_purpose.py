@@ -5,9 +5,8 @@ import pytest
 from shoal.cluster import Cluster
 from shoal.plan import Plan
 from shoal.simulate import simulate
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
 from shoal.timeline.kinds import seconds_by_kind
-from shoal.timeline.purpose import PURPOSES, purpose_of
 from shoal.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=4, hidden=64, ffn=128, heads=4, vocab=64, seq=32)
@@ -17,6 +16,7 @@ SHAPE = ModelShape(layers=4, hidden=64, ffn=128, heads=4, vocab=64, seq=32)
     ("plan", "experts", "purposes"),
     [
         ("dp=2", 0, {"data"}),
+        ("dp=2,exchange=naive", 0, {"data"}),
         ("dp=2,shard=zero3", 0, {"data"}),
         ("tp=2", 0, {"tensor", "data"}),  # the gradients of norms, which every rank has a part of
         ("cp=2", 0, {"context", "data"}),
@@ -28,37 +28,20 @@ SHAPE = ModelShape(layers=4, hidden=64, ffn=128, heads=4, vocab=64, seq=32)
 def test_every_axis_communicates_for_itself(plan, experts, purposes):
     workload = workload_of(SHAPE.replace(experts=experts))
     timeline = simulate(workload, Cluster.preset("laptop", 2), Plan.parse(plan), 4).timeline
-    found = {purpose_of(span.name) for span in timeline if span.kind == Kind.COLLECTIVE}
+    found = {span.purpose for span in timeline if span.kind in (Kind.COLLECTIVE, Kind.WAIT)}
     assert found - {"control"} == purposes
-
-
-@pytest.mark.parametrize(
-    ("name", "purpose"),
-    [
-        ("all_to_all:gradients from experts", "expert"),
-        ("all_to_all:expert counts", "expert"),
-        ("all_to_all:positions", "context"),
-        ("shift:key and value gradients", "context"),
-        ("reduce_scatter:embed", "tensor"),
-        ("all_gather:loss", "tensor"),
-        ("all_reduce:embed.weight", "pipeline"),
-        ("form:1", "pipeline"),
-        ("all_reduce:report", "control"),
-    ],
-)
-def test_the_runtimes_names_tell_what_they_are_for(name, purpose):
-    assert purpose_of(name) == purpose
 
 
 def test_what_is_waited_for_is_told_by_purpose_and_adds_up():
     def step(rank, late):
-        names = ("all_gather:column", "all_reduce:bucket 0", "all_reduce:report")
+        purposes = (Purpose.TENSOR, Purpose.DATA, Purpose.CONTROL)
         spans = [Span(rank, Lane.COMPUTE, Kind.STEP, "1", 0.0, 10.0)]
-        for index, name in enumerate(names):
+        for index, purpose in enumerate(purposes):
+            name = f"all_reduce:{index}"
             start, seconds = 1.0 + 2 * index, 1.0 + index / 4
             begun = start + late
             spans += [
-                Span(rank, Lane.COMPUTE, Kind.WAIT, name, begun, seconds - late),
+                Span(rank, Lane.COMPUTE, Kind.WAIT, name, begun, seconds - late, purpose=purpose),
                 Span(rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, begun, seconds - late, 8, (0, 1)),
             ]
         return spans
@@ -68,4 +51,4 @@ def test_what_is_waited_for_is_told_by_purpose_and_adds_up():
     assert kinds["tensor"] == pytest.approx(0.5)
     assert kinds["data"] == pytest.approx(0.75)
     assert kinds["control"] == pytest.approx(1.0)
-    assert sum(kinds[purpose] for purpose in PURPOSES) == pytest.approx(kinds["exposed_communication"])
+    assert sum(kinds[purpose] for purpose in Purpose) == pytest.approx(kinds["exposed_communication"])

@@ -236,7 +236,7 @@ def test_products_of_activations_that_are_no_attention_are_no_experts():
 
     workload = trace(Gram(), torch.zeros(3, 4, 6))
     assert workload.flop == 2 * 4 * 6 * 6 + 2 * 6 * 4 * 6
-    assert workload.experts == workload.layers[0].exchanged == 0
+    assert workload.experts == workload.layers[0].routed == 0
 
 
 def test_views_move_nothing_and_a_copy_reads_and_writes():
@@ -340,7 +340,7 @@ def test_experts_of_hugging_faces_mixtral_are_told_from_the_rest():
     found = traced(hugging_face("Mixtral", num_local_experts=4, num_experts_per_tok=2), 8)
     assert found.experts == 4
     assert found.layers[0].parameters.experts == 4 * 3 * 32 * 48
-    assert found.layers[0].exchanged == 2 * 8 * 32
+    assert found.layers[0].routed == 2 * 8 * 32
 
 
 def test_hugging_faces_gpt2_has_a_tied_head():

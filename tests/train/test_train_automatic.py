@@ -12,6 +12,7 @@ from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.models import build
 from shoal.models.presets import preset
 from shoal.parallel import require_layout
+from shoal.plan import SettledPlan
 from shoal.run import Run
 from shoal.simulate import simulate
 from shoal.train import TrainConfig, automatic, choose_ranks, resolve
@@ -24,7 +25,7 @@ def test_the_plan_is_one_that_the_model_can_be_laid_out_by(model, ranks):
     config = TrainConfig(model=model, plan="auto", batch=8, device="cpu")
     plan = resolve(config, ranks).plan
     plan.require_ranks(ranks)
-    assert plan.with_microbatch_for(8) == plan
+    assert SettledPlan.of(plan, 8) == plan
     require_layout(build(model, overrides={}, device="meta"), plan, config.sequence)
 
 

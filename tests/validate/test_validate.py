@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device
-from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.memory.memory import Memories
 from shoal.cost.time.compute import attention_seconds, product_seconds
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, UserError
+from shoal.plan.groups import Group
 from shoal.planner.bucket import usual_bucket
 from shoal.validate.accuracy import Comparison, accuracy_of
 from shoal.validate.machines import machine_of

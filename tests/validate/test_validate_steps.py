@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import DataError
-from shoal.plan import Plan
-from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDINGS, spelled
+from shoal.plan import SettledPlan
+from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.validate.steps import COLUMNS, read_table
 
 ROW = {
@@ -63,7 +63,7 @@ def read(tmp_path):
 def test_a_row_says_one_plan_one_shape_and_what_was_measured(read):
     (row,) = read()
     assert row.plans == [
-        Plan(
+        SettledPlan(
             tp=8,
             pp=2,
             tensor="plain",
@@ -162,7 +162,7 @@ def test_every_plan_has_the_rows_devices_and_divides_its_batch(tmp_path_factory,
     (found,) = read_table(write(tmp_path_factory.mktemp("tables") / "table.csv", row))
     for plan in found.plans:
         assert plan.ranks == tp * pp * dp
-        assert plan == plan.with_microbatch_for(found.batch)
+        assert plan == SettledPlan.of(plan, found.batch)
 
 
 def test_settings_do_not_tell_what_was_measured_or_what_the_row_is_called(read):
@@ -216,7 +216,7 @@ def test_settings_may_be_called_what_others_call_them(read, column, ours, theirs
 
 
 def test_no_two_words_have_a_spelling_in_common():
-    for words in (SHARDINGS, RECOMPUTES, ATTENTIONS, PRECISIONS):
+    for words in (SHARDING_NAMES, RECOMPUTES, ATTENTIONS, PRECISIONS):
         reader = spelled(words)
         for word, others in words.items():
             assert [each for each in (word, *others) if reader(each) != word] == []

@@ -54,7 +54,7 @@ def test_a_token_goes_to_its_experts_alone():
     router = 2 * dense.seq * dense.hidden * experts.experts
     assert mixed.flop - plain.flop == feed_forward + router
     assert mixed.parameters.experts == 16 * 3 * dense.hidden * dense.ffn
-    assert mixed.exchanged == 2 * dense.seq * dense.hidden
+    assert mixed.routed == 2 * dense.seq * dense.hidden
 
 
 def test_a_capacity_below_an_even_share_drops_choices_and_one_above_does_not():
@@ -62,7 +62,7 @@ def test_a_capacity_below_an_even_share_drops_choices_and_one_above_does_not():
         workload_of(shape("mixtral-8x7b").replace(capacity=each)).layers[0] for each in (None, 1.25, 0.5)
     )
     assert above.flop == whole.flop
-    assert half.exchanged == whole.exchanged / 2
+    assert half.routed == whole.routed / 2
 
 
 def test_shared_experts_work_on_every_token_and_first_layers_are_dense():

@@ -1,1 +1,15 @@
 """Collectives and their algorithms: steps, bytes, and seconds over a cluster's levels of links."""
+
+from shoal.cost.collectives.network import (
+    algorithm_seconds,
+    collective_load,
+    collective_seconds,
+    send_seconds,
+)
+
+__all__ = [
+    "algorithm_seconds",
+    "collective_load",
+    "collective_seconds",
+    "send_seconds",
+]

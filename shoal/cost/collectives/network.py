@@ -48,43 +48,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shoal.cluster import Cluster, Level
+from shoal.plan import Group
 
-__all__ = ["Group", "algorithm_seconds", "collective_load", "collective_seconds", "send_seconds"]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Ranks that communicate.
-
-    Attributes:
-        size: How many.
-        stride: From each run of neighbours to the next, in the mesh's order.
-        run: Ranks that are neighbours; it divides `size`, and is at most `stride`.
-    """
-
-    size: int
-    stride: int = 1
-    run: int = 1
-
-    @classmethod
-    def of(cls, ranks: Sequence[int]) -> Group:
-        """That of these global ranks, in any order: of runs of neighbours at equal distances."""
-        first, *others = sorted(ranks)
-        run = 1 + sum(1 for index, rank in enumerate(others, 1) if rank == first + index)
-        if run == len(ranks):
-            return cls(run)
-        return cls(len(ranks), others[run - 1] - first, run)
-
-    def within(self, level: Level) -> int:
-        """How many of them one group of a level's links joins."""
-        if level.devices < self.stride:
-            return min(self.run, level.devices)
-        return min(self.size, level.devices // self.stride * self.run)
-
-    def ranks(self, first: int) -> tuple[int, ...]:
-        """Their global numbers, given the first one's."""
-        runs = range(first, first + self.size // self.run * self.stride, self.stride)
-        return tuple(rank for start in runs for rank in range(start, start + self.run))
+__all__ = ["algorithm_seconds", "collective_load", "collective_seconds", "members_within", "send_seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +117,13 @@ def collective_load(group: Group, cluster: Cluster) -> float:
     return min(1.0, min(span.rate for span in _spans(group, cluster)) / inside.rate(inside.devices))
 
 
+def members_within(group: Group, level: Level) -> int:
+    """How many ranks of the group one group of a level's links joins."""
+    if level.devices < group.stride:
+        return min(group.run, level.devices)
+    return min(group.size, level.devices // group.stride * group.run)
+
+
 def send_seconds(nbytes: float, distance: int, cluster: Cluster) -> float:
     """Seconds of a message to the rank that is so far away in the mesh's order."""
     level = next((level for level in cluster.levels if distance < level.devices), cluster.levels[-1])
@@ -161,7 +134,7 @@ def _spans(group: Group, cluster: Cluster) -> list[_Span]:
     """The levels that a group uses, innermost first."""
     spans, inside = [], 1
     for level in cluster.levels:
-        members = group.size if level is cluster.levels[-1] else group.within(level)
+        members = group.size if level is cluster.levels[-1] else members_within(group, level)
         if members > inside:
             parts = math.ceil(members / inside)
             hops = (parts - 1) * math.ceil(group.size / members)

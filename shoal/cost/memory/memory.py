@@ -19,14 +19,15 @@ from dataclasses import dataclass
 
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import Held, activation_peaks
+from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import stream_bytes
 from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
 from shoal.cost.memory.rank import Outline, Pieces
 from shoal.cost.memory.states import States, states_of
 from shoal.cost.time.split import flop_costs, pieces_by_stage
 from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import Held
 from shoal.plan.stages import Cost
 from shoal.workload import Workload
 
@@ -116,18 +117,18 @@ class Memories:
         self._uncovered: dict[tuple[object, ...], list[Outline]] = {}
         self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
 
-    def of(self, plan: Plan, batch: int) -> tuple[RankMemory, ...]:
+    def of(self, plan: SettledPlan, batch: int) -> tuple[RankMemory, ...]:
         """Return the memory of every rank along `pp`, in a step of `batch` samples.
 
         Raises:
             PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
         """
-        plan = plan.with_microbatch_for(batch)
+        plan = SettledPlan.of(plan, batch)
         layout = Layout.of(plan)
         ranks = (self._rank(plan, layout, outline) for outline in self._outlines(plan, layout, batch))
         return tuple(self._memory(plan, batch, rank) for rank in ranks)
 
-    def fullest(self, plan: Plan, batch: int) -> RankMemory:
+    def fullest(self, plan: SettledPlan, batch: int) -> RankMemory:
         """The one of these with the highest peak; does not look at ranks that cannot be it.
 
         Args:
@@ -141,7 +142,7 @@ class Memories:
         cut: tuple[object, ...] = (layout,)
         if plan.pp > 1:
             cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
-        key = (*cut, plan.shard, plan.bucket) if plan.shard in ("zero2", "zero3") else cut
+        key = (*cut, plan.shard, plan.bucket) if plan.sharding.cuts_gradients else cut
         ranks = self._largest.get(key)
         if ranks is None:
             outlines = self._uncovered.get(cut)
@@ -154,12 +155,12 @@ class Memories:
             fullest = max(ranks, key=lambda rank: self._tensors(plan, batch, rank))
         return self._memory(plan, batch, fullest)
 
-    def _tensors(self, plan: Plan, batch: int, rank: _Rank) -> float:
+    def _tensors(self, plan: SettledPlan, batch: int, rank: _Rank) -> float:
         """Bytes of a rank's tensors at its highest moment."""
         states, moment = self._at_peak(plan, batch, rank, self._states(plan, rank.outline))
         return sum(states) + moment.whole + rank.messages
 
-    def _memory(self, plan: Plan, batch: int, rank: _Rank) -> RankMemory:
+    def _memory(self, plan: SettledPlan, batch: int, rank: _Rank) -> RankMemory:
         """A rank's, at its highest moment."""
         between = self._states(plan, rank.outline)
         states, moment = self._at_peak(plan, batch, rank, between)
@@ -178,16 +179,15 @@ class Memories:
             parts["reserved"] = self.cluster.reserved
         return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept)
 
-    def _at_peak(self, plan: Plan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
+    def _at_peak(self, plan: SettledPlan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
         """What a rank that has so much between two steps has at its highest moment, and that moment."""
-        assert plan.microbatch is not None
-        if self.cluster is None and plan.shard in ("zero2", "zero3") and batch == plan.dp * plan.microbatch:
+        if self.cluster is None and plan.sharding.cuts_gradients and batch == plan.dp * plan.microbatch:
             shards = plan.shards * plan.cp
             highest = max(rank.moments, key=lambda moment: moment.whole + moment.freed / shards)
             return states._replace(gradients=highest.freed / shards), highest
         return states, rank.highest
 
-    def _states(self, plan: Plan, outline: Outline) -> States:
+    def _states(self, plan: SettledPlan, outline: Outline) -> States:
         """Bytes of the states of all parameters of a rank, between two steps."""
         shards = plan.shards * plan.cp
         weights, gradients, optimizer = states_of(plan, shards)
@@ -201,7 +201,7 @@ class Memories:
             dense * optimizer + experts * of_expert.optimizer,
         )
 
-    def _outlines(self, plan: Plan, layout: Layout, batch: int) -> Iterator[Outline]:
+    def _outlines(self, plan: SettledPlan, layout: Layout, batch: int) -> Iterator[Outline]:
         """What each rank along `pp` has."""
         pieces = self._pieces.get(layout)
         if pieces is None:
@@ -214,7 +214,7 @@ class Memories:
         held = activation_peaks(plan.schedule, plan.pp, virtual, microbatches, plan.activations)
         return pieces.outlines(stages, plan.placement, held)
 
-    def _rank(self, plan: Plan, layout: Layout, outline: Outline) -> _Rank:
+    def _rank(self, plan: SettledPlan, layout: Layout, outline: Outline) -> _Rank:
         stack, ends, activations = outline.stack, outline.ends, outline.activations
         update = Moment("optimizer", freed=_FP32 * (outline.dense + layout.ep * outline.experts))
         moments = (*moments_of(plan, layout, activations, stack, ends, copies=self._copies), update)
@@ -233,7 +233,7 @@ class Memories:
 
 
 def memory_of(
-    workload: Workload, plan: Plan, batch: int, cluster: Cluster | None = None
+    workload: Workload, plan: SettledPlan, batch: int, cluster: Cluster | None = None
 ) -> tuple[RankMemory, ...]:
     """The memory of every rank along `pp`; who asks for many Plans keeps a `Memories`.
 

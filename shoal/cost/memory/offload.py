@@ -31,7 +31,7 @@ from shoal.cost.memory.memory import FRAGMENTS, RankMemory
 from shoal.cost.time.buckets import owned_by_rank
 from shoal.cost.time.step import UPDATE_BYTES, Costs, StageCost
 from shoal.errors import ClusterError, ConfigError, PlanError, nearest
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.units import format_bytes
 
 __all__ = ["PLACES", "WHAT", "Offload"]
@@ -81,7 +81,9 @@ class Offload:
         return moved * (1 + FRAGMENTS if "fragments" in memory.parts else 1)
 
     @classmethod
-    def of(cls, costs: Costs, plan: Plan, batch: int, what: str = "optimizer", to: str = "host") -> Offload:
+    def of(
+        cls, costs: Costs, plan: SettledPlan, batch: int, what: str = "optimizer", to: str = "host"
+    ) -> Offload:
         """What it does to a step of `batch` samples under a Plan.
 
         Args:
@@ -98,7 +100,7 @@ class Offload:
         """
         _require("offload", what, WHAT)
         _require("to", to, PLACES)
-        if what == "parameters" and plan.shard != "zero3":
+        if what == "parameters" and not plan.sharding.cuts_weights:
             raise PlanError(
                 f"offload=parameters was given with shard={plan.shard}, where every rank has whole weights",
                 possible="offload=parameters with shard=zero3, or offload=optimizer",
@@ -106,7 +108,7 @@ class Offload:
             )
         count = plan.microbatches_of(batch)
         rates = _Rates.of(costs, to)
-        ranks = {id(stage): stage for stage in costs.stages(plan, count)}.values()
+        ranks = dict.fromkeys(costs.stages(plan, count))
         found = [_of_rank(costs, plan, stage, count, what, rates) for stage in ranks]
         worst = max(found, key=lambda each: each.extra)
         host = costs.cluster.host
@@ -157,7 +159,9 @@ class _Rates:
         return cls(to, link, host.bandwidth * host.share / sharing, file, sharing)
 
 
-def _of_rank(costs: Costs, plan: Plan, stage: StageCost, count: int, what: str, rates: _Rates) -> Offload:
+def _of_rank(
+    costs: Costs, plan: SettledPlan, stage: StageCost, count: int, what: str, rates: _Rates
+) -> Offload:
     owned = owned_by_rank(stage.parameters, plan)
     width = Layout.of(plan).width
     forward, backward = stage.forward, stage.input + stage.weight
@@ -175,7 +179,7 @@ def _of_rank(costs: Costs, plan: Plan, stage: StageCost, count: int, what: str, 
         parts["weights"] = count * (max(0.0, fetch - forward) + max(0.0, fetch - backward))
         link += 2 * count * weights
         files += 2 * count * weights if rates.to == "file" else 0.0
-    stays = 0.0 if keeps_weights else 1.0 if plan.shard != "zero3" else width / _FP32
+    stays = 0.0 if keeps_weights else 1.0 if not plan.sharding.cuts_weights else width / _FP32
     kept = (_STATE + (width if keeps_weights else 0.0)) * owned
     return Offload(
         what=what,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from shoal.cost.layout import Layout
 from shoal.cost.memory.activations import EndMemory
 from shoal.cost.memory.stack import Stack
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 
 __all__ = ["Moment", "StageEnds", "gathered_bytes", "moments_of"]
 
@@ -78,7 +78,7 @@ class StageEnds:
 
 
 def moments_of(
-    plan: Plan,
+    plan: SettledPlan,
     layout: Layout,
     held: float,
     stack: Stack,
@@ -97,12 +97,12 @@ def moments_of(
         copies: Whether the backend copies what it reduces.
     """
     layers = stack.layers
-    gathers = layout.width if plan.shard == "zero3" else 0
+    gathers = layout.width if plan.sharding.cuts_weights else 0
     if ends.last is not None:
         gathered = gathered_bytes(plan, layout, stack, ends)
         yield Moment("loss", held, ends.last.loss, gathered)
         yield Moment("head", held, ends.last.head, gathered)
-    buckets = _Buckets(plan, stack, ends, copies) if plan.shard in ("zero2", "zero3") else None
+    buckets = _Buckets(plan, stack, ends, copies) if plan.sharding.cuts_gradients else None
     for place in stack.peak_candidates:
         layer = layers[place]
         left = held - ends.kept - stack.kept[place + 1]
@@ -111,9 +111,9 @@ def moments_of(
         yield Moment(f"block {place}", left + layer.whole, layer.working, gathers * gathered, filled, freed)
 
 
-def gathered_bytes(plan: Plan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
+def gathered_bytes(plan: SettledPlan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
     """Weights that zero3 has gathered when forward ends; arguments as of `moments_of`."""
-    if plan.shard != "zero3":
+    if not plan.sharding.cuts_weights:
         return 0.0
     return layout.width * (ends.embedding + ends.head + sum([each.parameters for each in stack.layers[:1]]))
 
@@ -121,12 +121,12 @@ def gathered_bytes(plan: Plan, layout: Layout, stack: Stack, ends: StageEnds) ->
 class _Buckets:
     """Gradients with zero2 and zero3: bucket 0 for the head, then one for each group of layers."""
 
-    def __init__(self, plan: Plan, stack: Stack, ends: StageEnds, copies: bool) -> None:
+    def __init__(self, plan: SettledPlan, stack: Stack, ends: StageEnds, copies: bool) -> None:
         self._stack = stack
         self._head = _FP32 * ends.head
         self._copies = copies
         self._together = 1
-        if plan.shard == "zero2" and stack.layers:
+        if plan.sharding.bucket_is_memory and stack.layers:
             layers, first = len(stack.layers), stack.gradients[1]
             self._together = max(1, min(layers, round(plan.bucket / max(first, 1.0))))
 

@@ -11,11 +11,11 @@ from itertools import accumulate, product
 from operator import mul
 
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import Held
 from shoal.cost.memory.activations import BlockMemory, block_memory, end_memory
 from shoal.cost.memory.peak_candidates import StageEnds
 from shoal.cost.memory.stack import Stack
-from shoal.workload import Workload
+from shoal.plan.schedules import Held
+from shoal.workload import Block, Workload
 
 __all__ = ["Outline", "Pieces"]
 
@@ -65,10 +65,10 @@ class Pieces:
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
         last = len(workload.layers) + 1
-        known: dict[tuple[int, bool], BlockMemory] = {}
+        known: dict[tuple[Block, bool], BlockMemory] = {}
         blocks = []
         for piece, block in enumerate(workload.pieces):
-            key = id(block), 0 < piece < last
+            key = block, 0 < piece < last
             if key not in known:
                 known[key] = block_memory(block, workload, layout, is_layer=0 < piece < last)
             blocks.append(known[key])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shoal.cluster import Cluster
 from shoal.cost.memory.memory import Memories, RankMemory
 from shoal.errors import PlanError
-from shoal.plan import Plan
+from shoal.plan import FULLY_SHARDED, SettledPlan
 from shoal.units import format_bytes
 from shoal.workload import Workload
 
@@ -29,7 +29,7 @@ class SmallestFit:
     """
 
     devices: int
-    plan: Plan
+    plan: SettledPlan
     memory: RankMemory
 
 
@@ -104,7 +104,7 @@ def _leanest(
     return best if best is not None and best.memory.fits(cluster, margin) else None
 
 
-def _frugal_plans(workload: Workload, cluster: Cluster, devices: int, batch: int) -> Iterator[Plan]:
+def _frugal_plans(workload: Workload, cluster: Cluster, devices: int, batch: int) -> Iterator[SettledPlan]:
     precision = "bf16" if "bf16" in cluster.device.peak else "fp32"
     stages = [pp for pp in range(1, len(workload.layers) + 1) if devices % pp == 0]
     for tp in _powers(math.gcd(devices, workload.kv_heads, cluster.devices_per_node)):
@@ -115,13 +115,13 @@ def _frugal_plans(workload: Workload, cluster: Cluster, devices: int, batch: int
                 dp = devices // (tp * pp * cp)
                 if batch % dp:
                     continue
-                yield Plan(
+                yield SettledPlan(
                     dp=dp,
                     tp=tp,
                     pp=pp,
                     cp=cp,
                     ep=math.gcd(dp * cp, workload.experts) if workload.experts else 1,
-                    shard="zero3",
+                    shard=FULLY_SHARDED.name,
                     microbatch=1,
                     recompute="full",
                     precision=precision,

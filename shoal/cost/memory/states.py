@@ -46,12 +46,12 @@ def states_of(plan: Plan, shards: float) -> States:
     shards = max(shards, 1)
     width, copy = (2.0, _FP32) if plan.precision == "bf16" else (_FP32, 0.0)
     moments = 2 * _FP32
-    if plan.shard == "none":
-        return States(width, _FP32, moments + copy)
-    if plan.shard == "zero3":
-        return States(_FP32 / shards, _FP32 / shards, moments / shards)
-    gradients = _FP32 / shards if plan.shard == "zero2" else _FP32
-    return States(width, gradients, (moments + copy) / shards)
+    sharding = plan.sharding
+    return States(
+        _FP32 / shards if sharding.cuts_weights else width,
+        _FP32 / shards if sharding.cuts_gradients else _FP32,
+        (moments if sharding.cuts_weights else moments + copy) / (shards if sharding.cuts_optimizer else 1),
+    )
 
 
 def state_bytes(plan: Plan, shards: float) -> float:

@@ -1,1 +1,17 @@
 """Long runs: failures, goodput and days; and a Cluster corrected by what runs measured."""
+
+from shoal.cost.outlook.goodput import goodput
+from shoal.cost.outlook.jitter import straggler_share, with_stragglers
+from shoal.cost.outlook.long_run import RESTART, STORAGE, LongRun, long_run
+from shoal.cost.outlook.observation import Observation
+
+__all__ = [
+    "RESTART",
+    "STORAGE",
+    "LongRun",
+    "Observation",
+    "goodput",
+    "long_run",
+    "straggler_share",
+    "with_stragglers",
+]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from shoal.cost.collectives.network import Group
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
+from shoal.plan.groups import Group
 from shoal.timeline import Kind, Lane, Timeline
 from shoal.timeline.intervals import Intervals, intersect, length, union
 from shoal.timeline.kinds import seconds_by_kind
@@ -55,7 +55,7 @@ class Observation:
     """
 
     workload: Workload
-    plan: Plan
+    plan: SettledPlan
     batch: int
     compute: float
     optimizer: float
@@ -63,7 +63,7 @@ class Observation:
     transfers: tuple[Transfer, ...] = ()
 
     @classmethod
-    def of(cls, workload: Workload, plan: Plan, batch: int, timeline: Timeline) -> Observation:
+    def of(cls, workload: Workload, plan: SettledPlan, batch: int, timeline: Timeline) -> Observation:
         """What a Timeline says.
 
         Raises:

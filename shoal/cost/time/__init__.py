@@ -1,1 +1,41 @@
 """Seconds of operations, blocks, buckets and steps, in closed form."""
+
+from shoal.cost.time.block import BlockCost, block_cost
+from shoal.cost.time.bucket_times import SUM_WIDTH, copy_seconds, gather_seconds, reduce_seconds
+from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
+from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.cost.time.crowding import crowded_seconds
+from shoal.cost.time.data_parallel import StageWork
+from shoal.cost.time.joins import Join, Joined
+from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
+from shoal.cost.time.step import PipelineCost, exposed_sends
+from shoal.cost.time.suited import workload_on
+from shoal.cost.time.synchronisations import behind_the_mean
+
+__all__ = [
+    "SUM_WIDTH",
+    "BlockCost",
+    "Bucket",
+    "Family",
+    "Join",
+    "Joined",
+    "PipelineCost",
+    "StageWork",
+    "attention_seconds",
+    "behind_the_mean",
+    "block_cost",
+    "buckets_of",
+    "copy_seconds",
+    "crowded_seconds",
+    "exposed_sends",
+    "families_of",
+    "gather_seconds",
+    "lognormal_maximum",
+    "normal_maximum",
+    "parameters_on_rank",
+    "pass_seconds",
+    "product_seconds",
+    "reduce_seconds",
+    "stream_seconds",
+    "workload_on",
+]

@@ -12,7 +12,7 @@ writes its scores to memory, attention alone (Korthikanti et al., arXiv:2205.051
 
 Where the host takes longer to start the operations than the device to do them, the host's time counts.
 
-At each communication that no compute runs beside, ranks also wait for who is late: see `meetings.py`.
+At each communication that no compute runs beside, ranks also wait for who is late: see `synchronisations.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster, Device
-from shoal.cost.collectives.network import Group, collective_seconds
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.compute import Seconds, attention_seconds, host_seconds, operation_seconds
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late
+from shoal.plan.groups import context_group, expert_group
 from shoal.workload import Block, Part, Pass, Product
 
 __all__ = ["BlockCost", "block_cost"]
@@ -132,7 +133,7 @@ def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tup
     if layout.cp == 1:
         return 0.0, 0.0
     forward = backward = 0.0
-    group = Group(layout.cp, layout.tp)
+    group = context_group(layout.tp, layout.cp)
     host = host_seconds(cluster)
     for attention in block.attentions:
         samples = layout.microbatch * length / layout.cp / layout.tp * layout.width
@@ -152,10 +153,10 @@ def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tup
 
 
 def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, float]:
-    if layout.ep == 1 or not block.exchanged:
+    if layout.ep == 1 or not block.routed:
         return 0.0, 0.0
-    nbytes = float(layout.width) * block.exchanged * layout.share(Part.STREAM)
-    each = collective_seconds("all_to_all", nbytes, Group(layout.ep, layout.tp), cluster)
+    nbytes = float(layout.width) * block.routed * layout.share(Part.STREAM)
+    each = collective_seconds("all_to_all", nbytes, expert_group(layout.tp, layout.ep), cluster)
     each += host_seconds(cluster)
     return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)
 
@@ -164,13 +165,13 @@ def _late(
     block: Block, joins: Sequence[Join], work: float, cluster: Cluster, layout: Layout, rounds: int = 1
 ) -> float:
     """In a pass with these joins and so much work; each round exchanges over cp and with experts."""
-    if not cluster.drift:
+    if not cluster.noise:
         return 0.0
     joined = (each for join in joins for each in (*join.before, *join.behind))
-    meetings = [(layout.tp, sum(not each.is_beside for each in joined))]
+    synchronisations = [(layout.tp, sum(not each.is_beside for each in joined))]
     if layout.cp > 1:
         exchanges = 2 if layout.context == "ulysses" else 1
-        meetings.append((layout.cp, rounds * exchanges * sum(1 for _ in block.attentions)))
-    if layout.ep > 1 and block.exchanged:
-        meetings.append((layout.ep, 2 * rounds))
-    return seconds_late(cluster.drift, work, meetings)
+        synchronisations.append((layout.cp, rounds * exchanges * sum(1 for _ in block.attentions)))
+    if layout.ep > 1 and block.routed:
+        synchronisations.append((layout.ep, 2 * rounds))
+    return seconds_late(cluster.noise, work, synchronisations)

@@ -1,13 +1,6 @@
 """Which parameters of a stage data-parallel ranks exchange together, and over which ranks.
 
-Parameters are of one of three families, by who has the same and saw other data:
-
-    dense      those that tp divides, and all others where tp=1: the ranks of dp x cp
-    whole      those that every rank of tp has, with tp > 1: dp x cp x tp
-    experts    with ep > 1: every ep-th rank of dp x cp, times tp
-
-A state that is sharded is cut over dp / replicate x cp ranks, and an expert's over ep times fewer; the others
-of its family are its replicas. This is what `shoal.parallel.axes` makes groups of.
+`shoal.plan.groups` says which families of parameters there are, and which ranks keep them.
 
 Buckets of each family are filled in the order of backward, up to `Plan.bucket` bytes of weights; the
 embedding and the end have buckets of their own, and with zero3 every block has one.
@@ -19,8 +12,7 @@ import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from shoal.cost.collectives.network import Group
-from shoal.plan import Plan
+from shoal.plan import Group, Groups, Plan
 from shoal.workload import Block, Parameters
 
 __all__ = [
@@ -30,7 +22,6 @@ __all__ = [
     "families_of",
     "owned_by_rank",
     "parameters_on_rank",
-    "shards_of",
 ]
 
 
@@ -40,8 +31,8 @@ class Family:
 
     Attributes:
         kinds: Which of a block's, as fields of `Parameters`.
-        shards: The ranks that a state is cut over.
-        replicas: Those that have the same shard.
+        shards: The ranks that together hold one state.
+        replicas: The ranks that hold the same shard.
     """
 
     kinds: tuple[str, ...]
@@ -73,28 +64,16 @@ class Bucket:
     number: int = 1
 
 
-def shards_of(plan: Plan) -> tuple[int, int]:
-    """Ranks that the optimizer's state is cut over: of dense parameters, and of experts."""
-    if plan.shard == "none":
-        return 1, 1
-    ranks = plan.shards * plan.cp
-    return ranks, ranks // plan.ep
-
-
 def families_of(plan: Plan) -> tuple[Family, ...]:
-    """The families of a Plan's mesh."""
-    tp, (shards, expert_shards) = plan.tp, shards_of(plan)
-    copies = plan.dp * plan.cp // shards
-    cut, apart = Group(shards, tp), tp * shards
+    """The families of a Plan's parameters, each with its ranks."""
+    groups = Groups.of(plan)
     whole = ("whole",) if plan.ep > 1 else ("whole", "experts")
-    families = [Family(("divided", *(whole if tp == 1 else ())), cut, Group(copies, apart))]
-    if tp > 1:
-        families.append(Family(whole, cut, Group(copies * tp, apart, tp)))
+    dense = ("divided", *(whole if plan.tp == 1 else ()))
+    families = [Family(dense, *groups.dense)]
+    if plan.tp > 1:
+        families.append(Family(whole, *groups.whole))
     if plan.ep > 1:
-        copies = plan.dp * plan.cp // plan.ep // expert_shards
-        apart = plan.ep * expert_shards * tp
-        experts = Group(expert_shards, plan.ep * tp)
-        families.append(Family(("experts",), experts, Group(copies * tp, apart, tp)))
+        families.append(Family(("experts",), *groups.experts))
     return tuple(families)
 
 
@@ -105,8 +84,8 @@ def parameters_on_rank(parameters: Parameters, tp: int, ep: int) -> Parameters:
 
 def owned_by_rank(held: Parameters, plan: Plan) -> float:
     """How many of the parameters that a rank has its optimizer changes: its shard of them."""
-    shards, expert_shards = shards_of(plan)
-    return (held.whole + held.divided) / shards + held.experts / expert_shards
+    groups = Groups.of(plan)
+    return (held.whole + held.divided) / groups.dense.shards.size + held.experts / groups.experts.shards.size
 
 
 def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width: int) -> list[Bucket]:
@@ -118,7 +97,7 @@ def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width
         plan: Says sharding and size.
         width: Bytes of a weight that computes.
     """
-    by_block = plan.shard == "zero3"
+    by_block = plan.sharding.cuts_weights
     capacity = math.inf if by_block else plan.bucket / width
     held = [parameters_on_rank(block.parameters, plan.tp, plan.ep) for block in blocks]
     filled: list[Bucket] = []

@@ -41,33 +41,33 @@ from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.bucket_times import NOTHING, BucketTimes, bucket_times, together
 from shoal.cost.time.buckets import Bucket, buckets_of
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
-__all__ = ["Exchanges", "Runs", "StageWork", "runs_of"]
+__all__ = ["DataParallelCosts", "Runs", "StageWork", "runs_of"]
 
 Runs = tuple[tuple[Block, int], ...]
-"""Blocks, and how many of each."""
+"""Blocks in order: each with how many like it follow one another."""
 
 
 class StageWork(NamedTuple):
     """One stage's blocks, and seconds for one micro-batch.
 
     Attributes:
-        blocks: In order.
+        runs: Its blocks, in order.
         forward: With what is waited for within blocks.
-        backward: The same.
+        backward: With what is waited for within blocks.
         computed: Share of these seconds in which the device computes.
     """
 
-    blocks: tuple[Block, ...]
+    runs: Runs
     forward: float
     backward: float
     computed: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchanged:
+class _BucketsOfStage:
     """Seconds of one stage's buckets by themselves, and the blocks whose compute lies between.
 
     Attributes:
@@ -103,7 +103,7 @@ class _Exchanged:
     copy_last: float
 
 
-class Exchanges:
+class DataParallelCosts:
     """What stages of a Workload exchange on a Cluster; remembers what Plans share.
 
     Args:
@@ -117,19 +117,17 @@ class Exchanges:
     ) -> None:
         self._cluster = cluster
         self._cost = cost
-        self._ends = {id(workload.embedding), id(workload.end)}
-        self._known: dict[tuple[object, ...], _Exchanged] = {}
+        self._ends = {workload.embedding, workload.end}
+        self._known: dict[tuple[object, ...], _BucketsOfStage] = {}
         self._times: dict[tuple[object, ...], BucketTimes] = {}
 
-    def in_micro_batch(self, plan: Plan, stages: Sequence[StageWork]) -> float:
+    def in_micro_batch(self, plan: SettledPlan, stages: Sequence[StageWork]) -> float:
         """Exposed seconds of every micro-batch of a rank with these stages."""
-        if plan.shard not in ("zero2", "zero3") or plan.ranks == plan.pp:
+        if not plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
             return 0.0
-        numbers = Counter(id(stage.blocks) for stage in stages)
-        unlike = {id(stage.blocks): stage for stage in stages}
-        return sum(number * self._in_passes(plan, unlike[name]) for name, number in numbers.items())
+        return sum(number * self._in_passes(plan, stage) for stage, number in Counter(stages).items())
 
-    def in_step(self, plan: Plan, stages: Sequence[StageWork], count: int) -> tuple[float, float]:
+    def in_step(self, plan: SettledPlan, stages: Sequence[StageWork], count: int) -> tuple[float, float]:
         """Exposed seconds of every step of a rank with these stages: before, and after all its compute.
 
         Args:
@@ -141,12 +139,12 @@ class Exchanges:
             return 0.0, 0.0
         c = self._cluster.device.contention
         layout = Layout.of(plan)
-        found = [self._exchanged(plan, stage, layout.width) for stage in stages]
+        found = [self._buckets_of_stage(plan, stage, layout.width) for stage in stages]
         before = after = 0.0
-        if plan.shard in ("zero1", "zero2"):
+        if plan.sharding.gathers_each_step:
             before = self._before_forward(found[0], stages[0], layout)
             before += c * sum(each.gather_load * (each.gather + each.ends) for each in found[1:])
-        if plan.shard in ("none", "zero1"):
+        if not plan.sharding.reduces_each_micro_batch:
             if plan.pp == 1:
                 after = self._behind_backward(found[0], 0.0, stages[0], layout)
             else:
@@ -156,17 +154,17 @@ class Exchanges:
                 after = found[0].reduce + max(slowed, others - left)
         return before, after
 
-    def _in_passes(self, plan: Plan, stage: StageWork) -> float:
+    def _in_passes(self, plan: SettledPlan, stage: StageWork) -> float:
         layout = Layout.of(plan)
-        found = self._exchanged(plan, stage, layout.width)
-        if plan.shard == "zero2":
+        found = self._buckets_of_stage(plan, stage, layout.width)
+        if not plan.sharding.cuts_weights:
             return self._behind_backward(found, 0.0, stage, layout)
         again = found.gather - found.top
         before = 0.0 if plan.pp == 1 else found.ends + found.top
         forward = self._before_forward(found, stage, layout)
         return forward + before + self._behind_backward(found, again, stage, layout)
 
-    def _before_forward(self, found: _Exchanged, stage: StageWork, layout: Layout) -> float:
+    def _before_forward(self, found: _BucketsOfStage, stage: StageWork, layout: Layout) -> float:
         c = self._cluster.device.contention * stage.computed * found.gather_load
         hidden = found.gather - found.first
         left = stage.forward - sum(
@@ -174,7 +172,9 @@ class Exchanges:
         )
         return found.ends + max(c * hidden + found.first, found.gather - left)
 
-    def _behind_backward(self, found: _Exchanged, gathered: float, stage: StageWork, layout: Layout) -> float:
+    def _behind_backward(
+        self, found: _BucketsOfStage, gathered: float, stage: StageWork, layout: Layout
+    ) -> float:
         """Exposed seconds of gradients, where weights take `gathered` seconds beside them."""
         c = self._cluster.device.contention * stage.computed
         total = found.reduce + gathered
@@ -187,17 +187,18 @@ class Exchanges:
     def _backward(self, runs: Runs, layout: Layout) -> float:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
 
-    def _exchanged(self, plan: Plan, stage: StageWork, width: int) -> _Exchanged:
-        size = 0 if plan.shard == "zero3" else plan.bucket
+    def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> _BucketsOfStage:
+        size = 0 if plan.sharding.cuts_weights else plan.bucket
         mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate)
-        key = (id(stage.blocks), mesh, plan.shard, size, width)
+        key = (stage.runs, mesh, plan.shard, size, width)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._of_buckets(plan, stage.blocks, width)
+            found = self._known[key] = self._of_buckets(plan, stage.runs, width)
         return found
 
-    def _of_buckets(self, plan: Plan, blocks: Sequence[Block], width: int) -> _Exchanged:
-        roots = [position for position, block in enumerate(blocks) if id(block) in self._ends]
+    def _of_buckets(self, plan: SettledPlan, runs: Runs, width: int) -> _BucketsOfStage:
+        blocks = [block for block, number in runs for _ in range(number)]
+        roots = [position for position, block in enumerate(blocks) if block in self._ends]
         timed = [(each, self._of_bucket(each, width)) for each in buckets_of(blocks, roots, plan, width)]
         # Where backward completes buckets.
         places = [(first, together(there)) for first, there in groupby(timed, key=lambda each: each[0].first)]
@@ -206,8 +207,8 @@ class Exchanges:
         highest = max((each.last for each, _ in layers), default=0)
         (end, last), (before_end, before) = places[-1], places[-2] if len(places) > 1 else (0, NOTHING)
         every, of_layers = together(timed), together(layers)
-        copied = (every, places[0][1], last) if plan.shard in ("zero2", "zero3") else (NOTHING,) * 3
-        return _Exchanged(
+        copied = (every, places[0][1], last) if plan.sharding.cuts_gradients else (NOTHING,) * 3
+        return _BucketsOfStage(
             reduce=every.reduce,
             last=last.reduce,
             before=before.reduce,
@@ -234,8 +235,5 @@ class Exchanges:
 
 
 def runs_of(blocks: Iterable[Block]) -> Runs:
-    """Unlike blocks, and how many there are of each."""
-    counted: dict[int, tuple[Block, int]] = {}
-    for block in blocks:
-        counted[id(block)] = block, counted.get(id(block), (block, 0))[1] + 1
-    return tuple(counted.values())
+    """Blocks in order, alike neighbours as one run."""
+    return tuple((block, sum(1 for _ in alike)) for block, alike in groupby(blocks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
 from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
 from shoal.workload import Workload
 
@@ -12,7 +12,7 @@ __all__ = ["flop_costs", "pieces_by_stage"]
 
 
 def pieces_by_stage(
-    workload: Workload, plan: Plan, microbatches: int, costs: Callable[[], Sequence[Cost]]
+    workload: Workload, plan: SettledPlan, microbatches: int, costs: Callable[[], Sequence[Cost]]
 ) -> tuple[range, ...]:
     """The pieces of each stage.
 

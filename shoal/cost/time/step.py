@@ -30,9 +30,10 @@ from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.compute import stream_seconds
-from shoal.cost.time.data_parallel import Exchanges, Runs, StageWork, runs_of
+from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
 from shoal.cost.time.split import pieces_by_stage
-from shoal.plan import Plan
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import kind_of
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
@@ -40,8 +41,6 @@ __all__ = ["UPDATE_BYTES", "Costs", "PipelineCost", "StageCost", "StepCost", "Un
 
 UPDATE_BYTES = 30  # Adam: gradient, master weight and two moments read, these written, and the 16-bit weight
 _EXPOSED_SENDS = 0.5
-_ZERO_BUBBLE = {"zb-h1": 2.0, "zb-v": 3.0, "dualpipe-v": 3.0, "search": 3.0}
-"""How many times a rank's weight gradients fill the bubble for each rank before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +125,7 @@ class StepCost:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-_Held = tuple[tuple[Block, ...], ...]
+_Held = tuple[Runs, ...]
 """The blocks of each stage of a rank."""
 
 
@@ -141,17 +140,14 @@ class Costs:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self.workload = workload
         self.cluster = cluster
-        self._blocks: dict[tuple[int, Layout], BlockCost] = {}
+        self._blocks: dict[tuple[Block, Layout], BlockCost] = {}
         self._stages: dict[tuple[object, ...], tuple[StageCost, ...]] = {}
         self._pipelines: dict[tuple[object, ...], PipelineCost] = {}
-        self._runs: dict[int, Runs] = {}  # by blocks that are one object
-        self._same_blocks: dict[tuple[int, ...], tuple[Block, ...]] = {}
-        self._same_held: dict[tuple[int, ...], _Held] = {}
         self._cuts: dict[tuple[object, ...], list[_Held]] = {}
-        self._ranks: dict[tuple[int, Layout], StageCost] = {}
-        self._exchanges = Exchanges(workload, cluster, self.block)
+        self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
+        self._data_parallel = DataParallelCosts(workload, cluster, self.block)
 
-    def step(self, plan: Plan, batch: int) -> StepCost:
+    def step(self, plan: SettledPlan, batch: int) -> StepCost:
         """Seconds of a step of `batch` samples under a Plan whose micro-batch is settled."""
         count = plan.microbatches_of(batch)
         pipeline = self.pipeline(plan, count)
@@ -171,7 +167,7 @@ class Costs:
         compute = pipeline.pace - sum(parts[name] for name in ("tensor", "context", "expert", "straggler"))
         return StepCost(pipeline.total + data + update, compute, parts)
 
-    def pipeline(self, plan: Plan, count: int) -> PipelineCost:
+    def pipeline(self, plan: SettledPlan, count: int) -> PipelineCost:
         """What `count` micro-batches take on the ranks along pp, but for what follows from sharding."""
         key = (Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.split, count)
         found = self._pipelines.get(key)
@@ -179,28 +175,29 @@ class Costs:
             found = self._pipelines[key] = self._pipeline(plan, count)
         return found
 
-    def _pipeline(self, plan: Plan, count: int) -> PipelineCost:
+    def _pipeline(self, plan: SettledPlan, count: int) -> PipelineCost:
         stages = self.stages(plan, count)
         slowest = max(stages, key=lambda stage: stage.total)
         fill = sends = 0.0
+        bubble_fill = kind_of(plan.schedule).bubble_fill
         if plan.pp > 1:
             virtual = plan.stages // plan.pp
             fill = (sum(stage.total for stage in stages) - slowest.total) / virtual
-            hidden = _ZERO_BUBBLE.get(plan.schedule, 0.0) * (plan.pp - 1) * slowest.weight / virtual
+            hidden = bubble_fill * (plan.pp - 1) * slowest.weight / virtual
             fill = max(fill - hidden, fill / (3 * plan.pp))
             sends = self.send(plan) * exposed_sends(plan.pp, count, virtual)
-        unlike: dict[int, Unlike] = {}
+        unlike: dict[StageCost, Unlike] = {}
         waits = rests = 0.0
         for stage in stages:
-            first = unlike.get(id(stage), Unlike(stage, 0, waits, rests))
-            unlike[id(stage)] = first._replace(number=first.number + 1)
+            first = unlike.get(stage, Unlike(stage, 0, waits, rests))
+            unlike[stage] = first._replace(number=first.number + 1)
             waits += stage.stages[0].forward
-            rests += 0.0 if plan.schedule in _ZERO_BUBBLE else stage.stages[0].backward
+            rests += 0.0 if bubble_fill else stage.stages[0].backward
         return PipelineCost(slowest, tuple(unlike.values()), count * slowest.total, fill, sends)
 
     def block(self, block: Block, layout: Layout) -> BlockCost:
         """What a block takes on a rank for one micro-batch."""
-        key = id(block), layout
+        key = block, layout
         found = self._blocks.get(key)
         if found is None:
             workload = self.workload
@@ -214,7 +211,7 @@ class Costs:
             )
         return found
 
-    def stages(self, plan: Plan, count: int) -> tuple[StageCost, ...]:
+    def stages(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
         """By rank along pp, what its stages take together for one micro-batch."""
         layout = Layout.of(plan)
         key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, count if plan.split == "cost" else 0
@@ -231,26 +228,23 @@ class Costs:
         costs = [self.block(piece, layout) for piece in self.workload.pieces]
         return [Cost(each.forward, each.backward) for each in costs]
 
-    def blocks_of(self, plan: Plan, count: int) -> list[Sequence[Block]]:
+    def blocks_of(self, plan: SettledPlan, count: int) -> list[Sequence[Block]]:
         """By stage of the whole pipeline, its blocks; one stage without a pipeline."""
         pieces = self.workload.pieces
         ranges = pieces_by_stage(self.workload, plan, count, lambda: self.piece_costs(Layout.of(plan)))
         return [pieces[each.start : each.stop] for each in ranges]
 
-    def _cut(self, plan: Plan, count: int) -> list[_Held]:
-        """By rank, its stages' blocks; equal ones are one object."""
-        held: list[list[tuple[Block, ...]]] = [[] for _ in range(plan.pp)]
+    def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:
+        """By rank, its stages' blocks."""
+        held: list[list[Runs]] = [[] for _ in range(plan.pp)]
         placement = plan.placement if plan.pp > 1 else (0,)
         for rank, blocks in zip(placement, self.blocks_of(plan, count), strict=True):
-            same = self._same_blocks.setdefault(tuple(map(id, blocks)), tuple(blocks))
-            if id(same) not in self._runs:
-                self._runs[id(same)] = runs_of(same)
-            held[rank].append(same)
-        return [self._same_held.setdefault(tuple(map(id, stages)), tuple(stages)) for stages in held]
+            held[rank].append(runs_of(blocks))
+        return [tuple(stages) for stages in held]
 
     def _rank(self, held: _Held, layout: Layout) -> StageCost:
         """Return the cost of a rank with these stages, cached."""
-        key = id(held), layout
+        key = held, layout
         found = self._ranks.get(key)
         if found is None:
             found = self._ranks[key] = self._stage_cost(held, layout)
@@ -260,9 +254,9 @@ class Costs:
         works = []
         weight = tensor = context = expert = late = 0.0
         whole = divided = experts = 0
-        for blocks in held:
+        for runs in held:
             forward = backward = computed = 0.0
-            for block, number in self._runs[id(blocks)]:
+            for block, number in runs:
                 cost, parameters = self.block(block, layout), block.parameters
                 forward += number * cost.forward
                 backward += number * cost.backward
@@ -275,7 +269,7 @@ class Costs:
                 whole += number * parameters.whole
                 divided += number * parameters.divided
                 experts += number * parameters.experts
-            works.append(StageWork(blocks, forward, backward, computed / (forward + backward)))
+            works.append(StageWork(runs, forward, backward, computed / (forward + backward)))
         return StageCost(
             sum(work.forward for work in works),
             sum(work.backward for work in works) - weight,
@@ -288,7 +282,7 @@ class Costs:
             tuple(works),
         )
 
-    def send(self, plan: Plan) -> float:
+    def send(self, plan: SettledPlan) -> float:
         """Seconds of one micro-batch's hidden state from a stage to the next."""
         return self.send_apart(Layout.of(plan), plan.ranks // plan.pp)
 
@@ -300,21 +294,21 @@ class Costs:
             nbytes /= layout.tp
         return send_seconds(nbytes, apart, self.cluster)
 
-    def _data(self, plan: Plan, pipeline: PipelineCost, count: int) -> float:
+    def _data(self, plan: SettledPlan, pipeline: PipelineCost, count: int) -> float:
         """Seconds of the gradients' (and parameters') exchange that nothing hides."""
         if plan.ranks == plan.pp:  # of tp too: it has some parameters whole on every rank
             return 0.0
         slowest = every = before = after = 0.0
         for stage, number, waits, rests in pipeline.unlike:
-            exposed = self._exchanges.in_micro_batch(plan, stage.stages)
+            exposed = self._data_parallel.in_micro_batch(plan, stage.stages)
             slowest, every = max(slowest, stage.total + exposed), every + number * exposed
-            first, last = self._exchanges.in_step(plan, stage.stages, count)
+            first, last = self._data_parallel.in_step(plan, stage.stages, count)
             before, after = max(before, first - waits), max(after, last - rests)
         pace = slowest - pipeline.slowest.total
         fill = max(0.0, every - pace) * plan.pp / plan.stages
         return before + after + count * pace + fill
 
-    def update(self, plan: Plan, parameters: Parameters) -> float:
+    def update(self, plan: SettledPlan, parameters: Parameters) -> float:
         """Seconds of the optimizer's passes over what a rank with so many parameters owns of them."""
         return stream_seconds(self.cluster.device, UPDATE_BYTES * owned_by_rank(parameters, plan), 4)
 

@@ -2,15 +2,15 @@
 
 Work that takes all ranks the same time on average takes each a little more or less: interrupts, other
 programs, what caches hold. Such delays add up as the steps of a random walk do, so that after t seconds a
-rank is off the mean by a standard deviation of `drift` sqrt(t), a Cluster's `drift` being that after one
+rank is off the mean by a standard deviation of `noise` sqrt(t), a Cluster's `noise` being that after one
 second. Ranks that meet n times in T seconds of work, each time at once and with nothing else to do until the
 last is there, so wait
 
-    n m drift sqrt(T / n)  =  m drift sqrt(n T)
+    n m noise sqrt(T / n)  =  m noise sqrt(n T)
 
 where m is by how many standard deviations the last of them is behind the mean. It grows with the number of
-meetings, whereas `jitter` is what a whole step's pace differs by: ranks wait for that once, however often
-they meet.
+synchronisations, whereas `jitter` is what a whole step's pace differs by: ranks wait for that once, however
+often they meet.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def behind_the_mean(ranks: int) -> float:
     return normal_maximum(ranks, 1.0) - 1.0
 
 
-def seconds_late(drift: float, work: float, meetings: Sequence[tuple[int, int]]) -> float:
+def seconds_late(noise: float, work: float, synchronisations: Sequence[tuple[int, int]]) -> float:
     """How long a rank waits for others in a piece of work.
 
     Args:
-        drift: See `shoal.cluster.Cluster`.
+        noise: See `shoal.cluster.Cluster`.
         work: Seconds of the work.
-        meetings: How many ranks meet, and how often they do, at equal distances.
+        synchronisations: How many ranks meet, and how often they do, at equal distances.
     """
-    number = sum(times for _, times in meetings)
-    if not drift or not number:
+    number = sum(times for _, times in synchronisations)
+    if not noise or not number:
         return 0.0
-    behind = sum(times * behind_the_mean(ranks) for ranks, times in meetings)
-    return drift * behind * math.sqrt(work / number)
+    behind = sum(times * behind_the_mean(ranks) for ranks, times in synchronisations)
+    return noise * behind * math.sqrt(work / number)

@@ -1,8 +1,22 @@
-"""What the strategies share that keep whole weights on every rank."""
+"""Replicated data parallel, ZeRO-1 and ZeRO-2: every rank computes with whole weights.
+
+Gradients are summed in buckets, and a bucket's reduction runs while backward goes on (Li et al., "PyTorch
+Distributed", arXiv:2006.15704). What a rank keeps of the rest tells the three apart:
+
+    none     all: a bucket is all-reduced over the replicas (the mesh's axis `shard` has one rank)
+    zero1    a shard of the optimizer's state: a bucket is reduce-scattered, so that each rank has the sum of
+             its shard; after the optimizer's step weights are all-gathered, in the next forward
+    zero2    a shard of the sums as well: each bucket's sum is freed as soon as it is reduced, and so each
+             micro-batch is reduced
+
+none and zero1 send 2 P (d - 1) / d elements a rank and step, however many micro-batches; zero2 reduces as
+often as there are. Hybrid: the shard's sums are then all-reduced over the replicas. ZeRO: Rajbhandari et al.,
+arXiv:1910.02054.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import final
@@ -14,22 +28,27 @@ from shoal.parallel.data.gradient_sum import GradientSum
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.update import WeightUpdate
 from shoal.parallel.owned import Frozen, Owned
+from shoal.plan import Sharding
 
-__all__ = ["ResidentWeights"]
+__all__ = ["resident"]
+
+
+def resident(setup: Setup, sharding: Sharding) -> Strategy:
+    """The strategy of a sharding that does not cut weights."""
+    return _ResidentWeights(setup, sums_stay=not sharding.reduces_each_micro_batch)
 
 
 @final
-class ResidentWeights(Strategy):
+class _ResidentWeights(Strategy):
     """Whole weights on every rank, in buckets: gradients reduced in backward, weights gathered in forward.
 
     Args:
         setup: What every strategy is given.
-        finish: What becomes of a bucket's sum once it is reduced.
         sums_stay: Whether sums are kept whole over micro-batches, and reduced once; if not, each micro-batch
             is reduced.
     """
 
-    def __init__(self, setup: Setup, *, finish: Callable[[GradientSum], None], sums_stay: bool) -> None:
+    def __init__(self, setup: Setup, *, sums_stay: bool) -> None:
         grouped = setup.buckets(partial(groups_by_size, capacity=setup.bucket), resident=True)
         buckets = [bucket for _, bucket in grouped]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
@@ -40,7 +59,7 @@ class ResidentWeights(Strategy):
         self._step: ExitStack | None = None
         self._reduction = GradientReduction(
             buckets,
-            finish=finish,
+            finish=GradientSum.give if sums_stay else GradientSum.give_and_free,
             on_complete=GradientReduction.reduce_complete,
             on_end=self._on_end,
             waits=_may_wait(setup.axes, sums_stay=sums_stay),

@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from torch import nn
 
-from shoal.cost.layout import Layout
-from shoal.cost.memory.activations import block_memory
-from shoal.cost.memory.states import state_bytes
+from shoal.cost import Layout
+from shoal.cost.memory import block_memory, state_bytes
 from shoal.models import Mixture, Transformer
 from shoal.parallel.layout import Cut
 from shoal.parallel.pipeline.stage_layout import StageLayout, parameters_by_piece
-from shoal.plan import Plan
+from shoal.plan import Plan, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import transformer_shape, workload_of
 
@@ -45,9 +44,7 @@ class Batch(NamedTuple):
         Raises:
             PlanError: The batch does not divide into the Plan's micro-batches.
         """
-        microbatch = plan.with_microbatch_for(self.samples).microbatch
-        assert microbatch is not None
-        return microbatch
+        return SettledPlan.of(plan, self.samples).microbatch
 
     def micro_batches(self, plan: Plan) -> int:
         """Forwards of one rank.
@@ -118,7 +115,7 @@ def _activations(model: nn.Module, plan: Plan, batch: Batch | None, pieces: int)
     # Norms as on a CPU, where they keep most.
     shape = transformer_shape(model.config.model_dump()).replace(seq=batch.sequence, fused_passes=False)
     workload = workload_of(shape)
-    layout = Layout.of(plan.replace(microbatch=batch.microbatch(plan)))
+    layout = Layout.of(SettledPlan.of(plan, batch.samples))
     layer = block_memory(workload.layers[0], workload, layout, is_layer=True)
     end = block_memory(workload.end, workload, layout, is_layer=False)
     return [0.0, *[layer.kept] * (pieces - 2), end.kept]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.cost.memory.states import state_bytes
+from shoal.cost.memory import state_bytes
 from shoal.errors import ConfigError
 from shoal.models import Mixture, Transformer
 from shoal.parallel.pipeline.stage_layout import StageLayout, named_part, parameters_by_piece, parts_by_piece

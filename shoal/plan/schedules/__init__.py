@@ -1,14 +1,16 @@
 """Pipeline schedules as tables: the same table is run, drawn, timed and proved free of deadlock.
 
 Nouns: Action (a rank's forward or backward of a stage and micro-batch), Schedule (the table of all ranks),
+Kind (what a name stands for: its rows, limits, bubble and activations),
 Times and Played (with start and stop of each action), Send and Receive. `make` gives a named schedule,
 `search` finds one for given times and memory. Run by `shoal.parallel`, timed by the simulator. Imports no
 torch.
 """
 
 from shoal.plan.schedules.action import Action, Work
-from shoal.plan.schedules.kinds import FOUND, has_halves, least_virtual, placement_of, require_numbers
-from shoal.plan.schedules.named import NAMES, make
+from shoal.plan.schedules.found import FOUND
+from shoal.plan.schedules.kind import Held, Kind
+from shoal.plan.schedules.kinds import KINDS, NAMES, kind_of, make, require_numbers
 from shoal.plan.schedules.play import Played, Times, play
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 from shoal.plan.schedules.search import search
@@ -17,8 +19,11 @@ from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfe
 
 __all__ = [
     "FOUND",
+    "KINDS",
     "NAMES",
     "Action",
+    "Held",
+    "Kind",
     "Payload",
     "Played",
     "Receive",
@@ -27,11 +32,9 @@ __all__ = [
     "Step",
     "Times",
     "Work",
-    "has_halves",
-    "least_virtual",
+    "kind_of",
     "looped",
     "make",
-    "placement_of",
     "play",
     "require_no_deadlock",
     "require_numbers",

@@ -7,11 +7,12 @@ gradient of a stage's weights is complete early, so that its reduction hides beh
 from __future__ import annotations
 
 from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.kind import Held, Kind
 
-__all__ = ["breadth_first_row", "gpipe_row"]
+__all__ = ["BREADTH_FIRST", "GPIPE"]
 
 
-def gpipe_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+def _gpipe_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """All forwards, then all backwards. The paper takes the backwards in reverse, torch and this in order."""
     return tuple(
         Action(work, rank, microbatch)
@@ -20,7 +21,7 @@ def gpipe_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[A
     )
 
 
-def breadth_first_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+def _breadth_first_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """All forwards of stage after stage, then all backwards in reverse."""
     forwards = [
         (stage, microbatch)
@@ -31,3 +32,17 @@ def breadth_first_row(rank: int, ranks: int, virtual: int, microbatches: int) ->
         *(Action(Work.FORWARD, *each) for each in forwards),
         *(Action(Work.BACKWARD, *each) for each in reversed(forwards)),
     )
+
+
+def _held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | None) -> tuple[Held, ...]:
+    return (Held((float(microbatches),) * virtual, (0.0,) * virtual),)
+
+
+GPIPE = Kind(name="gpipe", row=_gpipe_row, held=_held, superseded_by=("1f1b",))
+BREADTH_FIRST = Kind(
+    name="looped-bfs",
+    row=_breadth_first_row,
+    held=_held,
+    most_virtual=None,
+    superseded_by=("1f1b", "interleaved"),
+)

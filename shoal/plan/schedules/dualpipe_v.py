@@ -9,12 +9,13 @@ another micro-batch, so that what one communicates (experts) can hide behind wha
 from __future__ import annotations
 
 from shoal.plan.schedules.action import Action
+from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.row import Row
 
-__all__ = ["dualpipe_v_row"]
+__all__ = ["DUALPIPE_V"]
 
 
-def dualpipe_v_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+def _row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """The eight parts of the published schedule; W is apart from I where that shortens the bubble."""
     down, up = rank, 2 * ranks - 1 - rank
     both = (down, up)
@@ -50,3 +51,20 @@ def dualpipe_v_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tu
         row.input(down)
     row.weights(both)
     return row.actions(microbatches)
+
+
+def _held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | None) -> tuple[Held, ...]:
+    return (Held((float(2 * ranks - rank), rank + 1.0), (0.0, 0.0)),)
+
+
+DUALPIPE_V = Kind(
+    name="dualpipe-v",
+    row=_row,
+    held=_held,
+    bubble_fill=3.0,
+    least_virtual=2,
+    most_virtual=2,
+    v_of=2,
+    microbatches_per_rank=2,
+    has_halves=True,
+)

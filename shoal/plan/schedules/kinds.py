@@ -1,79 +1,75 @@
-"""What each schedule asks of ranks, stages and micro-batches, and what of it no number of these changes."""
+"""All kinds of schedules by name; a new one is an entry here, with its `Kind` beside its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from shoal.errors import PlanError, nearest
-from shoal.plan.schedules.schedule import looped, v_shaped
+from shoal.plan.schedules.breadth_first import BREADTH_FIRST, GPIPE
+from shoal.plan.schedules.dualpipe_v import DUALPIPE_V
+from shoal.plan.schedules.found import FOUND, SEARCHED
+from shoal.plan.schedules.kind import Kind
+from shoal.plan.schedules.one_forward_one_backward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
+from shoal.plan.schedules.schedule import Schedule
+from shoal.plan.schedules.zero_bubble import ZB_H1, ZB_V
 
-__all__ = ["FOUND", "has_halves", "least_virtual", "placement_of", "require_numbers"]
+__all__ = ["KINDS", "NAMES", "kind_of", "make", "require_numbers"]
 
-FOUND = "search"
-"""The name of schedules that were found by search."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
-    """What a schedule can be made for.
-
-    Attributes:
-        least_virtual: The fewest stages on a rank.
-        most_virtual: The most; None if there is no limit.
-        v_of: With how many stages on a rank these go down the ranks and up again; None if they never do.
-        microbatches_per_rank: By how many times the ranks the micro-batches must at least be; 0: any number.
-        in_rounds: Whether they must be a multiple of the ranks.
-        has_halves: Whether a backward may be in two halves, I and W.
-    """
-
-    least_virtual: int = 1
-    most_virtual: int | None = 1
-    v_of: int | None = None
-    microbatches_per_rank: int = 0
-    in_rounds: bool = False
-    has_halves: bool = False
-
-
-_KINDS: Mapping[str, _Kind] = {
-    "gpipe": _Kind(),
-    "1f1b": _Kind(),
-    "interleaved": _Kind(least_virtual=2, most_virtual=None, in_rounds=True),
-    "looped-bfs": _Kind(most_virtual=None),
-    "zb-h1": _Kind(has_halves=True),
-    "zb-v": _Kind(least_virtual=2, most_virtual=2, v_of=2, has_halves=True),
-    "dualpipe-v": _Kind(least_virtual=2, most_virtual=2, v_of=2, microbatches_per_rank=2, has_halves=True),
-    FOUND: _Kind(most_virtual=None, v_of=2, has_halves=True),
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        *(GPIPE, ONE_FORWARD_ONE_BACKWARD, INTERLEAVED, BREADTH_FIRST),
+        *(ZB_H1, ZB_V, DUALPIPE_V, SEARCHED),
+    )
 }
 
-
-def least_virtual(name: str) -> int:
-    """The fewest stages on a rank that the schedule is made for.
-
-    Raises:
-        PlanError: There is no schedule of that name.
-    """
-    return _find(name).least_virtual
+NAMES: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.row is not None)
+"""The schedules that have a table of their own: it follows from ranks, stages and micro-batches alone."""
 
 
-def has_halves(name: str) -> bool:
-    """Whether a backward of the schedule may be in two halves, I and W.
+def kind_of(name: str) -> Kind:
+    """The kind of a name.
 
     Raises:
         PlanError: There is no schedule of that name.
     """
-    return _find(name).has_halves
+    if name not in KINDS:
+        raise PlanError(
+            f"there is no schedule {name!r}{nearest(name, KINDS)}",
+            possible=f"one of {', '.join(KINDS)}",
+            change="choose one of these",
+        )
+    return KINDS[name]
 
 
-def placement_of(name: str, ranks: int, virtual: int) -> tuple[int, ...]:
-    """By stage, the rank that holds it, whatever the micro-batches: a model is cut once.
+def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
+    """The table of a named schedule.
 
-    What is found by search has two stages a rank in a V, and any other number of them looped.
+    Args:
+        name: One of `NAMES`.
+        ranks: Pipeline-parallel degree.
+        virtual: Stages on a rank.
+        microbatches: Micro-batches in a step.
 
     Raises:
-        PlanError: There is no schedule of that name.
+        PlanError: There is no schedule of that name, or it cannot be made for these numbers.
     """
-    return v_shaped(ranks) if _find(name).v_of == virtual else looped(ranks, virtual)
+    require_numbers(name, ranks, virtual, microbatches)
+    kind = kind_of(name)
+    if kind.row is None:
+        raise PlanError(
+            f"the schedule {name} has no table of its own: it is found for given times",
+            possible=f"one of {', '.join(NAMES)}",
+            change=f"choose one of these, or call {FOUND}(...)",
+        )
+    return Schedule(
+        name=name,
+        ranks=ranks,
+        virtual=virtual,
+        microbatches=microbatches,
+        placement=kind.placement(ranks, virtual),
+        table=tuple(kind.row(rank, ranks, virtual, microbatches) for rank in range(ranks)),
+    )
 
 
 def require_numbers(name: str, ranks: int, virtual: int, microbatches: int) -> None:
@@ -82,7 +78,7 @@ def require_numbers(name: str, ranks: int, virtual: int, microbatches: int) -> N
     Raises:
         PlanError: There is no schedule of that name, or it cannot be made for these.
     """
-    kind = _find(name)
+    kind = kind_of(name)
     for what, number in (("ranks", ranks), ("virtual stages", virtual), ("micro-batches", microbatches)):
         if number < 1:
             raise PlanError(
@@ -90,26 +86,16 @@ def require_numbers(name: str, ranks: int, virtual: int, microbatches: int) -> N
                 possible="1 or more",
                 change=f"give more {what}",
             )
-    _require_virtual(name, kind, virtual)
-    _require_microbatches(name, kind, ranks, microbatches)
+    _require_virtual(kind, virtual)
+    kind.require_microbatches(ranks, microbatches)
 
 
-def _find(name: str) -> _Kind:
-    if name not in _KINDS:
-        raise PlanError(
-            f"there is no schedule {name!r}{nearest(name, _KINDS)}",
-            possible=f"one of {', '.join(_KINDS)}",
-            change="choose one of these",
-        )
-    return _KINDS[name]
-
-
-def _require_virtual(name: str, kind: _Kind, virtual: int) -> None:
+def _require_virtual(kind: Kind, virtual: int) -> None:
     least, most = kind.least_virtual, kind.most_virtual
     if virtual >= least and (most is None or virtual <= most):
         return
     stages = "stages" if virtual > 1 else "stage"
-    given = f"the schedule {name} was asked for with {virtual} virtual {stages} on a rank"
+    given = f"the schedule {kind.name} was asked for with {virtual} virtual {stages} on a rank"
     if most is None:
         raise PlanError(
             given,
@@ -118,7 +104,7 @@ def _require_virtual(name: str, kind: _Kind, virtual: int) -> None:
         )
     fitting = [
         other
-        for other, each in _KINDS.items()
+        for other, each in KINDS.items()
         if virtual >= each.least_virtual and (each.most_virtual is None or virtual <= each.most_virtual)
     ]
     raise PlanError(
@@ -126,22 +112,3 @@ def _require_virtual(name: str, kind: _Kind, virtual: int) -> None:
         possible=f"exactly {least}",
         change=f"give {least}, or choose a schedule for {virtual}: {', '.join(fitting)}",
     )
-
-
-def _require_microbatches(name: str, kind: _Kind, ranks: int, microbatches: int) -> None:
-    least = kind.microbatches_per_rank * ranks
-    if microbatches < least:
-        raise PlanError(
-            f"the schedule {name} was asked for with {microbatches} micro-batches on {ranks} ranks",
-            possible=f"{least} micro-batches or more: {kind.microbatches_per_rank} for each rank",
-            change=f"give {least} micro-batches, or choose another schedule",
-        )
-    if kind.in_rounds and microbatches % ranks:
-        lower, upper = microbatches // ranks * ranks, -(-microbatches // ranks) * ranks
-        raise PlanError(
-            f"the schedule {name} was asked for with {microbatches} micro-batches on {ranks} ranks",
-            possible=f"a multiple of {ranks}",
-            change="give "
-            + (f"{lower} or {upper}" if lower else f"{upper}")
-            + ", or choose another schedule",
-        )

@@ -7,13 +7,12 @@ bubble by the stages of a rank, for as many times the transfers and somewhat mor
 from __future__ import annotations
 
 from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.kind import Held, Kind
 
-__all__ = ["interleaved_row", "one_forward_one_backward_row"]
+__all__ = ["INTERLEAVED", "ONE_FORWARD_ONE_BACKWARD"]
 
 
-def one_forward_one_backward_row(
-    rank: int, ranks: int, virtual: int, microbatches: int
-) -> tuple[Action, ...]:
+def _plain_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """Forwards until the first gradient can be there, then one forward and one backward in turn."""
     first = min(ranks - 1 - rank, microbatches)
     return _alternate(
@@ -23,7 +22,7 @@ def one_forward_one_backward_row(
     )
 
 
-def interleaved_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+def _interleaved_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """As 1F1B; the micro-batches go through the rank's stages in rounds of as many as there are ranks."""
     first = min((virtual - 1) * ranks + 2 * (ranks - 1 - rank), microbatches * virtual)
     forwards, backwards = [], []
@@ -41,3 +40,17 @@ def _alternate(first: int, forwards: list[Action], backwards: list[Action]) -> t
     for forward, backward in zip(forwards[first:], backwards, strict=False):
         row += [forward, backward]
     return (*row, *backwards[len(forwards) - first :])
+
+
+def _held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | None) -> tuple[Held, ...]:
+    """How many of the forwards before the first backward, and the one that it follows, are of each stage."""
+    first = ranks - 1 - rank if virtual == 1 else (virtual - 1) * ranks + 2 * (ranks - 1 - rank)
+    rounds, rest = divmod(min(first + 1, microbatches * virtual), ranks * virtual)
+    whole = tuple(float(rounds * ranks + min(max(rest - turn * ranks, 0), ranks)) for turn in range(virtual))
+    return (Held(whole, (0.0,) * virtual),)
+
+
+ONE_FORWARD_ONE_BACKWARD = Kind(name="1f1b", row=_plain_row, held=_held)
+INTERLEAVED = Kind(
+    name="interleaved", row=_interleaved_row, held=_held, least_virtual=2, most_virtual=None, in_rounds=True
+)

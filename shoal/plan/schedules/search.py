@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from shoal.errors import PlanError
 from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.blocks import blocks
+from shoal.plan.schedules.found import FOUND
 from shoal.plan.schedules.greedy import RULES, Rule, greedy
 from shoal.plan.schedules.improve import improve, peak
-from shoal.plan.schedules.kinds import FOUND, require_numbers
-from shoal.plan.schedules.named import NAMES, make
+from shoal.plan.schedules.kinds import NAMES, make, require_numbers
 from shoal.plan.schedules.play import Times, require_times_of
 from shoal.plan.schedules.precedence import Precedence
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped

@@ -8,12 +8,13 @@ for which the stage before it waits, and W that of its weights, for which nothin
 from __future__ import annotations
 
 from shoal.plan.schedules.action import Action
+from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.row import Row
 
-__all__ = ["zb_h1_row", "zb_v_row"]
+__all__ = ["ZB_H1", "ZB_V"]
 
 
-def zb_h1_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+def _h1_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """1F1B in which W stays `rank` micro-batches behind I: every rank holds as much as 1F1B's first rank."""
     first = min(ranks - 1 - rank, microbatches)
     row = Row()
@@ -29,7 +30,7 @@ def zb_h1_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[A
     return row.actions(microbatches)
 
 
-def zb_v_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
+def _v_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """F, I and W of the stage on the way down and of that on the way up in turn.
 
     The pattern is one of 2 ranks - 1 micro-batches or more; of fewer, it is what is left of that for so many.
@@ -63,3 +64,31 @@ def zb_v_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Ac
     row.weights([up])
     row.weights([down])
     return row.actions(microbatches)
+
+
+def _h1_held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | None) -> tuple[Held, ...]:
+    ahead = min(ranks - 1 - rank, microbatches)
+    whole = min(ranks - rank, microbatches)
+    return (Held((float(whole),), (float(min(rank, max(0, microbatches - 1 - ahead))),)),)
+
+
+def _v_held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | None) -> tuple[Held, ...]:
+    """Before the first backward; and in the steady state, where a forward down comes before its backward."""
+    down, up = 2 * ranks - 1 - rank, rank + 1
+    first = Held((float(min(down, microbatches)), float(min(up, microbatches))), (0.0, 0.0))
+    if microbatches <= down:
+        return (first,)
+    return first, Held((down + 1.0, up - 1.0), (0.0, 0.0))
+
+
+ZB_H1 = Kind(name="zb-h1", row=_h1_row, held=_h1_held, bubble_fill=2.0, has_halves=True)
+ZB_V = Kind(
+    name="zb-v",
+    row=_v_row,
+    held=_v_held,
+    bubble_fill=3.0,
+    least_virtual=2,
+    most_virtual=2,
+    v_of=2,
+    has_halves=True,
+)

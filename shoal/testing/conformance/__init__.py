@@ -6,7 +6,7 @@ RankPool, `expected` says what has to become of them, `table` tells it. The test
 """
 
 from shoal.testing.conformance.case import PRECISIONS, SHARDINGS, Case
-from shoal.testing.conformance.expected import all_cases, expected, table
+from shoal.testing.conformance.expected import all_cases, expected, pairwise_cases, table
 from shoal.testing.conformance.outcome import Outcome, judge
 from shoal.testing.conformance.reference import train_alone
 from shoal.testing.conformance.run import outcomes
@@ -23,6 +23,7 @@ __all__ = [
     "expected",
     "judge",
     "outcomes",
+    "pairwise_cases",
     "table",
     "train_alone",
     "train_under",

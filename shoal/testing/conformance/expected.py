@@ -8,7 +8,7 @@ from shoal.models.task import Task
 from shoal.testing.conformance.case import PRECISIONS, SHARDINGS, Case
 from shoal.testing.conformance.outcome import Outcome
 
-__all__ = ["all_cases", "expected", "table"]
+__all__ = ["all_cases", "expected", "pairwise_cases", "table"]
 
 _REFUSED: Mapping[str, str] = {
     "recompute_reentrant": "LayoutError: the model recomputes with use_reentrant=True",
@@ -24,6 +24,19 @@ def all_cases(entries: Iterable[str]) -> list[Case]:
         for entry in entries
         for sharding in SHARDINGS
         for precision in PRECISIONS
+    ]
+
+
+def pairwise_cases(entries: Iterable[str]) -> list[Case]:
+    """Every entry under every sharding, in turn in one precision and the other: half of `all_cases`.
+
+    So every entry meets every sharding and every precision, and every sharding every precision.
+    """
+    precisions = list(PRECISIONS)
+    return [
+        Case(entry, sharding, precisions[(row + column) % len(precisions)])
+        for row, entry in enumerate(entries)
+        for column, sharding in enumerate(SHARDINGS)
     ]
 
 

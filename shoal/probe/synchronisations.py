@@ -1,8 +1,8 @@
 """What ranks lose by waiting for one another, where they do the same work and meet behind it, over and over.
 
-Work of several lengths is done with a meeting behind each, and without: what meetings add besides what they
-take alone grows in proportion to the work where one rank is slower than another, and with its square root
-where delays come at random.
+Work of several lengths is done with a synchronisation behind each, and without: what these add besides what
+they take by themselves grows in proportion to the work where one rank is slower than another, and with its
+square root where delays come at random.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shoal.probe.links import form_innermost
-from shoal.probe.measurements import MeetingTime
+from shoal.probe.measurements import SynchronisationTime
 from shoal.probe.place import Place
 from shoal.probe.turns import COLD, Effort, time_in_turns
 
-__all__ = ["measure_meetings"]
+__all__ = ["measure_synchronisations"]
 
 _LENGTHS = (1, 4, 16)  # products of a piece of work, each with a pass over its result
 _SIZES = {"cpu": 512, "cuda": 4096}
 _LONGER = 10  # than other operations' turns, so that each has many meetings
 
 
-def measure_meetings(place: Place, effort: Effort) -> tuple[MeetingTime, ...]:
+def measure_synchronisations(place: Place, effort: Effort) -> tuple[SynchronisationTime, ...]:
     """Time synchronisations of the ranks of a host, or of all if each has its own, by the work's length."""
     if place.ranks.count == 1:
         return ()
@@ -54,7 +54,7 @@ def measure_meetings(place: Place, effort: Effort) -> tuple[MeetingTime, ...]:
     ranks = dist.get_world_size(group)
     dist.destroy_process_group(group)
     return tuple(
-        MeetingTime(
+        SynchronisationTime(
             ranks,
             fmean(each["work", length] for each in times),
             fmean(each["both", length] - each["work", length] - each["meeting", 0] for each in times),

@@ -26,14 +26,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.time.bucket_times import gather_seconds, reduce_seconds
-from shoal.cost.time.buckets import Bucket, Family, families_of, parameters_on_rank
-from shoal.cost.time.data_parallel import StageWork, runs_of
+from shoal.cost.time import (
+    Bucket,
+    Family,
+    StageWork,
+    families_of,
+    gather_seconds,
+    parameters_on_rank,
+    reduce_seconds,
+)
 from shoal.plan import Plan
-from shoal.planner.space import Degrees, Sharding
+from shoal.planner.space import Degrees, HybridSharding
 from shoal.workload import Workload
 
-__all__ = ["LeastExchange", "Passes"]
+__all__ = ["LeastDataParallel", "Passes"]
 
 
 class Passes(NamedTuple):
@@ -46,7 +52,7 @@ class Passes(NamedTuple):
 _NOTHING = Passes(0.0, 0.0)
 
 
-class LeastExchange:
+class LeastDataParallel:
     """The bounds, for a Workload on a Cluster; remembers what Plans share.
 
     Args:
@@ -59,13 +65,13 @@ class LeastExchange:
         self._cluster = cluster
         self._width = width
         self._layers = len(workload.layers)
-        self._kinds = [block for block, _ in runs_of(workload.layers)]
-        self._families: dict[tuple[Degrees, Sharding], list[tuple[Family, int]]] = {}
-        self._passes: dict[tuple[Degrees, Sharding], Passes] = {}
-        self._reduced: dict[tuple[Degrees, Sharding, int], float] = {}
-        self._gathered: dict[tuple[Degrees, Sharding, int], float] = {}
+        self._kinds = list(dict.fromkeys(workload.layers))
+        self._families: dict[tuple[Degrees, HybridSharding], list[tuple[Family, int]]] = {}
+        self._passes: dict[tuple[Degrees, HybridSharding], Passes] = {}
+        self._reduced: dict[tuple[Degrees, HybridSharding, int], float] = {}
+        self._gathered: dict[tuple[Degrees, HybridSharding, int], float] = {}
 
-    def of_micro_batch(self, degrees: Degrees, sharding: Sharding, layer: Passes) -> float:
+    def of_micro_batch(self, degrees: Degrees, sharding: HybridSharding, layer: Passes) -> float:
         """Seconds that a micro-batch takes the rank with most layers at least, exchanges and all.
 
         Args:
@@ -82,11 +88,11 @@ class LeastExchange:
     def of_step(
         self,
         degrees: Degrees,
-        sharding: Sharding,
+        sharding: HybridSharding,
         stages: Sequence[tuple[StageWork, int]],
         count: int,
     ) -> float:
-        """Seconds that come to a step at least, beside all forwards and backwards; 0 with zero2 and zero3.
+        """Seconds that come to a step at least, beside all forwards and backwards.
 
         Args:
             degrees: How the devices are shared out.
@@ -94,7 +100,7 @@ class LeastExchange:
             stages: Of the first rank, each with the number of its layers.
             count: Micro-batches of a step.
         """
-        if sharding.shard in ("zero2", "zero3"):
+        if sharding.kind.reduces_each_micro_batch:
             return 0.0
         first, layers = stages[0]
         least = self._reduce(degrees, sharding, layers)
@@ -104,22 +110,22 @@ class LeastExchange:
             others = sum(self._reduce(degrees, sharding, each) for _, each in stages[1:])
             left = min(count, degrees.pp) * sum(stage.backward for stage, _ in stages[:-1])
             least += max(0.0, others - left)
-        if sharding.shard == "zero1":
+        if sharding.kind.gathers_each_step:
             least += max(0.0, self._gather(degrees, sharding, layers) - first.forward)
         return least
 
-    def _in_passes(self, degrees: Degrees, sharding: Sharding) -> Passes:
+    def _in_passes(self, degrees: Degrees, sharding: HybridSharding) -> Passes:
         """Seconds of the gradients' and weights' communication alone."""
         layers = math.ceil(self._layers / degrees.pp)
-        if sharding.shard in ("none", "zero1"):
+        if not sharding.kind.reduces_each_micro_batch:
             return _NOTHING
-        if sharding.shard == "zero2":
+        if not sharding.kind.cuts_weights:
             return Passes(0.0, self._reduce(degrees, sharding, layers))
         gather, reduce = (each(degrees, sharding, 1) for each in (self._gather, self._reduce))
         again = layers - 1 if degrees.pp == 1 else layers
         return Passes(layers * gather, again * gather + layers * reduce)
 
-    def _reduce(self, degrees: Degrees, sharding: Sharding, layers: int) -> float:
+    def _reduce(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
         """Seconds of so many layers' gradients in one bucket."""
         key = degrees, sharding, layers
         found = self._reduced.get(key)
@@ -128,7 +134,7 @@ class LeastExchange:
             found = self._reduced[key] = sum(reduce_seconds(bucket, self._cluster) for bucket in buckets)
         return found
 
-    def _gather(self, degrees: Degrees, sharding: Sharding, layers: int) -> float:
+    def _gather(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
         """Seconds of so many layers' weights in one bucket."""
         key = degrees, sharding, layers
         found = self._gathered.get(key)
@@ -138,12 +144,14 @@ class LeastExchange:
             self._gathered[key] = found
         return found
 
-    def _buckets(self, degrees: Degrees, sharding: Sharding, layers: int) -> list[Bucket]:
+    def _buckets(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> list[Bucket]:
         """One for each family of parameters."""
         families = self._families.get((degrees, sharding))
         if families is None:
             dp, tp, pp, cp, ep = degrees
-            plan = Plan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, replicate=sharding.replicate, shard=sharding.shard)
+            plan = Plan(
+                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, replicate=sharding.replicate, shard=sharding.kind.name
+            )
             held = [parameters_on_rank(block.parameters, tp, ep) for block in self._kinds]
             families = [(family, min(map(family.count, held))) for family in families_of(plan)]
             self._families[degrees, sharding] = families

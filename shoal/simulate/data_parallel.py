@@ -10,17 +10,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.cost.collectives.network import Group, collective_load, collective_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.time.bucket_times import SUM_WIDTH, copy_seconds
-from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
-from shoal.cost.time.step import Costs
-from shoal.plan import Plan
+from shoal.cost import Costs, Layout
+from shoal.cost.collectives import collective_load, collective_seconds
+from shoal.cost.time import (
+    SUM_WIDTH,
+    Bucket,
+    Family,
+    buckets_of,
+    copy_seconds,
+    families_of,
+    parameters_on_rank,
+)
+from shoal.plan import SettledPlan
+from shoal.plan.groups import Group
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
 from shoal.simulate.within import Members
+from shoal.timeline import Purpose
 from shoal.workload import Block, Parameters, Product
 
-__all__ = ["Exchange"]
+__all__ = ["DataParallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +39,7 @@ class _Named:
     bucket: Bucket
 
 
-class Exchange:
+class DataParallel:
     """The communications of one stage's gradients and weights.
 
     Args:
@@ -48,7 +56,7 @@ class Exchange:
     """
 
     def __init__(
-        self, plan: Plan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
+        self, plan: SettledPlan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
     ) -> None:
         self._plan = plan
         self._cluster = costs.cluster
@@ -56,8 +64,8 @@ class Exchange:
         self._stage = stage
         self._members = members
         self._blocks = blocks
-        ends = {id(costs.workload.embedding), id(costs.workload.end)}
-        self.roots = tuple(position for position, block in enumerate(blocks) if id(block) in ends)
+        ends = costs.workload.embedding, costs.workload.end
+        self.roots = tuple(position for position, block in enumerate(blocks) if block in ends)
         filled = buckets_of(blocks, self.roots, plan, self._width)
         each = (bucket for bucket in filled for _ in range(bucket.number))
         self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(each))
@@ -156,7 +164,7 @@ class Exchange:
     def _collective(self, operation: str, name: str, count: float, width: int, group: Group) -> Collective:
         nbytes = count * width
         seconds = collective_seconds(operation, nbytes, group, self._cluster)
-        return Collective(f"{operation}:{name}", seconds, round(nbytes), self._members(group))
+        return Collective(f"{operation}:{name}", seconds, round(nbytes), self._members(group), Purpose.DATA)
 
     def _key(self, what: str, bucket: _Named) -> tuple[str, int, str]:
         return what, self._stage, bucket.name

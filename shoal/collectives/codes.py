@@ -50,9 +50,6 @@ ALGORITHM_NUMBERS = {
     "pairwise": 8,
 }
 
-SLOT_BYTES = 256 * 1024
-"""What one rank may put into its slot: the limit of one-shot (csrc/transport/board.h)."""
-
 _DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -131,13 +128,15 @@ class Chooser:
 
     Args:
         options: What is forced, and the table of costs.
+        one_shot_bytes: What one rank may put into its slot for one-shot, at most.
         ranks: Of the group.
         hosts: On which they are.
         turns: How many of them take turns on a core, on one host: 1 if each has one of its own.
     """
 
-    def __init__(self, options: Options, ranks: int, hosts: int, turns: int = 1) -> None:
+    def __init__(self, options: Options, one_shot_bytes: int, ranks: int, hosts: int, turns: int = 1) -> None:
         self._options = options
+        self._one_shot_bytes = one_shot_bytes
         self._ranks = ranks
         self._hosts = hosts
         self._turns = turns
@@ -157,7 +156,7 @@ class Chooser:
             self._bounds[key] = self._envelope(collective, widening)
         bounds, names = self._bounds[key]
         name = names[bisect_right(bounds, nbytes)]
-        if name == "one-shot" and slot > SLOT_BYTES:
+        if name == "one-shot" and slot > self._one_shot_bytes:
             return "two-shot" if collective == "all_reduce" else "direct"
         return name
 

@@ -1,0 +1,50 @@
+"""The loop over the micro-batches of a step, where there is no pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from shoal.record import NullRecorder, Recorder
+from shoal.timeline import Kind
+
+__all__ = ["run_one_by_one"]
+
+
+def run_one_by_one(
+    forwards: Iterable[Callable[[], torch.Tensor]],
+    count: int,
+    accumulate: Callable[[], AbstractContextManager[None]],
+    *,
+    recorder: Recorder | None = None,
+    before_last: Callable[[torch.Tensor], object] = lambda total: None,
+) -> torch.Tensor:
+    """Makes forward and backward of one micro-batch after another.
+
+    Args:
+        forwards: Of each micro-batch, a function that makes its forward and gives its mean loss.
+        count: How many to take.
+        accumulate: Within it, a backward leaves gradients to be combined with those of the last one.
+        recorder: Where spans go.
+        before_last: Called with the mean loss before the last backward, beside which what it starts travels.
+
+    Returns:
+        The mean loss of all micro-batches.
+    """
+    recorder = NullRecorder() if recorder is None else recorder
+    total = torch.zeros(())
+    coming = iter(forwards)
+    for number in range(count):
+        is_last = number + 1 == count
+        forward = next(coming)
+        with recorder.span(Kind.FORWARD):
+            loss = forward() / count
+            del forward  # its batch is freed before backward
+            total = total.to(loss.device) + loss.detach()
+        if is_last:
+            before_last(total)
+        with recorder.span(Kind.BACKWARD), nullcontext() if is_last else accumulate():
+            loss.backward()
+    return total

@@ -1,0 +1,101 @@
+"""A kind of schedule: how its table is made, what numbers it takes, what it holds and leaves idle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.errors import PlanError
+from shoal.plan.schedules.action import Action
+from shoal.plan.schedules.schedule import looped, v_shaped
+
+__all__ = ["Held", "Kind"]
+
+
+class Held(NamedTuple):
+    """What a rank holds at some moment, by its stages in ascending order, in micro-batches.
+
+    Attributes:
+        whole: All that forward kept.
+        halves: What W needs, after I.
+    """
+
+    whole: tuple[float, ...]
+    halves: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Kind:
+    """A kind of schedule. There is one object of each, in `KINDS`.
+
+    Attributes:
+        name: The value of a Plan's `schedule`.
+        row: Makes the actions of a rank from rank, ranks, virtual stages and micro-batches; None if the
+            schedule is found by search.
+        held: Gives the candidate peaks of a rank's activations from rank, ranks, virtual stages,
+            micro-batches and the limit of a search, which is in micro-batches of one stage. The formulas
+            stand in `shoal.cost.memory.activation_peaks`.
+        bubble_fill: How many times a rank's weight gradients fill the bubble, for each rank before it.
+        least_virtual: The fewest stages on a rank.
+        most_virtual: The most; None if there is no limit.
+        v_of: With how many stages on a rank these go down the ranks and up again; None if they never do.
+        microbatches_per_rank: The least number of micro-batches, divided by the ranks; 0 if any will do.
+        in_rounds: The micro-batches must be a multiple of the ranks.
+        has_halves: A backward may be in two halves, I and W.
+        superseded_by: Kinds that, for numbers that they take, are as quick and hold no more.
+    """
+
+    name: str
+    row: Callable[[int, int, int, int], tuple[Action, ...]] | None
+    held: Callable[[int, int, int, int, int | None], tuple[Held, ...]]
+    bubble_fill: float = 0.0
+    least_virtual: int = 1
+    most_virtual: int | None = 1
+    v_of: int | None = None
+    microbatches_per_rank: int = 0
+    in_rounds: bool = False
+    has_halves: bool = False
+    superseded_by: tuple[str, ...] = ()
+
+    @property
+    def usual_virtual(self) -> int:
+        """Stages on a rank where none are asked for to show the schedule: two if it takes any number."""
+        return 2 if self.most_virtual is None else self.least_virtual
+
+    def takes(self, ranks: int, virtual: int, microbatches: int) -> bool:
+        """Whether the schedule can be made for these numbers, each 1 or more."""
+        most, least = self.most_virtual, self.microbatches_per_rank * ranks
+        return (
+            self.least_virtual <= virtual
+            and (most is None or virtual <= most)
+            and microbatches >= least
+            and not (self.in_rounds and microbatches % ranks)
+        )
+
+    def placement(self, ranks: int, virtual: int) -> tuple[int, ...]:
+        """By stage, the rank that holds it, whatever the micro-batches: a model is cut once."""
+        return v_shaped(ranks) if self.v_of == virtual else looped(ranks, virtual)
+
+    def require_microbatches(self, ranks: int, microbatches: int) -> None:
+        """Checks the number of micro-batches of a step.
+
+        Raises:
+            PlanError: The schedule cannot be made for so many on so many ranks.
+        """
+        given = f"the schedule {self.name} was asked for with {microbatches} micro-batches on {ranks} ranks"
+        least = self.microbatches_per_rank * ranks
+        if microbatches < least:
+            raise PlanError(
+                given,
+                possible=f"{least} micro-batches or more: {self.microbatches_per_rank} for each rank",
+                change=f"give {least} micro-batches, or choose another schedule",
+            )
+        if self.in_rounds and microbatches % ranks:
+            lower, upper = microbatches // ranks * ranks, -(-microbatches // ranks) * ranks
+            fitting = f"{lower} or {upper}" if lower else f"{upper}"
+            raise PlanError(
+                given,
+                possible=f"a multiple of {ranks}",
+                change=f"give {fitting}, or choose another schedule",
+            )

@@ -1,0 +1,94 @@
+"""A Plan with its micro-batch settled, as a batch is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from shoal.errors import PlanError
+from shoal.plan.plan import Plan, divisors
+
+__all__ = ["SettledPlan"]
+
+
+class SettledPlan(Plan):
+    """A Plan whose micro-batch is a number: what costs, memory and steps can be asked of.
+
+    It equals a Plan of the same settings. Only `of` checks it against a batch.
+    """
+
+    __slots__ = ()
+
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.microbatch is None:
+            raise PlanError(
+                f"the micro-batch of the Plan {self} is not settled",
+                possible="a Plan with microbatch, or SettledPlan.of(plan, batch), which chooses one",
+                change="add microbatch=1, say",
+            )
+        super().__post_init__()
+
+    @classmethod
+    def of(cls, plan: Plan, batch: int) -> SettledPlan:
+        """Return the Plan with its micro-batch settled for a batch of `batch` sequences.
+
+        Raises:
+            PlanError: The batch does not divide into the Plan's micro-batches.
+        """
+        if batch < 1 or batch % plan.dp:
+            lower, upper = batch // plan.dp * plan.dp, (batch // plan.dp + 1) * plan.dp
+            raise PlanError(
+                f"a batch of {batch} does not divide over dp={plan.dp} ranks",
+                possible=f"the batch is a multiple of {plan.dp}",
+                change="choose a batch of " + (f"{lower} or {upper}" if lower > 0 else f"{upper}"),
+            )
+        local = batch // plan.dp
+        microbatch = _largest_microbatch(plan, local) if plan.microbatch is None else plan.microbatch
+        if local % microbatch:
+            raise PlanError(
+                f"a batch of {batch} gives each of dp={plan.dp} ranks {local} sequences, "
+                f"which microbatch={microbatch} does not divide",
+                possible=f"microbatch is one of {', '.join(map(str, divisors(local)))}",
+                change="choose one of these, or another batch",
+            )
+        if plan.pp > 1:
+            _require_schedule_takes(plan, batch, microbatch)
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
+        return cls(**{**fields, "microbatch": microbatch})
+
+    def microbatches_of(self, batch: int) -> int:
+        """How many micro-batches each replica makes of a batch."""
+        return batch // self.dp // self.microbatch
+
+
+def _require_schedule_takes(plan: Plan, batch: int, microbatch: int) -> None:
+    """Refuses a number of micro-batches in terms of what makes it: batch and `microbatch`."""
+    local = batch // plan.dp
+    try:
+        plan.require_micro_batches(local // microbatch)
+    except PlanError as error:
+        fitting = [size for size in divisors(local) if _takes(plan, local // size)]
+        fits = f"; with this batch, microbatch is {', '.join(map(str, fitting))}" if fitting else ""
+        raise PlanError(
+            f"{error.given}, which a batch of {batch} gives with dp={plan.dp}, microbatch={microbatch}",
+            possible=f"{error.possible}{fits}",
+            change=f"write microbatch={fitting[-1]}" if fitting else "choose another batch, or schedule",
+        ) from None
+
+
+def _largest_microbatch(plan: Plan, local: int) -> int:
+    """The largest that makes four micro-batches a stage, or else the smallest, of those that fit."""
+    if plan.pp == 1:
+        return local
+    fitting = [size for size in divisors(local) if _takes(plan, local // size)]
+    enough = [size for size in fitting if local // size >= 4 * plan.pp]
+    return max(enough) if enough else min(fitting, default=1)
+
+
+def _takes(plan: Plan, micro_batches: int) -> bool:
+    try:
+        plan.require_micro_batches(micro_batches)
+    except PlanError:
+        return False
+    return True

@@ -1,0 +1,71 @@
+"""Shardings of data parallelism: what each cuts over ranks, and when it communicates.
+
+    sharding   optimizer state   sums of gradients   weights   gradients are reduced   weights are gathered
+    none       whole             whole               whole     once a step             never
+    zero1      cut               whole               whole     once a step             once a step
+    zero2      cut               cut                 whole     every micro-batch       once a step
+    zero3      cut               cut                 cut       every micro-batch       every pass of a block
+
+What is cut decides the rest: who holds a part of a sum has no place for the whole, so it reduces with every
+micro-batch; who changes a part of the weights gathers the others. ZeRO: Rajbhandari et al., arXiv:1910.02054.
+
+To add a sharding, add an entry here and its strategy in `shoal.parallel.apply`. Costs, simulator and planner
+ask a `Sharding` and compare with no name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["FULLY_SHARDED", "SHARDINGS", "UNSHARDED", "Sharding"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Sharding:
+    """What data parallelism cuts over the ranks of a shard group. There is one object of each.
+
+    Attributes:
+        name: The value of a Plan's `shard`.
+        cuts_optimizer: Each rank keeps and updates a part of the optimizer's state.
+        cuts_gradients: Each rank keeps a part of the sums of gradients.
+        cuts_weights: Each rank keeps a part of the weights; each block gathers its own for each pass.
+    """
+
+    name: str
+    cuts_optimizer: bool
+    cuts_gradients: bool
+    cuts_weights: bool
+
+    @property
+    def gathers_each_step(self) -> bool:
+        """The ranks gather updated weights once a step, and keep them."""
+        return self.cuts_optimizer and not self.cuts_weights
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Every backward reduces gradients; otherwise the last one of a step does."""
+        return self.cuts_gradients
+
+    @property
+    def bucket_is_memory(self) -> bool:
+        """A backward holds gradients in buckets of the Plan's size, beside the sums.
+
+        Where weights are cut, each block is a bucket; where sums are whole, buckets are parts of them.
+        """
+        return self.cuts_gradients and not self.cuts_weights
+
+
+UNSHARDED = Sharding(name="none", cuts_optimizer=False, cuts_gradients=False, cuts_weights=False)
+FULLY_SHARDED = Sharding(name="zero3", cuts_optimizer=True, cuts_gradients=True, cuts_weights=True)
+
+SHARDINGS: Mapping[str, Sharding] = {
+    each.name: each
+    for each in (
+        UNSHARDED,
+        Sharding(name="zero1", cuts_optimizer=True, cuts_gradients=False, cuts_weights=False),
+        Sharding(name="zero2", cuts_optimizer=True, cuts_gradients=True, cuts_weights=False),
+        FULLY_SHARDED,
+    )
+}
+"""By name, every sharding; later ones keep less on each rank."""
