@@ -1,7 +1,7 @@
 """Plants one fault at a time in a copy of the repository, and tells whether tests notice: `make test-faults`.
 
 Exit codes: 0, every fault was caught that the tables do not mark as missed; 1, one was missed; 2, an option
-cannot work, or tests fail with no fault planted.
+cannot work, or tests fail with no fault planted; 130, stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fault_table import Fault, read_table, sources_of
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("runs", "build", "dist", "__pycache__", ".*cache", ".venv*", ".git", ".hypothesis", "*.egg-info")
 LIMIT = 120.0
-"""Seconds for the tests of a fault; those that hang have noticed it."""
+"""Seconds for the tests of a fault, in which one has to fail: who waits for tests that hang learns nothing."""
 
 MARK = "SHOAL_PLANTED_IN"
 """Environment variable: the copy that a process was started in."""
@@ -39,7 +39,7 @@ class Outcome:
     """What became of one fault.
 
     Attributes:
-        how: "caught", "hung", "missed", or "broken" where the tests could not run.
+        how: "caught"; "missed"; "hung" where the time was up; "broken" where the tests could not run.
         seconds: That the tests took.
         detail: The test that failed, or the end of the output.
     """
@@ -51,7 +51,7 @@ class Outcome:
     @property
     def caught(self) -> bool:
         """Whether a test noticed."""
-        return self.how in ("caught", "hung")
+        return self.how == "caught"
 
 
 class Copy:
@@ -121,13 +121,13 @@ class Copy:
             try:
                 told, _ = process.communicate(timeout=LIMIT)
             except subprocess.TimeoutExpired:
-                self._end_all()
+                self.end_all()
                 process.communicate()
                 return None, ""
-        self._end_all()
+        self.end_all()
         return process.returncode, told
 
-    def _end_all(self) -> None:
+    def end_all(self) -> None:
         """Ends what was started in this copy: with a fault in them, tests leave processes behind."""
         mark = f"{MARK}={self.root}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -172,10 +172,18 @@ def main() -> int:
 
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shoal-faults-") as folder:
-        for number in range(args.jobs):
-            copies.put(Copy(Path(folder) / str(number)))
+        made = [Copy(Path(folder) / str(number)) for number in range(args.jobs)]
+        for copy in made:
+            copies.put(copy)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         with ThreadPoolExecutor(args.jobs) as pool:
-            outcomes = list(pool.map(one, faults))
+            try:
+                outcomes = list(pool.map(one, faults))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for copy in made:
+                    copy.end_all()
+                return 130
     minutes = (time.monotonic() - begun) / 60
     if args.unchanged:
         failing = sum(outcome.how != "missed" for outcome in outcomes)
