@@ -28,7 +28,7 @@ from fault_table import Fault, read_table, sources_of
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("runs", "build", "dist", "__pycache__", ".*cache", ".venv*", ".git", ".hypothesis", "*.egg-info")
 LIMIT = 120.0
-"""Seconds for the tests of a fault, in which one has to fail: who waits for tests that hang learns nothing."""
+"""Seconds for the tests of a fault, in which one has to fail: tests that hang tell nobody what is wrong."""
 
 MARK = "SHOAL_PLANTED_IN"
 """Environment variable: the copy that a process was started in."""
