@@ -1,5 +1,6 @@
 # make train    sets up .venv, and trains a small transformer on the source of Python's standard library
 # make test     sets up .venv with what development needs, and passes every check that CI makes but the next
+# make docs     sets up .venv, and builds the site of docs/ in build/docs; warnings are errors
 # make test-oldest  runs what depends on torch and transformers with the oldest releases that pyproject.toml allows
 # make test-faults  plants faults in a copy of the code, one at a time, and tells which the tests miss
 #
@@ -9,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-EXTRAS := dev,hf,parquet,tensorboard
+EXTRAS := dev,docs,hf,parquet,tensorboard
 
 # Where PyPI has torch for CUDA alone, as on Linux on x86-64, this venv takes 5 GB.
 OLDEST := .venv-oldest
@@ -17,7 +18,7 @@ OLDEST_TESTS := tests/models tests/trace tests/parallel tests/checkpoint/test_ch
   tests/collectives/test_pytorch_calls.py tests/collectives/test_pytorch_features.py \
   tests/train/test_train_trainer.py
 
-.PHONY: train test test-long test-faults test-oldest lint bench clean
+.PHONY: train test test-long test-faults test-oldest lint docs bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
@@ -38,6 +39,10 @@ lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: $(VENV)/.ready-dev
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+	@echo "open build/docs/index.html"
 
 CORE := setup.py $(foreach folder,csrc csrc/common csrc/transport csrc/algorithms,$(wildcard $(folder)/*.h $(folder)/*.cc))
 

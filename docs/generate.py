@@ -1,9 +1,9 @@
 """Writes the parts of the pages that are told elsewhere: `python docs/generate.py`.
 
-What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example, the keys of
-the configuration, the settings of a Plan, the layers, the steps and bytes of collectives and their options,
-what a rank sends, what pipeline schedules cost, the cost model and what it says of Plans, what becomes of the
-zoo. A test holds the pages to it.
+What stands between `<!-- generated: NAME -->` and `<!-- end -->` comes from the code: an example or a part of
+one, the keys of the configuration, the settings of a Plan, the fields of a Cluster, the names of the library,
+the layers, the steps and bytes of collectives and their options, what a rank sends, what pipeline schedules
+cost, the cost model and what it says of Plans, what becomes of the zoo. A test holds the pages to it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from typing import Any, get_args
 from choosing import CHOOSING
 from cost_tables import device_rows, goodput_rows, link_rows, slowest_rows
 from drawn.schedules import played
+from named import attributes, field_rows, name_rows
 from pydantic import BaseModel
 from sent import SENT, bytes_sent
 
+from shoal import errors
 from shoal.cli.main import main
-from shoal.cluster import Device, Level
+from shoal.cluster import Cluster, Device, Host, Level
 from shoal.collectives import Options
 from shoal.cost import LEVELS
 from shoal.cost.collectives import algorithms as collectives
@@ -73,8 +75,10 @@ def _part(name: str) -> str:
         "algorithms in shared memory": lambda: _algorithms("shared-memory"),
         "algorithms over the network": lambda: _algorithms("network"),
         "configuration": _configuration,
-        "constants of devices": lambda: _table(*device_rows(_attributes(Device))),
-        "constants of links": lambda: _table(*link_rows(_attributes(Level))),
+        "errors": _errors,
+        "constants of devices": lambda: _table(*device_rows(attributes(Device))),
+        "constants of links": lambda: _table(*link_rows(attributes(Level))),
+        **{f"fields of {each.__name__}": partial(_fields, each) for each in (Cluster, Device, Host, Level)},
         "goodput of many": lambda: _table(*goodput_rows()),
         "layers": _layers,
         "options of a group": _options,
@@ -89,7 +93,9 @@ def _part(name: str) -> str:
     }
     if name.startswith("shoal "):
         return _printed(name)
-    return tables[name]() if name in tables else _file(ROOT / name)
+    if name.startswith("api: "):
+        return _table(*name_rows(name.removeprefix("api: ").split()))
+    return tables[name]() if name in tables else _file(name)
 
 
 def _printed(command: str) -> str:
@@ -100,8 +106,23 @@ def _printed(command: str) -> str:
     return "```\n" + "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n```"
 
 
-def _file(path: Path) -> str:
-    return f"```{_LANGUAGES[path.suffix]}\n{path.read_text(encoding='utf-8')}```"
+def _file(name: str) -> str:
+    """An example, or after a colon a part of it, which begins with a line `# part: NAME`."""
+    file, _, part = name.partition(": ")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    if part:
+        text = text.partition(f"# part: {part}\n")[2].partition("\n# part: ")[0].strip() + "\n"
+    return f"```{_LANGUAGES[Path(file).suffix]}\n{text}```"
+
+
+def _errors() -> str:
+    """The tree, as shoal.errors draws it."""
+    tree = (inspect.getdoc(errors) or "").partition("\n\n")[2]
+    return f"```\n{tree}\n```"
+
+
+def _fields(described: type) -> str:
+    return _table(*field_rows(described))
 
 
 def _configuration() -> str:
@@ -126,7 +147,7 @@ def _keys(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, str]
 
 
 def _plan() -> str:
-    meanings = _attributes(Plan)
+    meanings = attributes(Plan)
     rows = []
     for field in dataclasses.fields(Plan):
         default = format_bytes(field.default) if field.name == "bucket" else field.default
@@ -144,13 +165,6 @@ def _plan() -> str:
             ]
         )
     return _table(["setting", "default", "values", "what it is"], rows)
-
-
-def _attributes(documented: type) -> dict[str, str]:
-    """The "Attributes:" of a docstring, by name."""
-    section = inspect.getdoc(documented).partition("Attributes:\n")[2]  # type: ignore[union-attr]
-    items = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in items}
 
 
 def _layers() -> str:
@@ -238,7 +252,7 @@ def _chosen(rows: Callable[[], tuple[list[str], list[list[str]]]]) -> str:
 
 
 def _options() -> str:
-    meanings = _attributes(Options)
+    meanings = attributes(Options)
     defaults = {"algorithms": "none", "table": "`shoal/collectives/table.toml`"}
     rows = []
     for field in dataclasses.fields(Options):

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from hypothesis import Phase, settings
+from program_stand_ins import Programs
 
 from shoal.testing import RankPool
 
@@ -20,6 +21,14 @@ settings.register_profile(
 def ranks():
     with RankPool("shoal") as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Programs of their own, such as the command line, without the seconds of their imports."""
+    programs = Programs()
+    yield programs
+    programs.close()
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from shoal.check.tolerance import Tolerance
 from shoal.check.trial import Trial
 from shoal.check.verdict import Verdict, judge, may_be_of_forward, with_fault
 from shoal.errors import TrainingError, UserError, WorkerError
-from shoal.launch import StopSignal, World, join, launch
+from shoal.launch import Nursery, StopSignal, World, join, launch
 from shoal.plan import Mesh, Plan, SettledPlan
 from shoal.train.config import TrainConfig
 from shoal.train.execute import choose_device
@@ -142,7 +142,7 @@ def compare_here(job: CheckJob, world: World, tell: Tell) -> list[Verdict]:
     return verdicts
 
 
-def compare_locally(job: CheckJob, tell: Tell) -> list[Verdict]:
+def compare_locally(job: CheckJob, tell: Tell, nursery: Nursery | None = None) -> list[Verdict]:
     """Compares all Plans of a job on ranks that this starts on this machine.
 
     The ranks stay from Plan to Plan. When one fails, its Plan is broken, and new ranks take up the Plans
@@ -151,6 +151,7 @@ def compare_locally(job: CheckJob, tell: Tell) -> list[Verdict]:
     Args:
         job: What to compare.
         tell: Called with each verdict, in the process that has it: importable by name, as pickle needs it.
+        nursery: Where ranks are forked from; None to start a program for each.
 
     Raises:
         UserError: Something given cannot work.
@@ -167,7 +168,7 @@ def compare_locally(job: CheckJob, tell: Tell) -> list[Verdict]:
             file.write_bytes(pickle.dumps((left, tell, results)))
             results.write_bytes(b"")
             try:
-                launch([sys.executable, "-m", "shoal.check", str(file)], ranks)
+                launch([sys.executable, "-m", "shoal.check", str(file)], ranks, nursery=nursery)
                 verdicts += _read(results)
             except WorkerError as error:
                 if error.exit_code in (_USER_ERROR, _STOPPED):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from shoal.errors import ConfigError, WorkerError
 if TYPE_CHECKING:
     from shoal.bench import Settings
     from shoal.bench.world import Ranks
+    from shoal.launch import Nursery
 
 __all__ = ["add_parser", "run"]
 
@@ -88,25 +90,36 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.bench.mpirun import abort, choose_master, mpirun, ranks_of_mpi, started_by_mpirun
+    from shoal.bench.mpirun import abort, choose_master, ranks_of_mpi, started_by_mpirun
     from shoal.bench.world import Ranks
-    from shoal.launch import find_world, launch, run_rank
+    from shoal.launch import find_world, open_nursery, run_rank
 
-    settings = _settings(args)
     world = find_world()
+    if world is None and not started_by_mpirun():
+        with open_nursery("shoal.bench.measure") if args.is_program else nullcontext() as nursery:
+            return _on_this_machine(args, nursery)
+    settings = _settings(args)
     if world is not None:
         _require_no_mpi(settings)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
         ranks = Ranks(world.rank, world.ranks, world.local_rank)
         return run_rank(world.rank, lambda _: _measure(args, settings, ranks))
-    if started_by_mpirun():
-        ranks = ranks_of_mpi()
-        choose_master()
-        code = run_rank(ranks.rank, lambda _: _measure(args, settings, ranks))
-        return code if code == 0 else abort(code)
-    start = mpirun if _needs_mpirun(settings) else launch
+    ranks = ranks_of_mpi()
+    choose_master()
+    code = run_rank(ranks.rank, lambda _: _measure(args, settings, ranks))
+    return code if code == 0 else abort(code)
+
+
+def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    from shoal.bench.mpirun import mpirun
+    from shoal.launch import launch
+
+    settings = _settings(args)
+    command = [sys.executable, "-m", "shoal.cli.main", *_words(args)]
     try:
-        return start([sys.executable, "-m", "shoal.cli.main", *_words(args)], args.ranks)
+        if _needs_mpirun(settings):
+            return mpirun(command, args.ranks)
+        return launch(command, args.ranks, nursery=nursery)
     except WorkerError as error:
         if error.exit_code == _STOPPED:  # there was nothing to save
             return _STOPPED

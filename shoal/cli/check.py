@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from shoal.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
     from shoal.check import AnyTrial, CheckJob, Deviation, Verdict
+    from shoal.launch import Nursery, World
 
 __all__ = ["add_parser", "run", "tell"]
 
@@ -102,11 +104,19 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.check import compare_here, compare_locally
-    from shoal.launch import find_world, run_rank
+    from shoal.launch import find_world, open_nursery
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
+    is_launcher = world is None and args.is_program
+    with open_nursery("shoal.check") if is_launcher else nullcontext() as nursery:
+        return _compare(args, world, nursery)
+
+
+def _compare(args: argparse.Namespace, world: World | None, nursery: Nursery | None) -> int:
+    from shoal.check import compare_here, compare_locally
+    from shoal.launch import run_rank
+
     job = _job(args, None if world is None else world.ranks)
     live = tell if args.all and not args.json else _be_silent
     if world is not None:
@@ -118,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
         return run_rank(world.rank, work)
     try:
-        verdicts = compare_locally(job, live)
+        verdicts = compare_locally(job, live, nursery)
     except WorkerError as error:
         if error.exit_code == _STOPPED:  # there was nothing to save
             return _STOPPED

@@ -66,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     parser.set_defaults(program=parser)  # which one command prints a script for
     parsed = parser.parse_args(arguments)
+    parsed.is_program = arguments is None  # else somebody calls this who may have threads
     # torch, imported later, warns of name services that it does not need and of stores that close.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from shoal.errors import ConfigError, UserError, WorkerError, nearest
 
 if TYPE_CHECKING:
     from shoal.bench.world import Ranks
+    from shoal.launch import Nursery
     from shoal.probe import Probed
 
 __all__ = ["add_parser", "run"]
@@ -70,19 +72,29 @@ def run(args: argparse.Namespace) -> int:
     """
     # Imported here because they bring torch, which `--help` should not wait for.
     from shoal.bench.world import Ranks
-    from shoal.launch import find_world, launch, run_rank
+    from shoal.launch import find_world, open_nursery, run_rank
+
+    world = find_world()
+    if world is None:
+        with open_nursery("shoal.probe") if args.is_program else nullcontext() as nursery:
+            return _on_this_machine(args, nursery)
+    backend = _backend(args.backend)
+    _require_writable(args.out)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
+    ranks = Ranks(world.rank, world.ranks, world.local_rank)
+    return run_rank(world.rank, lambda _: _measure(args, backend, ranks))
+
+
+def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    from shoal.launch import launch
 
     backend = _backend(args.backend)
     _require_writable(args.out)
-    world = find_world()
-    if world is not None:
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = world.master[0], str(world.master[1])
-        ranks = Ranks(world.rank, world.ranks, world.local_rank)
-        return run_rank(world.rank, lambda _: _measure(args, backend, ranks))
     words = ["probe", f"--out={args.out}", f"--name={args.name}", f"--backend={backend}"]
     words += [f"--{flag}" for flag in ("quick", "json") if getattr(args, flag)]
     try:
-        return launch([sys.executable, "-m", "shoal.cli.main", *words], _local_ranks(args.ranks, backend))
+        command = [sys.executable, "-m", "shoal.cli.main", *words]
+        return launch(command, _local_ranks(args.ranks, backend), nursery=nursery)
     except WorkerError as error:
         if error.exit_code == _STOPPED:  # there was nothing to save
             return _STOPPED

@@ -7,6 +7,7 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import WorkerError
 
 if TYPE_CHECKING:
-    from shoal.launch import World
+    from shoal.launch import Nursery, World
     from shoal.train import Job
 
 __all__ = ["add_parser", "run"]
@@ -74,12 +75,19 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.launch import RankLog, World, find_world, keep_output
-    from shoal.train import check, choose_device, nothing_left_to_do
+    from shoal.launch import find_world, open_nursery
 
     world = find_world()
     if world is not None:
         return _as_rank(world, lambda: _checked_job(args, world.ranks))
+    with open_nursery("shoal.train") if args.is_program else nullcontext() as nursery:
+        return _on_this_machine(args, nursery)
+
+
+def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    from shoal.launch import RankLog, World, keep_output
+    from shoal.train import check, choose_device, nothing_left_to_do
+
     job = _job(args, None)
     if text := nothing_left_to_do(job):
         print(text, file=sys.stderr)
@@ -89,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     if job.plan.ranks == 1:
         with keep_output(RankLog(job.path / "log", 0, 1)):
             return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
-    return _on_local_ranks(job)
+    return _on_local_ranks(job, nursery)
 
 
 def _as_rank(world: World, choose: Callable[[], Job]) -> int:
@@ -109,7 +117,7 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
     return code
 
 
-def _on_local_ranks(job: Job) -> int:
+def _on_local_ranks(job: Job, nursery: Nursery | None) -> int:
     from shoal.launch import launch
 
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
@@ -117,7 +125,7 @@ def _on_local_ranks(job: Job) -> int:
         file.flush()
         try:
             command = [sys.executable, "-m", "shoal.train", file.name]
-            return launch(command, job.plan.ranks, logs=job.path / "log")
+            return launch(command, job.plan.ranks, logs=job.path / "log", nursery=nursery)
         except WorkerError as error:
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()

@@ -29,23 +29,23 @@ PRESETS: tuple[str, ...] = tuple(table("nodes"))
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines.
+    """Machines: devices, the links between them, and their hosts.
 
     Attributes:
         name: Such as "dgx-h100".
-        device: All are alike.
+        device: What ranks compute on; all devices are alike.
         levels: Innermost first; the groups of each are made of whole groups of the one before. The last has
             all devices.
-        price: Of a device, in dollars an hour; 0 if not known.
-        failures: Of a device, in an hour; 0 if not known.
+        price: Dollars for one device and hour; 0 if not known.
+        failures: Failures of one device in an hour; 0 if not known.
         jitter: By how much a rank's steps vary: standard deviation over mean; 0 if not at all.
-        noise: By how many seconds a rank's work of one second varies within a step, of t seconds sqrt(t)
-            times that: standard deviation; 0 if not at all.
+        noise: By how many seconds a rank's work of one second varies within a step: standard deviation; work
+            of t seconds varies by sqrt(t) times as much. 0 if not at all.
         reserved: Bytes of each device's memory that programs do not get: contexts, libraries, fragments.
-        cores: Of a node, where devices are ranks that share cores and host memory; 0 where they are not. The
-            device's rates and memory are then what each rank has with all of a node's ranks at work.
-        host: What some devices share, each as many.
-        source: Of these figures.
+        cores: Number of cores in a node whose devices are ranks that share cores and host memory; 0 for
+            accelerators. The device's rates and memory are then those of each rank with all ranks at work.
+        host: The computer that the devices of a node are in.
+        source: Where these figures come from.
     """
 
     name: str

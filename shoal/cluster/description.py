@@ -70,7 +70,7 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
                 f"{where} has {key}={value!r}", possible=meaning, change=f"write {meaning} for {key}"
             )
     for key, each in known.items():
-        if key not in described and each.default is MISSING:
+        if key not in described and each.default is MISSING and each.default_factory is MISSING:
             raise ClusterError(
                 f"{where} does not say {key!r}",
                 possible=_KINDS[str(each.type)][1],

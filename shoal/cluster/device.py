@@ -24,26 +24,26 @@ class Device:
     Attributes:
         name: Such as "H100-SXM".
         memory: Bytes.
-        bandwidth: Of its memory, bytes/s, by its data sheet.
+        bandwidth: Bytes/s of its memory, by its data sheet.
         peak: FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"), dense, by its data sheet.
-        units: That compute independently: multiprocessors, or cores.
+        units: Number of parts that compute independently: multiprocessors, or cores.
         tile: Rows and columns of the largest tile of a product that one unit computes.
-        product_share: Of the peak that large products reach.
-        product_depth: Inputs of a product at which it reaches half of that, in bf16.
-        bandwidth_share: Of the bandwidth that passes over memory reach.
-        stream_share: The same of passes over more than caches hold, such as an optimizer's; 0 if it is the
-            same.
-        stall: Of the time that a product's bytes take, the share that no arithmetic hides: 1 on cores, which
-            wait for what their caches do not have.
-        attention_share: Of the peak that fused attention reaches in forward.
-        attention_backward_share: The same of backward.
+        product_share: Share of the peak that large products reach.
+        product_depth: Number of inputs at which a product reaches half of that, in bf16.
+        bandwidth_share: Share of the bandwidth that passes over memory reach.
+        stream_share: Share of the bandwidth that passes over more than caches hold reach, such as an
+            optimizer's; 0 if it is `bandwidth_share`.
+        stall: Share of the time of a product's bytes that no arithmetic hides: 1 on cores, which wait for
+            what their caches do not have.
+        attention_share: Share of the peak that fused attention reaches in forward.
+        attention_backward_share: Share of the peak that fused attention reaches in backward.
         launch: Seconds from one kernel's end to the next one's start.
         dispatch: Seconds that the host takes to start one operation; the device waits if it is quicker.
         overlap: Share of tensor=async's communications that its products hide.
-        contention: Of a communication that runs beside compute at the innermost links' rate, the share that
-            compute is slowed by; of a slower one it is less in proportion.
+        contention: Share by which compute is slowed while a communication runs beside it at the innermost
+            links' rate; a slower communication slows compute less, in proportion.
         host_bandwidth: Bytes/s to and from the host's memory; 0 if it has none of its own.
-        source: Of these figures.
+        source: Where these figures come from.
     """
 
     name: str

@@ -15,12 +15,12 @@ class Host:
 
     Attributes:
         name: Such as "2 x EPYC 7742".
-        devices: That share it.
+        devices: Number of devices that share it.
         memory: Bytes; 0 if not known.
-        bandwidth: Of the memory, bytes/s, by its data sheet; 0 if not known.
-        share: Of the bandwidth that passes over memory reach.
+        bandwidth: Bytes/s of the memory, by its data sheet; 0 if not known.
+        share: Share of the bandwidth that passes over memory reach.
         file_bandwidth: Bytes/s to and from its files together; 0 if not known.
-        source: Of these figures.
+        source: Where these figures come from.
     """
 
     name: str = ""

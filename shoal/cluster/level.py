@@ -15,17 +15,17 @@ class Level:
 
     Attributes:
         name: Such as "nvlink" or "network".
-        devices: In one group of this level.
-        bandwidth: Bytes/s from one device, by its data sheet; of a mesh, of all its links together.
-        share: Of the bandwidth that large collectives reach.
+        devices: Number of devices in one group of this level.
+        bandwidth: Bytes/s from one device, by its data sheet; in a mesh over all of its links together.
+        share: Share of the bandwidth that large collectives reach.
         setup: Seconds that a collective takes to begin and end, however few take part.
-        latency: Seconds of a step from device to device.
-        half_size: Bytes s0 of `(S/B)(1 + sqrt(s0/S))`, by which smaller buffers are slower.
+        latency: Seconds that a step from device to device takes.
+        half_size: Bytes s0 in the time `(S/B)(1 + sqrt(s0/S))` of S bytes: small buffers are slower by it.
         oversubscription: How many times more the devices can send than the level's links carry together.
         mesh: Whether each device has a link to each other one, rather than all of its bandwidth to any.
         reduces: Whether the switches add up: an all-reduce then sends each byte up once.
-        reduction_share: Of the bandwidth that these all-reduces reach.
-        source: Of these figures.
+        reduction_share: Share of the bandwidth that these all-reduces reach.
+        source: Where these figures come from.
     """
 
     name: str

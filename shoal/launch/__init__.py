@@ -1,10 +1,12 @@
 """Which ranks there are, how they start, and how their end is told.
 
-Nouns: World (the ranks that this process is one of), Outcome (how a rank ended), StopSignal. `shoal train`
-calls `launch` where nobody else started ranks; the trainer's processes call `join` and `run_rank`.
+Nouns: World (the ranks that this process is one of), Outcome (how a rank ended), StopSignal, Nursery (where
+ranks are forked from). `shoal train` calls `launch` where nobody else started ranks; the trainer's processes
+call `join` and `run_rank`.
 """
 
 from shoal.launch.launcher import TERMINAL, launch
+from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output
 from shoal.launch.worker import StopSignal, run_rank
@@ -13,6 +15,7 @@ from shoal.launch.world import World, find_world, join
 __all__ = [
     "EXIT_STOPPED",
     "TERMINAL",
+    "Nursery",
     "Outcome",
     "RankLog",
     "StopSignal",
@@ -21,6 +24,7 @@ __all__ = [
     "join",
     "keep_output",
     "launch",
+    "open_nursery",
     "root_cause",
     "run_rank",
 ]

@@ -21,12 +21,13 @@ from types import FrameType
 
 from shoal.errors import WorkerError
 from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 
 __all__ = ["LAUNCHER", "OUTCOMES", "TERMINAL", "launch"]
 
 LAUNCHER = "SHOAL_LAUNCHER"
-"""Environment variable: the process that started a rank, and that it must not outlive."""
+"""Environment variable: the process that a rank is a child of, and that it must not outlive."""
 
 OUTCOMES = "SHOAL_OUTCOMES"
 """Environment variable: the folder where a rank that `launch` started leaves its outcome."""
@@ -46,6 +47,7 @@ def launch(
     environment: Mapping[str, str] = os.environ,
     *,
     logs: Path | None = None,
+    nursery: Nursery | None = None,
 ) -> int:
     """Runs a command as each of some ranks on this machine, with torchrun's environment.
 
@@ -54,10 +56,11 @@ def launch(
     this process, even if it is killed.
 
     Args:
-        command: A program and its arguments.
+        command: A program and its arguments; with a nursery, `[sys.executable, "-m", MODULE, ...]`.
         ranks: How many.
         environment: What OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken from, if the user set them.
         logs: A directory in which what each rank prints is kept, once the directory is there.
+        nursery: Where ranks are forked from; None to start a program for each.
 
     Returns:
         The exit code: 0, or `EXIT_STOPPED` after a signal if all ranks saved their state.
@@ -71,10 +74,14 @@ def launch(
         _signals_noted() as signals,
     ):
         environments = [
-            {**os.environ, **_rank_environment(folder, rank, ranks, port, environment)}
+            {
+                **os.environ,
+                **_rank_environment(folder, rank, ranks, port, environment),
+                LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),
+            }
             for rank in range(ranks)
         ]
-        with LocalRanks(command, environments, logs) as processes:
+        with LocalRanks(command, environments, logs, nursery) as processes:
             end = _wait_for_end(processes, signals)
         outcomes = Outcome.read_all(Path(folder))
     if end.signal is not None:
@@ -201,7 +208,6 @@ def _rank_environment(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch: the store is there, rank 0 need not serve one
-        LAUNCHER: str(os.getpid()),
         OUTCOMES: folder,
         **({TERMINAL: "1"} if sys.stderr.isatty() else {}),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, final
+from typing import final
 
+from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import RankLog, pass_on
 
 __all__ = ["LocalRanks"]
@@ -30,25 +33,26 @@ class LocalRanks:
         command: A program and its arguments, the same for all ranks.
         environments: The environment of each rank.
         logs: The directory in which the output is kept too, if one is wanted.
+        nursery: Where ranks are forked from; None to start a program for each.
     """
 
     def __init__(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path | None
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        logs: Path | None,
+        nursery: Nursery | None = None,
     ) -> None:
         self._outputs = selectors.DefaultSelector()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._logs = [RankLog(logs, rank, len(environments)) for rank in range(len(environments))]
         for environment, log in zip(environments, self._logs, strict=True):
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            self._processes.append(process)
-            self._add_output(process.stdout, 1, log)
-            self._add_output(process.stderr, 2, log)
+            pipes = [os.pipe() for _ in range(2)]
+            outputs = pipes[0][1], pipes[1][1]
+            self._processes.append(_start(command, environment, outputs, nursery))
+            for descriptor, (reading, writing) in enumerate(pipes, start=1):
+                os.close(writing)
+                self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, (descriptor, log))
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -83,7 +87,8 @@ class LocalRanks:
     def signal(self, number: int) -> None:
         """Sends a signal to every rank that has not ended."""
         for rank in self.running():
-            os.killpg(self._processes[rank].pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._processes[rank].pid, number)
 
     def listen(self, seconds: float) -> None:
         """Passes on what ranks print next. Returns when something was passed on, or after that time."""
@@ -99,14 +104,25 @@ class LocalRanks:
             else:
                 self._close_output(key)
 
-    def _add_output(self, pipe: IO[bytes] | None, descriptor: int, log: RankLog) -> None:
-        assert pipe is not None
-        self._outputs.register(pipe, selectors.EVENT_READ, (descriptor, log))
-
     def _close_output(self, key: selectors.SelectorKey) -> None:
         self._outputs.unregister(key.fileobj)
         assert not isinstance(key.fileobj, int)
         key.fileobj.close()  # type: ignore[attr-defined]
+
+
+def _start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    outputs: tuple[int, int],
+    nursery: Nursery | None,
+) -> subprocess.Popen[bytes] | ForkedRank:
+    """Starts one rank, with these descriptors as its stdout and stderr."""
+    if nursery is not None:
+        assert list(command[:2]) == [sys.executable, "-m"], "a nursery runs modules"
+        return nursery.start(command[2], command[3:], environment, outputs)
+    return subprocess.Popen(
+        command, env=environment, stdout=outputs[0], stderr=outputs[1], start_new_session=True
+    )
 
 
 def _state_of(process: int) -> str:

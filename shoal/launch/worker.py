@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -11,12 +10,11 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.errors import UserError
+from shoal.launch.kernel import die_with, name_process
 from shoal.launch.launcher import LAUNCHER, OUTCOMES
 from shoal.launch.outcome import Outcome
 
 __all__ = ["StopSignal", "run_rank"]
-
-_PR_SET_PDEATHSIG = 1
 
 
 class StopSignal:
@@ -56,8 +54,9 @@ def run_rank(rank: int, work: Callable[[StopSignal], int]) -> int:
         The exit code of the process.
     """
     folder = os.environ.get(OUTCOMES)
+    name_process(f"shoal rank {rank}")
     if folder is not None:
-        _die_with(int(os.environ[LAUNCHER]))
+        die_with(int(os.environ[LAUNCHER]))
     try:
         outcome = Outcome(rank=rank, exit_code=work(StopSignal()))
     except BaseException as error:
@@ -78,11 +77,3 @@ def _tell(outcome: Outcome, error: BaseException) -> None:
     print(f"shoal: rank {outcome.rank} failed: {text}", file=sys.stderr)
     if outcome.detail:
         print(outcome.detail, file=sys.stderr)
-
-
-def _die_with(launcher: int) -> None:
-    """Has the kernel end this process when the launcher ends, however that happens (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it ended while this process was still importing
-        os._exit(1)

@@ -17,7 +17,7 @@ _SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A Plan with what is predicted of it.
+    """A Plan with its predicted step and memory.
 
     Attributes:
         plan: The Plan.

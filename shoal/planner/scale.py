@@ -49,7 +49,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The curve.
+    """How steps scale: the best Plan for each number of devices.
 
     Attributes:
         points: By number of devices, ascending.

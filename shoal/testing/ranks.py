@@ -1,7 +1,8 @@
 """Runs a function on several ranks of this machine, in processes that stay alive between calls.
 
-Starting torch takes seconds; forming a process group in a process that has it takes milliseconds. So a pool
-starts its processes once, and each call forms a group of its own among the first n of them.
+Importing torch takes seconds; forming a process group in a process that has it takes milliseconds. So the
+processes of all pools are forked from one that has imported torch and Shoal (multiprocessing's fork server),
+a pool starts them once, and each call forms a group of its own among the first n of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ __all__ = ["RankPool", "run_ranks"]
 
 Result = TypeVar("Result")
 
+_PRELOADED = ["shoal.collectives", "shoal.parallel"]
+"""What the fork server imports, if no other program of this process has started one before."""
+
 
 class RankPool:
     """Processes that run functions as the ranks of a group.
@@ -37,7 +41,8 @@ class RankPool:
     def __init__(self, backend: str = "gloo", threads: int = 1) -> None:
         self._backend = backend
         self._threads = threads
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(

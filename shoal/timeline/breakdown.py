@@ -21,7 +21,7 @@ _FEWEST_STEPS_AFTER_WARM_UP = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBreakdown:
-    """One rank.
+    """Where the time of one rank's steps went.
 
     Attributes:
         rank: The global rank.
@@ -40,7 +40,7 @@ class RankBreakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """All ranks.
+    """Where the time of all ranks' steps went.
 
     Attributes:
         ranks: Each rank that finished a step, ascending.

@@ -43,7 +43,7 @@ class _Section(BaseModel):
 
 
 class OptimizerConfig(_Section):
-    """The optimizer, the course of its learning rate, and what it is kept from."""
+    """The optimizer, its learning rate, clipping, and how many steps may be skipped."""
 
     name: str = "adamw"
     """adamw, sgd, adafactor, lion or muon, or a factory `package.module:function` that is called with groups

@@ -15,7 +15,7 @@ __all__ = ["shape", "shape_names", "transformer_shape"]
 
 
 def shape(name: str) -> ModelShape:
-    """The shape of that name.
+    """The shape of a known model, by its name.
 
     Raises:
         ModelError: There is none.

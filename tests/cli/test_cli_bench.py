@@ -19,17 +19,12 @@ BENCH = [sys.executable, "-m", "shoal.cli.main", "bench"]
 QUICK = ["--backend=gloo", "--sizes=64B,1KiB", "--rounds=2"]
 
 
-def bench(*words, environment=None, launcher=BENCH):
-    return subprocess.run(
-        [*launcher, *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-    )
+@pytest.fixture
+def bench(programs):
+    return lambda *words, environment=None: programs.run(["bench", *words], environment=environment)
 
 
-def test_json_is_one_object_with_machine_settings_and_every_rounds_time():
+def test_json_is_one_object_with_machine_settings_and_every_rounds_time(bench):
     done = bench(*QUICK, "--collective=all_reduce,barrier", "--ranks=2", "--json")
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
@@ -48,7 +43,7 @@ def test_json_is_one_object_with_machine_settings_and_every_rounds_time():
     assert "measured: all_reduce, 64 bytes" in done.stderr
 
 
-def test_the_table_comes_with_the_machines_facts_below():
+def test_the_table_comes_with_the_machines_facts_below(bench):
     done = bench(*QUICK, "--backend=gloo,memory", "--ranks=1")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -59,15 +54,15 @@ def test_the_table_comes_with_the_machines_facts_below():
     assert "\033" not in done.stdout
 
 
-def test_under_torchrun_it_joins_the_ranks_that_are_there_and_rank_0_prints():
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    done = bench("bench", *QUICK, launcher=[*launcher, "shoal.cli.main"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all_reduce, 2 ranks, gloo") == 1
+def test_it_joins_the_ranks_that_are_there_and_rank_0_prints(programs, tmp_path):
+    first, other = programs.run_ranks(["bench", *QUICK], 2, tmp_path)
+    assert first.returncode == other.returncode == 0, first.stderr
+    assert first.stdout.count("all_reduce, 2 ranks, gloo") == 1
+    assert not other.stdout
 
 
 @pytest.mark.skipif(not is_built(), reason="the native core is not built")
-def test_shoal_is_measured_on_ordinary_and_on_shared_memory_with_the_algorithm_that_is_asked_for():
+def test_shoal_is_measured_on_ordinary_and_on_shared_memory_with_the_algorithm_that_is_asked_for(bench):
     done = bench(*QUICK, "--backend=shoal,shoal-shared", "--collective=all", "--algorithm=ring", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -76,7 +71,7 @@ def test_shoal_is_measured_on_ordinary_and_on_shared_memory_with_the_algorithm_t
 
 
 @pytest.mark.skipif(find_spec("mpi4py") is None, reason="mpi4py is not installed")
-def test_mpi_is_measured_beside_a_backend_of_torch():
+def test_mpi_is_measured_beside_a_backend_of_torch(bench):
     done = bench(*QUICK, "--backend=mpi,gloo", "--collective=all", "--ranks=2", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]

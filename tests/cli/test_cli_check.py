@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -68,18 +66,12 @@ def loss(model, batch):
 """
 
 
-def check(*words, folder=None, launcher=CHECK):
-    return subprocess.run(
-        [*launcher, *words],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+@pytest.fixture
+def check(programs):
+    return lambda *words, folder=None: programs.run(["check", *words], folder)
 
 
-def test_every_plan_of_two_ranks_is_told_in_a_line_and_summed_up():
+def test_every_plan_of_two_ranks_is_told_in_a_line_and_summed_up(check):
     done = check("--all", "--ranks=2", *QUICK)
     assert done.returncode == 0, done.stderr
     *lines, summary = done.stdout.splitlines()
@@ -104,28 +96,28 @@ def test_a_sample_of_the_plans_is_enough_if_it_is_asked_for(capfd):
     assert summary == "2 Plans: 2 passed"
 
 
-def test_a_model_that_differs_between_ranks_fails_with_what_departs(tmp_path):
+def test_a_model_that_differs_between_ranks_fails_with_what_departs(check, tmp_path):
     (tmp_path / "models_to_check.py").write_text(MODELS)
     done = check("--plan=dp=2", "--model=models_to_check:Other", "--sequence=8", folder=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "failed: step 1: the gradient of embed.weight departs by " in done.stdout
 
 
-def test_an_entry_of_the_zoo_passes_and_what_is_not_compared_is_told():
+def test_an_entry_of_the_zoo_passes_and_what_is_not_compared_is_told(check):
     done = check("--plan=dp=2,shard=zero3", "--model=zoo:batch_norm", "--steps=1")
     assert done.returncode == 0, done.stderr
     assert "against one device: shoal.testing.zoo:batch_norm, 16 samples" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("not compared: running statistics")
 
 
-def test_a_task_of_ones_own_is_checked(tmp_path):
+def test_a_task_of_ones_own_is_checked(check, tmp_path):
     (tmp_path / "tasks_to_check.py").write_text(TASK)
     done = check("--plan=dp=2,shard=zero2,microbatch=2", "--model=tasks_to_check:task", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "passed: " in done.stdout
 
 
-def test_a_rank_that_dies_breaks_its_plan_alone(tmp_path):
+def test_a_rank_that_dies_breaks_its_plan_alone(check, tmp_path):
     (tmp_path / "models_to_check.py").write_text(MODELS)
     done = check(
         "--plan=dp=2", "--json", "--model=models_to_check:Dying", "--sequence=8", "--steps=1", folder=tmp_path
@@ -136,12 +128,12 @@ def test_a_rank_that_dies_breaks_its_plan_alone(tmp_path):
     assert "rank 1 failed" in content["plans"][0]["reason"]
 
 
-def test_under_torchrun_it_joins_the_ranks_that_are_there_and_rank_0_prints():
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    done = check("check", "--plan=shard=zero1", *QUICK, launcher=[*launcher, "shoal.cli.main"])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("dp=2,shard=zero1") == 1
-    assert "passed: " in done.stdout
+def test_it_joins_the_ranks_that_are_there_and_rank_0_prints(programs, tmp_path):
+    first, other = programs.run_ranks(["check", "--plan=shard=zero1", *QUICK], 2, tmp_path)
+    assert first.returncode == other.returncode == 0, first.stderr
+    assert first.stdout.count("dp=2,shard=zero1") == 1
+    assert "passed: " in first.stdout
+    assert not other.stdout
 
 
 @pytest.mark.parametrize(

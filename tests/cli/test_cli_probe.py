@@ -1,9 +1,6 @@
 """`shoal probe` and `shoal calibrate`, and the report's comparison."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -18,15 +15,9 @@ from shoal.workload import shape, workload_of
 BATCH = 4
 
 
-def test_one_rank_writes_a_description_that_loads(tmp_path):
+def test_one_rank_writes_a_description_that_loads(programs, tmp_path):
     file = tmp_path / "cluster.toml"
-    done = subprocess.run(
-        [sys.executable, "-m", "shoal.cli.main", "probe", "--quick", "--ranks=1", f"--out={file}", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = programs.run(["probe", "--quick", "--ranks=1", f"--out={file}", "--json"])
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     cluster = Cluster.read(file)

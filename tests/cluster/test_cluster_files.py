@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import PRESETS, Cluster, Device, Level
+from shoal.cluster import PRESETS, Cluster, Device, Host, Level
 from shoal.cluster.description import toml_of
 from shoal.errors import ClusterError
 
@@ -54,6 +54,14 @@ def test_a_file_gives_back_the_cluster_to_the_last_digit(tmp_path_factory, clust
     cluster.write(path)
     assert Cluster.read(path) == cluster
     assert Cluster.parse(str(path)) == cluster
+
+
+def test_a_file_may_leave_out_what_has_a_default(tmp_path):
+    cluster = Cluster.preset("laptop")
+    cluster.write(tmp_path / "whole.toml")
+    short = (tmp_path / "whole.toml").read_text().partition("[host]")[0]
+    (tmp_path / "short.toml").write_text(short)
+    assert Cluster.read(tmp_path / "short.toml") == cluster.replace(host=Host())
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import shoal
+import shoal.errors
 from shoal.plan import Plan
 from shoal.train import load_config
 
@@ -23,6 +25,14 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
+def parts_of(example):
+    """What pages include of an example: all of it, or the parts that it names."""
+    if "__pycache__" in example.parts:
+        return []
+    titles = re.findall(r"^# part: (.+)$", example.read_text(), re.MULTILINE)
+    return [f"{name(example)}: {title}" for title in titles] or [name(example)]
+
+
 @pytest.mark.parametrize("path", generate.pages(), ids=name)
 def test_generated_parts_are_what_the_code_says(path):
     page = path.read_text()
@@ -33,13 +43,16 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
     parts = [
         part for path in generate.pages() for part in re.findall("generated: (.+?) -->", path.read_text())
     ]
-    examples = [name(path) for path in sorted((ROOT / "examples").iterdir()) if path.is_file()]
+    examples = [part for path in (ROOT / "examples").rglob("*.*") for part in parts_of(path)]
+    api = {part for part in parts if part.startswith("api: ")}
     tables = {
         "algorithms in shared memory",
         "algorithms over the network",
         "configuration",
         "constants of devices",
         "constants of links",
+        "errors",
+        *(f"fields of {name}" for name in ("Cluster", "Device", "Host", "Level")),
         "goodput of many",
         "layers",
         "options of a group",
@@ -54,7 +67,11 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         *(f"choosing: {name}" for name in generate.CHOOSING),
         *(f"model of shoal.cost.{name}" for name in generate.MODELLED),
     }
-    assert set(parts) == {*tables, *examples}
+    assert set(parts) == {*tables, *examples, *api}
+    names = [name for part in api for name in part.split()[1:]]
+    assert len(names) == len(set(names))
+    assert {f"shoal.{name}" for name in shoal.__all__} <= set(names)
+    assert {f"shoal.errors.{name}" for name in shoal.errors.__all__ if name != "nearest"} <= set(names)
 
 
 def test_a_generated_part_that_is_behind_is_written_anew():

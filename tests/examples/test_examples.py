@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch.distributed.run import main as torchrun
 
 from shoal.cli.main import main as shoal
+from shoal.cluster import Cluster
 from shoal.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -79,6 +80,12 @@ def test_the_best_plan_is_chosen_and_explained(monkeypatch, capsys):
     printed = run_alone(monkeypatch, capsys, "08_plan.py")
     assert "s a step" in printed
     assert "bounds it, with" in printed
+
+
+def test_the_file_of_a_cluster_is_one():
+    cluster = Cluster.read(EXAMPLES / "12_cluster.toml")
+    assert (cluster.devices, cluster.devices_per_node) == (8, 4)
+    assert Cluster.parse(f"{EXAMPLES / '12_cluster.toml'}:16").devices == 16
 
 
 def test_zero3_under_torchrun_saves_a_whole_model(capfd, tmp_path):

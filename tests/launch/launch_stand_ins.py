@@ -58,11 +58,13 @@ class Program:
         return self._process.wait(DEADLINE)
 
     def ranks(self) -> dict[int, int]:
-        """The process of each rank that is running."""
+        """The process of each rank that is running, by the name that it has in `ps`."""
         found = {}
-        for process, environment in self._family():
-            if process != self._process.pid and "RANK" in environment:
-                found[int(environment["RANK"])] = process
+        for process in self._family():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                name = Path(f"/proc/{process}/comm").read_text().strip()
+                if name.startswith("shoal rank"):
+                    found[int(name.split()[-1])] = process
         return found
 
     def wait_until(self, condition: Callable[[], object]) -> None:
@@ -82,14 +84,14 @@ class Program:
 
     def kill(self) -> None:
         """Ends all that is left of it; for the end of a test, whatever came of it."""
-        for process, _ in self._family():
+        for process in self._family():
             try:
                 os.kill(process, 9)
             except ProcessLookupError:
                 continue
         self._process.wait()
 
-    def _family(self) -> list[tuple[int, dict[str, str]]]:
+    def _family(self) -> list[int]:
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -97,8 +99,7 @@ class Program:
             except OSError:  # it has ended meanwhile, or is another user's
                 continue
             if f"{MARK}={self.mark}".encode() in content:
-                pairs = (entry.partition("=") for entry in content.decode(errors="replace").split("\0"))
-                found.append((int(path.parent.name), {name: value for name, _, value in pairs}))
+                found.append(int(path.parent.name))
         return found
 
 

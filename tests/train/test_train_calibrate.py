@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
-from run_stand_ins import shoal, shoal_as_rank
+from run_stand_ins import free_port, shoal, shoal_as_rank
 
 from shoal.cluster import Cluster
 from shoal.run import Run
@@ -17,12 +16,6 @@ PLANS = {"dp": "dp=2", "zero1": "dp=2,shard=zero1", "tp": "tp=2"}
 LAPTOP = Cluster.preset("laptop", 2)
 TOLD = LAPTOP.replace(device=LAPTOP.device.slowed(1 / 8), source="eight times as quick as a laptop")
 """Far from the truth, so that no other work on the machine brings the run near the prediction."""
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

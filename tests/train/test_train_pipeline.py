@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 import torch
-from run_stand_ins import shoal, shoal_as_rank
+from run_stand_ins import free_port, shoal, shoal_as_rank
 from torch import nn
 from train_stand_ins import (
     BATCH,
@@ -237,9 +235,3 @@ def test_a_model_of_ones_own_goes_on_from_plan_to_plan(ranks, tiny_run, tmp_path
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-4)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
-from run_stand_ins import shoal, shoal_as_rank
+from run_stand_ins import free_port, shoal, shoal_as_rank
 
 from shoal.plan import Plan
 from shoal.run import Run
@@ -28,12 +27,6 @@ def train(ranks, tiny_run, tmp_path):
         return ended[0]
 
     return call
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def settings(**values):

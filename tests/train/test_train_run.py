@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 
 import pytest
 import torch
 from run_stand_ins import (
+    free_port,
     shoal,
     shoal_as_rank,
     shoal_in_a_process_that_saw_no_model,
@@ -37,12 +37,6 @@ def train(ranks, tiny_run, tmp_path):
         return ended[0]
 
     return call
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def settings(**values):

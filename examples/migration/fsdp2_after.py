@@ -1,0 +1,34 @@
+"""Shoal, from FSDP2: `torchrun --nproc-per-node 2 fsdp2_after.py model.pt FOLDER`."""
+
+import sys
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from task import NUMBERS, Sorter
+from torch.utils.data import DataLoader, DistributedSampler
+
+import shoal
+
+dist.init_process_group("shoal")
+torch.manual_seed(0)
+model = shoal.parallelize(Sorter(), f"dp={dist.get_world_size()},shard=zero3")
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+loader = DataLoader(NUMBERS, batch_size=16, sampler=DistributedSampler(NUMBERS))
+for number, (inputs, targets) in enumerate(loader):
+    is_last = number % 2 == 1  # two micro-batches make a step
+    with nullcontext() if is_last else model.accumulate():
+        loss = F.mse_loss(model(inputs), targets)
+        (loss / 2).backward()
+    if is_last:
+        model.clip_gradients(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+shoal.save(sys.argv[2], model, optimizer, step=32)
+whole = model.full_state_dict()  # all ranks call it; rank 0 gets the weights
+if dist.get_rank() == 0:
+    print(f"loss {loss.item():.3f}")
+    torch.save(whole, sys.argv[1])
+dist.destroy_process_group()

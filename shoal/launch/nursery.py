@@ -1,0 +1,256 @@
+"""A process from which ranks are forked, so that all of them together import what they need once.
+
+To import torch and Shoal takes some seconds of a core and some hundred MB, for each rank that is started as a
+program. The nursery is forked off the launcher when that has imported everything and done nothing yet: no
+thread runs, and no device was touched. It then forks a rank whenever the launcher asks, and tells how each
+ended.
+
+    launcher                     nursery                      rank
+      fork ----------------------> waits
+      program, environment,
+      its ends of two pipes -----> fork ----------------------> runs MODULE as `python -m` does
+           <---------------------- process number
+           <---------------------- exit code <-------------------- ends
+
+The nursery ends with the launcher, and the ranks with the nursery, as `run_rank` has them. Where there are
+accelerators ranks are not forked: their libraries do not outlive a fork.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn, final
+
+from shoal.errors import CommunicationError
+from shoal.launch.kernel import name_process
+
+__all__ = ["ForkedRank", "Nursery", "open_nursery", "serve"]
+
+_MOST = 1 << 20  # bytes of a request: an environment, above all
+_DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # of /dev, where accelerators are
+
+
+@contextmanager
+def open_nursery(module: str) -> Iterator[Nursery | None]:
+    """Within it there is a nursery, forked off this process, which must have done nothing yet.
+
+    It gives None where ranks must be started as programs: with accelerators, with threads, not on Linux.
+
+    Args:
+        module: What it imports before, for the ranks.
+    """
+    importlib.import_module(module)
+    is_quiet = threading.active_count() == 1
+    if sys.platform != "linux" or not is_quiet or any(Path("/dev", name).exists() for name in _DEVICES):
+        yield None
+        return
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (here, there):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    gc.freeze()  # so that collections leave the shared pages alone
+    pid = os.fork()
+    if pid == 0:
+        here.close()
+        serve(there)
+    gc.unfreeze()
+    there.close()
+    nursery = Nursery(here, pid)
+    try:
+        yield nursery
+    finally:
+        nursery.close()
+
+
+@final
+class Nursery:
+    """The launcher's end of a nursery; `open_nursery` makes one.
+
+    Attributes:
+        pid: The process that ranks are children of.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._connection = connection
+        self._pending = b""
+        self._codes: dict[int, int] = {}
+        self.pid = pid
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: tuple[int, int],
+        folder: str = "",
+    ) -> ForkedRank:
+        """Forks a process that runs a module as `python -m` does, in a session of its own.
+
+        Args:
+            module: Its name.
+            arguments: Of its command line.
+            environment: All of it.
+            outputs: Descriptors that become its stdout and stderr.
+            folder: Where it runs; where the nursery does by default.
+
+        Raises:
+            CommunicationError: The nursery has ended.
+        """
+        request = json.dumps([module, list(arguments), dict(environment), folder])
+        data = request.encode(errors="surrogateescape")
+        descriptors = array.array("i", outputs).tobytes()
+        self._connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+        while told := self._connection.recv(_MOST):
+            kind, number, code = json.loads(told)
+            if kind == "started":
+                return ForkedRank(self, number)
+            self._codes[number] = code
+        raise CommunicationError("the process that ranks are forked from has ended")
+
+    def exit_code(self, pid: int) -> int | None:
+        """How a rank ended, negative for the signal that ended it; None if it has not."""
+        while pid not in self._codes:
+            try:
+                told = self._connection.recv(_MOST, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return None
+            if not told:  # the nursery was killed, and its ranks with it
+                return -signal.SIGKILL
+            _, number, code = json.loads(told)
+            self._codes[number] = code
+        return self._codes[pid]
+
+    def wait(self, pid: int) -> int:
+        """Blocks until a rank has ended; its exit code."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._connection, selectors.EVENT_READ)
+            while (code := self.exit_code(pid)) is None:
+                selector.select()
+        return code
+
+    def close(self) -> None:
+        """Ends it, and with it the ranks that are left."""
+        self._connection.close()
+        os.waitpid(self.pid, 0)
+
+
+@final
+class ForkedRank:
+    """A process that a nursery forked, as far as `subprocess.Popen` has the same."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery = nursery
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        return self._nursery.exit_code(self.pid)
+
+    def wait(self) -> int:
+        """Blocks until it has ended."""
+        return self._nursery.wait(self.pid)
+
+
+def serve(connection: socket.socket) -> NoReturn:
+    """Is a nursery, until the other end of the connection is closed."""
+    os.setsid()  # what a terminal sends is the launcher's affair
+    running: dict[int, int] = {}  # process by descriptor
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is connection:
+                    pid = _fork(connection, selector)
+                    descriptor = os.pidfd_open(pid)
+                    running[descriptor] = pid
+                    selector.register(descriptor, selectors.EVENT_READ)
+                    _tell(connection, "started", pid)
+                else:
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid := running.pop(key.fd), 0)
+                    _tell(connection, "ended", pid, os.waitstatus_to_exitcode(status))
+
+
+def _tell(connection: socket.socket, kind: str, pid: int, code: int = 0) -> None:
+    try:
+        connection.send(json.dumps([kind, pid, code]).encode())
+    except OSError:  # the launcher ended
+        os._exit(0)
+
+
+def _fork(connection: socket.socket, selector: selectors.BaseSelector) -> int:
+    """Forks the rank of a request; the process number."""
+    request, ancillary, _, _ = connection.recvmsg(_MOST, socket.CMSG_SPACE(2 * array.array("i").itemsize))
+    if not request:
+        os._exit(0)
+    outputs = array.array("i")
+    outputs.frombytes(ancillary[0][2])
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        selector.close()
+        connection.close()
+        for number, descriptor in enumerate(outputs, start=1):
+            os.dup2(descriptor, number)
+        for descriptor in outputs:
+            os.close(descriptor)
+        _run(*json.loads(request.decode(errors="surrogateescape")))
+    for descriptor in outputs:
+        os.close(descriptor)
+    return pid
+
+
+def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> NoReturn:
+    """Runs a module as the program of this process, and ends it."""
+    code = 1
+    try:
+        name_process(f"shoal rank {environment['RANK']}" if "RANK" in environment else "shoal")
+        os.environ.clear()
+        os.environ.update(environment)
+        _use_threads(environment)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()  # or all ranks would draw the same; `random` does so by itself
+        if folder:
+            os.chdir(folder)
+        sys.argv = [module, *arguments]
+        sys.path[0] = os.getcwd()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _use_threads(environment: Mapping[str, str]) -> None:
+    """As many threads as OMP_NUM_THREADS says, which torch has read before."""
+    import torch  # not above: a launcher that forks nothing needs none
+
+    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if wanted.isdecimal() and int(wanted) > 0:
+        torch.set_num_threads(int(wanted))

@@ -1,0 +1,37 @@
+"""Runs an example as torchrun would, but on two ranks that the tests share, so that torch loads once."""
+
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+
+
+def run_on_ranks(pool, name, *arguments):
+    """Runs `python EXAMPLES/NAME ARGUMENTS` as each of two ranks of a RankPool."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pool.run(_as_rank, 2, EXAMPLES / name, [str(each) for each in arguments], port)
+
+
+def _as_rank(file, arguments, port):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()  # the file forms a group of its own
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    environment = {key: str(value) for key, value in told.items()}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    sys.path.insert(0, str(file.parent))  # the pool puts the path back
+    before = set(sys.modules)
+    with patch.dict(os.environ, environment), patch("sys.argv", [file.name, *arguments]):
+        runpy.run_path(str(file), run_name="__main__")
+    if "accelerate" in sys.modules:  # it remembers the environment for as long as a process lives
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+    for each in set(sys.modules) - before:
+        if Path(getattr(sys.modules[each], "__file__", None) or "/").parent == file.parent:
+            del sys.modules[each]

@@ -1,0 +1,114 @@
+"""Programs of their own that a test starts, forked from one that has imported what they need."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from run_stand_ins import free_port
+
+from shoal.launch.nursery import ForkedRank, Nursery
+
+_SERVER = """
+import socket, sys
+import shoal.check, shoal.cli.main, shoal.train
+from shoal.launch.nursery import serve
+serve(socket.socket(fileno=int(sys.argv[1])))
+"""
+
+
+class Programs:
+    """Starts `python -m MODULE` without its seconds of imports; started itself when first used."""
+
+    def __init__(self) -> None:
+        self._nursery: Nursery | None = None
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        outputs: tuple[int, int],
+        folder: Path,
+    ) -> ForkedRank:
+        if self._nursery is None:
+            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for end in (here, there):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            words = [sys.executable, "-c", _SERVER, str(there.fileno())]
+            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+            # Else programs that it forks could not be interrupted where the tests themselves cannot.
+            self._server = subprocess.Popen(
+                words, pass_fds=[there.fileno()], env=environ, restore_signals=True
+            )
+            there.close()
+            self._nursery = Nursery(here, self._server.pid)
+        return self._nursery.start(module, arguments, environment, outputs, str(folder))
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        module: str = "shoal.cli.main",
+        seconds: float = 180.0,
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs one to its end, as `subprocess.run` with captured output does."""
+        (ended,) = self._run(arguments, folder, [environment or {}], module, seconds)
+        return ended
+
+    def run_ranks(
+        self, arguments: Sequence[str], ranks: int, folder: Path, *, module: str = "shoal.cli.main"
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Runs one as each of some ranks, with the environment that torchrun gives."""
+        shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+        told = [{name: str(value) for name, value in each.items()} for each in environments]
+        return self._run(arguments, folder, told, module, 180.0)
+
+    def _run(
+        self,
+        arguments: Sequence[str],
+        folder: Path | None,
+        environments: Sequence[Mapping[str, str]],
+        module: str,
+        seconds: float,
+    ) -> list[subprocess.CompletedProcess[str]]:
+        place = Path.cwd() if folder is None else folder
+        deadline = time.monotonic() + seconds
+        with ExitStack() as files:
+            started = []
+            for environment in environments:
+                out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+                environ = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+                program = self.start(module, arguments, environ, (out.fileno(), err.fileno()), place)
+                started.append((program, out, err))
+            while any(program.poll() is None for program, _, _ in started):
+                if time.monotonic() > deadline:
+                    for program, _, _ in started:
+                        if program.poll() is None:
+                            os.killpg(program.pid, signal.SIGKILL)
+                    raise TimeoutError(f"{module} {' '.join(arguments)} did not end")
+                time.sleep(0.01)
+            for _, out, err in started:
+                out.seek(0)
+                err.seek(0)
+            return [
+                subprocess.CompletedProcess([module, *arguments], program.wait(), out.read(), err.read())
+                for program, out, err in started
+            ]
+
+    def close(self) -> None:
+        if self._nursery is not None and self._server is not None:
+            self._nursery.close()
+            self._server.returncode = 0
