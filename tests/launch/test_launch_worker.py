@@ -47,8 +47,8 @@ def test_a_signal_that_is_not_heeded_yet_ends_the_process():
 
 LAUNCHED = """
 import os, sys, time
-from shoal.launch.worker import _die_with
-_die_with(int(sys.argv[1]))
+from shoal.launch.kernel import die_with
+die_with(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(120)
 """
