@@ -2,6 +2,7 @@
 # make test     sets up .venv with what development needs, and passes every check that CI makes but the next
 # make docs     sets up .venv, and builds the site of docs/ in build/docs; warnings are errors
 # make test-oldest  runs what depends on torch and transformers with the oldest releases that pyproject.toml allows
+# make test-faults  plants faults in a copy of the code, one at a time, and tells which the tests miss
 #
 # What a target needs is set up once: a second call does no set-up work again.
 
@@ -17,7 +18,7 @@ OLDEST_TESTS := tests/models tests/trace tests/parallel tests/checkpoint/test_ch
   tests/collectives/test_pytorch_calls.py tests/collectives/test_pytorch_features.py \
   tests/train/test_train_trainer.py
 
-.PHONY: train test test-long test-oldest lint docs bench clean
+.PHONY: train test test-long test-faults test-oldest lint docs bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
@@ -27,6 +28,9 @@ test: lint
 
 test-long: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
+
+test-faults: $(VENV)/.ready-dev
+	$(BIN)/python tests/faults/plant.py --jobs 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest $(OLDEST_TESTS)

@@ -4,13 +4,17 @@ import random
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 from program_stand_ins import Programs
 
 from shoal.testing import RankPool
 
 settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("shoal")
+# For `make test-faults`: the same examples each time, and no time for finding smaller ones that fail.
+settings.register_profile(
+    "faults", deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate)
+)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """The README keeps up with the repository."""
 
+import os
 import re
-import subprocess
+from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,10 +14,19 @@ def section(title):
 
 
 def files():
-    """Tracked files, and those that would be."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    return [Path(line) for line in listed.splitlines() if (ROOT / line).exists()]
+    """All files but those that .gitignore names; a copy that is no git checkout has the same."""
+    patterns = [".git", *(line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines())]
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        inside = Path(folder).relative_to(ROOT)
+        for kept in (folders, names):
+            kept[:] = [name for name in kept if not ignored(inside / name, patterns)]
+        found += [inside / name for name in names]
+    return found
+
+
+def ignored(path, patterns):
+    return any(fnmatch(path.name, pattern) or str(path) == pattern for pattern in patterns)
 
 
 def test_the_map_shows_every_folder_and_every_package_and_nothing_else():

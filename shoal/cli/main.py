@@ -12,6 +12,7 @@ from shoal.cli import (
     calibrate,
     check,
     checkpoint,
+    completion,
     plan,
     probe,
     report,
@@ -41,6 +42,7 @@ _COMMANDS = (
     probe,
     calibrate,
     validate,
+    completion,
 )
 
 
@@ -62,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
+    parser.set_defaults(program=parser)  # which one command prints a script for
     parsed = parser.parse_args(arguments)
     parsed.is_program = arguments is None  # else somebody calls this who may have threads
     # torch, imported later, warns of name services that it does not need and of stores that close.

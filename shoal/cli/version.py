@@ -25,9 +25,12 @@ class PrintVersion(argparse.Action):
 
 
 def _core() -> str:
-    found = sorted((Path(__file__).parent.parent / "collectives").glob("_core*.so"))
-    if not found:
+    path = Path(__file__).parent.parent / "collectives" / "_core.so"
+    if not path.exists():
         return "native core: not built; ranks on CPUs communicate through gloo"
-    unit = ctypes.CDLL(str(found[0])).shoal_vector_unit
+    try:
+        unit = ctypes.CDLL(str(path)).shoal_vector_unit
+    except (OSError, AttributeError) as error:
+        return f"native core: does not load: {error}"
     unit.restype = ctypes.c_char_p
     return f"native core: built, computes with {unit().decode()}"

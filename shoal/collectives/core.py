@@ -7,7 +7,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import CollectiveError
+from shoal.errors import CollectiveError, ConfigError
 
 __all__ = ["GOING_ON", "Call", "Core", "is_built", "load_core"]
 
@@ -135,9 +135,22 @@ class Core:
 
 @functools.cache
 def load_core() -> Core | None:
-    """The native core; None where it was not built."""
-    found = sorted(Path(__file__).parent.glob("_core*.so"))
-    return Core(found[0]) if found else None
+    """The native core; None where it was not built.
+
+    Raises:
+        ConfigError: It is there, and cannot be loaded, or is not that of these sources.
+    """
+    path = Path(__file__).with_name("_core.so")
+    if not path.exists():
+        return None
+    try:
+        return Core(path)
+    except (OSError, AttributeError) as error:
+        raise ConfigError(
+            f"the native core does not load: {error}",
+            possible="a core that was compiled on this system, from the sources of this Shoal",
+            change=f"install Shoal from its sources again; without {path} ranks communicate through gloo",
+        ) from error
 
 
 def is_built() -> bool:

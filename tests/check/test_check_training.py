@@ -11,6 +11,7 @@ from comparison_stand_ins import SHAPE, check, groups_after_plans, make_trial
 from shoal.check import Tolerance
 from shoal.check.distributed import Fragment, copies
 from shoal.check.reference import Reference, Sums
+from shoal.check.tolerance import relative, vector_deviation
 from shoal.check.trial import OPTIMIZER
 from shoal.data import Loader
 from shoal.errors import ConfigError, ModelError
@@ -216,6 +217,13 @@ def test_bounds_are_far_below_what_a_fault_does():
         # a dropped sample of eight moves a gradient by about an eighth
         assert 0 < max(bounds.gradients.values()) < 1e-3
         assert 0 < bounds.loss < 1e-4
+
+
+def test_what_is_no_number_is_infinitely_far():
+    missing = torch.tensor([1.0, math.nan])
+    assert relative(math.nan, 1.0) == relative(1.0, math.nan) == math.inf
+    assert vector_deviation(missing, torch.ones(2), 1.0) == math.inf
+    assert vector_deviation(torch.ones(2), missing, 1.0) == math.inf
 
 
 def test_copies_are_put_together_from_blocks_along_any_dim():

@@ -151,6 +151,7 @@ def setting(text):
         (setting("model_options.rope_base=inf"), "'rope_base' cannot be inf"),
         (setting("model_options.vocab_size=100"), "vocabulary of 100"),
         (setting("sequence=64"), "longer than the context"),
+        (setting("sequence=33"), "up to 32 tokens"),
         (setting("model=absent:make"), "no module 'absent'"),
         (setting("model=models_of_mine:frozn"), "did you mean 'frozen'"),
         (setting("model=models_of_mine:frozen"), "no parameter that requires a gradient"),

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from shoal.cli.main import main
 from shoal.run import Run
 from shoal.testing import RankPool
 
-PROGRAM = Path(sys.executable).with_name("shoal")
+PROGRAM = [sys.executable, "-m", "shoal"]
 STEPS = 6
 
 
@@ -46,7 +45,7 @@ def trained(tmp_path_factory, tiny_run):
         "--",
     ]
     started = {
-        "local": start([PROGRAM, *words, "--nproc", "2", "--run", "local"], folder),
+        "local": start([*PROGRAM, *words, "--nproc", "2", "--run", "local"], folder),
         "torchrun": start([*torchrun, "shoal.cli.main", *words, "--run", "torchrun"], folder),
     }
     ended = {

@@ -187,6 +187,38 @@ def test_a_parameter_that_is_not_contiguous_is_written(ranks):
     ranks.run(write_back_to_parameters, RANKS)
 
 
+def write_to_strided_outputs():
+    rank = dist.get_rank()
+    whole = torch.arange(24.0)
+    own = whole[12 * rank :][:12].clone()
+
+    def strided(rows, columns):
+        return torch.full((columns, rows), -1.0).t()
+
+    gathered = strided(4, 6)
+    dist.all_gather_into_tensor(gathered, own)
+    assert torch.equal(gathered, whole.view(4, 6))
+    scattered = strided(3, 4)
+    dist.reduce_scatter_tensor(scattered, whole)
+    assert torch.equal(scattered, 2 * own.view(3, 4))
+    dist.scatter(scattered, list(whole.view(2, 3, 4)) if rank == 1 else None, src=1)
+    assert torch.equal(scattered, own.view(3, 4))
+    swapped = strided(6, 4)
+    dist.all_to_all_single(swapped, whole.view(6, 4) + 100 * rank)
+    assert torch.equal(swapped, torch.cat([own, own + 100]).view(6, 4))
+    received = strided(3, 4)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, own.view(3, 4), 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    )
+    for work in works:
+        work.wait()
+    assert torch.equal(received, whole[12 * (1 - rank) :][:12].view(3, 4))
+
+
+def test_an_output_that_is_not_contiguous_is_written(ranks):
+    ranks.run(write_to_strided_outputs, RANKS)
+
+
 def form_from_unlike_ranks():
     rank = dist.get_rank()
     for what, build, streams in (("another build", f"build-{rank}", 2), ("other options", "same", 2 + rank)):

@@ -246,3 +246,23 @@ def test_ways_to_call_give_the_same(shoal_ranks, run):
 
 def test_an_operation_that_nobody_waits_for_keeps_its_tensors_until_it_is_complete(shoal_ranks):
     shoal_ranks.run(dropped, 2)
+
+
+# --- sparse tensors ---
+
+
+def sum_of_sparse_tensors_with_more_entries_on_each_rank():
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def of_rank(number):
+        """One entry on rank 0, two on rank 1, ...; neighbours have one in the same place."""
+        places = torch.arange(number, 2 * number + 1)
+        return torch.sparse_coo_tensor(places[None], torch.full((number + 1,), number + 1.0), (2 * size,))
+
+    tensor = of_rank(rank)
+    dist.all_reduce(tensor)
+    assert torch.equal(tensor.to_dense(), sum(of_rank(each).to_dense() for each in range(size)))
+
+
+def test_sparse_tensors_with_other_numbers_of_entries_are_summed(shoal_ranks):
+    shoal_ranks.run(sum_of_sparse_tensors_with_more_entries_on_each_rank, 3)

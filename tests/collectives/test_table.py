@@ -53,6 +53,25 @@ def test_the_choice_is_the_least_of_all_predicted_times(table, call, nbytes):
     assert plain_time(table, chosen, call, nbytes) <= least * (1 + 1e-9)
 
 
+@given(tables, calls())
+def test_where_the_choice_changes_both_algorithms_are_the_quickest(table, call):
+    choices = table.choices(call)
+    for bound, *changing in zip(choices.bounds, choices.names, choices.names[1:], strict=False):
+        least = min(plain_time(table, name, call, bound) for name in table.candidates(call))
+        for name in changing:
+            assert plain_time(table, name, call, bound) <= least * (1 + 1e-9)
+
+
+def test_an_algorithm_that_is_the_quickest_between_two_sizes_alone_is_chosen_there():
+    costs = {"double-tree": (1e-6, 1e-8), "halving-doubling": (1e-5, 1e-9), "ring": (1e-4, 1e-10)}
+    table = Table({("all_reduce", name, "network"): AlphaBeta(*cost) for name, cost in costs.items()})
+    call = Call("all_reduce", "network", 8, 8)
+    assert table.choices(call).names == tuple(costs)
+    assert [table.choose("all_reduce", "network", 8, 8, size) for size in (2_900, 3_000, 800_000)] == [
+        "double-tree", "halving-doubling", "halving-doubling",
+    ]  # fmt: skip
+
+
 @given(tables, calls(), st.integers(0, 1 << 34))
 def test_a_predicted_time_is_the_formula(table, call, nbytes):
     for name in table.candidates(call):

@@ -11,6 +11,7 @@ import pytest
 
 from shoal.errors import WorkerError
 from shoal.launch import EXIT_STOPPED, launch
+from shoal.launch.launcher import _rank_environment
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -68,6 +69,13 @@ with open(os.path.join({str(tmp_path)!r}, str(rank)), "w") as file:
     assert given[0]["WORLD_SIZE"] == "2"
     assert given[0]["OMP_NUM_THREADS"] == "3"
     assert given[0]["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch, cores, ranks, threads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    assert _rank_environment("", 0, ranks, 29500, {})["OMP_NUM_THREADS"] == threads
+    assert _rank_environment("", 0, ranks, 29500, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
 
 
 def test_a_rank_that_ends_without_a_word_is_named_with_its_exit_code(run):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -40,6 +43,28 @@ def test_a_signal_that_is_heeded_is_noted(number):
 def test_a_signal_that_is_not_heeded_yet_ends_the_process():
     StopSignal()
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+
+
+LAUNCHED = """
+import os, sys, time
+from shoal.launch.kernel import die_with
+die_with(int(sys.argv[1]))
+print(os.getpid(), flush=True)
+time.sleep(120)
+"""
+
+
+def test_a_rank_ends_with_its_launcher_however_that_ends():
+    starts = "import os, subprocess, sys; subprocess.run([*sys.argv[1:], str(os.getpid())])"
+    rank = [sys.executable, "-c", LAUNCHED]
+    with subprocess.Popen([sys.executable, "-c", starts, *rank], stdout=subprocess.PIPE) as launcher:
+        process = int(launcher.stdout.readline())
+        launcher.kill()
+        try:
+            launcher.communicate(timeout=20)  # which ends when the rank no longer holds the pipe
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 def test_an_error_is_told_with_the_rank_and_a_traceback(capsys):

@@ -32,5 +32,11 @@ def test_a_plan_lays_data_parallel_over_replicas_and_shards(text, sizes):
     assert Mesh.of(Plan.parse(text)).sizes == sizes
 
 
+def test_ranks_along_dp_are_those_of_all_replicas_and_all_shards():
+    mesh = Mesh.of(Plan.parse("dp=4,shard=zero3,replicate=2,tp=2"))
+    assert mesh.groups("dp") == mesh.groups("replicate", "shard") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert [mesh.coordinate(rank, "dp") for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_neighbours_along_tp_are_neighbours_in_the_node():
     assert Mesh.of(Plan.parse("dp=2,tp=2")).groups("tp") == [(0, 1), (2, 3)]

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, Plan, SettledPlan
+from shoal.plan import CHOICES, Plan, SettledPlan, divisors
 from shoal.plan.schedules import kind_of
 
 
@@ -21,10 +21,15 @@ def plans(draw):
     numbers = st.lists(st.integers(1, 9), min_size=stages, max_size=stages).map(
         lambda counts: "-".join(map(str, counts))
     )
+    shards, cp = draw(st.integers(1, 8)), draw(st.integers(1, 4))
     return Plan(
-        dp=replicate * draw(st.integers(1, 8)),
+        dp=replicate * shards,
         tp=draw(st.integers(1, 4)),
         pp=pp,
+        cp=cp,
+        ep=draw(st.sampled_from(divisors(shards * cp))),
+        tensor=draw(st.sampled_from(CHOICES["tensor"])),
+        context=draw(st.sampled_from(CHOICES["context"])),
         schedule=schedule,
         virtual=virtual,
         activations=activations,
@@ -63,6 +68,7 @@ def test_settings_left_out_have_their_defaults():
         ("dp=4,replicate=3,shard=zero1", "1, 2, 4"),
         ("dp=2,shard=zero1,exchange=naive", "naive"),
         ("dp=2,ep=3", "ep=3"),
+        ("dp=4,shard=zero3,replicate=4,ep=2", "the 1 ranks that shard=zero3 cuts a state over"),
         ("pp=2,activations=4", "write schedule=search"),
         ("pp=2,schedule=search,activations=0", "activations=0"),
         ("pp=2,schedule=search,virtual=2,activations=1", "2 or more"),

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
@@ -77,6 +77,9 @@ def test_several_stages_a_rank_are_split_as_well_as_can_be(work, placement, micr
     pieces=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=6, max_size=9),
     placement=st.sampled_from([(0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]),
     limit=st.integers(5, 40),
+)
+@example(  # more even would be 2-3-1-1, of which the second stage does not fit
+    pieces=[(6, 6), (2, 1), (2, 9), (5, 8), (1, 3), (9, 9), (9, 1)], placement=(0, 1, 2, 3), limit=17
 )
 @settings(max_examples=60)
 def test_a_limit_of_memory_is_kept_at_the_least_cost_of_time(pieces, placement, limit):

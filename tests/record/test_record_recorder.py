@@ -95,6 +95,24 @@ def test_only_the_first_close_counts_whichever_thread_makes_it(tmp_path: Path) -
     assert len(record(tmp_path, use)) == 50
 
 
+class _Interrupted(list):
+    """Lets another thread append whenever it is read."""
+
+    def __getitem__(self, key):
+        taken = super().__getitem__(key)
+        self.append((Kind.FORWARD, Lane.COMPUTE, "meanwhile", 0.0, 0.0, 0, (), ""))
+        return taken
+
+
+def test_a_span_that_comes_while_the_buffer_is_taken_stays_for_the_next_time(tmp_path: Path) -> None:
+    recorder = SpanRecorder(tmp_path / "rank.jsonl", 0)
+    recorder._spans = _Interrupted()
+    with recorder.span(Kind.FORWARD, "first"):
+        pass
+    recorder._flush()
+    assert [fields[2] for fields in recorder._spans] == ["meanwhile"]
+
+
 def test_no_span_of_another_thread_is_lost_while_the_buffer_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

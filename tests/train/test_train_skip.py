@@ -15,12 +15,21 @@ from skip_stand_ins import (
 
 from shoal.plan import Plan
 from shoal.run import Run
+from shoal.train.not_finite import Skips
 
 PLANS = ["dp=1", "dp=2", "dp=2,shard=zero1", "dp=2,shard=zero2,microbatch=2", "dp=2,shard=zero3,microbatch=1"]
 
 
 def ranks_of(plan):
     return Plan.parse(plan).ranks
+
+
+def test_a_step_that_was_made_begins_the_count_in_a_row_anew():
+    skips = Skips(limit=1)
+    for reason in ("a loss of nan", "", "a loss of nan"):
+        skips.note(reason)
+    assert (skips.total, skips.in_a_row) == (2, 1)
+    skips.require_progress(3, "a loss of nan")
 
 
 @pytest.mark.parametrize("plan", PLANS[:4])

@@ -100,6 +100,13 @@ def test_accumulating_micro_batches_does_not_change_the_losses(ranks, plain, pla
         assert losses == pytest.approx(plain, **CLOSE)
 
 
+@pytest.mark.parametrize("plan", ["dp=1,microbatch=2", "dp=2,microbatch=2"])
+def test_the_masks_of_dropout_depend_on_neither_ranks_nor_micro_batches(ranks, plan):
+    wanted = losses_of("dp=1", 3, 0.2)
+    for losses in ranks.run(losses_of, ranks_of(plan), plan, 3, 0.2):
+        assert losses == pytest.approx(wanted, **CLOSE)
+
+
 @pytest.mark.parametrize("plan", ["dp=1,microbatch=4", "dp=2,shard=zero3,microbatch=2", "dp=4,microbatch=1"])
 def test_validation_is_the_mean_over_samples_whatever_the_ranks_and_the_remainder(ranks, plan):
     counts = [1, 3, 5, 8, 13, SAMPLES, SAMPLES + 5]

@@ -59,8 +59,8 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in trainer.parallel.module.named_parameters()}
 
 
-def losses_of(plan: str, steps: int = STEPS) -> list[float]:
-    trainer = make_trainer(plan)
+def losses_of(plan: str, steps: int = STEPS, dropout: float = 0.0) -> list[float]:
+    trainer = make_trainer(plan, dropout=dropout)
     losses = [trainer.step().loss for _ in range(steps)]
     trainer.close()
     return losses

@@ -1,0 +1,58 @@
+"""`shoal completion SHELL`: prints a script with which the Tab key completes the command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Prints a script with which the Tab key completes commands, options, files, and names of models and clusters.
+The script is fixed text: it does not start Shoal. Print it again after an update.
+
+bash: shoal completion bash > ~/.local/share/bash-completion/completions/shoal
+      (without the package bash-completion: add the line `source FILE` to ~/.bashrc)
+zsh:  shoal completion zsh > DIR/_shoal
+      (DIR is a folder of $fpath, and ~/.zshrc calls compinit)
+fish: shoal completion fish > ~/.config/fish/completions/shoal.fish
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Adds the command to the program's."""
+    parser = commands.add_parser(
+        "completion",
+        help="print a script that completes this command in bash, zsh or fish",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the script for `args.program`, the parser of the whole command."""
+    import shtab
+
+    from shoal.cluster import PRESETS
+    from shoal.workload import shape_names
+
+    _suggest(args.program, {"MODEL": shape_names(), "CLUSTER": PRESETS}, shtab.FILE)
+    print(shtab.complete(args.program, args.shell))
+    return 0
+
+
+def _suggest(
+    parser: argparse.ArgumentParser, names: Mapping[str, tuple[str, ...]], file: Mapping[str, object]
+) -> None:
+    """Marks, for shtab, what an argument may be: one of the names of its metavar, or a file."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                _suggest(inner, names, file)
+        elif isinstance(action.metavar, str) and action.metavar in names:
+            action.choices = names[action.metavar]
+        elif action.type is Path:
+            action.complete = file  # type: ignore[attr-defined]
