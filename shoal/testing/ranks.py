@@ -62,7 +62,7 @@ class RankPool:
         Raises:
             WorkerError: A rank raised, died, or did not end in time. Its traceback is part of the message.
         """
-        if not all(process.is_alive() for process, _ in self._workers):
+        if any(connection.poll() for _, connection in self._workers):  # its end: nothing was asked of it
             self.close()
         while len(self._workers) < ranks:
             self._start()

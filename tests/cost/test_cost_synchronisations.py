@@ -17,7 +17,7 @@ STEADY = Cluster.preset("laptop").with_devices(4)
 NOISE = 0.01
 
 
-@pytest.mark.parametrize(("ranks", "meetings", "work"), [(2, 1, 4.0), (2, 16, 1.0), (4, 9, 0.25)])
+@pytest.mark.parametrize(("ranks", "synchronisations", "work"), [(2, 1, 4.0), (2, 16, 1.0), (4, 9, 0.25)])
 def test_ranks_wait_for_the_one_whose_random_walk_is_behind(ranks, synchronisations, work):
     chance = random.Random(0)
 

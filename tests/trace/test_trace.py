@@ -67,7 +67,7 @@ def test_the_built_in_transformer_and_its_shape_give_the_same_work_block_by_bloc
     for name in ("length", "hidden", "tied", "heads", "kv_heads", "experts"):
         assert getattr(found, name) == getattr(expected, name), name
     for one, other in zip(found.pieces, expected.pieces, strict=True):
-        for name in ("flop", "parameters", "joins", "tables", "exchanged"):
+        for name in ("flop", "parameters", "joins", "tables", "routed"):
             assert getattr(one, name) == getattr(other, name), (one.name, name)
         for policy in POLICIES:
             width = WIDTHS[precision]
