@@ -1,14 +1,15 @@
 """ZeRO-3: parameters are sharded too (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3).
 
-The communications: a block's weights are all-gathered before its forward and freed after it, all-gathered
-again before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends
-3 P (d - 1) / d elements for each micro-batch. The gather of the next block runs while one block computes. The
-last block of a forward is the first of backward, and stays; the root's parameters stay for the whole of both.
-Those that another pipeline stage of the rank uses too, as a tied embedding in a V, stay from one forward of
+Communication: a block's weights are all-gathered before its forward and freed after it, all-gathered again
+before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends 3 P (d - 1) /
+d elements for each micro-batch. The gather of the next block runs while one block computes. The last block of
+a forward is the first of backward, so its weights stay; the root's parameters stay for the whole of both.
+Weights that another pipeline stage of the rank uses too, such as a tied embedding in a V schedule, stay from
+one forward of their own stage to the next: the other stage finds them there and gathers nothing.
 their own stage to the next: the other stage finds them there, and gathers nothing.
 
-All ranks gather every block and reduce its gradients at the same places, also a rank that leaves the block
-out or has no gradient of some of its parameters (`block_order.py`).
+All ranks gather every block and reduce its gradients at the same places, even a rank that leaves the block
+out or lacks gradients of some of its parameters (`block_order.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["zero3"]
 
 
 def zero3(setup: Setup) -> Strategy:
-    """Weights are there only while a block computes with them."""
+    """Return the strategy that keeps weights in memory only while a block computes with them."""
     return _ShardedWeights(setup)
 
 
@@ -97,7 +98,7 @@ class _ShardedWeights(Strategy):
         return None if self._held_open else "are there only while a forward or a backward needs them"
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """See `Strategy.unchanged`. Weights are gathered in every forward all the same."""
+        """See `Strategy.unchanged`. Every forward gathers weights nevertheless."""
         return nullcontext()
 
     def start_step(self) -> None:
