@@ -1,7 +1,7 @@
-"""What tables from other hands call the things for which this package has one word each.
+"""The names that tables by other authors use for the words of this package.
 
-Case, spaces and punctuation are no matter: "ZeRO-3", "zero_3" and "Zero 3" are one. What a row has is kept in
-the words of the table's schema, which say more than a Plan's: a row in fp16 is not one in bf16.
+Case, spaces and punctuation do not matter: "ZeRO-3", "zero_3" and "Zero 3" are equal. A row keeps the words
+of the table's schema, which distinguish more than a Plan's: a row in fp16 is not one in bf16.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def spelled(words: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
-    """What reads a cell as one of these words, given what else each is called."""
+    """Return a function that reads a cell as one of these words, given the other names of each."""
     known = {_bare(each): word for word, others in words.items() for each in (word, *others)}
 
     def read(cell: str) -> str:
