@@ -1,4 +1,4 @@
-"""Every Plan for a number of ranks: all ways to share it among the degrees, with all choices of each."""
+"""Enumerate every Plan for a number of ranks: all degrees, with all choices of each."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ def legal_plans(
     varied: Mapping[str, Sequence[Any]] = VARIED,
     require: Callable[[Plan], object] = lambda plan: None,
 ) -> list[Plan]:
-    """All Plans for `ranks` ranks that are consistent in themselves and that `require` lets pass.
+    """Return all Plans for `ranks` ranks that are consistent in themselves and that `require` accepts.
 
     Args:
-        ranks: What the degrees multiply to.
-        varied: Fields of a Plan, each with the values that it takes; where it can make no difference, only
-            the first of them. Other fields keep their defaults.
-        require: Raises a UserError for a Plan that is to be left out, as
-            `shoal.parallel.require_layout` does.
+        ranks: The product of the degrees.
+        varied: Fields of a Plan, each with the values to try; if a field can make no difference, only its
+            first value. Other fields keep their defaults.
+        require: Raises a UserError for a Plan to leave out, as `shoal.parallel.require_layout` does.
 
     Returns:
-        Plans with more data parallelism first; no two are equal.
+        Plans, those with more data parallelism first; no two are equal.
 
     Raises:
         PlanError: `ranks` is not positive.
@@ -67,7 +66,7 @@ def _values(name: str, values: Sequence[Any], degrees: Mapping[str, int]) -> Seq
 
 
 def _degrees(ranks: int) -> Iterator[dict[str, Any]]:
-    """Every way to share the ranks among the axes, with every `replicate` and `ep` that fits it."""
+    """Yield all degrees that multiply to `ranks`, with every `replicate` and `ep` that fits them."""
     for dp in reversed(divisors(ranks)):
         for cp in divisors(ranks // dp):
             for tp in divisors(ranks // dp // cp):
