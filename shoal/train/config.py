@@ -43,7 +43,7 @@ class _Section(BaseModel):
 
 
 class OptimizerConfig(_Section):
-    """The optimizer, its learning rate, clipping, and how many steps may be skipped."""
+    """The optimizer, its learning rate, clipping, and the number of steps that may be skipped."""
 
     name: str = "adamw"
     """adamw, sgd, adafactor, lion or muon, or a factory `package.module:function` that is called with groups
@@ -97,7 +97,7 @@ class OptimizerConfig(_Section):
 
 
 class ValidationConfig(_Section):
-    """When the loss on held-out data is measured; always at the end."""
+    """When to measure the loss on held-out data; always at the end."""
 
     every: int = Field(default=100, ge=0)
     """Steps between; 0 is at the end only."""
@@ -106,7 +106,7 @@ class ValidationConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """When the state is saved; always at the end."""
+    """When to save the state; always at the end."""
 
     every: int = Field(default=100, ge=0)
     """Steps between; 0 is at the end only."""
@@ -115,7 +115,7 @@ class CheckpointConfig(_Section):
 
 
 class RecordConfig(_Section):
-    """What a run writes about itself."""
+    """The files that a run writes about itself."""
 
     timeline: bool = True
     """Whether spans are recorded."""
@@ -126,7 +126,7 @@ class RecordConfig(_Section):
 
 
 class TrainConfig(_Section):
-    """A training run."""
+    """The configuration of a training run."""
 
     model: str = "tiny"
     """A preset, `package.module:function`, or `hf:PATH`."""
@@ -168,12 +168,13 @@ class TrainConfig(_Section):
 def load_config(
     file: Path | None = None, settings: Sequence[str] = (), base: dict[str, Any] | None = None
 ) -> TrainConfig:
-    """Puts a configuration together; what comes later wins.
+    """Build a configuration from its sources; later ones win.
 
     Args:
-        file: TOML.
-        settings: `key=value`, keys dotted as in `optimizer.learning_rate=1e-3`; values as in TOML, and what
-            is not TOML is text. A table changes the keys that it holds; `{}` puts back the defaults of all.
+        file: A TOML file.
+        settings: `key=value`, with dotted keys as in `optimizer.learning_rate=1e-3`. Values are as in TOML;
+            what is not TOML is text. A table changes the keys that it holds; `{}` restores the defaults of
+            all.
         base: A configuration to start from, such as that of a run that is resumed.
 
     Raises:
@@ -201,7 +202,7 @@ def load_config(
 
 
 def describe_config(config: TrainConfig) -> str:
-    """The whole configuration in a few lines, one for each section."""
+    """Return the whole configuration in a few lines, one for each section."""
     values = config.model_dump(mode="json")
     sections = {key: value for key, value in values.items() if isinstance(getattr(config, key), BaseModel)}
     plain = {key: value for key, value in values.items() if key not in sections}
@@ -238,7 +239,7 @@ def _value(text: str) -> Any:
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        # An empty table is how one says "none of these": merged, it would say nothing.
+        # An empty table means "none of these"; merged, it would have no effect.
         both = value != {} and isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
@@ -265,7 +266,7 @@ def _config_error(error: ValidationError) -> ConfigError:
 
 
 def _path_of(location: Sequence[int | str]) -> list[str]:
-    """The key that pydantic found wrong, without what it adds behind it for types that are alternatives."""
+    """Return the key that pydantic found wrong, without what it adds to it for alternative types."""
     path: list[str] = []
     model: Any = TrainConfig
     for part in map(str, location):
