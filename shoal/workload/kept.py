@@ -7,19 +7,18 @@ sample, H hidden, A heads and K key-value heads of width D, F the feed-forward w
                   not, in fp32 input n H, quotient n H and root n. Both: output n H, for products after it
     attention     query n A D, key and value n K D each, output n A D; log-sum-exp n A if fused, and if not
                   probabilities n n A, and with dropout as many again and their mask
-    rotary        where a layer makes tables of its own, 4 D n in fp32, once for all samples: cosine and sine,
+    rotary        if a layer makes tables of its own, 4 D n in fp32, once for all samples: cosine and sine,
                   for queries and for keys
     feed-forward  gated: gate, silu(gate), up, and the product of the last two, n F each; else up and gelu(up)
-    dropout       a mask of a byte for each of n H
+    dropout       a mask of one byte for each of n H
 
 With k experts for each token, out of E, the feed-forward layer keeps its tensors for k n rows, and
 
-    of a choice   H read, H written, H in its token's order; its token, and its place in that order, 8 bytes
+    each choice   H read, H written, H in its token's order; its token, and its place in that order, 8 bytes
                   each; its weight
-    of a token    in fp32 E logits and E probabilities, the logits' log-sum-exp
-    router        in fp32 what it multiplies: n H in the place of the norm's output, and in bf16 a copy of its
-                  weight, E H
-    of a sample   E, the share that each expert gets
+    each token    in fp32 E logits and E probabilities, the logits' log-sum-exp
+    router        in fp32 its input, n H, in place of the norm's output; in bf16 a copy of its weight, E H
+    each sample   E, the share that each expert gets
 
 Under recompute=selective the results of products and of attention stay. Those of the last product of
 attention and of the feed-forward layer stay too, although no backward reads them.
@@ -114,7 +113,7 @@ def _feed_forward(shape: ModelShape, rows: int, width: int, part: Part) -> Itera
 def _experts(shape: ModelShape) -> Iterator[Saved]:
     tokens, choices, experts = float(shape.seq), float(shape.choices), shape.experts
     stream = tokens * shape.hidden
-    both = bool(shape.shared_experts)  # which read the norm's output as it is
+    both = bool(shape.shared_experts)  # both read the norm's output unchanged
     yield Saved("router's input", stream, Part.STREAM, Keep.REST, _FP32, copied=both)
     weight = float(experts * shape.hidden)
     yield Saved("router's weight", weight, Part.POSITIONS, Keep.REST, _FP32, copied=True)

@@ -3,12 +3,12 @@
 With n tokens of a sample, H hidden, A heads of width D, K key-value heads, F the feed-forward width, a
 layer's operations are:
 
-    products    query n H (A D), key and value n H (K D) each, output n (A D) H; up n H F, gate n H F where
+    products    query n H (A D), key and value n H (K D) each, output n (A D) H; up n H F, gate n H F if
                 gated, down n F H; with E experts, of which each token goes to k: the router n H E, and up,
-                gate, down with k n rows over E weights, and of the shared ones as of a dense layer
+                gate, down with k n rows over E weights; shared experts count as a dense layer
     attention   n, A, K, D
-    passes      norms, rotary embedding, residual sums, the feed-forward's activation, and where the model has
-                it dropout
+    passes      norms, rotary embedding, residual sums, the feed-forward's activation, and dropout if the model
+                has it
 
 `shoal.workload.passes` has the bytes of passes.
 """

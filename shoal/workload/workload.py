@@ -117,8 +117,8 @@ class Workload:
         layers: The blocks between, in order. Equal ones are one object, whose costs are computed once.
         end: The last piece: norm, head and loss.
         tied: Whether the head's weight is the embedding's.
-        heads: Key and value heads, and query heads, that tp and Ulysses must divide among ranks; 0 if not
-            known.
+        heads, kv_heads: Query heads, and key and value heads, that tp and Ulysses must divide among ranks; 0
+            if not known.
         experts: Number of experts that ep divides; 0 for none.
     """
 
