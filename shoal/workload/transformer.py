@@ -7,8 +7,7 @@ layer's operations are:
                 gated, down n F H; with E experts, of which each token goes to k: the router n H E, and up,
                 gate, down with k n rows over E weights; shared experts count as a dense layer
     attention   n, A, K, D
-    passes      norms, rotary embedding, residual sums, the feed-forward's activation, and dropout if the model
-                has it
+    passes      norms, rotary embedding, residual sums, the feed-forward's activation, and dropout if any
 
 `shoal.workload.passes` has the bytes of passes.
 """

@@ -1,4 +1,4 @@
-"""What is compared: an entry of the zoo under a sharding, in a precision."""
+"""A Case: an entry of the zoo under a sharding, in a precision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        """The Plan that it is trained under."""
+        """Return the Plan that it is trained under."""
         return SHARDINGS[self.sharding].replace(precision=self.precision)
 
     def __str__(self) -> str:
