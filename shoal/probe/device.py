@@ -203,7 +203,7 @@ def _attention(
     length, heads, kv_heads, width = shape
 
     def projected(count: int) -> Tensor:
-        """Return a tensor as a product gives it, `[1, length, heads, width]`, with heads moved before length."""
+        """Return a tensor like a product's result, `[1, length, heads, width]`, with heads before length."""
         return torch.randn(1, length, count, width, device=device).to(dtype).transpose(1, 2)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
