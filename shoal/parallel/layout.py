@@ -20,7 +20,7 @@ import torch
 __all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Slot", "fill_buckets", "memory_order", "part_of_rows"]
 
 ALIGNMENT = 16
-"""Elements; 64 bytes in fp32, a cache line."""
+"""Alignment in elements: 64 bytes in fp32, a cache line."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ VARIED: Mapping[str, Sequence[Any]] = {
     "recompute": ("none", "full"),
     "precision": ("fp32",),
 }
-"""What `legal_plans` varies beside the degrees and `replicate`, if nothing else is asked for."""
+"""Choices that `legal_plans` varies by default, beside the degrees and `replicate`."""
 
 _MATTERS_WITH: Mapping[str, str] = {"tensor": "tp", "context": "cp", "schedule": "pp"}
-"""Choices that say how one degree works, and so nothing where that degree is 1."""
+"""The degree that each choice belongs to: the choice has no effect if that degree is 1."""
 
 
 def legal_plans(

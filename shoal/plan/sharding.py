@@ -69,4 +69,4 @@ SHARDINGS: Mapping[str, Sharding] = {
         FULLY_SHARDED,
     )
 }
-"""By name, every sharding; later ones keep less on each rank."""
+"""Every sharding, by name; later ones keep less on each rank."""

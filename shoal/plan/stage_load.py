@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["Amounts", "Load", "Score"]
 
 Score = tuple[float, ...]
-"""How good a split is, less being better: memory above the limit, time of a step, and so on."""
+"""The score of a split; less is better: memory above the limit, time of a step, and so on."""
 
 
 class Amounts:

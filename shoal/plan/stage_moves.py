@@ -19,7 +19,7 @@ from shoal.plan.stage_load import Load, Score
 __all__ = ["descend", "moves"]
 
 _ALL = 40
-"""Stages up to which all moves are looked at: their number grows with the square."""
+"""Number of stages up to which all moves are tried: moves grow with its square."""
 
 
 def descend(load: Load, split: tuple[int, ...]) -> tuple[int, ...]:

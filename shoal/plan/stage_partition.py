@@ -25,7 +25,7 @@ from shoal.plan.stage_load import Amounts
 __all__ = ["partition"]
 
 _EQUAL = 1e-12
-"""Bisection ends at bounds that differ by less, relatively."""
+"""Bisection ends when its bounds differ by less than this, relatively."""
 
 
 def partition(times: Amounts, memory: Amounts, stages: int, limit: float) -> tuple[int, ...] | None:

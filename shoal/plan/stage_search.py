@@ -26,7 +26,7 @@ _STEPS = 480_000
 """Stages that are tried in the exhaustive part, times their number: about 0.2 s."""
 
 _CLOSE = 1 - 1e-12
-"""Sums in another order differ by less."""
+"""Sums in another order differ by less than this."""
 
 
 def search_split(load: Load) -> tuple[int, ...] | None:

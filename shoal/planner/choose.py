@@ -18,7 +18,7 @@ from shoal.workload import Workload
 __all__ = ["OBJECTIVES", "Choice", "choose"]
 
 OBJECTIVES = ("time", "money")
-"""What Plans can be chosen by."""
+"""Objectives of the choice."""
 
 
 @dataclass(frozen=True, slots=True)

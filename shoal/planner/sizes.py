@@ -37,7 +37,7 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
     """Yield half and twice each size, if that is a legal Plan.
 
     Args:
-        search: That found the winner.
+        search: The search that found the winner.
         winner: The Plan whose sizes change.
     """
     exchanges = winner.plan.dp * winner.plan.cp > 1 and not winner.plan.sharding.cuts_weights

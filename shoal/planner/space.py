@@ -32,7 +32,7 @@ _BUCKET = Plan().bucket
 _ANY_SCHEDULE = Plan().schedule
 
 RECOMPUTES = ("none", "selective", "full")
-"""What backward may compute again."""
+"""The recompute policies."""
 
 
 class Degrees(NamedTuple):

@@ -20,7 +20,7 @@ from shoal.probe.place import Place
 __all__ = ["COLD", "QUICK", "THOROUGH", "Effort", "Operation", "time_in_turns"]
 
 COLD = 128 << 20
-"""Bytes that lie between two uses of a tensor: several times what caches hold for a core."""
+"""Bytes that lie between two uses of a tensor: several times the caches of a core."""
 
 Operation = Callable[[], object]
 
@@ -45,7 +45,7 @@ class Effort:
 
 
 THOROUGH = Effort(5, 0.02, tuple(1 << power for power in range(10, 27, 2)))
-"""1 KiB to 64 MiB, each four times the one before."""
+"""Collectives of 1 KiB to 64 MiB, each size four times the one before."""
 
 QUICK = Effort(3, 0.005, (4 << 10, 64 << 10, 1 << 20, 8 << 20))
 

@@ -55,10 +55,10 @@ class _Step:
     straggler: float = 0.0
     bubble: float = 0.0
     moments: list[tuple[float, float]] = field(default_factory=list)
-    """In which anything communicates."""
+    """Times in which any communication runs."""
     operations: dict[str, _Figures] = field(default_factory=dict)
     purposes: dict[Purpose, float] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
-    """Seconds that are exposed, by what they are for."""
+    """Exposed seconds, by purpose."""
 
     def figures(self, name: str) -> _Figures:
         """Return the figures of the operation that a span's name begins with."""

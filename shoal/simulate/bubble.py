@@ -19,7 +19,7 @@ from shoal.timeline import Kind, Lane, Span, Timeline
 __all__ = ["Row", "bubble_spans", "mark_bubbles"]
 
 Row = Sequence[tuple[Action, float, float]]
-"""What a rank did in a step, in order, from when to when."""
+"""A rank's actions in a step, in order, each with start and stop."""
 
 
 def mark_bubbles(timeline: Timeline) -> Timeline:

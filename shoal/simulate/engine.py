@@ -68,7 +68,7 @@ class RankProgram:
 
 
 _Key = tuple[object, ...]
-"""What a rank waits for: a message, by payload, stage and micro-batch; or the end of a step, by number."""
+"""The event that a rank waits for: a message (payload, stage, micro-batch), or a step's end (number)."""
 
 
 def play_steps(

@@ -1,4 +1,4 @@
-"""What one rank communicates in a step, and by which algorithm, computed without playing the step.
+"""Communication of one rank in a step, with algorithms, computed without playing the step.
 
 The rank is the one whose forwards and backwards take longest. Its passages say which communications each has
 (`shoal.simulate.stage_program`). Any schedule makes each passage equally often: with m micro-batches a stage

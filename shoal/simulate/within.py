@@ -21,7 +21,7 @@ from shoal.workload import Block, Part, Workload
 __all__ = ["Members", "Within"]
 
 Members = Callable[[Group], tuple[int, ...]]
-"""The global ranks of a group that the rank which is played belongs to."""
+"""A function from a group to the global ranks of its instance that the played rank belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

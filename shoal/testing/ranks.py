@@ -25,7 +25,7 @@ __all__ = ["RankPool", "run_ranks"]
 Result = TypeVar("Result")
 
 _PRELOADED = ["shoal.collectives", "shoal.parallel"]
-"""What the fork server imports, if no other program of this process has started one before."""
+"""Modules that the fork server imports, if no other program of this process has started one before."""
 
 
 class RankPool:

@@ -43,7 +43,7 @@ ATTENTIONS: frozenset[Any] = frozenset(
     }
 )
 EXPENSIVE: frozenset[Any] = (PRODUCTS | ATTENTIONS) - {_aten.baddbmm.default, _aten.convolution.default}
-"""Whose results recompute=selective keeps."""
+"""Operators whose results recompute=selective keeps."""
 
 FREE: frozenset[Any] = frozenset(
     {
@@ -54,10 +54,10 @@ FREE: frozenset[Any] = frozenset(
         _aten.new_empty_strided.default,
     }
 )
-"""Those that give new memory, and move no byte. Views are free as well, and known by their results."""
+"""Operators that return new memory and move no byte. Views are free as well, and known by their results."""
 
 COPIES: frozenset[Any] = frozenset({_aten._to_copy.default, _aten.clone.default})
-"""Those that give the same values in other memory, maybe of another type."""
+"""Operators that return equal values in other memory, maybe of another type."""
 
 LOOKUPS: frozenset[Any] = frozenset(
     {
@@ -68,7 +68,7 @@ LOOKUPS: frozenset[Any] = frozenset(
         _aten.nll_loss_forward.default,
     }
 )
-"""Those that read of their first tensor as much as they write."""
+"""Operators that read as much of their first tensor as they write."""
 
 
 class Sizes(NamedTuple):

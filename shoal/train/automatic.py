@@ -23,7 +23,7 @@ from shoal.workload import Workload, transformer_shape
 __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan"]
 
 AUTOMATIC = "auto"
-"""What a configuration says in place of a Plan."""
+"""The word in a configuration that stands for the planner's choice of a Plan."""
 
 _LOOKED_AT = 20  # degrees, of which the first that the model can be laid out by is taken
 

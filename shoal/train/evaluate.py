@@ -17,7 +17,7 @@ from shoal.train.micro_batch import Reader
 __all__ = ["Evaluation", "evaluate"]
 
 Evaluation = Callable[[Any, Any], Any]
-"""From the model's output and the targets to a mean over those elements that the loss is a mean over."""
+"""A function from the model's output and the targets to a mean over the elements that the loss averages."""
 
 _EPOCH = -1  # of what such samples draw at random, which is the same each time
 

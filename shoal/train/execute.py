@@ -174,8 +174,7 @@ class _Execution:
             self._loggers.close()
 
     def _step(self, stop: StopSignal) -> StepResult:
-        """Makes a step. Where too many were skipped, the state behind them is saved: a resume does not meet
-        them again."""
+        """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
         try:
             result = self._trainer.step(stop=stop.received is not None)
         except TrainingError:

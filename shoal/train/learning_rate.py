@@ -14,7 +14,7 @@ from shoal.train.config import OptimizerConfig
 __all__ = ["RateCourse", "Schedule", "learning_rate", "scaled_peak"]
 
 Schedule = Callable[[int], float]
-"""From the number of a step, from 0, to the share of the highest learning rate."""
+"""A function from the number of a step, from 0, to the share of the highest learning rate."""
 
 
 def scaled_peak(config: OptimizerConfig, batch: int) -> float:

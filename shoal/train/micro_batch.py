@@ -40,10 +40,10 @@ from shoal.parallel import Parallel
 __all__ = ["Counted", "Loss", "MicroBatch", "Reader"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""From the model's output and the targets to the mean loss of a micro-batch."""
+"""A function from the model's output and the targets to the mean loss of a micro-batch."""
 
 Counted = Callable[[Any], Any]
-"""From the targets, or from a batch that is a mapping, to how many elements its mean loss is taken over."""
+"""A function from the targets, or a batch that is a mapping, to the number of elements in its mean loss."""
 
 
 @dataclass(frozen=True, slots=True)

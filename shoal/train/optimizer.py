@@ -19,7 +19,7 @@ from shoal.train.lion import Lion
 __all__ = ["OptimizerFactory", "build_optimizer", "groups_by_decay", "require_factories"]
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-"""Called with groups of parameters, `lr` and more by name, as the classes of `torch.optim` are.
+"""Makes an optimizer; called like the classes of `torch.optim`, with groups of parameters, `lr` and options.
 
 A group is `{"params": [(name, parameter), ...], "weight_decay": ...}`; torch's base class takes the names
 apart and keeps them in the group as `param_names`."""
@@ -34,7 +34,7 @@ _MAKERS: Mapping[str, OptimizerFactory] = {
 assert _MAKERS.keys() == set(OPTIMIZERS)
 
 _OF_WHOLE_PARAMETERS = ("adafactor", "muon")
-"""Those whose update of an element depends on the rows and columns around it."""
+"""Optimizers whose update of an element depends on the rows and columns around it."""
 
 
 def build_optimizer(

@@ -36,7 +36,7 @@ from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_lo
 __all__ = ["load", "load_training", "save", "save_training"]
 
 _OWN = "own"
-"""Where the caller's state is, in that of the checkpoint."""
+"""Key of the caller's state, in the checkpoint's state."""
 
 
 def save(

@@ -21,10 +21,10 @@ from shoal.errors import DataError, UserError, nearest
 __all__ = ["BLANKS", "Refuse", "Row", "Table", "count", "measured", "strictly", "word"]
 
 BLANKS = frozenset(["", "-", "?", "n/a", "na", "nan", "null"])
-"""What a cell holds, whatever its case, if it holds nothing."""
+"""The content of an empty cell, in any case."""
 
 Refuse = Callable[[UserError], None]
-"""What is done with the error of a row that cannot be used."""
+"""The handler of the error of a row that cannot be used."""
 
 _T = TypeVar("_T")
 

@@ -16,13 +16,13 @@ from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, 
 __all__ = ["COLUMNS", "LEAST_BYTES", "USUAL_NODE", "MeasuredCollective", "read_collectives"]
 
 LEAST_BYTES = 64 * 1024
-"""Smaller buffers are left out: what they take is the library's protocols for tiny messages."""
+"""Smaller buffers are left out: their times measure the library's protocols for tiny messages."""
 
 USUAL_NODE = 8
-"""Devices of a node, where a table tells of some within one."""
+"""Devices of a node, if a table has devices within one node."""
 
 _ALGORITHMS = {r"\bRing\b": "ring", r"^(algo=)?NVLS": "switch"}
-"""What notes say of runs whose algorithm was forced."""
+"""The algorithm that a note names, if it was forced."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
@@ -46,7 +46,7 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "time_us": measured,
     "note": str,
 }
-"""The columns of a table, and what reads their cells. Further columns are ignored."""
+"""The columns of a table, with a reader for their cells. Further columns are ignored."""
 
 _OPTIONAL = frozenset(("nodes", "ranks", "time_us", "note"))
 

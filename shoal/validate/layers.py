@@ -26,7 +26,7 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "backward_ms": measured,
     "config": word(),
 }
-"""The columns of a table, and what reads their cells. Further columns are ignored."""
+"""The columns of a table, with a reader for their cells. Further columns are ignored."""
 
 _CONFIGURATION = re.compile(r"(?P<name>\w+)=(?P<value>\d+)")
 _WANTED = ("h", "a", "s", "mbs", "tp")

@@ -17,8 +17,9 @@ from shoal.validate.steps import Measured
 __all__ = ["machine_of", "published_cluster"]
 
 _FP8_REACHED = 0.94
-"""What products in fp8 reach of their peak, over what those in bf16 reach of theirs: the median of H100,
-H200, GH200, B200, B300 and GB200 (stas00/ml-engineering, compute/accelerator)."""
+"""The share of their peak that products in fp8 reach, relative to the share in bf16: the median of H100,
+H200, GH200, B200, B300 and GB200 (stas00/ml-engineering, compute/accelerator).
+"""
 
 
 def machine_of(row: Measured) -> Cluster:

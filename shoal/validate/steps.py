@@ -70,7 +70,7 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "step_s": measured,
     "memory_gib": measured,
 }
-"""The columns of a table, and what reads their cells. Further columns are ignored."""
+"""The columns of a table, with a reader for their cells. Further columns are ignored."""
 
 _DEGREES = ("tp", "pp", "dp", "cp")
 _OPTIONAL = frozenset(
@@ -80,16 +80,16 @@ _OPTIONAL = frozenset(
         *("sharding", "recompute", "sequence_parallel", "precision", "attention", "memory_gib"),
     ]
 )
-"""Columns that may be absent, and whose cells may be blank: not stated."""
+"""Columns that may be absent, and whose cells may be blank: the value is not stated."""
 
 _INSTEAD = {"step_s": "memory_gib"}
-"""Where the second is filled in, the first may be blank."""
+"""Columns that may be blank if the second column is filled in."""
 
 _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib")
 
 _MICROBATCHES = (1, 2, 4, 8, 16)  # what is tried where a row does not say
 _SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
-"""What is tried where a row does not say; to cut gradients alone takes no less time than not to."""
+"""Shardings to try if a row states none; to cut only gradients takes no less time than not to."""
 
 _VIRTUALS = (1, 2, 4)  # where not even the pipeline's degree is said
 

@@ -16,30 +16,32 @@ class Part(Enum):
     """How tensor parallelism divides a tensor or operation over its ranks."""
 
     STREAM = "stream"
-    """The hidden state between layers: divided along the sequence, or with tensor=plain whole on each."""
+    """Like the hidden state between layers: divided along the sequence, or with tensor=plain whole on each
+    rank.
+    """
     COLUMNS = "columns"
-    """Of a product: its outputs are divided. Of what such products give: always divided."""
+    """For a product, its outputs are divided. The results of such products are always divided."""
     ROWS = "rows"
-    """Of a product: its inputs are divided, and its results added up over the ranks."""
+    """For a product, its inputs are divided, and its results added up over the ranks."""
     WHOLE = "whole"
-    """Not at all: each rank does it for its whole samples."""
+    """Not divided: each rank computes it for its whole samples."""
     POSITIONS = "positions"
-    """By position alone, such as a table of angles: there once, however many samples a rank has."""
+    """Depends only on position, such as a table of angles: there is one for any number of samples."""
 
 
 class Keep(Enum):
     """The `recompute` settings under which forward keeps a tensor for backward; the value holds them."""
 
     ALWAYS = ("none", "selective", "full")
-    """What is never computed again."""
+    """Tensors that are never computed again."""
     START = ("selective", "full")
-    """A block's input where backward itself reads a copy of it: what the block is computed again from."""
+    """A block's input, if backward reads a copy of it: the block is computed again from it."""
     RESULTS = ("none", "selective")
     """Results of products and attention that backward reads, or others of the same size in their place."""
     SELECTIVE = ("selective",)
-    """Results of products that backward does not read: selective goes by the kind of operator."""
+    """Results of products that backward does not read: selective decides by the kind of operator."""
     REST = ("none",)
-    """What is cheap to compute again."""
+    """Tensors that are cheap to compute again."""
 
     def under(self, recompute: str) -> bool:
         """Return whether it is kept with this setting: none, selective or full."""

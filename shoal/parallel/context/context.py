@@ -76,9 +76,9 @@ def context_parallel(model: nn.Module, axis: Axis, attention: str) -> None:
 def require_context(
     model: nn.Module, size: int, attention: str, tp: int = 1, sequence: int | None = None
 ) -> None:
-    """Checks that a model's attention can reach over `size` ranks, where each has one in `tp` of its heads.
+    """Check that a model's attention can reach over `size` ranks, if each has one in `tp` of its heads.
 
-    Check that a model's attention can reach over `size` ranks, if each rank has one in `tp` of its heads.
+    Args:
         model: Any module.
         size: Number of ranks of context parallelism.
         attention: "ring" or "ulysses".

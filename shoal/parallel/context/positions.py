@@ -1,4 +1,4 @@
-"""Which positions of a sequence a rank of the context axis holds.
+"""The positions of a sequence that a rank of the context axis holds.
 
 Ulysses needs contiguous parts. In a ring these would give the last rank most of the work, since a position
 attends only to those before it. So a ring cuts the sequence into twice as many chunks as ranks, and rank i
@@ -66,7 +66,7 @@ def zigzag_positions(seq: int, size: int, index: int, device: torch.device | Non
 
 
 POSITIONS: Mapping[str, Positions] = {"ring": zigzag_positions, "ulysses": contiguous_positions}
-"""How each way of context parallelism, as a Plan names it, wants the sequence cut."""
+"""The cut of the sequence for each kind of context parallelism, by its name in a Plan."""
 
 
 def local_sequence(tensor: Tensor, axis: Axis, attention: str, *, dim: int = 1) -> Tensor:

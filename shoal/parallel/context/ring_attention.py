@@ -55,7 +55,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Ten
 
 
 _AXIS: ContextVar[Axis] = ContextVar("_AXIS")
-"""What `_attend` communicates over: an operator takes tensors and numbers alone."""
+"""The axis for `_attend`: an operator's arguments can only be tensors and numbers."""
 
 
 @torch.library.custom_op("shoal::ring_attention", mutates_args=())

@@ -30,7 +30,7 @@ from shoal.parallel.access import watch, watch_calls
 __all__ = ["NO_BACKWARD", "BlockOrder", "Visits", "in_backward"]
 
 NO_BACKWARD = -1
-"""What autograd gives as the current graph task outside of backward."""
+"""Autograd's current graph task outside of backward."""
 
 
 def _nothing(*_: int) -> None:

@@ -33,7 +33,7 @@ from shoal.plan import divisors
 __all__ = ["cut_experts", "exchange_with_experts", "expert_parallel", "require_experts"]
 
 Positions = Callable[[int, torch.device], Tensor]
-"""From the number of local positions and a device to where these lie in the sample, `[seq]`, int64."""
+"""From a number of local positions and a device, gives their places in the sample, `[seq]`, int64."""
 
 
 def expert_parallel(

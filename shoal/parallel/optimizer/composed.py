@@ -15,9 +15,9 @@ from shoal.parallel.owned import Owned
 __all__ = ["Composed", "OptimizerPart", "copy_settings", "loss_of", "parts_of", "title_of"]
 
 OptimizerPart = tuple[Optimizer, Sequence[Owned]]
-"""An optimizer that has a state, and what this rank has of the parameters that the state is of.
+"""An optimizer with a state, and this rank's parts of the parameters that the state belongs to.
 
-`Owned.parameter` is the key of the state there."""
+`Owned.parameter` is the key of the optimizer's state."""
 
 
 class Composed(Optimizer, ABC):

@@ -27,7 +27,7 @@ _OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Sh
 """Names of optimizers whose update of an element depends on others of its parameter."""
 
 _NOT_OF_DTENSORS = {("torch", "Adafactor"), ("torch", "Muon"), ("transformers", "Adafactor")}
-"""Packages and names of those that cannot compute with all DTensors, or stop at an error of theirs."""
+"""Packages and names of optimizers that fail with some DTensors, because of limits or errors of their own."""
 
 
 def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callable[[], None]) -> None:

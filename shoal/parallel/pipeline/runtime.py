@@ -39,10 +39,10 @@ from shoal.timeline import Kind
 __all__ = ["Loss", "MicroBatch", "Pipeline", "StageEntry", "StageHere"]
 
 MicroBatch = tuple[Any, Tensor]
-"""What the model gets, and the targets of its output."""
+"""The model's input, and the targets of its output."""
 
 Loss = Callable[[Any, Tensor], Tensor]
-"""From the model's output and the targets to the mean loss of a micro-batch."""
+"""A function from the model's output and the targets to the mean loss of a micro-batch."""
 
 _MOST_UNSENT = 4  # messages under way before the oldest is waited for: they hold memory
 
@@ -122,7 +122,7 @@ class _Data:
 
 
 _Key = tuple[Payload, int, int]
-"""What a message holds, the stage that waits for it, and the micro-batch."""
+"""The content of a message, the stage that waits for it, and the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from shoal.errors import ModelError
 __all__ = ["NOT_KNOWN", "EndOfStage", "Forward", "Gap", "Place", "disordered"]
 
 NOT_KNOWN = -1
-"""Of a part that no stage has run yet, in place of how many it gives."""
+"""Stands for the number of elements of a part that no stage has run yet."""
 
 
 class Place(NamedTuple):

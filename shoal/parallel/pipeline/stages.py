@@ -134,7 +134,7 @@ class Stage:
         known[:] = [own if told == NOT_KNOWN else told for own, told in zip(known, results, strict=True)]
 
     def __call__(self, inputs: Any, hidden: Tensor | None = None, **named: Any) -> Any:
-        """Runs the stage.
+        """Run the stage.
 
         Args:
             inputs: The model's input, such as tokens `[batch, seq]`.

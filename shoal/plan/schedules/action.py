@@ -20,9 +20,9 @@ class Work(StrEnum):
     BACKWARD = "B"
     """The whole backward: I and W in one."""
     INPUT = "I"
-    """The gradient of the stage's input, which the stage before it waits for."""
+    """The gradient of the stage's input, for which the previous stage waits."""
     WEIGHT = "W"
-    """The gradient of the stage's weights, which nothing waits for."""
+    """The gradient of the stage's weights, for which no stage waits."""
 
 
 @dataclass(frozen=True, slots=True)

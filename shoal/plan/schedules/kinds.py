@@ -24,7 +24,7 @@ KINDS: Mapping[str, Kind] = {
 }
 
 NAMES: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.row is not None)
-"""The schedules that have a table of their own: it follows from ranks, stages and micro-batches alone."""
+"""The schedules that have a table of their own, determined by ranks, stages and micro-batches."""
 
 
 def kind_of(name: str) -> Kind:

@@ -23,11 +23,11 @@ __all__ = ["search"]
 _GREEDY_ACTIONS = 120_000
 """Actions that all list schedules of a search may have together."""
 _BLOCKS = 4
-"""How many building blocks are tried of those that hold the same."""
+"""Number of building blocks that are tried among those with equal peaks."""
 _IMPROVED_ACTIONS = 1_200_000
-"""Actions that are played in all to improve the best ones."""
+"""Number of actions that may be played in total to improve the best candidates."""
 _IMPROVED = 3
-"""How many of the best are improved."""
+"""Number of the best candidates that are improved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfe
 __all__ = ["require_no_deadlock", "require_sound"]
 
 _Value = tuple[Payload, int, int]
-"""What a stage needs of a micro-batch: its input, or the gradient of its output."""
+"""The need of a stage for a micro-batch: its input, or the gradient of its output."""
 
 
 def require_sound(schedule: Schedule) -> None:

@@ -24,9 +24,9 @@ class Payload(StrEnum):
     """The content of a message."""
 
     ACTIVATION = "F"
-    """The output of a stage, for the forward of the stage behind it."""
+    """The output of a stage, for the forward of the next stage."""
     GRADIENT = "B"
-    """The gradient of a stage's input, for the backward of the stage before it."""
+    """The gradient of a stage's input, for the backward of the previous stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Receive:
 
 
 Step = Action | Send | Receive
-"""What stands in a rank's list."""
+"""An entry of a rank's list."""
 
 
 def transfers(schedule: Schedule, ahead: int = 0) -> tuple[tuple[Step, ...], ...]:

@@ -18,7 +18,7 @@ SHARDINGS: Mapping[str, Plan] = {
     "zero3": Plan(dp=2, shard="zero3"),
     "hybrid": Plan(dp=4, replicate=2, shard="zero3"),
 }
-"""The Plans that every entry is trained under, but for their precision."""
+"""The Plans that every entry is trained under, without their precision."""
 
 PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The types that compute."""

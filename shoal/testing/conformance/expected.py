@@ -14,7 +14,7 @@ _REFUSED: Mapping[str, str] = {
     "recompute_reentrant": "LayoutError: the model recomputes with use_reentrant=True",
     "sparse_embedding": "ModelError: the embedding embed has sparse=True",
 }
-"""Entries that are refused under every sharding: the error and what was given, as it says it."""
+"""Entries that are refused under every sharding, with the error and the input that it names."""
 
 
 def all_cases(entries: Iterable[str]) -> list[Case]:

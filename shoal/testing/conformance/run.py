@@ -22,12 +22,12 @@ from shoal.testing.ranks import RankPool
 __all__ = ["outcomes"]
 
 Ended = Training | Outcome
-"""What a rank has of a Case: a training, or why there is none."""
+"""A rank's result of a Case: a training, or the reason for none."""
 
 _SECONDS = 2.0  # that a Case may take, beside as many at the start; most take a tenth
 _START_SECONDS = 30.0
 _OTHERS = ("CollectiveError", "CommunicationError")
-"""What a rank raises because another one failed."""
+"""Errors that a rank raises because another one failed."""
 
 
 def outcomes(
