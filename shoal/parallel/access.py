@@ -93,15 +93,15 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
         if reason is not None:
             raise LayoutError(
                 f"the state_dict() of the model itself was asked for, whose weights {reason}",
-                possible="of what shoal.parallelize returned: state_dict() for this rank's part, or "
-                "full_state_dict() for the whole model on rank 0; or module.state_dict() within gathered()",
+                possible="on the object that shoal.parallelize returned: state_dict() for this rank's part, "
+                "full_state_dict() for the whole model on rank 0, or module.state_dict() within gathered()",
                 change="call one of these",
             )
 
     def before_load(*_: Any) -> None:
         raise LayoutError(
             "a state is loaded into the model itself, and would be lost: its weights come from their owners",
-            possible="load_state_dict() or load_full_state_dict() of what shoal.parallelize returned",
+            possible="load_state_dict() or load_full_state_dict() of the object from shoal.parallelize",
             change="call one of these",
         )
 

@@ -210,7 +210,7 @@ def _require_cost(cost: Cost) -> None:
     # Written this way round, it refuses NaN too.
     if not all(0 <= value < math.inf for value in dataclasses.astuple(cost)):
         raise PlanError(
-            f"{cost} is not what a piece can cost",
+            f"{cost} cannot be the cost of a piece",
             possible="numbers of at least 0",
             change="measure or compute the costs anew",
         )

@@ -122,7 +122,7 @@ class RankPool:
 def run_ranks(
     function: Callable[..., Result], ranks: int, *arguments: Any, backend: str = "gloo"
 ) -> list[Result]:
-    """Run `RankPool.run` with processes that end with the call."""
+    """Run a function on several ranks like `RankPool.run`, in processes that end with the call."""
     with RankPool(backend) as pool:
         return pool.run(function, ranks, *arguments)
 

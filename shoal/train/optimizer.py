@@ -70,7 +70,7 @@ def build_optimizer(
     except Exception as error:
         raise ConfigError(
             f"the optimizer {called} raised {type(error).__name__}: {error}",
-            possible="what is called as torch.optim.SGD(groups, lr=...) is, with optimizer.options",
+            possible="a factory that is called like torch.optim.SGD(groups, lr=...), with optimizer.options",
             change="correct optimizer.options, or the factory",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):

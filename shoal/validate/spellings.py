@@ -59,7 +59,7 @@ def spelled(words: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
     def read(cell: str) -> str:
         found = known.get(_bare(cell))
         if found is None:
-            raise ValueError(f"one of {', '.join(words)}, or what these are usually called")
+            raise ValueError(f"one of {', '.join(words)}, or a usual name of one of these")
         return found
 
     return read

@@ -52,7 +52,7 @@ def from_json(text: str) -> Workload:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(
             f"the text is no Workload: {type(error).__name__}: {error}",
-            possible=f"what to_json of this version writes, format {_FORMAT}",
+            possible=f"a text that to_json of this version wrote, format {_FORMAT}",
             change="trace the model again",
         ) from None
 

@@ -159,7 +159,7 @@ def _require_uncut(parallel: Parallel, parameter: nn.Parameter, owned_of: dict[n
     if owned is None:
         raise LayoutError(
             f"WholeParameters was given a parameter of shape {list(parameter.shape)} that is not the model's",
-            possible="those of parameters() and named_parameters() of what shoal.parallelize returned",
+            possible="parameters() and named_parameters() of the object that shoal.parallelize returned",
             change="take these",
         )
     if owned.cut is not None:

@@ -102,7 +102,7 @@ class Forward:
         """
         if not isinstance(result, Tensor) and type(result) not in (tuple, list):
             raise ModelError(
-                f"{name} gives a {type(result).__name__}, which cannot be had on other stages",
+                f"{name} gives a {type(result).__name__}, which other stages cannot receive",
                 possible="pieces that give the hidden state, by itself or as the first of a tuple",
                 change="have it give a tensor, or name other modules in the StageLayout",
             )
@@ -132,7 +132,7 @@ class Forward:
             raise EndOfStage
         given = self.results[number]
         if self._entering is None or self.has_entered:
-            raise disordered(f"piece {piece} of a model is come to behind others that should follow it")
+            raise disordered(f"the forward reaches piece {piece} of a model after others that should follow")
         hidden = self._entering.detach()
         return hidden if given in (0, NOT_KNOWN) else (hidden, *(_absent() for _ in range(given - 1)))
 
