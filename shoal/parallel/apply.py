@@ -178,7 +178,7 @@ def _staged(
     if deferral is not None:
         put_off_products(setup.model, deferral)
     here: list[StageHere] = []
-    taken: frozenset[str] = frozenset()  # what two stages of this rank share is the first one's
+    taken: frozenset[str] = frozenset()  # the first stage owns what two stages of this rank share
     for stage in stages:
         entry = StageEntry(stage)
         blocks = pieces.blocks_of(stage.index)

@@ -31,7 +31,7 @@ class Striped:
         self._axis = axis
         self._stripes = stripes
         self._part_elements = sum(part for _, part in stripes)
-        self._native: dict[int, Stripes] = {}  # by the bytes of an element
+        self._native: dict[int, Stripes] = {}  # key: bytes of an element
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> Pending:
         """Give every rank all ranks' parts of the tensors in `buffer`."""

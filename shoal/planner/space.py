@@ -137,7 +137,7 @@ class Space:
 
     def count(self, degrees: Degrees) -> int:
         """Return the number of Plans of these degrees, without making them."""
-        layouts = len(RECOMPUTES) * sum(1 for _ in self.layouts(degrees, 1, "none"))  # of any micro-batch
+        layouts = len(RECOMPUTES) * sum(1 for _ in self.layouts(degrees, 1, "none"))  # for any micro-batch
         schedules = sum(
             len(list(self.schedules(degrees.pp, count))) for _, count in self.microbatches(degrees)
         )

@@ -25,7 +25,7 @@ from shoal.workload import Attention, ModelShape, Pass, workload_of
 __all__ = ["measure_attention", "measure_launch", "measure_passes", "measure_products"]
 
 _SQUARES = (64, 128, 256, 512, 1024)
-_LARGE_SQUARES = (2048, 4096, 8192)  # where one takes less than a second: on accelerators
+_LARGE_SQUARES = (2048, 4096, 8192)  # only if one takes less than a second: on accelerators
 _SKEWED = (
     (256, 128, 512),
     (256, 512, 128),
@@ -125,7 +125,7 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
 
 def _streams(device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
     """Yield passes over tensors that lie in no cache."""
-    elements = COLD // 16  # of fp32: four tensors are as large as what lies between two uses of one
+    elements = COLD // 16  # fp32: four tensors are as large as COLD
     others = cycle(torch.randn(4, elements, device=device))
     given = {
         "copy": (8, lambda: next(others).copy_(next(others))),

@@ -35,7 +35,7 @@ __all__ = ["fit"]
 
 _SHARES = (1e-3, 1.0)
 _DEPTHS = (1.0, 4096.0)
-_SETUPS = (1e-7, 1e-2)  # of the innermost level alone: a collective has one
+_SETUPS = (1e-7, 1e-2)  # only of the innermost level: a collective has one setup
 _LATENCIES = (1e-7, 1e-2)
 _HALF_SIZES = (1.0, 64e6)
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
@@ -44,7 +44,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
-_CPU_TILE = (16, 16)  # of products on cores: edges cost little
+_CPU_TILE = (16, 16)  # tile of products on cores: edges cost little
 
 
 def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["least"]
 
-_POINTS = 5  # of the coarse grid, along each number
-_SMALLEST_STEP = 1e-3  # of a logarithm: so close, in proportion, is what is found
+_POINTS = 5  # points of the coarse grid, along each number
+_SMALLEST_STEP = 1e-3  # of a logarithm: the relative error of the result
 
 _Point = tuple[float, ...]
 

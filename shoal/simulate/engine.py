@@ -121,7 +121,7 @@ class _Engine:
         self.steps = steps
         self.numbers = [program.rank for program in programs]
         self.sent: dict[_Key, float] = {}
-        self.arrived: list[list[float]] = [[] for _ in range(steps)]  # at the end of each step
+        self.arrived: list[list[float]] = [[] for _ in range(steps)]  # arrivals at the end of each step
         self._ranks = [_Rank(self, place, program) for place, program in enumerate(programs)]
         self._waiting: dict[_Key, list[int]] = {}
         self._able = list(range(len(programs)))
@@ -146,16 +146,16 @@ class _Rank:
     """One rank, whose `play` yields the key of what it waits for."""
 
     def __init__(self, engine: _Engine, place: int, program: RankProgram) -> None:
-        self.now = 0.0  # of compute
+        self.now = 0.0  # time of the compute stream
         self._engine = engine
         self._place = place
         self._program = program
         self._rank = program.rank
         self._free = 0.0  # when all that was begun beside compute has ended
-        self._ends: dict[object, float] = {}  # of what was begun, by key
-        self._begun: deque[tuple[float, Start]] = deque()  # ends of it, in order
-        self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: begun and not yet there
-        self._link_free: dict[int, float] = {}  # by sender
+        self._ends: dict[object, float] = {}  # end of each begun communication, by key
+        self._begun: deque[tuple[float, Start]] = deque()  # ends of begun communications, in order
+        self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: messages on their way
+        self._link_free: dict[int, float] = {}  # by sender: when its link is free
         self._there: dict[_Key, tuple[float, float, str]] = {}  # when both had begun a message, when it came
 
     def play(self) -> Iterator[_Key]:
@@ -168,7 +168,7 @@ class _Rank:
     def _step(self, index: int, begin: float) -> Iterator[_Key]:
         engine, program = self._engine, self._program
         entered: set[int] = set()  # stages that a forward has been through
-        due: list[StageProgram] = []  # whose sums are whole, and not yet reduced
+        due: list[StageProgram] = []  # stages with complete sums, not yet reduced
         for stage in program.stages.values():
             self._run(stage.begin_step())
         for step in program.steps:

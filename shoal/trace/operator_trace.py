@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self._names = {address(parameter): name for name, parameter in parameters.items()}
         self._inputs = {address(each) for each in inputs}
         self._owners: dict[str, int] = {}
-        self._first: Sizes | None = None  # of the last product of activations, if its result is not used yet
+        self._first: Sizes | None = None  # last product of activations, if its result is not used yet
         self._in_experts = False
         self._current = 0
         self._starts = [0]
@@ -294,7 +294,7 @@ class Recorder(TorchDispatchMode):
             if address(each) not in self._names:
                 part = self._part(each)
                 sizes[part] = max(sizes.get(part, 0), each.numel())
-        sizes.pop(Part.POSITIONS, None)  # with anything of a sample it becomes that
+        sizes.pop(Part.POSITIONS, None)  # positions combined with a sample's tensor are the sample's
         part = max(sizes, key=lambda part: (sizes[part], -_STRONGER.index(part)), default=Part.POSITIONS)
         return Part.STREAM if self._in_experts and part is not Part.POSITIONS else part
 

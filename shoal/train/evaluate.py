@@ -19,7 +19,7 @@ __all__ = ["Evaluation", "evaluate"]
 Evaluation = Callable[[Any, Any], Any]
 """A function from the model's output and the targets to a mean over the elements that the loss averages."""
 
-_EPOCH = -1  # of what such samples draw at random, which is the same each time
+_EPOCH = -1  # epoch of held-out samples: their random draws are equal each time
 
 
 def evaluate(

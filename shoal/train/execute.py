@@ -158,7 +158,7 @@ class _Execution:
                     self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
-            self._recorder.close()  # for the summary, which reads the timelines of all ranks
+            self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
             if self._is_first:

@@ -87,11 +87,11 @@ _INSTEAD = {"step_s": "memory_gib"}
 
 _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib")
 
-_MICROBATCHES = (1, 2, 4, 8, 16)  # what is tried where a row does not say
+_MICROBATCHES = (1, 2, 4, 8, 16)  # values to try if a row states none
 _SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
 """Shardings to try if a row states none; to cut only gradients takes no less time than not to."""
 
-_VIRTUALS = (1, 2, 4)  # where not even the pipeline's degree is said
+_VIRTUALS = (1, 2, 4)  # values to try if the row does not even state pp
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ def residual_positions(part: int, axes: Axes, attention: str, device: torch.devi
     Returns:
         `[part]`, int64.
     """
-    splits = axes.sequence.size // axes.cp.size  # by tensor parallelism, of what context parallelism leaves
+    splits = axes.sequence.size // axes.cp.size  # parts that tp makes of cp's part
     held = POSITIONS[attention](part * axes.sequence.size, axes.cp.size, axes.cp.index, device)
     return held.chunk(splits)[axes.tp.index if splits > 1 else 0]
 

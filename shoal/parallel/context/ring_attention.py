@@ -169,7 +169,7 @@ class _Sent:
     """Gradients sent to the next rank, and received from the previous rank."""
 
     def __init__(self, gradients: Tensor, axis: Axis) -> None:
-        self._gradients = gradients  # held until they are there
+        self._gradients = gradients  # keep them until the peer has them
         self._received = torch.empty_like(gradients)
         self._pending: Pending = axis.shift(self._received, gradients, "key and value gradients")
 

@@ -85,12 +85,12 @@ class BlockOrder:
         self._end = len(blocks)
         self._visits = visits
         self._forward_at = -1
-        self._forwards = 0  # of the model, one within another
-        self._running = [0] * self._end  # modules of a block, one within another
+        self._forwards = 0  # open forwards of the model, nested
+        self._running = [0] * self._end  # running modules of each block, nested
         self._outside: set[int] = set()  # modules of no block, used while the model's forward did not run
         self._backward_at = self._end
         self._backward = NO_BACKWARD
-        self._walks = 0  # with gradients, in the forwards since the last backward
+        self._walks = 0  # walks with gradients since the last backward
         self._walks_back = 0
         self._is_open = False  # a forward runs, or has run since the last backward
         # torch.compile shall compile the model's computation and leave its communication as it is.

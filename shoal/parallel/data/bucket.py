@@ -60,7 +60,7 @@ class Bucket:
             [(name, tuple(each.shape), memory_order(each)) for name, each in parameters], family.shard.size
         )
 
-        # What is dropped at times has to be ordinary memory, which can be emptied.
+        # Weights that are sometimes dropped need ordinary memory, which can be emptied.
         allocate = new_buffer if resident else torch.empty
         elements, device = self.layout.elements, self.parameters[0].device
         kept = torch.float32 if self.trains else dtype  # the type of the master

@@ -34,7 +34,7 @@ class GradientSum:
         self._views: list[torch.Tensor] = []
         self._held = [False] * len(bucket.parameters)  # the sum has a gradient of this parameter
         self._scaled = [False] * len(bucket.parameters)
-        self._missing: list[int] = []  # of which this rank has no gradient
+        self._missing: list[int] = []  # parameters without a gradient on this rank
         self._carried: list[torch.Tensor | None] = []
         self._replicated: torch.Tensor | None = None
         self._is_over_replicas = False
@@ -139,7 +139,7 @@ class GradientSum:
             # They are None after zero_grad(); otherwise the caller wants this sum added to them, as autograd
             # does.
             self._carried = [each.gradient for each in owned]
-            if self._buffer is not None:  # in which they lie, and which is about to be overwritten
+            if self._buffer is not None:  # they lie in it, and it is about to be overwritten
                 self._carried = [None if each is None else each.clone() for each in self._carried]
             for each in owned:
                 each.give(None)

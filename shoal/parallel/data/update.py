@@ -40,10 +40,10 @@ class WeightUpdate:
     ) -> None:
         self._buckets = [bucket for bucket in buckets if not bucket.is_current]
         self._is_fresh = False  # gathered, and nobody has had reason to write since
-        self._is_used = False  # by a forward since it was gathered, without a backward after it
+        self._is_used = False  # a forward has used it since its gather, without a backward
         self._under_way = False
         self._unchanged = 0
-        self._forwards = 0  # of the model, one within another
+        self._forwards = 0  # open forwards of the model, nested
         self._seen: set[int] = set()
         if not self._buckets:
             return
@@ -118,7 +118,7 @@ class WeightUpdate:
         if in_backward():
             return
         self._forwards -= 1
-        self._finish()  # what this forward left out
+        self._finish()  # weights that this forward did not use
         self._is_used = True
 
     def _is_forward_open(self) -> bool:

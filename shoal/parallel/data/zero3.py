@@ -134,7 +134,7 @@ class _ShardedWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
-        self._drop_all()  # what a forward left may be from before the optimizer's step
+        self._drop_all()  # remaining weights may be from before the optimizer's step
         self._held_open += 1
         try:
             self._gather(self._buckets)
@@ -191,14 +191,14 @@ class _ShardedWeights(Strategy):
 
     def _settle(self, block: int) -> None:
         if block in self._read:
-            return  # where in backward its gradients are complete is not known: they are reduced at its end
+            return  # unknown when its gradients are complete: the end of backward reduces them
         if block < len(self._blocks):
             self._reduction.reduce(self._positions[block])
         else:
             self._reduction.reduce_early(self._positions[block])
 
     def _end_backward(self) -> None:
-        from_other_stage = self._on_hold and not self._is_walking_back  # with a gradient of what is lent
+        from_other_stage = self._on_hold and not self._is_walking_back  # lent parameters got a gradient
         if not from_other_stage:
             self._order.end_backward()
         self._is_walking_back = False

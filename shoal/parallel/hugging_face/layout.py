@@ -27,7 +27,7 @@ __all__ = ["fit_heads", "has_tensor_plan", "layout_of_hugging_face", "splits_att
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _NORMS_OF_HEADS = "replicated_with_grad_allreduce"
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # of heads, and of other tasks
+_HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # in attention, and for other tasks
 
 
 def has_tensor_plan(model: nn.Module) -> bool:

@@ -48,7 +48,7 @@ _REGISTERED = "shoal"
 _ALONG_THE_SEQUENCE = (nn.Conv1d, nn.RNNBase)
 _ATTENDED = ("full_attention", "sliding_attention")
 _COUNTED = ("dynamic", "longrope")  # ways of rotary embedding that depend on the length of what comes in
-_NO_CHANGE = {  # what attention may be told beside its scale, and that changes nothing of its result
+_NO_CHANGE = {  # arguments of attention that leave its result unchanged
     "cache_position",
     "num_items_in_batch",
     "position_ids",

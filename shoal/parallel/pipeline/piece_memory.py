@@ -78,7 +78,7 @@ def with_memory(
     """
     names = list(parameters_by_piece(model, layout))
     if plan.placement[0] == plan.placement[-1]:
-        names[-1] -= names[0]  # what is tied is there once
+        names[-1] -= names[0]  # count a tied parameter once
     states = _states(model, plan, cuts)
     kept = _activations(model, plan, batch, len(costs))
     return [

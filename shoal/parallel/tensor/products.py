@@ -131,7 +131,7 @@ class _Split:
     overlap: bool
     name: str
     deferral: Deferral | None = None
-    trained: tuple[Tensor, ...] = ()  # what the deferral is to give gradients to
+    trained: tuple[Tensor, ...] = ()  # parameters that get gradients from the deferral
 
 
 def _put_off(

@@ -27,7 +27,7 @@ _IDEAL = "end without any bubble"
 _GRAY = "#7d8590"
 _LIGHT, _DARK = "#ffffff", "#10151c"
 
-_LEFT = 58  # of the rows, for the names of the ranks
+_LEFT = 58  # left edge of the rows, after the names of the ranks
 _RIGHT = 16
 _ROW = 24
 _BOX = 21
@@ -38,7 +38,7 @@ _LEAST_WIDTH = 720
 _MOST_WIDTH = 1500
 _SHORTEST = 17  # width of the shortest action, if the picture then is not too wide
 _NUMBER = 11  # size of the numbers in boxes and below them
-_SMALLEST = 7.5  # in boxes that have no room for this, numbers are left out
+_SMALLEST = 7.5  # smallest size; boxes too small for it have no number
 _DIGIT = 0.62  # width of a digit, in sizes
 _LETTER = 7.5  # width of a letter of the legend, in a wide font
 
