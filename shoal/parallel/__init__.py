@@ -1,9 +1,10 @@
 """Laying a model over the ranks: one file per strategy, composed in one order by `apply.py`.
 
 Nouns: Parallel (a model laid over the ranks), Axis (a group with its collectives), Bucket (parameters that
-are gathered, reduced and sharded together), Owned (what a rank's optimizer changes), Frozen (what it has of
-what is not trained), TensorLayout (which layers tensor parallelism splits how), Batch (what an optimizer step
-sees). The trainer calls `parallelize`, and so does a user with a loop of their own.
+    are gathered, reduced and sharded together), Owned (the part of a parameter that a rank's optimizer
+    changes), Frozen (a rank's part of a parameter that is not trained), TensorLayout (which layers tensor
+    parallelism splits, and how), Batch (samples and tokens of an optimizer step). The trainer calls
+    `parallelize`, and so does a user with a training loop of their own.
 """
 
 from shoal.parallel.apply import parallelize, require_layout, require_trainable

@@ -1,9 +1,9 @@
-"""Finding out where a model's weights are used, whoever uses them.
+"""Detect every use of a model's weights, from any code.
 
-A module's parameters are used in its own forward, as a rule called by its parent's. But a forward may also
-call the children of a block and not the block, read the weight of another module, or be a method that is not
-`forward` at all. So what has to happen before a weight is used hangs on the module that owns it: it happens
-when the module is called, and when one of its parameters is read as an attribute or listed.
+A module's parameters are normally used in its own forward, which its parent's forward calls. But a forward
+may also call the children of a block and not the block, read the weight of another module, or be a method
+that is not `forward`. So the hook that must run before a weight is used belongs to the module that owns the
+weight: it runs when the module is called, and when one of its parameters is read as an attribute or listed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["refuse_copies", "watch", "watch_calls"]
 
 
 class _Watched(dict[str, Any]):
-    """A module's parameters by name, which tells before one of them is read."""
+    """A module's parameters by name; calls `before` before one of them is read."""
 
     def __init__(
         self, parameters: dict[str, Any], before: Callable[[], object], is_forward_open: Callable[[], bool]
@@ -35,28 +35,28 @@ class _Watched(dict[str, Any]):
         return super().__getitem__(name)
 
     def items(self) -> Any:
-        """The parameters with their names."""
+        """Return the parameters with their names."""
         self._before_list()
         return super().items()
 
     def values(self) -> Any:
-        """The parameters."""
+        """Return the parameters."""
         self._before_list()
         return super().values()
 
     def _before_list(self) -> None:
-        # A loss may list them to add a penalty; whoever lists them at rest looks at names and sizes.
+        # A loss may list them to add a penalty; code that lists them outside a forward reads names and sizes.
         if self._is_forward_open():
             self._before()
 
 
 def watch(module: nn.Module, before: Callable[[], object], is_forward_open: Callable[[], bool]) -> None:
-    """Has `before` called before any of a module's own parameters is used; its children's are theirs.
+    """Call `before` before each use of the module's own parameters; its children need their own call.
 
-    Of parameters that were read earlier, and are kept elsewhere, as recurrent layers do, `watch_calls` tells.
+    Some modules, such as recurrent layers, keep references to their parameters; for these use `watch_calls`.
 
     Args:
-        module: Owns the parameters.
+        module: The module that owns the parameters.
         before: Called when one of its parameters is read, or they are listed.
         is_forward_open: Whether a forward runs, or has run since the last backward: only then is listing them
             a use.
@@ -65,7 +65,7 @@ def watch(module: nn.Module, before: Callable[[], object], is_forward_open: Call
 
 
 def watch_calls(module: nn.Module, before: Callable[[], object]) -> None:
-    """Has `before` called before each forward of a module."""
+    """Call `before` before each forward of a module."""
 
     def come(module: nn.Module, arguments: Any) -> None:
         before()
@@ -74,11 +74,11 @@ def watch_calls(module: nn.Module, before: Callable[[], object]) -> None:
 
 
 def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
-    """Refuses copies and `load_state_dict` of a module, and `state_dict` where its weights are stale.
+    """Refuse copies and `load_state_dict` of a module, and `state_dict` while its weights are stale.
 
     Args:
-        module: With its children.
-        stale: Why its weights are not the owners'; None where they are.
+        module: The module; its children are included.
+        stale: Gives the reason why the weights differ from their owners'; None if they do not.
     """
 
     def refuse(memory: dict[int, Any]) -> NoReturn:
@@ -93,15 +93,15 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
         if reason is not None:
             raise LayoutError(
                 f"the state_dict() of the model itself was asked for, whose weights {reason}",
-                possible="of what shoal.parallelize returned: state_dict() for this rank's part, or "
-                "full_state_dict() for the whole model on rank 0; or module.state_dict() within gathered()",
+                possible="on the object that shoal.parallelize returned: state_dict() for this rank's part, "
+                "full_state_dict() for the whole model on rank 0, or module.state_dict() within gathered()",
                 change="call one of these",
             )
 
     def before_load(*_: Any) -> None:
         raise LayoutError(
             "a state is loaded into the model itself, and would be lost: its weights come from their owners",
-            possible="load_state_dict() or load_full_state_dict() of what shoal.parallelize returned",
+            possible="load_state_dict() or load_full_state_dict() of the object from shoal.parallelize",
             change="call one of these",
         )
 

@@ -57,26 +57,27 @@ def parallelize(
     device: torch.device | str = "cpu",
     recorder: Recorder | None = None,
 ) -> Parallel:
-    """Lays a model over the ranks of the default process group, or over this process alone if there is none.
+    """Lay a model over the ranks of the default process group, or over this process if there is no group.
 
-    Every rank calls it with the same model and Plan. The model is changed in place and must no longer be used
-    but through what is returned. A model with values begins with rank 0's. A model built on the meta device
-    gets its values here, one bucket at a time, from its method `initialize_parameter(name, tensor, seed)`, so
-    that no rank ever holds more of it than the Plan says.
+    Every rank calls it with the same model and Plan. The model is changed in place; use only the returned
+    object afterwards. A model with values begins with rank 0's values. A model built on the meta device gets
+    its values here, one bucket at a time, from its method `initialize_parameter(name, tensor, seed)`, so that
+    no rank ever holds more of it than the Plan says.
 
     Args:
         model: Any module. Its trained parameters are fp32, or bf16 or fp16 that become fp32 in the optimizer.
         plan: A Plan or its text form.
         blocks: The repeated parts whose parameters are used in their own forward only; by default the
             elements of the outermost `ModuleList`s and `Sequential`s.
-        layout: Which layers tensor parallelism splits how; by default what Shoal knows of the model.
-        stages: How the model is cut into pipeline stages, whose blocks are then the `blocks`; by default what
-            Shoal knows of it.
-        batch: What an optimizer step will see. Pipeline stages that are cut by cost are then cut so that the
-            activations fit too; without it states alone must fit the devices.
-        seed: For a model built on the meta device.
-        device: Where a model built on the meta device gets its values.
-        recorder: Where the spans of collectives go.
+        layout: Which layers tensor parallelism splits, and how; by default the layout that Shoal knows for
+            the model.
+        stages: How the model is cut into pipeline stages; its blocks are then the `blocks`. By default the
+            cut that Shoal knows for the model.
+        batch: Samples and tokens of an optimizer step. With it, pipeline stages that are cut by cost also
+            leave room for activations; without it, only states must fit the devices.
+        seed: Seed of the values of a model built on the meta device.
+        device: Device on which a model built on the meta device gets its values.
+        recorder: Recorder of the spans of collectives.
 
     Raises:
         PlanError: The Plan does not fit the number of ranks, or asks for what cannot be run.
@@ -155,7 +156,7 @@ def parallelize(
 def _room(
     model: nn.Module, plan: Plan, layout: TensorLayout | None, batch: Batch | None, device: torch.device
 ) -> Room | None:
-    """What the stages of a rank have to fit into; None if the system does not tell."""
+    """Return the memory that the stages of a rank must fit into; None if the system does not say."""
     first = next(model.parameters()).device
     limit = memory_of_a_rank(model, device if first.type == "meta" else first)
     if limit is None:
@@ -171,13 +172,13 @@ def _staged(
     recorder: Recorder,
     device: torch.device,
 ) -> tuple[list[Strategy], Pipeline]:
-    """A strategy for each stage of this rank, and what runs them."""
+    """Return a strategy for each stage of this rank, and the pipeline that runs them."""
     axis = setup.axes.pp
     stages = take_stages(setup.model, pieces.layout, pieces.of(axis.index))
     if deferral is not None:
         put_off_products(setup.model, deferral)
     here: list[StageHere] = []
-    taken: frozenset[str] = frozenset()  # what two stages of this rank share is the first one's
+    taken: frozenset[str] = frozenset()  # the first stage owns what two stages of this rank share
     for stage in stages:
         entry = StageEntry(stage)
         blocks = pieces.blocks_of(stage.index)
@@ -200,11 +201,11 @@ def _strategy(setup: Setup, plan: Plan) -> Strategy:
 
 
 def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLayout | None = None) -> None:
-    """Checks that a Plan can be laid over a model, and over sequences of that many tokens; changes nothing.
+    """Check that a Plan can be laid over a model, with sequences of this many tokens; change nothing.
 
     Raises:
-        PlanError: It cannot.
-        ModelError: The model lacks what the Plan cuts.
+        PlanError: The Plan does not fit the model or the sequence.
+        ModelError: The model lacks a part that the Plan cuts.
     """
     if plan.tp > 1:
         layout = layout if layout is not None else layout_of(model)
@@ -224,10 +225,10 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Checks that a model has parameters to train, of types that can be trained.
+    """Check that a model has parameters to train, of types that can be trained.
 
     Raises:
-        ModelError: It does not.
+        ModelError: It has none, or one has another type.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
@@ -253,7 +254,7 @@ def require_trainable(model: nn.Module) -> None:
 
 
 def _limit_samples(model: nn.Module, parts: int) -> None:
-    """Has a transformer refuse samples longer than its context, of which it sees one of `parts` at a time."""
+    """Make a transformer refuse samples longer than its context; a rank has one of `parts` of each."""
     if parts == 1 or not isinstance(model, Transformer):
         return
     limit = model.config.seq
@@ -273,7 +274,7 @@ def _limit_samples(model: nn.Module, parts: int) -> None:
 def _first_values(
     model: nn.Module, seed: int, device: torch.device, axes: Axes, cuts: Mapping[str, Cut]
 ) -> Fill:
-    """Gives fixed tensors their values, cuts the parameters, and says how a bucket's are filled."""
+    """Give fixed tensors their values, cut the parameters, and return the function that fills a bucket."""
     tensors = [*model.parameters(), *model.buffers()]
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     on_meta = [tensor for tensor in tensors if tensor.is_meta]
@@ -308,7 +309,7 @@ def _copy(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device, cuts: Mapping[int, Cut]) -> None:
-    """Puts parameters without memory of their own in place of those on the meta device, by identity cut."""
+    """Replace parameters on the meta device by ones without memory of their own; `cuts` is by identity."""
     placeholder = torch.full((), torch.nan, device=device)
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

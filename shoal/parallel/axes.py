@@ -1,8 +1,8 @@
-"""The axes of a Plan's mesh as one rank sees them, and which of them each kind of parameter is kept over.
+"""The axes of a Plan's mesh as one rank sees them, and the axes over which each kind of parameter is kept.
 
-A family of parameters is what is sharded and summed over the same ranks. Most parameters are `dense`: tensor
-parallelism cuts them, or there is none, and the ranks that hold the same part differ in their data alone. The
-gradients of what it leaves whole are combined over the axis `tp` as well.
+A family of parameters is sharded and summed over the same ranks. Most parameters are `dense`: tensor
+parallelism cuts them, or is not used, and the ranks that hold the same part differ only in their data. The
+gradients of parameters that tensor parallelism leaves whole are combined over the axis `tp` as well.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ Members = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a kind of parameters is sharded and summed over.
+    """The ranks over which a kind of parameters is sharded and summed.
 
     Attributes:
-        shard: The ranks that together hold one sharded state; for gathers.
-        reduce: The same ranks, in a group of their own for reductions. These start when gradients are there,
-            and so keep no order with gathers on a rank where a parameter had none.
+        shard: The ranks that together hold one sharded state; used for gathers.
+        reduce: A second group of the ranks of `shard`, for reductions. A reduction starts when its gradients
+            are there; on a rank where a parameter has no gradient its order relative to gathers differs.
         replicate: The ranks that hold the same shard.
-        factor: What a sum of all their gradients is multiplied by.
-        copies: How many ranks of `Axes.parts` hold the same.
-        tied_ranks: The two ranks, of the first and the last pipeline stage, that hold the same besides and
-            whose gradients are to be added up; None if there are none.
+        factor: Factor on the sum of all ranks' gradients.
+        copies: Number of ranks of `Axes.parts` that hold the same values.
+        tied_ranks: The two ranks, of the first and the last pipeline stage, that also hold these parameters
+            and whose gradients are added up; None if there are none.
         mesh: The ranks over which optimizers see the parameters as DTensors; None if each rank's part is an
-            ordinary tensor. It is the same of all families, as optimizers work on lists of parameters.
+            ordinary tensor. All families have an equal `mesh`, as optimizers work on lists of parameters.
     """
 
     shard: Axis
@@ -54,9 +54,9 @@ class Family:
 
     @property
     def is_mean(self) -> bool:
-        """Whether the ranks that hold the same are as many as gradients are averaged over.
+        """Whether gradients are averaged over exactly as many ranks as hold the same values.
 
-        Then a sum that was reduced before may be reduced again with what was added to it.
+        If so, a sum that was already reduced may be reduced again together with later gradients.
         """
         return math.isclose(self.replicate.size * self.factor, 1.0) and self.tied_ranks is None
 
@@ -72,24 +72,25 @@ class Axes:
 
     Attributes:
         world: All ranks.
-        dp: Those with other samples.
-        data: Those with other samples, or other parts of them: dp x cp.
-        cp: Those with other parts of the same samples.
-        tp: Those with other parts of the same layers.
-        sequence: Those that split the sequences of the same samples between blocks: cp, and tp where it does.
-        ep: Those with other experts, neighbours in dp x cp.
-        pp: Those with other stages of the same samples.
-        parts: Those that together hold one whole state.
-        dense: What parameters of which each rank of tp has its own part are kept over.
-        partial: What parameters are kept over that are whole on every rank of tp, each of which has a part of
+        dp: The ranks with other samples.
+        data: The ranks with other samples, or other parts of the samples: dp x cp.
+        cp: The ranks with other parts of the same samples.
+        tp: The ranks with other parts of the same layers.
+        sequence: The ranks that split the sequences of the same samples between blocks: cp, and tp if it
+            splits them too.
+        ep: The ranks with other experts, neighbours in dp x cp.
+        pp: The ranks with other stages of the same samples.
+        parts: The ranks that together hold one whole state.
+        dense: Family of the parameters of which each rank of tp has its own part.
+        partial: Family of the parameters that are whole on every rank of tp, where each rank has a part of
             their gradient's sum.
-        whole: What other parameters are kept over that are whole on every rank of tp. Where each sees a part
-            of the sequence it is the same as `partial`; else all have the same gradient.
-        experts: What the parameters of experts are kept over.
-        uncut: What parameters without dims are kept over where others are sharded: these cannot be; else
+        whole: Family of the other parameters that are whole on every rank of tp. If each rank sees a part of
+            the sequence it equals `partial`; otherwise all ranks have equal gradients.
+        experts: Family of the parameters of experts.
+        uncut: Family of parameters without dims, which cannot be sharded, if others are sharded; otherwise
             None.
-        between_ends: `dense`, `partial` and `whole`, in this order, of parameters that the first and the last
-            stage share and that are on different ranks; empty if there are none.
+        between_ends: `dense`, `partial` and `whole`, in this order, for parameters that the first and the
+            last stage share on different ranks; empty if there are none.
     """
 
     world: Axis
@@ -110,11 +111,11 @@ class Axes:
 
     @classmethod
     def build(cls, plan: Plan, recorder: Recorder, *, are_ends_tied: bool = False) -> Axes:
-        """Makes the process groups of a Plan's mesh out of the default group, which all ranks must call.
+        """Make the process groups of a Plan's mesh from the default group; all its ranks must call this.
 
         Args:
-            plan: For as many ranks as there are.
-            recorder: Where spans go.
+            plan: A Plan for the number of ranks of the default group.
+            recorder: Recorder of spans.
             are_ends_tied: Whether the first and the last stage share parameters, on different ranks.
 
         Raises:
@@ -146,12 +147,12 @@ class Axes:
         shard = axis("shard", groups.dense.shards, of_data)
         data = axis("data", groups.data, of_data)
         factor = 1.0 / data.size
-        # What has equal gradients on all ranks of tp is averaged all the same: copies never drift apart.
+        # Gradients that are equal on all ranks of tp are averaged too, so that copies never drift apart.
         average = factor if is_split else factor / plan.tp
         # Unsharded experts are not all in one rank of the data axis.
         spread = plan.ep if not is_sharded else 1
         replicate = axis("replicate", groups.whole.replicas, of_data)
-        # Experts are shared by other ranks than the rest, which one list of DTensors cannot say.
+        # Experts are shared over other ranks than the rest, and one list of DTensors cannot express that.
         shared = shard if shard.size > 1 and plan.ep == 1 else None
         partial = Family(shard, reduce, replicate, factor, plan.tp * spread, mesh=shared)
         among_dense = axis("replicate", groups.dense.replicas, of_data)
@@ -182,9 +183,9 @@ class Axes:
             data=data,
             cp=axis("cp", groups.cp, Purpose.CONTEXT, own=True),
             tp=axis("tp", groups.tp, Purpose.TENSOR),
-            # Experts alone communicate over it: their tokens are counted over whole sequences.
+            # Only experts communicate over it: their tokens are counted over whole sequences.
             sequence=axis("sequence", groups.sequence, Purpose.EXPERT),
-            # Reductions may start in another order there than what their experts exchange.
+            # Reductions may start in another order there than the experts' all-to-alls.
             ep=axis("ep", groups.ep, Purpose.EXPERT, own=plan.ep > 1),
             pp=axis("pp", groups.pp, Purpose.PIPELINE, own=True),
             parts=axis("parts", groups.parts, Purpose.CONTROL),
@@ -198,7 +199,7 @@ class Axes:
 
 
 def _ends(groups: Groups, ranks: int) -> list[Members]:
-    """The first and the last stage's rank of each pipeline, and every other rank by itself."""
+    """Return the first and the last stage's rank of each pipeline, and every other rank by itself."""
     pipelines = groups.pp.tile(ranks)
     return [(line[0], line[-1]) for line in pipelines] + [
         (rank,) for line in pipelines for rank in line[1:-1]
@@ -206,7 +207,7 @@ def _ends(groups: Groups, ranks: int) -> list[Members]:
 
 
 def _process_group(members: Members, ranks: int, *, own: bool) -> dist.ProcessGroup | None:
-    """The group of these ranks; None, which is the default group, also where there is nobody else."""
+    """Return the group of these ranks; None, the default group, also if there is only one process."""
     if len(members) == 1 or (len(members) == ranks and not own):
         return None
     group: dist.ProcessGroup = dist.new_group(list(members), timeout=_default_timeout())
@@ -214,7 +215,7 @@ def _process_group(members: Members, ranks: int, *, own: bool) -> dist.ProcessGr
 
 
 def _default_timeout() -> timedelta | None:
-    """The time-out that the default group was made with, which torch does not pass on to new groups."""
+    """Return the time-out of the default group, which torch does not pass on to new groups."""
     world = dist.group.WORLD
     assert world is not None
     if isinstance(world, ProcessGroup):

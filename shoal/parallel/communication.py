@@ -1,7 +1,7 @@
 """An axis of the mesh as one rank sees it: a group, and the collectives over it, recorded.
 
-A collective is started at once and gives a `Pending`; its span lasts until it is complete, and waiting for it
-is a span of its own on the compute lane. An axis of one rank communicates nothing and records nothing.
+A collective starts at once and returns a `Pending`. Its span lasts until the collective is complete; waiting
+for it is a span of its own on the compute lane. An axis of one rank communicates nothing and records nothing.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Pending(Protocol):
     """A collective that was started."""
 
     def wait(self) -> None:
-        """Returns once the result may be used."""
+        """Return once the result may be used."""
 
 
 class _Complete:
-    """What an axis of one rank gives: there is nothing to wait for."""
+    """The `Pending` of an axis of one rank: there is nothing to wait for."""
 
     def wait(self) -> None:
-        """Returns at once."""
+        """Return at once."""
 
 
 class _Started:
-    """A collective under way, with the span that it will end, and what remains to be done after it."""
+    """A collective that runs, the span that it will end, and the work to do after it."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class _Started:
         self._name = name
         self._purpose = purpose
         self._after = after
-        # The backend "shoal" knows when an operation was complete; of others a future tells.
+        # The backend "shoal" knows when an operation was complete; other backends need a future.
         self._timed = [work for work in works if isinstance(work, (Done, Work))]
         if on_cpu and not self._timed and not isinstance(recorder, NullRecorder):
             self._running = list(works)
@@ -72,7 +72,7 @@ class _Started:
                 work.get_future().add_done_callback(self._one_is_complete)
 
     def wait(self) -> None:
-        """Blocks until the collective is complete; raises what went wrong in it."""
+        """Block until the collective is complete; raise its error if it failed."""
         waiting = self._recorder.span(Kind.WAIT, self._name, purpose=self._purpose)
         with waiting, _as_communication_error(self._name):
             for work in self._works:
@@ -91,9 +91,9 @@ class _Started:
 
 
 def new_buffer(elements: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor `[elements]` to communicate from, whose content is not defined.
+    """Return a tensor `[elements]` to communicate from, with undefined content.
 
-    Between CPUs it is where the ranks of a host reach it, if the backend is "shoal".
+    Between CPUs it lies in memory that the ranks of a host share, if the backend is "shoal".
     """
     if device.type == "cpu" and dist.is_initialized() and dist.get_backend() == "shoal":
         return empty(elements, dtype=dtype)
@@ -101,15 +101,15 @@ def new_buffer(elements: int, *, dtype: torch.dtype, device: torch.device) -> to
 
 
 class Axis:
-    """One axis of the mesh: the ranks that differ along it alone, and the collectives over them.
+    """One axis of the mesh: the ranks that differ along this axis only, and the collectives over them.
 
     Args:
         name: The axis, as the Timeline names it.
         members: Global ranks of the group, in mesh order.
         rank: This process's global rank.
         group: Its process group; None if the axis has one rank.
-        recorder: Where spans go.
-        purpose: What is communicated over it, as the Timeline says.
+        recorder: Recorder of spans.
+        purpose: Purpose of its communication, as recorded in the Timeline.
     """
 
     def __init__(
@@ -133,23 +133,23 @@ class Axis:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Its process group, also where that is the default group; the axis has more than one rank."""
+        """Return its process group, also if that is the default group; the axis has more than one rank."""
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
         return group
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The axis as a mesh of one dim, for DTensors over it; the axis has more than one rank."""
+        """Return the axis as a mesh of one dim, for DTensors over it; the axis has more than one rank."""
         if self._mesh is None:
             self._mesh = DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(self.name,))
         return self._mesh
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Pending:
-        """Sums `tensor` over the axis, in place."""
+        """Sum `tensor` over the axis, in place."""
         return self._start(f"all_reduce:{name}", tensor, (dist.all_reduce, tensor))
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor, name: str) -> Pending:
-        """Sums `full` [size x n] over the axis; rank i of the axis gets the i-th n elements in `shard` [n].
+        """Sum `full` [size x n] over the axis; rank i of the axis gets the i-th n elements in `shard` [n].
 
         `shard` may be this rank's own part of `full`.
         """
@@ -166,7 +166,7 @@ class Axis:
         )
 
     def all_gather(self, full: torch.Tensor, name: str) -> Pending:
-        """Puts the i-th n elements of `full` [size x n] on rank i there on every rank, in place."""
+        """Copy the i-th n elements of `full` [size x n] from rank i to every rank, in place."""
         name = f"all_gather:{name}"
         parts = full.chunk(self.size)
         if not self._is_gloo:
@@ -176,24 +176,24 @@ class Axis:
         return self._start(name, full, *broadcasts)
 
     def broadcast(self, tensor: torch.Tensor, name: str, source: int = 0) -> Pending:
-        """Gives every rank of the axis the `tensor` of one, by default of its first."""
+        """Copy `tensor` from one rank of the axis, by default the first, to all."""
         return self._start(f"broadcast:{name}", tensor, (dist.broadcast, tensor, self.members[source]))
 
     def send(self, sent: torch.Tensor, target: int, name: str) -> Pending:
-        """Sends a contiguous `sent` to one rank of the axis, which receives under the same name."""
+        """Send a contiguous `sent` to one rank of the axis, which receives it under the same name."""
         return self._message(dist.isend, sent, self.members[target], (self.index, target), name)
 
     def receive(self, received: torch.Tensor, source: int, name: str) -> Pending:
-        """Receives into a contiguous `received` what a rank of the axis sends."""
+        """Receive into a contiguous `received` the tensor that a rank of the axis sends."""
         return self._message(dist.irecv, received, self.members[source], (source, self.index), name)
 
     def begin(self, name: str, counted: torch.Tensor, call: Callable[[], Any]) -> Pending:
-        """Starts a collective of the caller's own.
+        """Start a collective that the caller defines.
 
         Args:
-            name: As the Timeline names it.
+            name: Name of the span in the Timeline.
             counted: The tensor whose bytes the Timeline counts.
-            call: Starts it over `process_group`, and gives its work.
+            call: Starts the collective over `process_group`, and returns its work.
         """
 
         def start(*, group: dist.ProcessGroup | None, async_op: bool) -> Any:
@@ -224,14 +224,14 @@ class Axis:
         received_rows: Sequence[int] | None = None,
         sent_rows: Sequence[int] | None = None,
     ) -> Pending:
-        """Sends the i-th rows of `sent` to rank i of the axis; `received` gets what comes from there.
+        """Send the i-th rows of `sent` to rank i of the axis; receive its rows into `received`.
 
         Args:
             received: `[rows, ...]`, the parts in the order of the axis.
-            sent: `[rows, ...]`, as well.
-            name: As the Timeline names it.
-            received_rows: Of each rank's part; equal parts if None.
-            sent_rows: As well.
+            sent: `[rows, ...]`, the parts in the order of the axis.
+            name: Name of the span in the Timeline.
+            received_rows: Number of rows that come from each rank; equal parts if None.
+            sent_rows: Number of rows that go to each rank; equal parts if None.
         """
         if self.size == 1:
             received.copy_(sent)
@@ -242,7 +242,7 @@ class Axis:
         )
 
     def shift(self, received: torch.Tensor, sent: torch.Tensor, name: str) -> Pending:
-        """Sends `sent` to the next rank of the axis, and receives the one before's into `received`."""
+        """Send `sent` to the next rank of the axis, and receive the previous rank's into `received`."""
         if self.size == 1:
             received.copy_(sent)
             return _Complete()
@@ -268,15 +268,15 @@ class Axis:
         group: tuple[int, ...] | None = None,
         has_future: bool = True,
     ) -> Pending:
-        """Starts what is recorded as one collective.
+        """Start these operations, recorded as one collective.
 
         Args:
-            name: As the Timeline names it.
+            name: Name of the span in the Timeline.
             counted: The tensor whose bytes the Timeline counts.
             calls: Functions of `torch.distributed`, each with its arguments.
-            after: What the one who waits does when they are complete.
+            after: Work that the waiting caller does when they are complete.
             group: The global ranks that take part, if not all of the axis.
-            has_future: Whether gloo tells by a future when it is complete.
+            has_future: Whether gloo reports their completion by a future.
         """
         if self.size == 1:
             return _Complete()

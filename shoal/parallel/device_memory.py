@@ -1,4 +1,4 @@
-"""How many bytes a rank may hold: the same number on all ranks, which cut a model alike."""
+"""The bytes that a rank may hold: one number for all ranks, which cut a model alike."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _FACTS = Path("/proc/meminfo")
 
 
 def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
-    """The least that any rank may hold; all ranks of the default process group call it together.
+    """Return the smallest memory that any rank may hold; all ranks of the default group call it together.
 
-    On a GPU that is its memory less a margin. On the CPU it is what the host has available, and what the
-    model takes already, since a pipeline's rank frees what it does not need. Ranks on one device share it
-    evenly.
+    On a GPU this is its memory minus a margin. On the CPU it is the host's available memory plus the model's
+    own size, since a pipeline's rank frees the parts that it does not need. Ranks on one device share its
+    memory evenly.
 
     Args:
-        model: What is to be trained, as this rank has it.
-        device: Where.
+        model: The model to train, as this rank has it.
+        device: The device that it trains on.
 
     Returns:
-        None if this system does not tell.
+        The bytes; None if this system does not say.
     """
     told = [_here(model, device)]
     if dist.is_initialized():
@@ -44,17 +44,17 @@ def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
 
 
 def _here(model: nn.Module, device: torch.device) -> tuple[str, float | None, int]:
-    """Which device of all it is, what the ranks there may have of it together, and what the model has."""
+    """Return this rank's device, the memory that the ranks on it share, and the bytes of the model."""
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        # Not its number: a launcher may show each rank one GPU alone.
+        # Not the GPU's index: a launcher may show each rank only one GPU.
         return str(gpu.uuid), gpu.total_memory * (1 - _MARGIN), 0
     held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.device == device)
     return platform.node(), _available() if device.type == "cpu" else None, held
 
 
 def _available() -> int | None:
-    """Bytes that new allocations can have on this host, within the limit of this process's control group."""
+    """Return the bytes that new allocations can have on this host, within this process's control group."""
     try:
         facts = dict(line.split(":", 1) for line in _FACTS.read_text().splitlines())
         free = int(facts["MemAvailable"].split()[0]) << 10

@@ -1,11 +1,11 @@
-"""How parameters lie in the buffer of a bucket, and which of their rows belong to which shard.
+"""The place of parameters in a bucket's buffer, and the shard to which each of their rows belongs.
 
 A bucket is one flat buffer that holds several parameters one after another, each contiguous. A parameter is
 cut along its first dim: with n shards, shard i has the i-th of n equal parts of its rows, as `torch.chunk`
 and DTensor's `Shard(0)` cut them, so that the last shards may have fewer rows or none. In the buffer every
-parameter has room for n whole parts: a stripe, which collectives move as one (`shoal.collectives.Stripes`).
-Each parameter starts at a multiple of `ALIGNMENT` elements, so that it is as well aligned as a tensor of its
-own.
+parameter has space for n full parts: a stripe, which collectives move as one (`shoal.collectives.Stripes`).
+Each parameter starts at a multiple of `ALIGNMENT` elements, so that it is as well aligned as a separate
+tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 __all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Slot", "fill_buckets", "memory_order", "part_of_rows"]
 
 ALIGNMENT = 16
-"""Elements; 64 bytes in fp32, a cache line."""
+"""Alignment in elements: 64 bytes in fp32, a cache line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class Cut:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """The block's shape."""
+        """Return the block's shape."""
         return (*self.shape[: self.dim], self.length, *self.shape[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The block of a whole parameter, as a view."""
+        """Return the block of a whole parameter, as a view."""
         return whole.narrow(self.dim, self.offset, self.length)
 
 
@@ -54,10 +54,10 @@ class Window:
     """Rows of a parameter in a flat buffer.
 
     Attributes:
-        start: Their first element.
-        stop: Where they end.
-        sizes: Their sizes as memory has them.
-        back: The dims in the parameter's order, if memory has them in another.
+        start: First element of the rows.
+        stop: End of the rows: one past their last element.
+        sizes: Sizes of the dims, in memory order.
+        back: The permutation to the parameter's order of dims, if memory order differs; otherwise None.
     """
 
     start: int
@@ -66,22 +66,23 @@ class Window:
     back: tuple[int, ...] | None
 
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The rows `[rows, ...]`, as a view."""
+        """Return the rows `[rows, ...]` of a buffer, as a view."""
         rows = buffer[self.start : self.stop].view(self.sizes)
         return rows if self.back is None else rows.permute(self.back)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one parameter lies in its bucket.
+    """The place of one parameter in its bucket.
 
     Attributes:
         name: The parameter's name in the model.
-        shape: Its shape.
-        order: Its dims from the outermost in memory to the innermost, the first dim first.
+        shape: The parameter's shape.
+        order: The parameter's dims from the outermost in memory to the innermost; the first dim comes first.
         shards: Number of shards.
-        offset: Its first element in the bucket's buffer.
-        packed: The first element of a shard's part where the parts of one shard lie one after another.
+        offset: The parameter's first element in the bucket's buffer.
+        packed: First element of a shard's part in a buffer where the parts of one shard lie one after
+            another.
     """
 
     name: str
@@ -107,12 +108,12 @@ class Slot:
         return -(-self._all_rows // self.shards) * self.row_elements
 
     def interval(self, shard: int) -> tuple[int, int]:
-        """First element and end of a shard's part, in the flattened parameter."""
+        """Return first element and end of a shard's part, in the flattened parameter."""
         rows = self.rows(shard)
         return rows.start * self.row_elements, rows.stop * self.row_elements
 
     def rows(self, shard: int) -> range:
-        """The rows of a shard's part."""
+        """Return the rows of a shard's part."""
         return part_of_rows(self._all_rows, self.shards, shard)
 
     @property
@@ -120,7 +121,7 @@ class Slot:
         return self.shape[0] if self.shape else 1
 
     def window(self, first: int, rows: range | None = None) -> Window:
-        """Rows, all by default, that lie in a buffer from element `first` on."""
+        """Return the window of rows, by default all, that lie in a buffer from element `first` on."""
         count = self._all_rows if rows is None else len(rows)
         sizes = (count, *(self.shape[dim] for dim in self.order[1:])) if self.shape else ()
         back = tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
@@ -130,7 +131,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The slots of one bucket and how it is cut.
+    """The slots of one bucket, and their cut into shards.
 
     Attributes:
         slots: One per parameter, in the order of the buffer.
@@ -148,7 +149,7 @@ class BucketLayout:
     def of(
         cls, parameters: Iterable[tuple[str, tuple[int, ...], tuple[int, ...]]], shards: int
     ) -> BucketLayout:
-        """Lays parameters (name, shape, order of dims in memory) one after another, for `shards`."""
+        """Lay out parameters (name, shape, order of dims in memory) one after another, for `shards`."""
         slots, end, packed = [], 0, 0
         for name, shape, order in parameters:
             slot = Slot(name, shape, order, shards, end, packed)
@@ -159,7 +160,7 @@ class BucketLayout:
 
     @property
     def gradient_elements(self) -> int:
-        """Length of the buffer of gradients: behind them every rank says which it had."""
+        """Length of the buffer of gradients: at its end every rank says which gradients it had."""
         return self.elements + self.shards * len(self.slots)
 
     @cached_property
@@ -173,15 +174,15 @@ class BucketLayout:
         return [*self.stripes, (self.elements, len(self.slots))]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a buffer that stand for the parameters, in their shapes."""
+        """Return the parts of a buffer that are the parameters, in their shapes."""
         return [window.of(buffer) for window in self._wholes]
 
     def parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
-        """One shard's rows of every parameter in a buffer."""
+        """Return one shard's rows of every parameter in a buffer."""
         return [window.of(buffer) for window in self._windows(shard)]
 
     def packed_parts(self, buffer: torch.Tensor, shard: int) -> list[torch.Tensor]:
-        """One shard's rows of every parameter in a buffer `[packed_elements]` that has this shard alone."""
+        """Return one shard's rows of every parameter in a buffer `[packed_elements]` of this shard only."""
         return [slot.window(slot.packed, slot.rows(shard)).of(buffer) for slot in self.slots]
 
     @cached_property
@@ -201,9 +202,9 @@ class BucketLayout:
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The dims of a dense tensor from the outermost in memory to the innermost, as of channels_last.
+    """Return the dims of a dense tensor in memory order, from outermost to innermost (see channels_last).
 
-    As they are numbered, where the first dim is not the outermost or the tensor has gaps.
+    If the first dim is not the outermost, or the tensor has gaps, return the dims in numerical order.
     """
     plain = tuple(range(tensor.dim()))
     if tensor.is_contiguous() or 0 in tensor.stride():
@@ -213,13 +214,13 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def part_of_rows(rows: int, shards: int, shard: int) -> range:
-    """Which of so many rows are a shard's."""
+    """Return the rows of a shard, out of this number of rows."""
     part = -(-rows // shards)
     return range(min(shard * part, rows), min((shard + 1) * part, rows))
 
 
 def fill_buckets(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Groups items, in order, into buckets that close once they hold `capacity` or more.
+    """Group items, in order, into buckets that close once they hold `capacity` or more.
 
     Args:
         sizes: Bytes of each item.

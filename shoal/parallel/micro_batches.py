@@ -1,4 +1,4 @@
-"""The loop over the micro-batches of a step, where there is no pipeline."""
+"""The loop over the micro-batches of a step, without a pipeline."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def run_one_by_one(
     recorder: Recorder | None = None,
     before_last: Callable[[torch.Tensor], object] = lambda total: None,
 ) -> torch.Tensor:
-    """Makes forward and backward of one micro-batch after another.
+    """Run forward and backward of one micro-batch after another.
 
     Args:
-        forwards: Of each micro-batch, a function that makes its forward and gives its mean loss.
-        count: How many to take.
-        accumulate: Within it, a backward leaves gradients to be combined with those of the last one.
-        recorder: Where spans go.
-        before_last: Called with the mean loss before the last backward, beside which what it starts travels.
+        forwards: For each micro-batch, a function that runs its forward and returns its mean loss.
+        count: Number of micro-batches to run.
+        accumulate: Context for all backwards but the last: gradients are kept, to combine with the last
+            one's.
+        recorder: Recorder of spans.
+        before_last: Called with the mean loss before the last backward; communication that it starts runs
+            beside it.
 
     Returns:
         The mean loss of all micro-batches.

@@ -1,4 +1,4 @@
-"""What a rank has of the model's parameters: what its optimizer changes, and what is not trained."""
+"""A rank's parts of the model's parameters: the trained ones (Owned) and the others (Frozen)."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Owned:
         name: The parameter's name in the model.
         shape: The whole parameter's shape.
         start: First element of the part in the flattened parameter, or in its flattened block.
-        stop: Where the part ends.
-        parameter: What the optimizer is given, in fp32: over `family.mesh` a DTensor of the shape that the
-            parameter has, cut along its first dim; without one an ordinary parameter, the model's own if this
-            rank has it whole and it computes in fp32 too.
+        stop: End of the part: one past its last element.
+        parameter: The parameter for the optimizer, in fp32. Over `family.mesh` it is a DTensor of the whole
+            parameter's shape, cut along its first dim. Without a mesh it is an ordinary parameter: the
+            model's own if this rank has it whole and it computes in fp32 too.
         local: The part itself, `[rows, ...]`, in the memory of `parameter`.
-        family: What the parameter is sharded and summed over.
-        cut: The block of the parameter that the part is of; None if it is of all of it.
+        family: The ranks over which the parameter is sharded and summed.
+        cut: The block that contains the part; None if the parameter is not cut into blocks.
     """
 
     name: str
@@ -50,25 +50,25 @@ class Owned:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The part's gradient, `[rows, ...]`; None if there is none."""
+        """Return the part's gradient, `[rows, ...]`; None if there is none."""
         return None if self.parameter.grad is None else local_part(self.parameter.grad)
 
     def give(self, gradient: torch.Tensor | None) -> None:
-        """Makes a tensor `[rows, ...]` the part's gradient, or forgets the one that it has."""
+        """Make a tensor `[rows, ...]` the part's gradient; None removes the present one."""
         self.parameter.grad = None if gradient is None else _like(self.parameter, gradient)
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """What this rank has of a parameter that is not trained: all of it, its block, or rows of these.
+    """This rank's part of a parameter that is not trained: all of it, its block, or rows of either.
 
     Attributes:
         name: The parameter's name in the model.
         shape: The whole parameter's shape.
         start: First element of the part in the flattened parameter, or in its flattened block.
-        local: The part, in the type that computes; where nothing is sharded it is the model's own parameter.
-        cut: The block that it is of; None if it is of all of the parameter.
-        is_first_copy: Whether this is the first of the ranks that have the same.
+        local: The part, in the type that computes; if nothing is sharded, the model's own parameter.
+        cut: The block that contains it; None if the parameter is not cut into blocks.
+        is_first_copy: Whether this rank is the first of the ranks that have an equal part.
         shard: The ranks over which it is a DTensor; None if it is an ordinary tensor.
     """
 
@@ -82,9 +82,9 @@ class Frozen:
 
 
 def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
-    """A DTensor of `shape` whose rows on this rank of the axis are `local`, in the same memory.
+    """Return a DTensor of `shape` whose rows on this rank of the axis are `local`, in the same memory.
 
-    A tensor without dims, which cannot be cut, is the same on every rank.
+    A tensor without dims cannot be cut; every rank has it whole.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard  # takes long, and few Plans need it
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -100,13 +100,13 @@ def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: the local part of a DTensor, any other tensor as it is."""
+    """Return this rank's part of a tensor: the local part of a DTensor; any other tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """A tensor with this rank's part of what is cut as `parameter` is."""
+    """Return a tensor that holds this rank's part of a DTensor cut as `parameter` is."""
     if not hasattr(parameter, "_local_tensor"):
         return local
     kind: Any = type(parameter)
@@ -115,7 +115,7 @@ def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
 
 
 def fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, nn.Parameter]:
-    """The parameters that are not trained, as `named_parameters` shows them."""
+    """Return the parameters that are not trained, as `named_parameters` shows them."""
     shown = dict(module.named_parameters())
     for each in frozen:
         if each.shard is not None:

@@ -1,4 +1,4 @@
-"""A model laid over the ranks, as the one who trains it sees it."""
+"""A model laid over the ranks, with the interface for training it."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = ["Parallel"]
 class Parallel(nn.Module):
     """A model laid over the ranks; `shoal.parallelize` makes one.
 
-    It is used like the model. After `backward()` the gradients of `parameters()` are averages over all
+    Use it like the model. After `backward()` the gradients of `parameters()` are averages over all
     data-parallel ranks; after the optimizer's step the next call computes with the new weights. Its
-    parameters and its `state_dict()` have the model's names and shapes, in fp32; what ranks share are
-    DTensors cut along their first dim, as FSDP2 has them.
+    parameters and its `state_dict()` have the model's names and shapes, in fp32; parameters that ranks share
+    are DTensors cut along their first dim, as in FSDP2.
 
     Attributes:
-        module: The model. Its own parameters are what computes; they are up to date within `gathered()`.
+        module: The model. Its own parameters do the computing; they are up to date within `gathered()`.
         plan: The Plan that was applied; its `split` says how many blocks each pipeline stage has.
-        axes: The groups that it communicates over.
-        owned: What this rank owns, with where it lies in the whole parameters.
-        frozen: What this rank has of the parameters that are not trained.
+        axes: The groups over which it communicates.
+        owned: This rank's parts of the trained parameters, with their place in the whole parameters.
+        frozen: This rank's parts of the parameters that are not trained.
     """
 
     def __init__(
@@ -83,9 +83,9 @@ class Parallel(nn.Module):
         self.set_micro_batches(1)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The model's forward.
+        """Return the model's output.
 
-        In a pipeline it gives no gradients; the last stage gives its output, a tensor, to all ranks.
+        In a pipeline there are no gradients; the last stage sends its output, a tensor, to all ranks.
 
         Raises:
             TrainingError: Gradients were asked for in a pipeline.
@@ -102,7 +102,7 @@ class Parallel(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, *inputs: Any, **named: Any) -> Any:
-        """The model's output without gradients; in a pipeline where the last stage is, and None elsewhere."""
+        """Return the output without gradients; in a pipeline, None except on the last stage's rank."""
         if self._pipeline is None:
             return self.module(*inputs, **named)
         return self._pipeline.forward(*inputs)
@@ -114,16 +114,16 @@ class Parallel(nn.Module):
         loss: Loss,
         prepare: Callable[[int, Any], None] = lambda number, inputs: None,
     ) -> torch.Tensor:
-        """Makes forward and backward of all micro-batches of a step, as the Plan's schedule orders them.
+        """Run forward and backward of all micro-batches of a step, in the order of the Plan's schedule.
 
         Args:
-            micro_batches: Pairs of what the model gets and the targets of its output.
-            count: How many to take.
-            loss: From the model's output and the targets to the mean loss of a micro-batch.
-            prepare: Called before each forward with the micro-batch's number and what the model gets.
+            micro_batches: Pairs of the model's inputs and the targets of its output.
+            count: Number of micro-batches to take.
+            loss: A function from the model's output and the targets to the mean loss of a micro-batch.
+            prepare: Called before each forward with the micro-batch's number and the model's inputs.
 
         Returns:
-            The mean loss of this rank's micro-batches; in a pipeline 0 where the last stage is not.
+            The mean loss of this rank's micro-batches; in a pipeline 0 except on the last stage's rank.
         """
         self.set_micro_batches(count)
         if self._pipeline is not None:
@@ -139,12 +139,12 @@ class Parallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """What this rank's optimizer changes, and what is not trained, with the names that the model has.
+        """Yield this rank's trained and untrained parts of parameters, with the model's names.
 
         Args:
             prefix: Put before the names.
-            recurse: Whether those of the model too; it has all of them.
-            remove_duplicate: Of a parameter with several names only the first is given, whatever this says.
+            recurse: Whether to include the parameters of the model; the object itself has none.
+            remove_duplicate: Ignored: a parameter with several names is always given once, with the first.
         """
         if not recurse:
             return
@@ -155,15 +155,15 @@ class Parallel(nn.Module):
                 yield prefix + name, here[name]
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:  # type: ignore[override]
-        """This rank's part of the model by its names: trained parameters in fp32, as the optimizer has them.
+        """Return this rank's part of the model by its names; trained parameters in fp32.
 
-        What ranks share are DTensors, which `torch.distributed.checkpoint` saves and loads. In a pipeline
-        each rank has the tensors of its stages.
+        Parameters that ranks share are DTensors, which `torch.distributed.checkpoint` saves and loads. In a
+        pipeline each rank has the tensors of its stages.
 
         Args:
-            destination: A dict to put it into; a new one by default.
+            destination: A dict to fill; a new one by default.
             prefix: Put before the names.
-            keep_vars: Has no meaning here: tensors are detached, in the memory where training keeps them.
+            keep_vars: Ignored: tensors are detached, in the memory where training keeps them.
 
         Raises:
             ModelError: Tensor or expert parallelism cuts parameters; see `full_state_dict`.
@@ -175,15 +175,15 @@ class Parallel(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Takes up whole tensors, or what `state_dict` gave; changes nothing if one does not fit.
+        """Load whole tensors, or those of `state_dict`; change nothing if one does not fit.
 
         Args:
-            state_dict: By the model's names; all of them on every rank, in a pipeline too.
+            state_dict: Tensors by the model's names; every rank gives all of them, in a pipeline too.
             strict: Whether names have to be the same.
             assign: Must be False: training keeps its tensors where they are.
 
         Returns:
-            `missing_keys` and `unexpected_keys`, as of any module.
+            `missing_keys` and `unexpected_keys`, as for any module.
 
         Raises:
             ModelError: A tensor has another shape, or names differ and `strict` is set.
@@ -200,28 +200,28 @@ class Parallel(nn.Module):
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes up a whole `state_dict` of the model, such as `full_state_dict` gave; all ranks call it.
+        """Load a whole `state_dict` of the model, such as one from `full_state_dict`; all ranks call it.
 
         Args:
-            state: On rank 0 the whole model; what other ranks give is not looked at.
+            state: On rank 0 the whole model; the argument of other ranks is ignored.
 
         Raises:
-            ModelError: Names or shapes are not the model's; nothing is changed then.
+            ModelError: Names or shapes are not the model's; then nothing is changed.
         """
         self._state.load_from_first(state)
         self.changed()
 
     def requires_grad_(self, requires_grad: bool = True) -> Parallel:
-        """Trains all parameters from now on, or none."""
+        """Train all parameters from now on, or none."""
         for parameter in (*self.parameters(), *self.module.parameters()):
             parameter.requires_grad_(requires_grad)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Parallel:
-        """Itself, if it is there already.
+        """Return the model itself, if it already has the device and type.
 
         Raises:
-            LayoutError: It is to go to another device, or to get another type.
+            LayoutError: It would move to another device, or get another type.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is None and (device is None or torch.device(device).type == self._device.type):
@@ -258,16 +258,16 @@ class Parallel(nn.Module):
         self.__deepcopy__({})
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers of the `state_dict`, as this rank has them."""
+        """Return the buffers of the `state_dict`, as this rank has them."""
         return self._whole.buffers_of(self.module)
 
     def buffers_to_save(self) -> dict[str, torch.Tensor]:
-        """The buffers of which this rank is the one to save them."""
+        """Return the buffers that this rank saves."""
         return {name: each for name, each in self.saved_buffers().items() if name in self._whole.mine}
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within it the caller changes no weights, so that several forwards need not gather them anew."""
+        """Promise not to change weights within it, so that several forwards need not gather them anew."""
         with ExitStack() as stack:
             for strategy in self._strategies:
                 stack.enter_context(strategy.unchanged())
@@ -275,9 +275,9 @@ class Parallel(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """For all micro-batches of a step but the last: backward adds to the gradients.
+        """Make backward add to the gradients; use it for all micro-batches of a step except the last.
 
-        Replicated and ZeRO-1 communicate nothing within it.
+        Replicated data parallel and ZeRO-1 communicate nothing within it.
         """
         with ExitStack() as stack:
             for strategy in self._strategies:
@@ -285,21 +285,21 @@ class Parallel(nn.Module):
             yield
 
     def set_micro_batches(self, number: int) -> None:
-        """Says over how many micro-batches the caller averages the loss of a step; at first it is one.
+        """Set the number of micro-batches over which the caller averages the loss of a step; initially 1.
 
-        A model's auxiliary losses, such as a router's, begin their own backward, and are scaled alike. Where
-        tensor parallelism splits the sequence, each rank adds its part of a sum to them.
+        A model's auxiliary losses, such as a router's, begin their own backward, and are scaled by this
+        number too. If tensor parallelism splits the sequence, each rank adds its part of a sum to them.
         """
         split = self.axes.sequence.size // self.axes.cp.size
         set_auxiliary_scale(self.module, 1 / (number * split))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets all gradients, also those within a step that is given up between its micro-batches.
+        """Forget all gradients, also those of a step that was abandoned between its micro-batches.
 
-        After a whole step the optimizer's own `zero_grad` does as much.
+        After a whole step the optimizer's own `zero_grad` is enough.
 
         Args:
-            set_to_none: Gradients become None whatever this says.
+            set_to_none: Ignored: gradients always become None.
         """
         if self._pipeline is not None:
             self._pipeline.clear()
@@ -310,7 +310,7 @@ class Parallel(nn.Module):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Bring every parameter of `module` up to date while it lasts, and whole, except what tp and ep cut.
+        """Keep every parameter of `module` up to date while it lasts, and whole, except what tp and ep cut.
 
         All ranks enter it together.
         """
@@ -320,14 +320,14 @@ class Parallel(nn.Module):
             yield
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The whole model as `module.state_dict()` names it, under any Plan; all ranks call it together.
+        """Return the whole model, named as in `module.state_dict()`, under any Plan; all ranks call it.
 
         A device holds one whole parameter at a time, rank 0's host all of them. Each is summed over all
-        ranks, so this is for an export now and then, not for every step.
+        ranks, so use this for an occasional export, not in every step.
 
         Returns:
-            On rank 0 copies on the CPU, of trained parameters in fp32, as the optimizer has them; on other
-            ranks nothing.
+            On rank 0, copies on the CPU, with trained parameters in fp32, as the optimizer has them; on other
+            ranks an empty dict.
         """
         keeps = self.axes.world.index == 0
         state = {}
@@ -340,12 +340,12 @@ class Parallel(nn.Module):
         return state
 
     def changed(self) -> None:
-        """To be called after owned parameters were changed other than after a backward."""
+        """Report that owned parameters were changed other than after a backward; call it then."""
         for strategy in self._strategies:
             strategy.changed()
 
     def local(self, batch: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a batch `[batch, ...]` that all ranks have.
+        """Return this rank's rows of a batch `[batch, ...]` that all ranks have.
 
         Raises:
             PlanError: The batch does not divide.
@@ -354,7 +354,7 @@ class Parallel(nn.Module):
         return batch.chunk(self.axes.dp.size)[self.axes.dp.index]
 
     def local_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of `[batch, seq, ...]` along the sequence: what context parallelism cuts.
+        """Return this rank's part of `[batch, seq, ...]` along the sequence, as context parallelism cuts it.
 
         Tokens and targets are cut alike, after targets were shifted.
 
@@ -364,14 +364,14 @@ class Parallel(nn.Module):
         return local_sequence(tensor, self.axes.cp, self.plan.context)
 
     def set_dropout(self, seed: int, samples: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Fixes the masks of dropout in the next forward, so that they do not depend on the layout.
+        """Fix the dropout masks of the next forward, so that they do not depend on the layout.
 
-        Only of models that take keys, as Shoal's do; in others dropout draws from torch's generator.
+        Works only for models that take keys, as Shoal's do; in others dropout draws from torch's generator.
 
         Args:
-            seed: Of the training.
-            samples: Where the samples of the forward stand in all data, `[batch]`, int64.
-            inputs: What the forward will get, `[batch, seq / cp]`.
+            seed: Seed of the training.
+            samples: Positions of the forward's samples in all data, `[batch]`, int64.
+            inputs: Input of the next forward, `[batch, seq / cp]`.
         """
         if self._has_dropout:
             part = inputs.shape[1] * self.axes.cp.size // self.axes.sequence.size
@@ -379,14 +379,14 @@ class Parallel(nn.Module):
             self.module.dropout_keys = token_keys(seed, 0, samples, positions)
 
     def gradient_norm(self) -> float:
-        """The Euclidean norm of the whole averaged gradient; the same on every rank."""
+        """Return the Euclidean norm of the whole averaged gradient; equal on every rank."""
         return gradient_norm(self.owned, self.axes.parts, self._device)
 
     def clip_gradients(self, limit: float) -> float:
-        """Scales the whole gradient down to the norm `limit` if it is above it.
+        """Scale the whole gradient down to the norm `limit` if its norm is larger.
 
         Returns:
-            The norm before.
+            The norm before scaling.
         """
         norm = self.gradient_norm()
         if norm > limit:

@@ -1,12 +1,12 @@
-"""What computes in which type under precision=bf16.
+"""The compute type of parameters and inputs under precision=bf16.
 
-The rules are FSDP2's. Weights compute in bf16 and are kept in fp32 by their owners; floating inputs are cast
-to bf16 where they come to the model and to each block, within tuples, mappings and dataclasses too; buffers
-keep their types; gradients are summed in fp32. Three rules are added, for models that would stop with an
-error of types. A module with weights of its own casts what comes to it, as a positional buffer in fp32 makes
-an activation fp32. A parametrization's buffers, such as those of a spectral norm, get the type of the weight
-that they make. A module with running statistics, such as a batch norm, keeps its weights in fp32 beside them,
-as torch's autocast does: it takes bf16 and gives it.
+The rules are FSDP2's. Weights compute in bf16 and their owners keep them in fp32. Floating inputs of the
+model and of each block are cast to bf16, within tuples, mappings and dataclasses too. Buffers keep their
+types. Gradients are summed in fp32. Three rules are added, for models that would otherwise stop with a type
+error. A module with weights of its own casts its inputs, as a positional buffer in fp32 makes an activation
+fp32. A parametrization's buffers, such as those of a spectral norm, get the type of the weight that they
+make. A module with running statistics, such as a batch norm, keeps its weights in fp32 beside them, as
+torch's autocast does: its input and output are bf16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["cast_inputs", "kept_in_fp32"]
 
 
 def kept_in_fp32(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that compute in fp32 whatever the Plan says."""
+    """Return the names of the parameters that compute in fp32 whatever the Plan says."""
     kept = {
         id(parameter)
         for module in model.modules()
@@ -36,12 +36,12 @@ def kept_in_fp32(model: nn.Module) -> frozenset[str]:
 
 
 def cast_inputs(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype) -> None:
-    """Casts floating inputs to the type that computes, of the model, its blocks, and modules with weights.
+    """Cast floating inputs of the model, its blocks, and modules with weights to the type that computes.
 
     Args:
-        model: Its weights may not be in that type yet.
-        blocks: Its repeated parts.
-        dtype: That computes.
+        model: The model; its weights may have another type when this is called.
+        blocks: The model's repeated parts.
+        dtype: The type that computes.
     """
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Recompute: a block's backward computes again what its forward did not keep (Chen et al., arXiv:1604.06174).
+"""Recompute: backward computes again what a block's forward did not keep (Chen et al., arXiv:1604.06174).
 
-`full` keeps a block's input alone. `selective` also keeps the results of matrix products and of attention,
-which are the expensive ones, and computes the rest again.
+`full` keeps only a block's input. `selective` also keeps the results of matrix products and of attention,
+which are expensive, and computes the rest again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OWN = "shoal"
 
 
 def recompute_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
-    """Wraps each block's forward as `policy` says: none, selective or full.
+    """Wrap each block's forward as `policy` says: none, selective or full.
 
     The wrap lies inside the block's hooks, so that recomputing does not run them again.
     """

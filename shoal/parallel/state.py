@@ -1,4 +1,4 @@
-"""The state of a model that is laid over ranks, as people know it from `state_dict` and `load_state_dict`."""
+"""The state of a model that is laid over ranks, as `state_dict` and `load_state_dict` handle it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["State"]
 
 
 class State:
-    """What this rank has of each tensor of a model's `state_dict`.
+    """This rank's part of each tensor of a model's `state_dict`.
 
     Args:
         module: The model.
-        whole: What it was before it was laid over ranks.
-        owned: What this rank has of the trained parameters.
-        frozen: What it has of the others.
-        cuts: Of the parameters of which this rank has a block, which one; by name.
-        axes: What it is laid over.
+        whole: Description of the model before it was laid over ranks.
+        owned: This rank's parts of the trained parameters.
+        frozen: This rank's parts of the other parameters.
+        cuts: This rank's block of each parameter that tp or ep cuts, by name.
+        axes: The axes that the model is laid over.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class State:
         self._axes = axes
 
     def named(self) -> dict[str, torch.Tensor]:
-        """This rank's `state_dict`: DTensors of what is sharded, in the memory where training keeps it.
+        """Return this rank's `state_dict`; its DTensors lie in the memory where training keeps them.
 
         Raises:
-            ModelError: Tensor or expert parallelism cuts parameters, of which a rank would give a block.
+            ModelError: Tensor or expert parallelism cuts parameters, so that a rank has only a block of them.
         """
         if self._cuts:
             raise ModelError(
@@ -72,14 +72,14 @@ class State:
         return {**state, **self._whole.buffers_of(self._module)}
 
     def load(self, given: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
-        """Takes up tensors, whole or cut as `named` gives them; changes nothing if one does not fit.
+        """Load tensors, whole or cut as in `named`; change nothing if one does not fit.
 
         Args:
-            given: By the names of the `state_dict`. Every rank has all of them.
+            given: Tensors by the names of the `state_dict`. Every rank gives all of them.
             strict: Whether names have to be the same.
 
         Returns:
-            The names that are missing, and those that the model does not have.
+            The missing names, and the names that the model does not have.
 
         Raises:
             ModelError: A tensor has another shape, or names differ and `strict` is set.
@@ -92,10 +92,10 @@ class State:
         return missing, unexpected
 
     def load_from_first(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Takes up whole tensors that rank 0 has; all ranks call it.
+        """Load whole tensors from rank 0; all ranks call it.
 
         Raises:
-            ModelError: As `load`, on every rank.
+            ModelError: As for `load`, on every rank.
         """
         world = self._axes.world
         told: list[Any] = [{key: tuple(value.shape) for key, value in given.items()}]
@@ -142,7 +142,7 @@ class State:
         return missing, unexpected
 
     def _takers(self, keys: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[Any], None]]]:
-        """For each key of which this rank has something, what takes up its part of a tensor."""
+        """Yield each key of which this rank has a part, with a function that loads the part."""
         buffers = self._whole.buffers_of(self._module)
         for key in keys:
             name = self._whole.keys.get(key)
@@ -170,7 +170,7 @@ class State:
 
 
 def _rows(block: torch.Tensor, start: int, local: torch.Tensor) -> torch.Tensor:
-    """The rows of a block that begin with element `start`, as many as `local` has."""
+    """Return as many rows of a block as `local` has, from element `start` on."""
     if not local.dim():
         return block
     row = block[0].numel() if len(block) else 0

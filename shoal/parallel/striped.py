@@ -1,8 +1,8 @@
-"""Collectives of a bucket: several tensors in one buffer, each cut into a part for every rank.
+"""Collectives of a bucket: several tensors in one buffer, each cut into one part per rank.
 
-Where the parts of a rank lie apart, one message for each tensor would cost more than the bytes. Between CPUs
-of one host the backend "shoal" moves all of them in one operation, and NCCL in one launch. Elsewhere the
-parts are packed into a second buffer, moved, and unpacked.
+If the parts of a rank are not contiguous, one message for each tensor would cost more than the bytes. Between
+CPUs of one host the backend "shoal" moves all of them in one operation; NCCL does so in one launch. Elsewhere
+the parts are packed into a second buffer, moved, and unpacked.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Striped:
 
     Args:
         axis: The ranks; rank i has the i-th part of each tensor.
-        stripes: Of each tensor its first element in the buffer, and the elements of one part.
+        stripes: For each tensor, its first element in the buffer and the number of elements of one part.
     """
 
     def __init__(self, axis: Axis, stripes: Sequence[tuple[int, int]]) -> None:
         self._axis = axis
         self._stripes = stripes
         self._part_elements = sum(part for _, part in stripes)
-        self._native: dict[int, Stripes] = {}  # by the bytes of an element
+        self._native: dict[int, Stripes] = {}  # key: bytes of an element
 
     def all_gather(self, buffer: torch.Tensor, name: str) -> Pending:
-        """Gives every rank everybody's parts of the tensors in `buffer`."""
+        """Give every rank all ranks' parts of the tensors in `buffer`."""
         if self._axis.size == 1 or not self._stripes:
             return self._axis.all_gather(buffer[:0], name)
         if self._is_native:
@@ -55,7 +55,7 @@ class Striped:
         )
 
     def reduce_scatter(self, buffer: torch.Tensor, name: str) -> Pending:
-        """Sums the tensors in `buffer` over the axis; this rank gets its parts, the others are undefined."""
+        """Sum the tensors in `buffer` over the axis; this rank gets its parts, the others are undefined."""
         if self._axis.size == 1 or not self._stripes:
             return self._axis.reduce_scatter(buffer[:0], buffer[:0], name)
         if self._is_native:
@@ -93,7 +93,7 @@ class Striped:
         return self._native[size]
 
     def _coalesced(self, buffer: torch.Tensor, *, is_gather: bool) -> Callable[[], Any]:
-        """One launch of all tensors, by what c10d calls coalesced collectives."""
+        """Return a function that moves all tensors in one launch, as a coalesced collective of c10d."""
         wholes = [buffer[first : first + part * self._axis.size] for first, part in self._stripes]
         parts = [whole.chunk(self._axis.size)[self._axis.index] for whole in wholes]
 
@@ -109,7 +109,7 @@ class Striped:
     def _copy(
         self, buffer: torch.Tensor, packed: torch.Tensor, ranks: Sequence[int], *, is_packing: bool
     ) -> None:
-        """Copies the parts of some ranks between their places in the buffer and those one after another."""
+        """Copy the parts of some ranks between the buffer and a packed buffer, where they are contiguous."""
         apart, together = [], []
         for index in ranks:
             at = index * self._part_elements
@@ -124,13 +124,13 @@ class Striped:
 
 
 class _Then:
-    """A collective, and what is left to do once it is complete."""
+    """A collective, and the work to do once it is complete."""
 
     def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
         self._pending = pending
         self._finish = finish
 
     def wait(self) -> None:
-        """Returns once the result may be used."""
+        """Return once the result may be used."""
         self._pending.wait()
         self._finish()

@@ -1,4 +1,4 @@
-"""The whole model, out of what the ranks have of it, whatever cut it."""
+"""The whole model, assembled from the ranks' parts, under any Plan."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Whole"]
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """What a model was before it was laid over ranks.
+    """A description of a model before it was laid over ranks.
 
     Attributes:
         parameters: The form of each parameter by name; trained ones are fp32.
         buffers: The form of each buffer that is saved, by its name in the `state_dict`.
-        mine: The buffers that this rank is the one to save.
+        mine: The buffers that this rank saves.
         keys: The keys of the `state_dict` that are parameters, each with the parameter's name.
     """
 
@@ -38,13 +38,14 @@ class Whole:
     def of(
         cls, model: nn.Module, pieces: Pieces | None, axes: Axes, frozen: Callable[[str], torch.dtype]
     ) -> Whole:
-        """Describes a model that is still whole.
+        """Describe a model that is still whole.
 
         Args:
-            model: It.
-            pieces: Its stages, if it is cut into some.
-            axes: What it is laid over.
-            frozen: From the name of a floating parameter that is not trained to the type that it gets.
+            model: The model.
+            pieces: Its pipeline stages; None without a pipeline.
+            axes: The axes that it is laid over.
+            frozen: A function from the name of a floating parameter that is not trained to the type that it
+                gets.
         """
         names = {parameter: name for name, parameter in model.named_parameters()}
         parameters = {
@@ -64,11 +65,11 @@ class Whole:
         return cls(parameters, buffers, frozenset(mine), keys)
 
     def form_of(self, key: str) -> Form:
-        """The form of a tensor of the `state_dict`."""
+        """Return the form of a tensor of the `state_dict`."""
         return self.parameters[self.keys[key]] if key in self.keys else self.buffers[key]
 
     def buffers_of(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The buffers that are saved, as a rank has them, by their names in the `state_dict`."""
+        """Return the buffers that are saved, as a rank has them, by their names in the `state_dict`."""
         named = dict(model.named_buffers(remove_duplicate=False))
         return {key: named[key] for key in self.buffers if key in named}
 
@@ -81,17 +82,17 @@ class Whole:
         world: Axis,
         device: torch.device,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each tensor of the `state_dict`, one after another, the same on every rank.
+        """Yield each tensor of the `state_dict`, one after another, equal on every rank.
 
-        Of each element one rank adds the value, and the others add zero, so the sums are exact.
+        For each element one rank adds the value, and the others add zero, so the sums are exact.
 
         Args:
-            model: What this rank has of it.
-            owned: What it owns of the trained parameters.
-            frozen: What it has of the others.
-            cuts: Of the parameters of which this rank has a block, which one; by name.
-            world: All ranks, which go through it together.
-            device: Where the tensors are made.
+            model: This rank's part of the model.
+            owned: This rank's parts of the trained parameters.
+            frozen: This rank's parts of the other parameters.
+            cuts: This rank's block of each parameter that tp or ep cuts, by name.
+            world: All ranks, which make the iteration together.
+            device: Device on which the tensors are made.
         """
         held: dict[str, list[tuple[int, torch.Tensor]]] = {}
         for frozen_part in frozen:
@@ -122,7 +123,7 @@ def _dtype_of(parameter: nn.Parameter, frozen: torch.dtype) -> torch.dtype:
 def _summed(
     form: Form, held: Sequence[tuple[int, torch.Tensor]], cut: Cut | None, device: torch.device
 ) -> torch.Tensor:
-    """What this rank adds to a whole tensor; zero where it has nothing."""
+    """Return what this rank adds to a whole tensor; zero for elements that it does not have."""
     whole = torch.zeros(form.shape, dtype=form.dtype, device=device)
     block = whole if cut is None else cut.of(whole)
     flat = torch.zeros(block.numel(), dtype=form.dtype, device=device)

@@ -1,8 +1,8 @@
-"""The Plan, and what follows from it alone.
+"""The Plan, and all that follows from a Plan alone.
 
-Nouns: Plan (how a step is laid over the devices), SettledPlan (one whose micro-batch is a number), Mesh
-(which rank stands where), Groups (which ranks communicate), Sharding (what data parallelism cuts). Made by
-the user or the planner, executed by `shoal.parallel`, timed by the simulator. Imports no torch.
+Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fixed micro-batch), Mesh (the
+    place of each rank), Groups (which ranks communicate), Sharding (which states data parallelism cuts). Made
+    by the user or the planner, executed by `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
 from shoal.plan.groups import FamilyGroups, Group, Groups

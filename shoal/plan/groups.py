@@ -1,17 +1,17 @@
-"""The groups of ranks that communicate under a Plan: of each axis, and of each family of parameters.
+"""The groups of ranks that communicate under a Plan, for each axis and each family of parameters.
 
-All groups of an axis are the same pattern at another first rank, because ranks stand row by row on the axes
+All groups of an axis are one pattern with different first ranks, because ranks stand row by row on the axes
 `pp, replicate, shard, cp, tp` (`shoal.plan.mesh`). `shoal.parallel.axes` makes process groups of them; the
 cost model looks up which links such a pattern uses.
 
-Parameters are of one of three families, by which ranks hold the same and see other data:
+There are three families of parameters. They differ in the ranks that hold equal values and see other data:
 
     dense      those that tp divides, and all others where tp=1: the ranks of dp x cp
     whole      those that every rank of tp has, with tp > 1: dp x cp x tp
     experts    with ep > 1: every ep-th rank of dp x cp, times tp
 
-A state that is sharded is cut over dp / replicate x cp ranks, and an expert's over ep times fewer; the others
-of its family are its replicas.
+A sharded state is cut over dp / replicate x cp ranks, and an expert's over ep times fewer; the other ranks of
+its family hold replicas.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Group:
 
     Attributes:
         size: Number of ranks.
-        stride: From each run to the next, in the mesh's order.
-        run: Ranks that are neighbours; it divides `size`, and is at most `stride`.
+        stride: Distance from each run to the next, in the mesh's order.
+        run: Number of neighbouring ranks in a run; it divides `size`, and is at most `stride`.
     """
 
     size: int
@@ -42,7 +42,7 @@ class Group:
 
     @classmethod
     def of(cls, ranks: Sequence[int]) -> Group:
-        """The pattern of these global ranks, which stand in any order."""
+        """Return the pattern of these global ranks, given in any order."""
         first, *others = sorted(ranks)
         run = 1 + sum(1 for index, rank in enumerate(others, 1) if rank == first + index)
         if run == len(ranks):
@@ -50,12 +50,12 @@ class Group:
         return cls(len(ranks), others[run - 1] - first, run)
 
     def ranks(self, first: int) -> tuple[int, ...]:
-        """The global ranks of the group that begins at `first`."""
+        """Return the global ranks of the group that begins at `first`."""
         runs = range(first, first + self.size // self.run * self.stride, self.stride)
         return tuple(rank for start in runs for rank in range(start, start + self.run))
 
     def tile(self, ranks: int) -> list[tuple[int, ...]]:
-        """All groups of this pattern among `ranks` ranks: every rank is in exactly one."""
+        """Return all groups of this pattern among `ranks` ranks: every rank is in exactly one."""
         groups = []
         for start in range(0, ranks, self.size // self.run * self.stride):
             groups += [self.ranks(first) for first in range(start, start + self.stride, self.run)]
@@ -63,22 +63,22 @@ class Group:
 
 
 def tensor_group(tp: int) -> Group:
-    """Ranks with other parts of the same layers."""
+    """Return the group of ranks with other parts of the same layers."""
     return Group(tp)
 
 
 def context_group(tp: int, cp: int) -> Group:
-    """Ranks with other parts of the same samples."""
+    """Return the group of ranks with other parts of the same samples."""
     return Group(cp, tp)
 
 
 def expert_group(tp: int, ep: int) -> Group:
-    """Ranks with other experts: neighbours in dp x cp."""
+    """Return the group of ranks with other experts: neighbours in dp x cp."""
     return Group(ep, tp)
 
 
 class FamilyGroups(NamedTuple):
-    """The ranks that a family's parameters are kept over.
+    """The ranks over which a family's parameters are kept.
 
     Attributes:
         shards: The ranks that together hold one state.
@@ -99,14 +99,15 @@ class Groups:
         data: Ranks with other samples, or other parts of them: dp x cp.
         cp: Ranks with other parts of the same samples.
         tp: Ranks with other parts of the same layers.
-        sequence: Ranks that split the sequences of the same samples between blocks: cp, and tp where it does.
+        sequence: Ranks that split the sequences of the same samples between blocks: cp, and tp if it splits
+            them too.
         ep: Ranks with other experts.
         pp: Ranks with other stages of the same samples.
         stage: All ranks of one stage.
         parts: Ranks that together hold one whole state of the model.
-        dense: Of the parameters that tp divides.
-        whole: Of the parameters that every rank of tp has.
-        experts: Of the parameters of experts.
+        dense: Groups of the parameters that tp divides.
+        whole: Groups of the parameters that every rank of tp has.
+        experts: Groups of the parameters of experts.
     """
 
     world: Group
@@ -125,17 +126,17 @@ class Groups:
 
     @classmethod
     def of(cls, plan: Plan) -> Groups:
-        """The groups of a Plan."""
+        """Return the groups of a Plan."""
         shards = plan.shards if plan.sharding.cuts_optimizer else None
         return _groups(plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, shards, plan.tensor != "plain")
 
 
 @lru_cache(maxsize=1 << 12)
 def _groups(pp: int, dp: int, cp: int, tp: int, ep: int, shards: int | None, is_split: bool) -> Groups:
-    """The groups of a mesh. `shards` is its axis of that name, None if no state is cut."""
+    """Return the groups of a mesh. `shards` is the size of its axis `shard`, None if no state is cut."""
     stage = dp * cp * tp
     cut = 1 if shards is None else shards * cp
-    # The experts of a state that is not cut are on several ranks.
+    # If a state is not cut, its experts are on several ranks.
     held = tp * (ep if shards is None else cut)
     cut_experts = max(1, cut // ep)
     return Groups(

@@ -1,4 +1,4 @@
-"""Every Plan for a number of ranks: all ways to share it among the degrees, with all choices of each."""
+"""Enumerate every Plan for a number of ranks: all degrees, with all choices of each."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ VARIED: Mapping[str, Sequence[Any]] = {
     "recompute": ("none", "full"),
     "precision": ("fp32",),
 }
-"""What `legal_plans` varies beside the degrees and `replicate`, if nothing else is asked for."""
+"""Choices that `legal_plans` varies by default, beside the degrees and `replicate`."""
 
 _MATTERS_WITH: Mapping[str, str] = {"tensor": "tp", "context": "cp", "schedule": "pp"}
-"""Choices that say how one degree works, and so nothing where that degree is 1."""
+"""The degree that each choice belongs to: the choice has no effect if that degree is 1."""
 
 
 def legal_plans(
@@ -31,17 +31,16 @@ def legal_plans(
     varied: Mapping[str, Sequence[Any]] = VARIED,
     require: Callable[[Plan], object] = lambda plan: None,
 ) -> list[Plan]:
-    """All Plans for `ranks` ranks that are consistent in themselves and that `require` lets pass.
+    """Return all Plans for `ranks` ranks that are consistent in themselves and that `require` accepts.
 
     Args:
-        ranks: What the degrees multiply to.
-        varied: Fields of a Plan, each with the values that it takes; where it can make no difference, only
-            the first of them. Other fields keep their defaults.
-        require: Raises a UserError for a Plan that is to be left out, as
-            `shoal.parallel.require_layout` does.
+        ranks: The product of the degrees.
+        varied: Fields of a Plan, each with the values to try; if a field can make no difference, only its
+            first value. Other fields keep their defaults.
+        require: Raises a UserError for a Plan to leave out, as `shoal.parallel.require_layout` does.
 
     Returns:
-        Plans with more data parallelism first; no two are equal.
+        Plans, those with more data parallelism first; no two are equal.
 
     Raises:
         PlanError: `ranks` is not positive.
@@ -67,7 +66,7 @@ def _values(name: str, values: Sequence[Any], degrees: Mapping[str, int]) -> Seq
 
 
 def _degrees(ranks: int) -> Iterator[dict[str, Any]]:
-    """Every way to share the ranks among the axes, with every `replicate` and `ep` that fits it."""
+    """Yield all degrees that multiply to `ranks`, with every `replicate` and `ep` that fits them."""
     for dp in reversed(divisors(ranks)):
         for cp in divisors(ranks // dp):
             for tp in divisors(ranks // dp // cp):

@@ -1,4 +1,4 @@
-"""The device mesh of a Plan: rank arithmetic, with no process group in sight.
+"""The device mesh of a Plan: rank arithmetic, without process groups.
 
 Ranks are laid out row by row over the axes `pp, replicate, shard, cp, tp`, outermost first, so that
 neighbours along `tp` are neighbours in the node. `dp` names the pair `replicate, shard`.
@@ -30,7 +30,7 @@ class Mesh:
 
     @classmethod
     def of(cls, plan: Plan) -> Mesh:
-        """The mesh of a Plan. Without sharding, all of `dp` lies on the axis `replicate`."""
+        """Return the mesh of a Plan. Without sharding, all of `dp` lies on the axis `replicate`."""
         return cls((plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp))
 
     @property
@@ -39,15 +39,15 @@ class Mesh:
         return math.prod(self.sizes)
 
     def coordinate(self, rank: int, *axes: str) -> int:
-        """Position of a rank along one axis, or along several taken together, outermost first."""
+        """Return the position of a rank along one axis, or along several together, outermost first."""
         return self._flat(self._coordinates(rank), axes)
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along these axes only, itself included, in mesh order."""
+        """Return the ranks that differ from `rank` only along these axes, itself included, in mesh order."""
         return next(group for group in self.groups(*axes) if rank in group)
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups along these axes: every rank is in exactly one, and in each they stand in mesh order."""
+        """Return all groups along these axes, each in mesh order; every rank is in exactly one."""
         varying = [AXES.index(axis) for axis in self._expand(axes)]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank, place in enumerate(itertools.product(*map(range, self.sizes))):

@@ -42,8 +42,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 class Plan:
     """How one training step is laid over the devices.
 
-    A Plan is checked when it is made: one that exists is consistent in itself. Whether it fits a number of
-    ranks and a batch is asked of it with `require_ranks` and `SettledPlan.of`.
+    A Plan is checked when it is made: one that exists is consistent in itself. `require_ranks` and
+    `SettledPlan.of` check whether it fits a number of ranks and a batch.
 
     Attributes:
         dp: Whole data-parallel degree.
@@ -53,26 +53,26 @@ class Plan:
         ep: Expert-parallel degree, carved out of dp x cp.
         replicate: Number of replicas of a sharded state; divides dp (hybrid sharding). The states are then
             sharded over dp / replicate x cp ranks, and gradients are all-reduced over the replicas.
-        shard: What is sharded over data parallel: nothing, optimizer state (zero1), also gradients (zero2),
+        shard: The states sharded over data parallel: none, optimizer state (zero1), also gradients (zero2),
             also parameters (zero3).
-        tensor: How tensor parallelism communicates: the residual stream split along the sequence (sequence),
-            the same with its gathers and scatters in chunks that overlap the products (async), or the stream
-            whole on every rank (plain).
-        context: How context parallelism attends: keys and values go round (ring), or heads are exchanged for
-            parts of the sequence (ulysses).
-        schedule: In which order pipeline stages make the forwards and backwards of micro-batches; found for
-            the computed costs of the stages (search), or of this name.
-        virtual: Pipeline stages on each rank; None is the fewest that the schedule takes.
+        tensor: How tensor parallelism communicates: with the residual stream split along the sequence
+            (sequence), with the stream split and gathers and scatters in chunks that overlap the products
+            (async), or with the stream whole on every rank (plain).
+        context: How context parallelism attends: keys and values go round a ring (ring), or heads are
+            exchanged for parts of the sequence (ulysses).
+        schedule: Order in which pipeline stages run forwards and backwards of micro-batches: the schedule
+            with this name, or one found for the computed costs of the stages (search).
+        virtual: Pipeline stages on each rank; None for the fewest that the schedule takes.
         activations: With schedule=search, the most activations that a rank may hold, in micro-batches of one
-            stage; None is pp x virtual, as many as 1f1b holds.
-        split: Which stage has which blocks: as their computed costs say (cost), in equal numbers (count), or
-            the number of each stage, such as 6-7-7-4.
-        microbatch: Sequences in one forward of one rank; None is the whole of the rank's batch, and with
-            pp > 1 the largest that makes four micro-batches for each stage, or as many as there can be.
+            stage; None for pp x virtual, as many as 1f1b holds.
+        split: The blocks of each stage: by their computed costs (cost), in equal numbers (count), or as the
+            number for each stage, such as 6-7-7-4.
+        microbatch: Sequences in one forward of one rank. None for the whole of the rank's batch; with pp > 1,
+            for the largest that makes four micro-batches for each stage, or as many as possible.
         exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
             all-reduce per parameter after backward (the reference).
         bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 each block is a bucket.
-        recompute: What a block's backward computes again instead of keeping: nothing, all but matrix
+        recompute: What a block's backward computes again instead of keeping it: nothing, all but matrix
             products and attention (selective), or everything (full).
         precision: Type of the weights that compute, fp32 or bf16. The optimizer's copy, its state and the
             sums of gradients are always fp32.
@@ -155,7 +155,7 @@ class Plan:
             )
 
     def _require_stages(self) -> None:
-        """Checks `virtual`, `activations` and `split`, as far as they can be without a model or a batch."""
+        """Check `virtual`, `activations` and `split`, as far as possible without a model or a batch."""
         self.require_micro_batches(2 * self.pp)
         virtual = self.stages // self.pp
         if self.activations is not None and self.activations < virtual:
@@ -176,17 +176,17 @@ class Plan:
 
     @property
     def sharding(self) -> Sharding:
-        """What data parallelism cuts over ranks, and when it communicates."""
+        """The states that data parallelism cuts over ranks, and when it communicates."""
         return SHARDINGS[self.shard]
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages: those of a rank, times pp."""
+        """Number of pipeline stages: stages on a rank, times pp."""
         return self.pp * (kind_of(self.schedule).least_virtual if self.virtual is None else self.virtual)
 
     @property
     def placement(self) -> tuple[int, ...]:
-        """By pipeline stage, where along the axis `pp` the rank is that holds it."""
+        """By pipeline stage, the index along the axis `pp` of the rank that holds it."""
         return kind_of(self.schedule).placement(self.pp, self.stages // self.pp)
 
     @property
@@ -195,15 +195,16 @@ class Plan:
         return kind_of(self.schedule).has_halves
 
     def schedule_for(self, micro_batches: int, times: Times | None = None) -> Schedule:
-        """The table of a step of so many micro-batches. To find one may take some seconds: keep it.
+        """Return the table of a step of this many micro-batches. A search takes seconds: keep the result.
 
         Args:
-            micro_batches: In a step.
-            times: Of the stages, for which schedule=search finds one; None for equal ones. Others do not
-                depend on them.
+            micro_batches: Micro-batches of a step.
+            times: Times of the stages, for which schedule=search finds one; None for equal times. Other
+                schedules do not depend on them.
 
         Raises:
-            PlanError: The schedule cannot be made for as many, or the times are of other stages.
+            PlanError: The schedule cannot be made for this number, or the number of times is not that of the
+                stages.
         """
         virtual = self.stages // self.pp
         if self.schedule != FOUND:
@@ -213,10 +214,10 @@ class Plan:
         return search(times, self.pp, virtual, micro_batches, limit, self.placement)
 
     def require_micro_batches(self, number: int) -> None:
-        """Checks that the schedule can be made for so many micro-batches.
+        """Check that the schedule can be made for this many micro-batches.
 
         Raises:
-            PlanError: It cannot.
+            PlanError: It cannot be made.
         """
         require_numbers(self.schedule, self.pp, self.stages // self.pp, number)
 
@@ -237,7 +238,7 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Reads the text form, such as `dp=4,shard=zero1,microbatch=2`. What is left out has its default.
+        """Read the text form, such as `dp=4,shard=zero1,microbatch=2`. Missing settings have their defaults.
 
         Raises:
             PlanError: A key is unknown or given twice, or a value cannot be read.
@@ -257,7 +258,7 @@ class Plan:
         return dataclasses.replace(self, **changes)
 
     def require_ranks(self, ranks: int) -> None:
-        """Checks that the Plan is one for this number of ranks.
+        """Check that the Plan is for this number of ranks.
 
         Raises:
             PlanError: The degrees do not multiply to `ranks`.
@@ -276,7 +277,7 @@ class Plan:
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether the other is a Plan of the same settings, settled or not."""
+        """Return whether the other is a Plan with equal settings, settled or not."""
         if not isinstance(other, Plan):
             return NotImplemented
         return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
@@ -286,7 +287,7 @@ _FIELDS = tuple(field.name for field in dataclasses.fields(Plan))
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """The fields that a Plan's text names, with their values read but not yet checked together.
+    """Return the fields that a Plan's text names, with their values read but not yet checked together.
 
     Raises:
         PlanError: A key is unknown or given twice, or a value cannot be read.
@@ -311,7 +312,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
+    """Return all divisors of a positive number, ascending."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 

@@ -1,4 +1,4 @@
-"""A Plan with its micro-batch settled, as a batch is known."""
+"""A Plan with a fixed micro-batch, chosen once a batch is known."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["SettledPlan"]
 
 
 class SettledPlan(Plan):
-    """A Plan whose micro-batch is a number: what costs, memory and steps can be asked of.
+    """A Plan whose micro-batch is a number, as costs, memory and steps require.
 
-    It equals a Plan of the same settings. Only `of` checks it against a batch.
+    It equals a Plan with equal settings. Only `of` checks it against a batch.
     """
 
     __slots__ = ()
@@ -58,12 +58,12 @@ class SettledPlan(Plan):
         return cls(**{**fields, "microbatch": microbatch})
 
     def microbatches_of(self, batch: int) -> int:
-        """How many micro-batches each replica makes of a batch."""
+        """Return the number of micro-batches that each replica makes of a batch."""
         return batch // self.dp // self.microbatch
 
 
 def _require_schedule_takes(plan: Plan, batch: int, microbatch: int) -> None:
-    """Refuses a number of micro-batches in terms of what makes it: batch and `microbatch`."""
+    """Refuse a number of micro-batches with an error that names its causes: batch and `microbatch`."""
     local = batch // plan.dp
     try:
         plan.require_micro_batches(local // microbatch)
@@ -78,7 +78,7 @@ def _require_schedule_takes(plan: Plan, batch: int, microbatch: int) -> None:
 
 
 def _largest_microbatch(plan: Plan, local: int) -> int:
-    """The largest that makes four micro-batches a stage, or else the smallest, of those that fit."""
+    """Return the largest that makes four micro-batches a stage, or else the smallest, of those that fit."""
     if plan.pp == 1:
         return local
     fitting = [size for size in divisors(local) if _takes(plan, local // size)]

@@ -1,4 +1,4 @@
-"""Shardings of data parallelism: what each cuts over ranks, and when it communicates.
+"""The shardings of data parallelism: what each cuts over ranks, and when it communicates.
 
     sharding   optimizer state   sums of gradients   weights   gradients are reduced   weights are gathered
     none       whole             whole               whole     once a step             never
@@ -6,11 +6,12 @@
     zero2      cut               cut                 whole     every micro-batch       once a step
     zero3      cut               cut                 cut       every micro-batch       every pass of a block
 
-What is cut decides the rest: who holds a part of a sum has no place for the whole, so it reduces with every
-micro-batch; who changes a part of the weights gathers the others. ZeRO: Rajbhandari et al., arXiv:1910.02054.
+The cuts decide the rest. A rank that holds a part of a sum has no memory for the whole, so it reduces with
+every micro-batch. A rank that changes a part of the weights gathers the others. ZeRO: Rajbhandari et al.,
+arXiv:1910.02054.
 
 To add a sharding, add an entry here and its strategy in `shoal.parallel.apply`. Costs, simulator and planner
-ask a `Sharding` and compare with no name.
+ask a `Sharding`, and never compare names.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ __all__ = ["FULLY_SHARDED", "SHARDINGS", "UNSHARDED", "Sharding"]
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Sharding:
-    """What data parallelism cuts over the ranks of a shard group. There is one object of each.
+    """What data parallelism cuts over the ranks of a shard group. There is one object for each sharding.
 
     Attributes:
         name: The value of a Plan's `shard`.
-        cuts_optimizer: Each rank keeps and updates a part of the optimizer's state.
-        cuts_gradients: Each rank keeps a part of the sums of gradients.
-        cuts_weights: Each rank keeps a part of the weights; each block gathers its own for each pass.
+        cuts_optimizer: Whether each rank keeps and updates a part of the optimizer's state.
+        cuts_gradients: Whether each rank keeps a part of the sums of gradients.
+        cuts_weights: Whether each rank keeps a part of the weights; each block gathers its own for each pass.
     """
 
     name: str
@@ -39,19 +40,19 @@ class Sharding:
 
     @property
     def gathers_each_step(self) -> bool:
-        """The ranks gather updated weights once a step, and keep them."""
+        """Whether the ranks gather updated weights once a step, and keep them."""
         return self.cuts_optimizer and not self.cuts_weights
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Every backward reduces gradients; otherwise the last one of a step does."""
+        """Whether every backward reduces gradients; if not, the last one of a step does."""
         return self.cuts_gradients
 
     @property
     def bucket_is_memory(self) -> bool:
-        """A backward holds gradients in buckets of the Plan's size, beside the sums.
+        """Whether a backward holds gradients in buckets of the Plan's size, beside the sums.
 
-        Where weights are cut, each block is a bucket; where sums are whole, buckets are parts of them.
+        If weights are cut, each block is a bucket; if sums are whole, buckets are parts of them.
         """
         return self.cuts_gradients and not self.cuts_weights
 
@@ -68,4 +69,4 @@ SHARDINGS: Mapping[str, Sharding] = {
         FULLY_SHARDED,
     )
 }
-"""By name, every sharding; later ones keep less on each rank."""
+"""Every sharding, by name; later ones keep less on each rank."""

@@ -1,4 +1,4 @@
-"""What the stages and ranks of a split have to do and to hold, and how good that is."""
+"""The work and memory of a split's stages and ranks, and the split's score."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 __all__ = ["Amounts", "Load", "Score"]
 
 Score = tuple[float, ...]
-"""How good a split is, less being better: memory above the limit, time of a step, and so on."""
+"""The score of a split; less is better: memory above the limit, time of a step, and so on."""
 
 
 class Amounts:
-    """What pieces in a row come to as a stage.
+    """The amount of consecutive pieces as a stage.
 
     Args:
-        each: Of each piece.
-        kept: Of each piece, what comes to it as often as `held` says.
-        held: By stage, how often; 0 for all if None.
+        each: Fixed amount of each piece.
+        kept: Amount of each piece that is added as often as `held` says.
+        held: By stage, the factor on `kept`; None for 0 everywhere.
     """
 
     def __init__(
@@ -29,26 +29,26 @@ class Amounts:
         self._kept_before = _sums_before(kept)
 
     def of(self, stage: int, start: int, stop: int) -> float:
-        """Return the load of that stage, made of the pieces from `start` to before `stop`."""
+        """Return the amount of this stage, made of the pieces from `start` to before `stop`."""
         amount = self.least(start, stop)
         if self._held is not None:
             amount += self._held[stage] * (self._kept_before[stop] - self._kept_before[start])
         return amount
 
     def least(self, start: int, stop: int) -> float:
-        """The least that these pieces come to, whichever stages they are in."""
+        """Return the least amount of these pieces, over all stages that they may be in."""
         return self._before[stop] - self._before[start]
 
 
 class Load:
-    """What ranks have to do and to hold.
+    """The work and memory of ranks.
 
     Args:
-        times: Of the pieces.
-        memory: Of the pieces, in bytes.
+        times: Times of the pieces.
+        memory: Memory of the pieces, in bytes.
         placement: The rank of each stage.
         limit: Bytes that a rank may hold.
-        weight: What the largest stage counts beside the work of the rank that has the most.
+        weight: Factor on the largest stage, relative to the work of the rank that has most.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Load:
         self.weight = weight
 
     def score(self, split: Sequence[int]) -> Score:
-        """Memory above the limit, most work of a rank plus weighted largest stage, and sums of squares.
+        """Return memory above the limit, a rank's most work plus weighted largest stage, sums of squares.
 
-        The last two, over ranks and over stages, lead a search across splits that differ in no maximum.
+        The sums, over ranks and over stages, lead a search across splits with equal maxima.
         """
         stages, ranks = [], dict.fromkeys(self.placement, 0.0)
         held = dict(ranks)

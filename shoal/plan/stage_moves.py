@@ -1,12 +1,12 @@
-"""Following the best move from a split to better ones.
+"""Follow the best move from a split to better ones.
 
-A *move* takes one piece from one stage, the giver, and gives one to another, the taker, by shifting the
-boundaries between them by one; the stages between keep their number of pieces. For a giver, takers are looked
-at from the nearest on: the stages up to each are already shifted, so that a move changes two stages more.
+A *move* takes one piece from one stage, the giver, and gives one to another, the taker. It shifts the
+boundaries between them by one, so that the stages between keep their number of pieces. For a giver, takers
+are tried from the nearest on: the stages up to each are already shifted, so that a move changes only two
+stages more.
 
-Most steps are found among the moves from the rank that has most, and from the largest stage. When none of
-these helps, and there are not too many stages, all moves are looked at; when none of all helps, that is the
-end.
+Most improvements are moves from the rank that has most, or from the largest stage. If none of these helps,
+and there are not too many stages, all moves are tried. If none helps, the search ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal.plan.stage_load import Load, Score
 __all__ = ["descend", "moves"]
 
 _ALL = 40
-"""Stages up to which all moves are looked at: their number grows with the square."""
+"""Number of stages up to which all moves are tried: moves grow with its square."""
 
 
 def descend(load: Load, split: tuple[int, ...]) -> tuple[int, ...]:
-    """A split, not worse, that no move that was looked at makes better."""
+    """Return a split, not worse, that no move that was tried makes better."""
     score = load.score(split)
     while True:
         every = range(len(split) if len(split) <= _ALL else 0)
@@ -44,7 +44,7 @@ def descend(load: Load, split: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _burdened(load: Load, split: Sequence[int]) -> list[int]:
-    """The largest stage, and those of the ranks that have most to do, and most to hold."""
+    """Return the largest stage, and the stages of the ranks that have most work and most memory."""
     stages = _Stages(load, split)
     ranks = {max(range(len(each)), key=each.__getitem__) for each in (stages.rank_times, stages.rank_memory)}
     largest = max(range(len(split)), key=stages.times.__getitem__)
@@ -52,7 +52,7 @@ def _burdened(load: Load, split: Sequence[int]) -> list[int]:
 
 
 def moves(load: Load, split: Sequence[int], givers: Iterable[int]) -> Iterator[tuple[Score, int, int]]:
-    """Each move of these givers: the score of the split that it makes, giver and taker."""
+    """Yield each move of these givers: the score of the new split, giver and taker."""
     for giver in givers:
         if split[giver] == 1:
             continue
@@ -69,7 +69,7 @@ class _Stages:
     """Times and memory of a split's stages and ranks, kept while boundaries are shifted.
 
     Args:
-        load: What is shared.
+        load: The work and memory to share.
         split: Pieces of each stage.
     """
 
@@ -90,13 +90,13 @@ class _Stages:
 
     @property
     def score(self) -> Score:
-        """As of `Load.score`."""
+        """Return the score as `Load.score` does."""
         above = max(0.0, max(self.rank_memory) - self._load.limit)
         most = max(self.rank_times) + self._load.weight * max(self.times)
         return above, most, self._squares, self._stage_squares
 
     def change(self, stage: int, start: int, stop: int) -> None:
-        """Shifts where a stage starts and stops, from where the split has them."""
+        """Shift the start and stop of a stage from those in the split."""
         place = self._starts[stage] + start, self._stops[stage] + stop
         time, held = self._load.times.of(stage, *place), self._load.memory.of(stage, *place)
         rank, before = self._load.placement[stage], self.times[stage]

@@ -1,17 +1,18 @@
-"""The best split into stages that are each on a rank of their own: the linear partition problem, exactly.
+"""The best split into stages on one rank each: the linear partition problem, solved exactly.
 
-First the least largest stage L. A bound can be kept if it is when every stage takes all that it may, since
-who has come as far as possible has least left. So L is found by bisection, between a bound that cannot be
-kept and the largest stage of a split that there is.
+First the least possible largest stage L. A bound can be kept exactly if it is kept when every stage takes all
+that it may, since this leaves least for the rest. So L is found by bisection, between a bound that cannot be
+kept and the largest stage of a known split.
 
 Then, of the splits with no stage above L, the one with the least sum of squares, by dynamic programming over
-stages (PipeDream, Narayanan et al. 2019, doi:10.1145/3341301.3359646, section 3.1). A stage can end no
-further than stages that take all they may, and no earlier than those behind it can take the rest: between
-these two there are few places. And `start` is far enough back once even stages before it would be worse, as
+stages (PipeDream, Narayanan et al. 2019, doi:10.1145/3341301.3359646, section 3.1). A stage ends no later
+than if all stages take all they may, and no earlier than the stages after it can take the rest: there are few
+places between these two. The search back over `start` stops once even equal stages before it would be worse,
+as
 
     before^2 / stages + time^2
 
-is a lower bound that grows from where all stages are equal.
+is a lower bound that grows from the point where all stages are equal.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from shoal.plan.stage_load import Amounts
 __all__ = ["partition"]
 
 _EQUAL = 1e-12
-"""Bisection ends at bounds that differ by less, relatively."""
+"""Bisection ends when its bounds differ by less than this, relatively."""
 
 
 def partition(times: Amounts, memory: Amounts, stages: int, limit: float) -> tuple[int, ...] | None:
-    """The split with the least largest stage, and among such with the least sum of squares.
+    """Return the split with the least largest stage; among these, the one with the least sum of squares.
 
     Args:
-        times: Of the pieces.
-        memory: Of the pieces, in bytes.
-        stages: How many there are.
+        times: Times of the pieces.
+        memory: Memory of the pieces, in bytes.
+        stages: Number of stages.
         limit: Bytes that a stage may hold.
 
     Returns:
@@ -54,7 +55,7 @@ def partition(times: Amounts, memory: Amounts, stages: int, limit: float) -> tup
 
 
 def _furthest(times: Amounts, memory: Amounts, stages: int, limit: float, bound: float) -> list[int] | None:
-    """The end of each stage if each takes all it may, but one piece for each behind it; None if too few."""
+    """Return the end of each stage if each takes all it may and leaves one piece per later stage."""
     ends, start = [], 0
     for stage in range(stages):
         last, stop = times.pieces - (stages - stage - 1), start
@@ -73,7 +74,7 @@ def _furthest(times: Amounts, memory: Amounts, stages: int, limit: float, bound:
 
 
 def _earliest(times: Amounts, memory: Amounts, limit: float, bound: float, stages: int) -> list[int]:
-    """The start of each stage if all from the last one on take all that they may."""
+    """Return the start of each stage if all stages, from the last one on, take all that they may."""
     starts, stop = [], times.pieces
     for stage in reversed(range(stages)):
         low, high = stage, stop - 1
@@ -91,7 +92,7 @@ def _earliest(times: Amounts, memory: Amounts, limit: float, bound: float, stage
 def _most_even(
     times: Amounts, memory: Amounts, limit: float, bound: float, furthest: list[int]
 ) -> tuple[int, ...]:
-    """The least sum of squares; `best[end]` is that of the pieces before `end`, of one more stage a round."""
+    """Return the split with the least sum of squares; `best[end]` is for the pieces before `end`."""
     stages, pieces = len(furthest), times.pieces
     earliest = [*_earliest(times, memory, limit, bound, stages)[1:], pieces]
     best: dict[int, float] = {0: 0.0}

@@ -3,12 +3,12 @@
 With one stage on each rank this is the linear partition problem, which dynamic programming solves (PipeDream,
 Narayanan et al. 2019, doi:10.1145/3341301.3359646, section 3.1).
 
-With several, the work of a rank's stages adds up, wherever they lie in the model: looped, V-shaped or
+With several stages on a rank their work adds up, wherever they lie in the model: looped, V-shaped or
 otherwise. A *move* takes one piece from one stage and gives one to another, by shifting the boundaries
 between them by one; the stages between keep their number of pieces. From a few first splits, the search
-follows the best move until none helps. Then it looks at all splits in turn, leaves out those that cannot beat
-the best known one, and stops after a fixed number of steps. So small problems are solved exactly, and each
-gives the same result each time.
+follows the best move until none helps. Then it looks at all splits in turn, skips those that cannot beat the
+best known one, and stops after a fixed number of steps. So small problems are solved exactly, and equal
+problems give equal results.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _STEPS = 480_000
 """Stages that are tried in the exhaustive part, times their number: about 0.2 s."""
 
 _CLOSE = 1 - 1e-12
-"""Sums in another order differ by less."""
+"""Sums in another order differ by less than this."""
 
 
 def search_split(load: Load) -> tuple[int, ...] | None:
-    """The best split that is found, or None if none is found within the memory limit."""
+    """Return the best split that is found, or None if none is found within the memory limit."""
     stages = len(load.placement)
     if len(set(load.placement)) == stages:
         return partition(load.times, load.memory, stages, load.limit)
@@ -40,7 +40,7 @@ def search_split(load: Load) -> tuple[int, ...] | None:
 
 
 def _first_splits(load: Load) -> Iterator[tuple[int, ...]]:
-    """Stages that are even in number of pieces, in time and in memory."""
+    """Yield splits with stages that are even in number of pieces, in time and in memory."""
     stages = len(load.placement)
     even, more = divmod(load.times.pieces, stages)
     yield tuple(even + (stage < more) for stage in range(stages))
@@ -51,10 +51,10 @@ def _first_splits(load: Load) -> Iterator[tuple[int, ...]]:
 
 
 class _Exhaustive:
-    """Depth-first search over the ends of stages, in order, with a bound on what is left.
+    """Depth-first search over the ends of stages, in order, with a lower bound on the rest.
 
     Args:
-        load: What is to be shared.
+        load: The work and memory to share.
         best: The best split known.
     """
 
@@ -69,7 +69,7 @@ class _Exhaustive:
         ]
 
     def run(self) -> tuple[int, ...]:
-        """The best split."""
+        """Return the best split."""
         zeros = dict.fromkeys(self._load.placement, 0.0)
         self._place((), 0, 0.0, zeros, zeros)
         return self._best
@@ -82,7 +82,7 @@ class _Exhaustive:
         times: dict[int, float],
         held: dict[int, float],
     ) -> None:
-        """Tries all ends of the next stage, given the ends before it and what the ranks have by then."""
+        """Try all ends of the next stage, given the ends before it and the ranks' load up to there."""
         load, stage, pieces = self._load, len(split), self._load.times.pieces
         if stage == len(load.placement):
             score = load.score(split)
@@ -107,5 +107,5 @@ class _Exhaustive:
             self._place((*split, stop - start), stop, most, times | {rank: time}, held | {rank: memory})
 
     def _most(self, largest: float) -> float:
-        """The most work of a rank in a split with such a stage that may be the best."""
+        """Return the most work of a rank in a split with such a largest stage that may be the best."""
         return self._score[1] - self._load.weight * largest if self._score[0] == 0 else math.inf

@@ -1,12 +1,12 @@
-"""Where a model is cut into pipeline stages: so many pieces for each stage, in order.
+"""Cut a model into pipeline stages: a number of pieces for each stage, in order.
 
-The pieces of a model with L blocks are its embedding (piece 0), its blocks (pieces 1 to L) and its end
-(piece L + 1), which is the last norm and the head. Every stage has at least one piece; so the first stage
-always has the embedding, and the last one the end.
+The pieces of a model with L blocks are its embedding (piece 0), its blocks (pieces 1 to L) and its end (piece
+L + 1), which is the last norm and the head. Every stage has at least one piece, so the first stage always has
+the embedding, and the last one the end.
 
-A step of m micro-batches over p ranks takes about `m R + (p - 1) S`: R is the work of the rank that has the
-most, which sets the pace, and S that of the largest stage, which the pipeline is filled and drained at
-(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). So what is minimised is `R + S (p - 1) / m`.
+A step of m micro-batches over p ranks takes about `m R + (p - 1) S`. R is the work of the rank that has most,
+which sets the pace; S is the work of the largest stage, which sets the time to fill and drain the pipeline
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). So `R + S (p - 1) / m` is minimised.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Cost", "parse_split", "ranges_of", "split_by_cost", "split_by_count"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one piece of a model costs.
+    """The cost of one piece of a model.
 
     Attributes:
-        forward: Seconds or FLOP of one micro-batch.
-        backward: The same of its whole backward; recomputed work counts.
+        forward: Seconds or FLOP of a micro-batch's forward.
+        backward: Seconds or FLOP of its whole backward, including recompute.
         memory: Bytes that the piece holds on its rank all the time; 0 if nothing limits them.
-        activations: Bytes that it keeps besides of each micro-batch from forward to backward.
+        activations: Bytes that it also keeps of each micro-batch from forward to backward.
     """
 
     forward: float
@@ -51,28 +51,29 @@ def split_by_cost(
     microbatches: int | None = None,
     held: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Splits a model so that a step takes as little time as possible.
+    """Split a model so that a step takes as little time as possible.
 
-    With one stage on each rank that is the split with the least largest stage, and among such the most even
-    one, by dynamic programming. With several it is the best where the search can look at all, else one that
-    moving a piece from any stage to any other does not make better; of more than 40 stages, from the rank
-    that has most, or the largest stage.
+    With one stage on each rank this is the split with the least largest stage, and among these the most even
+    one, by dynamic programming. With several stages on a rank it is the best split, if the search can look at
+    all. Otherwise no move of a piece from any stage to any other makes it better; with more than 40 stages,
+    no move from the rank that has most or from the largest stage.
 
     Args:
-        costs: Of each piece: the embedding, the blocks, the end.
-        stages: How many there are.
+        costs: Costs of each piece: the embedding, the blocks, the end.
+        stages: Number of stages.
         placement: The rank of each stage; by default stage s is on rank s.
-        limit: Bytes that the pieces of a rank may hold together; None: any number.
-        microbatches: In a step; None: four for each rank. It matters with several stages on a rank only.
-        held: By stage, of how many micro-batches it holds activations, as `Schedule.held_by_stage` says;
-            None: of none.
+        limit: Bytes that the pieces of a rank may hold together; None for no limit.
+        microbatches: Micro-batches of a step; None for four per rank. Matters only with several stages on a
+            rank.
+        held: By stage, the number of micro-batches whose activations it holds, as in
+            `Schedule.held_by_stage`; None for 0.
 
     Returns:
         The number of pieces of each stage.
 
     Raises:
-        PlanError: There are more stages than blocks, the placement is not one of these stages, a cost is not
-            a number of at least 0, or no split that was found keeps within the limit.
+        PlanError: There are more stages than blocks, the placement is for another number of stages, a cost is
+            not a number of at least 0, or no split that was found keeps within the limit.
     """
     _require_stages(len(costs) - 2, stages)
     for cost in costs:
@@ -103,13 +104,13 @@ def split_by_cost(
 
 
 def split_by_count(layers: int, stages: int) -> tuple[int, ...]:
-    """Splits a model into equal numbers of blocks, the first stages with one more where they do not divide.
+    """Split a model into equal numbers of blocks; if they do not divide, the first stages have one more.
 
-    The embedding and the end come on top: this is what one does without knowing costs.
+    The embedding and the end are added to these: use it if costs are unknown.
 
     Args:
         layers: Number of blocks.
-        stages: How many there are.
+        stages: Number of stages.
 
     Returns:
         The number of pieces of each stage.
@@ -123,9 +124,9 @@ def split_by_count(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def parse_split(text: str, layers: int) -> tuple[int, ...]:
-    """Reads a split made by hand, such as `6-7-7-4`: the number of blocks of each stage.
+    """Read a split made by hand, such as `6-7-7-4`: the number of blocks of each stage.
 
-    The embedding counts with the first stage and the end with the last, either of which may have no block.
+    The embedding belongs to the first stage and the end to the last; these two stages may have no block.
 
     Args:
         text: Numbers joined by -.
@@ -135,7 +136,7 @@ def parse_split(text: str, layers: int) -> tuple[int, ...]:
         The number of pieces of each stage, which counts the embedding and the end too.
 
     Raises:
-        PlanError: The text does not say such a split.
+        PlanError: The text is not a split of this number of blocks.
     """
     stages = max(min(text.count("-") + 1, layers), 1)
     even = "-".join(map(str, _blocks_of(split_by_count(layers, stages)))) if layers else "0"
@@ -163,18 +164,18 @@ def parse_split(text: str, layers: int) -> tuple[int, ...]:
 
 
 def ranges_of(split: Sequence[int]) -> tuple[range, ...]:
-    """The pieces of each stage of a split."""
+    """Return the pieces of each stage of a split."""
     ends = list(itertools.accumulate(split))
     return tuple(range(end - count, end) for count, end in zip(split, ends, strict=True))
 
 
 def times_of(costs: Sequence[Cost], split: Sequence[int], transfer: float = 0.0) -> Times:
-    """How long the stages of a split take. A backward is taken to be as much I as W.
+    """Return the times of a split's stages. I and W are taken to be half of the backward each.
 
     Args:
-        costs: Of each piece.
+        costs: Costs of each piece.
         split: The number of pieces of each stage.
-        transfer: From stage to stage, in the unit of the costs.
+        transfer: Time from stage to stage, in the unit of the costs.
     """
     stages = [costs[pieces.start : pieces.stop] for pieces in ranges_of(split)]
     half = tuple(sum(cost.backward for cost in stage) / 2 for stage in stages)
@@ -209,7 +210,7 @@ def _require_cost(cost: Cost) -> None:
     # Written this way round, it refuses NaN too.
     if not all(0 <= value < math.inf for value in dataclasses.astuple(cost)):
         raise PlanError(
-            f"{cost} is not what a piece can cost",
+            f"{cost} cannot be the cost of a piece",
             possible="numbers of at least 0",
             change="measure or compute the costs anew",
         )

@@ -1,8 +1,8 @@
-"""Choosing a Plan, and being held to what was predicted. Imports no torch.
+"""Choose a Plan and explain the choice. Imports no torch.
 
 `choose` ranks all legal Plans of a Workload on a Cluster (`Candidate`, `Choice`) and explains the best
-(`Explanation`); `scale` draws the curve over numbers of devices (`Scaling`). `Search` looks through a `Space`
-for both. Called by `shoal plan`, `shoal scale` and `shoal train --plan auto`.
+(`Explanation`). `scale` draws the curve over numbers of devices (`Scaling`). Both use a `Search` through a
+`Space`. Called by `shoal plan`, `shoal scale` and `shoal train --plan auto`.
 """
 
 from shoal.planner.candidate import Candidate

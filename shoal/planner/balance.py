@@ -1,12 +1,12 @@
-"""Stages of equal layers with unlike ends, in no time: what the planner cuts thousands of Plans with.
+"""A fast split of equal layers, with unlike ends, into stages: the planner cuts thousands of Plans with it.
 
-Where all layers cost the same, a split is a number of layers for each rank, and the best is the one whose
-most loaded rank has least. With the load M of that rank, a rank whose ends (embedding, head) cost x takes up
-to floor((M - x) / c) layers of cost c. The least M at which these numbers reach all layers is found by going
-up from the mean load, over the loads x + k c that some rank can have. Layers that are then too many are left
-out where they stand in front. A rank shares its layers among its stages evenly.
+If all layers cost the same, a split is a number of layers for each rank, and in the best split the most
+loaded rank has the least load. With the load M of that rank, a rank whose ends (embedding, head) cost x takes
+up to floor((M - x) / c) layers of cost c. The least M at which these numbers reach all layers is found by
+going up from the mean load, over the loads x + k c that some rank can have. If the numbers exceed the layers,
+the first ranks take fewer. A rank shares its layers evenly among its stages.
 
-`shoal.plan.stages.split_by_cost` does the same for pieces that are all unlike, in up to seconds.
+`shoal.plan.stages.split_by_cost` does this for pieces that are all unlike, in up to seconds.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["balanced_split"]
 def balanced_split(
     embedding: float, layer: float, end: float, layers: int, placement: Sequence[int]
 ) -> tuple[int, ...]:
-    """Numbers of layers of each stage; the first has the embedding too, and the last the end.
+    """Return the number of layers of each stage; the first also has the embedding, and the last the end.
 
     Args:
-        embedding, layer, end: What each costs.
-        layers: How many there are; at least as many as stages.
+        embedding, layer, end: Cost of the embedding, of a layer and of the end.
+        layers: Number of layers; at least the number of stages.
         placement: The rank of each stage.
     """
     least, first, last = _inner_stages(tuple(placement))
@@ -38,7 +38,7 @@ def balanced_split(
 
 @lru_cache(maxsize=1 << 10)
 def _inner_stages(placement: tuple[int, ...]) -> tuple[list[int], int, int]:
-    """By rank, its stages but the first and the last of all; and the ranks that have these."""
+    """Return, by rank, its stages except the first and the last of all, and the ranks that have these two."""
     least = [0] * (max(placement) + 1)
     for rank in placement[1:-1]:
         least[rank] += 1
@@ -46,7 +46,7 @@ def _inner_stages(placement: tuple[int, ...]) -> tuple[list[int], int, int]:
 
 
 def _counts(extras: Sequence[float], least: Sequence[int], layers: int) -> tuple[int, ...]:
-    """Layers of each rank; `extras` are in layers."""
+    """Return the layers of each rank; `extras` are in units of layers."""
     ranks = list(zip(extras, least, strict=True))
     alike = Counter(ranks)  # most of a long pipeline are
     load = (layers + sum(extras)) / len(extras)
@@ -67,7 +67,7 @@ def _counts(extras: Sequence[float], least: Sequence[int], layers: int) -> tuple
 
 @lru_cache(maxsize=1 << 14)
 def _shared(counts: tuple[int, ...], placement: tuple[int, ...]) -> tuple[int, ...]:
-    """By stage: each rank's layers over its stages, the inner stages first where they do not divide."""
+    """Return, by stage, its share of its rank's layers; inner stages get the remainder first."""
     held: dict[int, list[int]] = {}
     for stage, rank in enumerate(placement):
         held.setdefault(rank, []).append(stage)

@@ -1,12 +1,12 @@
-"""A bound that no step under a Plan is quicker than, in a microsecond: what lets a search skip most Plans.
+"""A lower bound on a step's time, computed in a microsecond: a search skips most Plans by it.
 
 `shoal.cost.time.step` takes pace + fill + sends + data + update. With W the seconds of all blocks for a
 micro-batch, the slowest of p ranks has S >= W / p. So with m micro-batches and v stages on a rank
 
     pace + fill = m S + (W - S) / v = (m - 1 / v) S + W / v
 
-which is least where S is, as m >= 1 / v. Schedules that fill the bubble with weight gradients leave at least
-(W - S) / (3 p v) of it. The other parts are at least 0.
+This is least where S is least, as m >= 1 / v. Schedules that fill the bubble with weight gradients leave at
+least (W - S) / (3 p v) of it. The other parts are at least 0.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ __all__ = ["least_seconds"]
 def least_seconds(
     ranks: int, microbatches: int, schedule: str, virtual: int, work: float, slowest: float = 0.0
 ) -> float:
-    """Seconds that a step takes at least, however the state is sharded.
+    """Return a lower bound on the seconds of a step, for any sharding of the state.
 
     Args:
-        ranks: Of the pipeline.
-        microbatches: Of a step.
-        schedule: Its name.
+        ranks: Ranks of the pipeline.
+        microbatches: Micro-batches of a step.
+        schedule: Name of the schedule.
         virtual: Stages on a rank.
-        work: Seconds of all blocks, forward and backward, for one micro-batch on the ranks of one replica:
-            W of the formula.
-        slowest: Of these, what the slowest rank has at least, where that is known to be more than its part.
+        work: Seconds of all blocks, forward and backward, for one micro-batch on the ranks of one replica: W
+            in the formula.
+        slowest: Seconds of these that the slowest rank has at least, if that is known to exceed its equal
+            share.
     """
     if ranks == 1:
         return microbatches * work

@@ -1,8 +1,8 @@
-"""The size of the buckets in which gradients are exchanged beside backward.
+"""The size of the buckets in which gradients are communicated beside backward.
 
-Small buckets start early and pay the collective's latency often; the last one, which is full only when
-backward ends, is never hidden. `usual_bucket` looks at the links alone, so that a search has one for every
-Plan that it times; `best_bucket` asks `shoal.cost.time.step` for every size.
+Small buckets start early, but pay the collective's latency often. The last bucket, which is full only when
+backward ends, is never hidden. `usual_bucket` looks only at the links, so that a search can have a size for
+every Plan that it times; `best_bucket` asks `shoal.cost.time.step` for every size.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from shoal.plan import SettledPlan
 __all__ = ["best_bucket", "usual_bucket"]
 
 _SIZES = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
-_NEAR = 1.25  # times as long for a byte as in the largest
+_NEAR = 1.25  # a byte may take this many times as long as in the largest bucket
 
 
 def usual_bucket(cluster: Cluster, plan: SettledPlan) -> int:
-    """The smallest size that is exchanged nearly as quickly, for each byte, as the largest.
+    """Return the smallest size whose time per byte is nearly that of the largest size.
 
     Args:
-        cluster: Where.
-        plan: With its micro-batch; says who exchanges, and how.
+        cluster: The machines that it runs on.
+        plan: A Plan with a fixed micro-batch; it says which ranks communicate, and how.
     """
     if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
         return plan.bucket
@@ -38,11 +38,11 @@ def usual_bucket(cluster: Cluster, plan: SettledPlan) -> int:
 
 
 def best_bucket(costs: Costs, plan: SettledPlan, batch: int) -> int:
-    """The size with which a step is quickest; the Plan's own where none counts.
+    """Return the size with which a step is quickest; the Plan's own if no size changes the time.
 
     Args:
-        costs: Of the model on the cluster.
-        plan: With its micro-batch.
+        costs: Costs of the model on the cluster.
+        plan: The Plan, with a fixed micro-batch.
         batch: Samples of a step.
     """
     if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:

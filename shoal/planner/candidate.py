@@ -1,4 +1,4 @@
-"""A Plan with what is predicted of it."""
+"""A Plan with its predictions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Candidate:
 
     Attributes:
         plan: The Plan.
-        workload: What it trains.
-        cluster: Where, all of whose devices take part.
+        workload: The training.
+        cluster: The machines that it runs on; all their devices take part.
         batch: Samples of a step.
-        cost: Of a step, in seconds by part.
-        memory: Of the rank that holds most.
-        simulated: Seconds of a step as the simulator plays it; None: the closed form is all there is.
+        cost: Seconds of a step, by part.
+        memory: Memory of the rank that holds most.
+        simulated: Seconds of a step in the simulator; None if only the closed form was computed.
     """
 
     plan: SettledPlan
@@ -39,28 +39,28 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step: as the simulator plays it, where it did."""
+        """Seconds of a step: the simulator's if it ran, otherwise the closed form's."""
         return self.cost.seconds if self.simulated is None else self.simulated
 
     @property
     def source(self) -> str:
-        """Where the seconds come from."""
+        """The method that gave the seconds."""
         return "in closed form" if self.simulated is None else "simulated"
 
     @property
     def in_closed_form(self) -> Candidate:
-        """To compare with Plans that were not simulated."""
+        """The candidate without simulated seconds, for comparison with Plans that were not simulated."""
         return replace(self, simulated=None)
 
     @property
     def degrees(self) -> Degrees:
-        """How the devices are shared out."""
+        """The parallel degrees of the Plan."""
         plan = self.plan
         return Degrees(plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
 
     @property
     def degrees_text(self) -> str:
-        """Those above 1, as in a Plan's text."""
+        """The degrees above 1, as in a Plan's text."""
         above = [f"{name}={value}" for name, value in self.degrees._asdict().items() if value > 1]
         return ",".join(above) or "dp=1"
 
@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        """That take part."""
+        """Number of devices that take part."""
         return self.plan.ranks
 
     @property
@@ -81,23 +81,23 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """FLOP of the model, attention over the whole square of positions, over what the devices could do."""
+        """Model FLOP, with the whole square of positions in attention, as a share of the devices' peak."""
         peak = self.cluster.device.peak[self.plan.precision] * self.devices
         return self.batch * self.workload.training_flop / (self.seconds * peak)
 
     @property
     def communication(self) -> float:
-        """Share of the step that is communication which nothing hides."""
+        """Exposed communication, as a share of the step."""
         parts = self.cost.parts
         exposed = sum(parts[name] for name in ("tensor", "context", "expert", "pipeline", "data"))
         return exposed / self.cost.seconds
 
     @property
     def dollars_per_step(self) -> float:
-        """0 where the price is not known."""
+        """Dollars of a step; 0 if the price is not known."""
         return self.seconds * self.devices * self.cluster.price / _SECONDS_PER_HOUR
 
     @property
     def dollars_per_billion_tokens(self) -> float:
-        """0 where the price is not known."""
+        """Dollars of a billion tokens; 0 if the price is not known."""
         return self.dollars_per_step * 1e9 / (self.batch * self.workload.length)

@@ -1,4 +1,4 @@
-"""The choice: Plans of a Workload on a Cluster, best first by time or by money, or why there are none."""
+"""The choice: Plans of a Workload on a Cluster, best first by time or by money, or the reason for none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.workload import Workload
 __all__ = ["OBJECTIVES", "Choice", "choose"]
 
 OBJECTIVES = ("time", "money")
-"""What Plans can be chosen by."""
+"""Objectives of the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Choice:
     """Plans, best first.
 
     Attributes:
-        candidates: The best of each degrees, at least one.
-        legal: Number of legal Plans on as many devices as the best has.
-        timed: Of these, those whose step was predicted in full; bounds decided the others.
-        search: By which the best was found, for questions about it.
+        candidates: The best Plan for each set of degrees, best first; at least one.
+        legal: Number of legal Plans on the number of devices that the best one has.
+        timed: Number of legal Plans whose step was predicted in full; bounds excluded the others.
+        search: The search that found the best, for questions about it.
     """
 
     candidates: Sequence[Candidate]
@@ -39,11 +39,11 @@ class Choice:
 
     @property
     def best(self) -> Candidate:
-        """The first."""
+        """The best candidate."""
         return self.candidates[0]
 
     def explain(self) -> Explanation:
-        """Why it is the best, in closed form: the Plans that it is compared with are not played."""
+        """Explain why it is the best, in closed form: the Plans it is compared with are not simulated."""
         return explain(self.search, self.best.in_closed_form)
 
 
@@ -56,20 +56,20 @@ def choose(
     margin: float = 0.1,
     limit: int = 5,
 ) -> Choice:
-    """Chooses among all legal Plans.
+    """Choose among all legal Plans.
 
     Args:
-        workload: What is trained.
-        cluster: Where; by time all its devices take part, by money as many as that takes.
+        workload: The training.
+        cluster: The machines; by time all their devices take part, by money only as many as is cheapest.
         batch: Samples of a step.
         objective: One of OBJECTIVES.
-        margin: Share of each device's memory that is to stay free.
+        margin: Share of each device's memory that must stay free.
         limit: The most Plans to return.
 
     Raises:
-        ConfigError: The objective, the margin or the limit cannot be.
+        ConfigError: The objective, the margin or the limit is not possible.
         PlanError: No Plan is legal, or none fits the memory.
-        ClusterError: Money decides, and the Cluster has no price.
+        ClusterError: The objective is money, and the Cluster has no price.
     """
     _require(objective in OBJECTIVES, "objective", objective, "one of " + ", ".join(OBJECTIVES))
     _require(0 <= margin < 1, "margin", margin, "a share of the memory, at least 0 and below 1")

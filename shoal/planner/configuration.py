@@ -1,4 +1,4 @@
-"""A configuration that `shoal train` takes, for a Plan that was chosen."""
+"""A configuration for `shoal train`, made from a Plan that was chosen."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["configuration"]
 
 
 def configuration(candidate: Candidate, shape: ModelShape) -> str:
-    """TOML for `shoal train`.
+    """Return a configuration for `shoal train`, in TOML.
 
     Args:
-        candidate: The Plan, and the batch it is for.
-        shape: Of its model.
+        candidate: The Plan, with its batch.
+        shape: Shape of the model.
 
     Raises:
-        ModelError: Shoal's transformer does not have that shape.
+        ModelError: Shoal's transformer cannot have this shape.
     """
-    # A published shape is one of Shoal's own with every size changed.
+    # A published shape is one of Shoal's own shapes with every size changed.
     where = f"{candidate.devices} devices of {candidate.cluster.name}"
     lines = [
         f"# Predicted on {where}: {candidate.seconds:.4g} s a step.",

@@ -1,22 +1,22 @@
-"""Bounds that no exchange of gradients and weights is quicker than, before a Plan is cut and timed.
+"""Lower bounds on the time of gradient and weight communication, before a Plan is cut and timed.
 
-What a rank exchanges travels one collective after another, beside its compute at best. With G the seconds of
-gathering the weights of n layers and R those of reducing their gradients, a micro-batch takes a rank whose
-forward and backward of them take F and B at least
+A rank's data-parallel collectives travel one after another, at best beside its compute. Let G be the seconds
+to gather the weights of n layers, R the seconds to reduce their gradients, and F and B the seconds of their
+forward and backward on a rank. Then a micro-batch takes at least
 
     zero2   F + max(B, R)                   reduced in every backward
-    zero3   max(F, G) + max(B, R + G)       gathered in both too; without a pipeline the last layer's weights
-                                            stay from the one to the other
+    zero3   max(F, G) + max(B, R + G)       also gathered in both; without a pipeline the last layer's weights
+                                            stay from forward to backward
 
-and some rank has n = ceil(layers / pp). With none and zero1 gradients are reduced once. To the step of a
-pipeline of ranks with stages 1 to v, of m micro-batches, comes on its first rank at least
+and some rank has n = ceil(layers / pp). With none and zero1 gradients are reduced once. In a pipeline whose
+first rank has the stages 1 to v, with m micro-batches, a step takes longer by at least
 
     R_1 + max(0, R_2 + ... + R_v - min(m, pp) (B_1 + ... + B_(v-1)))    or max(0, R_1 - B_1) where pp=1
     max(0, G_1 - F_1)                                                   with zero1
 
-With zero3 each layer is a bucket. Else all layers of a stage count as one: the larger a bucket is, the less
-each byte of it takes. Where layers are unlike, each counts as the least, and the ends count as nothing.
-`shoal.cost.time.data_parallel` says what exchanges take.
+With zero3 each layer is a bucket. Otherwise all layers of a stage count as one bucket: the larger a bucket
+is, the less time each byte takes. If layers are unlike, each counts as the cheapest one, and the ends count
+as nothing. `shoal.cost.time.data_parallel` gives the time of each collective.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _NOTHING = Passes(0.0, 0.0)
 
 
 class LeastDataParallel:
-    """The bounds, for a Workload on a Cluster; remembers what Plans share.
+    """The bounds for a Workload on a Cluster; caches values that Plans share.
 
     Args:
-        workload: What is trained.
-        cluster: Where.
-        width: Bytes of a weight that computes.
+        workload: The training.
+        cluster: The machines that it runs on.
+        width: Bytes of a weight in the type that computes.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster, width: int) -> None:
@@ -72,12 +72,12 @@ class LeastDataParallel:
         self._gathered: dict[tuple[Degrees, HybridSharding, int], float] = {}
 
     def of_micro_batch(self, degrees: Degrees, sharding: HybridSharding, layer: Passes) -> float:
-        """Seconds that a micro-batch takes the rank with most layers at least, exchanges and all.
+        """Return a lower bound on a micro-batch's seconds, with communication, on the rank with most layers.
 
         Args:
-            degrees: How the devices are shared out.
-            sharding: What is cut.
-            layer: What the quickest layer takes.
+            degrees: The parallel degrees.
+            sharding: The sharding of the state.
+            layer: Seconds of the quickest layer.
         """
         passes = self._passes.get((degrees, sharding))
         if passes is None:
@@ -92,12 +92,12 @@ class LeastDataParallel:
         stages: Sequence[tuple[StageWork, int]],
         count: int,
     ) -> float:
-        """Seconds that come to a step at least, beside all forwards and backwards.
+        """Return a lower bound on the seconds that a step takes beside all forwards and backwards.
 
         Args:
-            degrees: How the devices are shared out.
-            sharding: What is cut.
-            stages: Of the first rank, each with the number of its layers.
+            degrees: The parallel degrees.
+            sharding: The sharding of the state.
+            stages: Stages of the first rank, each with the number of its layers.
             count: Micro-batches of a step.
         """
         if sharding.kind.reduces_each_micro_batch:
@@ -115,7 +115,7 @@ class LeastDataParallel:
         return least
 
     def _in_passes(self, degrees: Degrees, sharding: HybridSharding) -> Passes:
-        """Seconds of the gradients' and weights' communication alone."""
+        """Return the seconds of only the gradients' and weights' communication."""
         layers = math.ceil(self._layers / degrees.pp)
         if not sharding.kind.reduces_each_micro_batch:
             return _NOTHING
@@ -126,7 +126,7 @@ class LeastDataParallel:
         return Passes(layers * gather, again * gather + layers * reduce)
 
     def _reduce(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
-        """Seconds of so many layers' gradients in one bucket."""
+        """Return the seconds of this many layers' gradients in one bucket."""
         key = degrees, sharding, layers
         found = self._reduced.get(key)
         if found is None:
@@ -135,7 +135,7 @@ class LeastDataParallel:
         return found
 
     def _gather(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
-        """Seconds of so many layers' weights in one bucket."""
+        """Return the seconds of this many layers' weights in one bucket."""
         key = degrees, sharding, layers
         found = self._gathered.get(key)
         if found is None:
@@ -145,7 +145,7 @@ class LeastDataParallel:
         return found
 
     def _buckets(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> list[Bucket]:
-        """One for each family of parameters."""
+        """Return one bucket for each family of parameters."""
         families = self._families.get((degrees, sharding))
         if families is None:
             dp, tp, pp, cp, ep = degrees

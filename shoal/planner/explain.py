@@ -1,8 +1,8 @@
-"""Why the best Plan is the best: what bounds it, what each degree buys, what loses, what to change.
+"""Explain the best Plan: its limits, the effect of each degree, what loses, and what to change.
 
-Every figure is a search of its own: with one degree held at half or twice its value, among other kinds of
-layout, on a machine of which one thing is twice as much (there among degrees of half to twice the best's, as
-twice of anything moves them no further). None is a rule of thumb.
+Every figure comes from a search of its own: with one degree held at half or twice its value, among other
+kinds of layout, or on a machine with one property doubled (there only among degrees of half to twice the
+best's, as doubling a property moves them no further). No figure is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Neighbour:
     """The best Plan with one degree at another value.
 
     Attributes:
-        degree: Its name.
+        degree: Name of the degree.
         value: The other value.
         best: The best such Plan; None if none fits the memory.
     """
@@ -55,7 +55,7 @@ class Change:
     """The best Plan on a changed machine.
 
     Attributes:
-        name: What is twice as much.
+        name: The doubled property.
         best: The best Plan there.
     """
 
@@ -65,17 +65,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why the best Plan is the best.
+    """The reasons why the best Plan is the best.
 
     Attributes:
-        winner: The Plan.
+        winner: The best Plan.
         room: Bytes of a device's memory that Plans may fill.
-        unlimited: The best Plan if memory were without limit.
-        neighbours: By degree, half and twice its value.
+        unlimited: The best Plan if memory had no limit.
+        neighbours: For each degree, the best Plans with half and with twice its value.
         other: The best Plan of another kind: with other degrees above 1; None if none fits.
-        changes: Of the machine, the one that gains most first.
-        sizes: Half and twice the micro-batch and the buckets.
-        traffic: What a rank exchanges, and how.
+        changes: Changes of the machine, the one that gains most first.
+        sizes: The Plan with half and twice the micro-batch, and with half and twice the buckets.
+        traffic: The communication of one rank.
     """
 
     winner: Candidate
@@ -88,7 +88,7 @@ class Explanation:
     traffic: Traffic
 
     def sentences(self) -> Iterator[str]:
-        """All of it, in words."""
+        """Yield the explanation, in sentences."""
         yield self._bounds()
         yield self._memory()
         yield from self._degrees()
@@ -164,11 +164,11 @@ class Explanation:
 
 
 def explain(search: Search, winner: Candidate) -> Explanation:
-    """Explains the best Plan of a search by others.
+    """Explain the best Plan of a search, by comparison with others.
 
     Args:
-        search: That found it.
-        winner: The best.
+        search: The search that found it.
+        winner: The best Plan.
     """
     unlimited = search.best(1, room=math.inf).best
     assert unlimited is not None, "what fits a limit fits without it"
@@ -209,7 +209,7 @@ def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
 
 
 def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """The machine with one thing twice as much; of memory a search can ask without another machine."""
+    """Yield the machine with one property doubled, except memory, which a search takes directly."""
     device, (inner, *outer) = cluster.device, cluster.levels
     twice = [replace(level, bandwidth=2 * level.bandwidth) for level in outer]
     if outer:
@@ -231,7 +231,7 @@ def _is_near(degrees: Degrees, others: Degrees) -> bool:
 
 
 def _kind(degrees: Degrees) -> frozenset[str]:
-    """Which techniques a layout uses beside data parallelism."""
+    """Return the techniques that a layout uses beside data parallelism."""
     return frozenset(name for name in Degrees._fields if name != "dp" and getattr(degrees, name) > 1)
 
 
@@ -240,7 +240,7 @@ def _parts(candidate: Candidate) -> dict[str, float]:
 
 
 def _most_added(winner: Candidate, other: Candidate) -> tuple[str, float]:
-    """The part of a step on which another Plan spends most more."""
+    """Return the part of a step to which another Plan adds most time, and how much."""
     mine, theirs = _parts(winner), _parts(other)
     name = max(theirs, key=lambda part: theirs[part] - mine[part])
     return name, theirs[name] - mine[name]
@@ -251,7 +251,7 @@ def _faster(winner: Candidate, other: Candidate) -> str:
 
 
 def _size_text(setting: str, plan: SettledPlan) -> str:
-    """As a Plan writes it."""
+    """Return a size as a Plan writes it."""
     return format_bytes(plan.bucket) if setting == "bucket" else str(plan.microbatch)
 
 

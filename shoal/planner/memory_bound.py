@@ -1,13 +1,13 @@
-"""Bounds that no fullest rank of a Plan holds less than: reject most Plans that do not fit, in microseconds.
+"""Lower bounds on peak memory: they reject most Plans that do not fit, in microseconds.
 
-The first rank along `pp` holds the states of its layers, and their activations as often as its schedule does:
+The first rank along `pp` holds the states of its layers, and their activations for each held micro-batch:
 
     (1 + FRAGMENTS) (states of its layers + sum over its stages of held x what these keep) + reserved
 
-Before the model is cut that is not known; but some rank has ceil(layers / pp) of them, and each for one
-micro-batch at least. Where layers are unlike, some rank has as much as ranks have on average.
+Before the model is cut its layers are not known. But some rank has ceil(layers / pp) of them, and keeps the
+activations of at least one micro-batch. If layers are unlike, some rank has at least the mean over ranks.
 
-`shoal.cost.memory.memory` counts the ends too, what a backward holds for a moment, and all ranks.
+`shoal.cost.memory.memory` also counts the ends, the temporary memory of a backward, and all ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["LeastMemory", "Share", "StateBytes"]
 
 
 class Share(NamedTuple):
-    """What a rank has of a model at least.
+    """A lower bound on a rank's part of a model.
 
     Attributes:
         dense, experts: Parameters of its layers after tensor and expert parallelism.
-        kept: Bytes that these keep from forward to backward, of all micro-batches.
+        kept: Bytes that its layers keep from forward to backward, for all micro-batches.
     """
 
     dense: float
@@ -52,11 +52,11 @@ class StateBytes(NamedTuple):
 
 
 class LeastMemory:
-    """The bounds, for a Workload on a Cluster; remembers what Plans share.
+    """The bounds for a Workload on a Cluster; caches values that Plans share.
 
     Args:
-        workload: What is trained.
-        cluster: Where.
+        workload: The training.
+        cluster: The machines that it runs on.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
@@ -67,10 +67,10 @@ class LeastMemory:
         self._layers: dict[Layout, list[Share]] = {}
 
     def share(self, variant: Variant, split: Sequence[int]) -> Share:
-        """What the first rank has.
+        """Return the share of the first rank.
 
         Args:
-            variant: What its layers keep follows from.
+            variant: The variant, which determines what layers keep.
             split: Layers of each stage.
         """
         stages: Sequence[int] = (0,)
@@ -89,11 +89,11 @@ class LeastMemory:
         return Share(dense, experts, kept)
 
     def share_of_degrees(self, degrees: Degrees, layout: Layout) -> Share:
-        """What some rank has, under any schedule and split.
+        """Return a share that some rank has at least, under any schedule and split.
 
         Args:
-            degrees: How the devices are shared out.
-            layout: What its layers keep follows from.
+            degrees: The parallel degrees.
+            layout: The layout, which determines what layers keep.
         """
         layers = self._layers_of(layout)
         if len(layers) == 1:
@@ -105,22 +105,22 @@ class LeastMemory:
         return Share(*(sum(each) / degrees.pp for each in zip(*of_kinds, strict=True)))
 
     def states(self, degrees: Degrees, sharding: HybridSharding, precision: str) -> StateBytes:
-        """Bytes of each parameter's states on a rank."""
+        """Return the bytes of each parameter's states on a rank."""
         shards = degrees.dp // sharding.replicate * degrees.cp if sharding.kind.cuts_optimizer else 1
         plan = Plan(shard=sharding.kind.name, precision=precision)
         return StateBytes(state_bytes(plan, shards), state_bytes(plan, shards / degrees.ep))
 
     def peak(self, share: Share, states: StateBytes) -> float:
-        """Bytes that a rank with so much has at its peak."""
+        """Return the peak bytes of a rank with this share."""
         tensors = share.dense * states.dense + share.experts * states.experts + share.kept
         return (1 + FRAGMENTS) * tensors + self._reserved
 
     def for_states(self, share: Share, room: float) -> float:
-        """Bytes of a room that a rank with so much has for its states."""
+        """Return the bytes, out of `room`, that a rank with this share has for its states."""
         return (room - self._reserved) / (1 + FRAGMENTS) - share.kept
 
     def _layers_of(self, layout: Layout) -> list[Share]:
-        """One layer of each kind, for one micro-batch."""
+        """Return the share of one layer of each kind, for one micro-batch."""
         found = self._layers.get(layout)
         if found is None:
             each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._kinds]
@@ -129,12 +129,12 @@ class LeastMemory:
 
 
 def _counts_before(workload: Workload, kind: Block) -> list[int]:
-    """How many layers of a kind stand before each place."""
+    """Return how many layers of this kind stand before each place."""
     return list(accumulate((layer is kind for layer in workload.layers), initial=0))
 
 
 @lru_cache(maxsize=1 << 12)
 def _stages_of_first(schedule: str, ranks: int, virtual: int) -> tuple[int, ...]:
-    """The stages that the first rank has."""
+    """Return the stages of the first rank."""
     placement = kind_of(schedule).placement(ranks, virtual)
     return tuple(stage for stage, rank in enumerate(placement) if rank == 0)

@@ -1,8 +1,8 @@
-"""The cheapest Plans: those that spend the least device time on a token, on as few devices as that takes.
+"""The cheapest Plans: they use the least device time per token, on the number of devices where that is least.
 
 On a given number of devices the cheapest Plan is the quickest. Fewer devices are slower, and often cheaper,
-since they communicate less; so every number of whole nodes that divides the cluster is searched, and within
-a node every number that divides it.
+since they communicate less. So every number of whole nodes that divides the cluster is searched, and within a
+node every number that divides it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["cheapest"]
 def cheapest(
     workload: Workload, cluster: Cluster, batch: int, *, margin: float, limit: int
 ) -> list[Candidate]:
-    """The Plans with the least money for a step, best first.
+    """Return the Plans with the lowest cost of a step, cheapest first.
 
     Args:
-        workload: What is trained.
-        cluster: The most devices that there are.
+        workload: The training.
+        cluster: The largest machine that may be used.
         batch: Samples of a step.
-        margin: Share of each device's memory that is to stay free.
-        limit: How many.
+        margin: Share of each device's memory that must stay free.
+        limit: Number of Plans to return.
 
     Raises:
         ClusterError: The Cluster has no price.

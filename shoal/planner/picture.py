@@ -1,4 +1,4 @@
-"""The scaling curve as a picture: tokens/s against devices, and where a step's time goes."""
+"""The scaling curve as a picture: tokens/s over devices, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _PARTS = {
 
 
 def picture(scaling: Scaling, title: str) -> str:
-    """SVG of a curve.
+    """Return a curve as SVG.
 
     Args:
-        scaling: With at least one point.
-        title: Above it.
+        scaling: Scaling with at least one point.
+        title: Title above the picture.
     """
     points = scaling.points
     places = {point.devices: _place(index, len(points)) for index, point in enumerate(points)}
@@ -49,7 +49,7 @@ def picture(scaling: Scaling, title: str) -> str:
 
 
 def _place(index: int, count: int) -> float:
-    """Across, in the middle of its column."""
+    """Return the x position: the middle of the column."""
     return _LEFT + (_RIGHT - _LEFT) * (index + 0.5) / count
 
 

@@ -1,14 +1,14 @@
-"""The best Plans looked at once more, by the simulator: with their real tables and what really overlaps.
+"""Simulate the best Plans: with their real schedule tables and overlap.
 
-A search compares Plans by the closed form of `shoal.cost.time.step`. Each step of those that it found is
-played, and they are put in the order of what that gives. To play an action takes some tens of microseconds,
-so it is done if the tables of all of them have no more than MOST_ACTIONS together; else all keep the closed
-form, as seconds of two kinds do not compare.
+A search compares Plans by the closed form of `shoal.cost.time.step`. Then the simulator plays a step of each
+Plan that was found, and the Plans are sorted by its result. One action takes some tens of microseconds, so
+this is done only if all their tables together have at most MOST_ACTIONS actions. Otherwise all keep the
+closed form, as the two kinds of seconds cannot be compared.
 
-schedule=search is no part of the search's space: it is made for times that are known, and takes a second. The
-best Plan with a pipeline is tried with it, with one and with two stages on a rank, and with as many
-activations as there is room for, where stages x micro-batches are MOST_SEARCHED at most. It is taken if that
-makes the Plan's step quicker by LEAST_GAIN.
+schedule=search is not in the search's space: it is made for known times, and takes a second. The best Plan
+with a pipeline is tried with it, with one and with two stages on a rank, and with as many activations as fit,
+if stages x micro-batches are at most MOST_SEARCHED. It is taken if it makes the Plan's step quicker by
+LEAST_GAIN.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ LEAST_GAIN = 0.01
 
 
 def refined(candidates: Sequence[Candidate], key: Callable[[Candidate], float]) -> list[Candidate]:
-    """Play the Plans and sort them again, best first; return them as they are if their tables are too large.
+    """Simulate the Plans and sort them, best first; return them unchanged if their tables are too large.
 
     Args:
-        candidates: Best first.
-        key: What is to be least.
+        candidates: The Plans, best first.
+        key: The value to minimise.
     """
     if sum(_actions(candidate.plan, candidate.batch) for candidate in candidates) > MOST_ACTIONS:
         return sorted(candidates, key=key)
@@ -47,8 +47,8 @@ def with_found_schedule(search: Search, candidates: Sequence[Candidate]) -> list
     """Search a schedule for the best Plan with a pipeline; return the Plans best first.
 
     Args:
-        search: That found them.
-        candidates: Best first. They stay as they are if they were not played.
+        search: The search that found them.
+        candidates: The Plans, best first. They are returned unchanged if they were not simulated.
     """
     best = next((each for each in candidates if each.plan.pp > 1), None)
     if best is None or best.simulated is None:
@@ -61,7 +61,7 @@ def with_found_schedule(search: Search, candidates: Sequence[Candidate]) -> list
 
 
 def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
-    """The Plan with schedule=search, played, by stages on a rank."""
+    """Yield the Plan with schedule=search, simulated, for each number of stages on a rank."""
     plan, layers = best.plan, len(search.workload.layers)
     count = plan.microbatches_of(best.batch)
     for virtual in (1, 2):
@@ -76,7 +76,7 @@ def _with_searched(search: Search, best: Candidate) -> Iterator[Candidate]:
 
 
 def _roomiest(search: Search, plan: SettledPlan, virtual: int, count: int) -> Candidate | None:
-    """With the most activations for which there is room, none if there is not for one micro-batch's."""
+    """Return the Plan with the most activations that fit; None if one micro-batch's do not fit."""
     memories, batch = search.shared.memories, search.batch
 
     def peak(activations: int) -> float:
@@ -102,6 +102,6 @@ def _actions(plan: SettledPlan, batch: int) -> int:
 
 
 def _played(candidate: Candidate) -> Candidate:
-    """With the seconds of its step when it is played."""
+    """Return the candidate with simulated seconds."""
     played = simulate(candidate.workload, candidate.cluster, candidate.plan, candidate.batch)
     return replace(candidate, simulated=played.seconds)

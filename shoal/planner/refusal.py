@@ -1,4 +1,4 @@
-"""What to say where no Plan can be chosen: nothing is legal, or nothing fits the memory."""
+"""The error if no Plan can be chosen: nothing is legal, or nothing fits the memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["refusal"]
 
 
 def refusal(search: Search) -> PlanError:
-    """The error for a search that found nothing."""
+    """Return the error for a search that found nothing."""
     leanest = search.leanest()
     return _nothing_legal(search) if leanest is None else _nothing_fits(search, *leanest)
 

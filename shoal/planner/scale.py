@@ -1,14 +1,13 @@
-"""The scaling curve: the best Plan for each number of devices, and where more of them stop paying.
+"""The scaling curve: the best Plan for each number of devices, and the number at which more stop paying.
 
-From n devices to 2 n, tokens/s can at most double. Doubling pays while it brings at least half of that, 1.5
-times as many. The communication wall is the number of devices beyond which a step gets no shorter (of one
-batch) or no more tokens are trained a second (of a batch that grows).
+From n devices to 2 n, tokens/s can at most double. Doubling pays if it brings at least half of that: 1.5
+times the tokens/s. The communication wall is the number of devices beyond which a step gets no shorter (with
+a fixed batch) or tokens/s do not grow (with a batch that grows).
 
-Amdahl's bound: if the part s of a step on the fewest devices n0 that is not compute did not shrink at all,
-and compute, with what is waited for the slowest rank's, divided evenly, n devices would take
-`s + (1 - s) n0 / n` of that step; with a batch that grows with the devices, all of it. It knows nothing of
-the network: what a Plan takes above it is what the communication of more devices costs, below it what other
-degrees save.
+Amdahl's bound: let s be the part of a step on the fewest devices n0 that is not compute. If s did not shrink
+at all, and compute and the wait for the slowest rank's compute divided evenly, n devices would take `s + (1 -
+s) n0 / n` of that step; with a batch that grows with the devices, all of it. The bound ignores the network:
+time above it is the cost of communication between more devices, time below it is saved by other degrees.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from shoal.workload import Workload
 
 __all__ = ["Point", "Scaling", "scale"]
 
-_PAYS = 1.5  # times the tokens/s that twice the devices have to bring
+_PAYS = 1.5  # factor on tokens/s that twice the devices must bring
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One number of devices.
+    """The best Plan for one number of devices.
 
     Attributes:
-        devices: How many.
+        devices: Number of devices.
         batch: Samples of a step.
         best: The best Plan.
-        efficiency: Tokens/s of a device, over those on the fewest devices.
+        efficiency: Tokens/s of a device, relative to those on the fewest devices.
         amdahl: Seconds of a step, by Amdahl's bound.
     """
 
@@ -52,10 +51,10 @@ class Scaling:
     """How steps scale: the best Plan for each number of devices.
 
     Attributes:
-        points: By number of devices, ascending.
-        unfit: Numbers of devices that no legal Plan fits.
-        pays_to: The most devices up to which each doubling paid; None if all did.
-        wall: The most devices up to which tokens/s grew at all; None if they always did.
+        points: The points, by number of devices, ascending.
+        unfit: Numbers of devices for which no legal Plan fits.
+        pays_to: Largest number of devices up to which each doubling paid; None if all did.
+        wall: Largest number of devices up to which tokens/s grew at all; None if they always did.
     """
 
     points: tuple[Point, ...]
@@ -73,19 +72,19 @@ def scale(
     per_device: int | None = None,
     margin: float = 0.1,
 ) -> Scaling:
-    """Plans anew for each number of devices.
+    """Choose a Plan for each number of devices.
 
     Args:
-        workload: What is trained.
-        cluster: The kind of machine; its own number of devices does not count.
+        workload: The training.
+        cluster: The kind of machine; its own number of devices is ignored.
         counts: Numbers of devices.
-        batch: Samples of a step on any number of them.
-        per_device: In place of `batch`: samples for each device.
-        margin: Share of each device's memory that is to stay free.
+        batch: Samples of a step, for any number of devices.
+        per_device: Samples for each device; used instead of `batch`.
+        margin: Share of each device's memory that must stay free.
 
     Raises:
         PlanError: No number of devices has a Plan that fits.
-        ClusterError: So many devices are not whole nodes.
+        ClusterError: A number of devices is not a multiple of whole nodes.
     """
     found, unfit = list[Candidate](), list[int]()
     for count in sorted(set(counts)):
@@ -115,7 +114,7 @@ def _point(best: Candidate, first: Candidate) -> Point:
 
 
 def _last(points: Sequence[Point], gain: float) -> int | None:
-    """The devices after which doubling them brings less than `gain` times the tokens/s."""
+    """Return the devices after which doubling them brings less than `gain` times the tokens/s."""
     for before, after in itertools.pairwise(points):
         doublings = after.devices / before.devices - 1  # 1 for twice as many
         if after.best.tokens_per_second < before.best.tokens_per_second * (1 + (gain - 1) * doublings):

@@ -1,11 +1,12 @@
-"""The search: the best Plans of a space, exactly, with most of them never looked at.
+"""The search: the exact best Plans of a space, without a look at most of them.
 
-Best first through the tree of `shoal.planner.tree`, over one heap: the branch whose Plans may be quickest is
-taken out, and what grows from it put in, but for what cannot have room. When a timed Plan is taken out, no
-other is quicker, so its memory is looked at in full: if it has room, it is the best of its degrees.
+It goes best first through the tree of `shoal.planner.tree`, with one heap. It takes out the branch with the
+least bound, and puts in the branches that grow from it, except those that cannot fit. When a timed Plan is
+taken out, no other is quicker, so its memory is computed in full. If it fits, it is the best Plan of its
+degrees.
 
-Degrees that have their best are not looked at again, and the search ends with as many degrees as were asked
-for. What was not looked at cannot be better: a test compares with a search that looks at everything.
+Degrees whose best Plan is known are not searched further, and the search ends with as many degrees as were
+asked for. Plans that were skipped cannot be better: a test compares with a search that times all Plans.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ __all__ = ["Ranking", "Search"]
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        candidates: The best Plan of each degrees, best first; none where nothing fits.
+        candidates: The best Plan for each set of degrees, best first; empty if nothing fits.
         legal: Number of legal Plans.
-        timed: Of these, those whose step was predicted in full; bounds decided the others.
+        timed: Number of legal Plans whose step was predicted in full; bounds excluded the others.
     """
 
     candidates: tuple[Candidate, ...]
@@ -47,19 +48,19 @@ class Ranking:
 
     @property
     def best(self) -> Candidate | None:
-        """The first."""
+        """The best candidate."""
         return self.candidates[0] if self.candidates else None
 
 
 class Search:
-    """Searches of one Workload on one Cluster, which share what they look at.
+    """Searches of one Workload on one Cluster, which share what they compute.
 
     Args:
-        workload: What is trained.
-        cluster: Where; every device takes part.
+        workload: The training.
+        cluster: The machines that it runs on; every device takes part.
         batch: Samples of a step.
-        margin: Share of each device's memory that is to stay free.
-        least_memory: Of the same Workload on devices with as much memory; None: none is known.
+        margin: Share of each device's memory that must stay free.
+        least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Search:
         self.tree = Tree(self.shared)
 
     def on(self, cluster: Cluster) -> Search:
-        """A search of the same on other links or quicker devices, with as much memory."""
+        """Return a search of this workload on other links or quicker devices, with equal memory."""
         return Search(
             self.workload, cluster, self.batch, margin=self.margin, least_memory=self.shared.least_memory
         )
@@ -95,16 +96,16 @@ class Search:
         accept: Callable[[Degrees], bool] = lambda degrees: True,
         room: float | None = None,
     ) -> Ranking:
-        """The best Plan of each of the `limit` best degrees that are accepted.
+        """Return the best Plan for each of the `limit` best accepted sets of degrees.
 
         Args:
-            limit: How many Plans.
-            accept: Which degrees may be.
+            limit: Number of Plans.
+            accept: Returns whether degrees are allowed.
             room: Bytes that a Plan may fill instead of `self.room`.
         """
         room = self.room if room is None else room
         accepted = list(filter(accept, self.tree.degrees))
-        order = itertools.count()  # of equals, the one that came first
+        order = itertools.count()  # among equals, the first comes first
         heap: list[tuple[float, int, Branch]] = []
 
         def put(branches: Iterable[Branch]) -> None:
@@ -130,15 +131,15 @@ class Search:
         return Ranking(tuple(found.values()), legal, timed)
 
     def cost(self, plan: SettledPlan) -> StepCost:
-        """Cost of a step under a Plan, with the wait for the slowest rank."""
+        """Return the cost of a step under a Plan, with the wait for the slowest rank."""
         return with_stragglers(self.shared.costs.step(plan, self.batch), self.cluster)
 
     def candidate(self, plan: SettledPlan, memory: RankMemory) -> Candidate:
-        """A Plan whose fullest rank holds so much."""
+        """Return the candidate of a Plan whose fullest rank has this memory."""
         return Candidate(plan, self.workload, self.cluster, self.batch, self.cost(plan), memory)
 
     def leanest(self) -> tuple[SettledPlan, str] | None:
-        """A frugal Plan, and by how much it does not fit; None if no Plan is legal."""
+        """Return a frugal Plan, and by how much it does not fit; None if no Plan is legal."""
         space, least = self.shared.space, self.shared.least_memory
         lean: list[tuple[float, SettledPlan]] = []
         for degrees in self.tree.degrees:

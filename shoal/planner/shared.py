@@ -1,4 +1,4 @@
-"""What the Plans of a Space share: costs, memory, and the bounds of both; each is found once."""
+"""Values that the Plans of a Space share: costs, memory, and bounds on both; each is computed once."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Work(NamedTuple):
     """Seconds of a micro-batch on the ranks of one replica, forward and backward.
 
     Attributes:
-        total: Of all blocks.
-        embedding: Of the embedding.
-        layer: Of a layer, on average.
-        end: Of the end.
-        least: Of a layer at least.
+        total: Seconds of all blocks.
+        embedding: Seconds of the embedding.
+        layer: Mean seconds of a layer.
+        end: Seconds of the end.
+        least: Seconds of the quickest layer.
     """
 
     total: float
@@ -44,15 +44,16 @@ class Shared:
     """Costs, memory and bounds of a Workload on all devices of a Cluster, for one batch.
 
     Args:
-        workload: What is trained.
-        cluster: Where.
+        workload: The training.
+        cluster: The machines that it runs on.
         batch: Samples of a step.
-        least_memory: Of the same Workload on devices with as much memory; None: not known.
+        least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
 
     Attributes:
         space: The legal Plans.
-        costs, memories: Of steps, and of ranks.
-        least_memory, least_data_parallel: Bounds.
+        costs, memories: Costs of steps, and memory of ranks.
+        least_memory, least_data_parallel: Lower bounds on memory, and on the time of data-parallel
+            communication.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Shared:
         self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
 
     def compute(self, layout: Layout) -> Work:
-        """What blocks take without the communication within them."""
+        """Return the times of blocks without the communication within them."""
         work = self._computes.get(layout)
         if work is None:
             costs = [each.compute for each in self._blocks(layout)]
@@ -81,7 +82,7 @@ class Shared:
         return work
 
     def work(self, layout: Layout) -> Work:
-        """What blocks take."""
+        """Return the times of blocks."""
         work = self._works.get(layout)
         if work is None:
             work = self._work([Passes(each.forward, each.backward) for each in self._blocks(layout)])
@@ -89,7 +90,7 @@ class Shared:
         return work
 
     def states(self, degrees: Degrees) -> Sequence[tuple[HybridSharding, StateBytes]]:
-        """The shardings, and the bytes that each leaves a rank of a parameter's states."""
+        """Return the shardings, each with the bytes of a parameter's states on a rank."""
         found = self._states.get(degrees)
         if found is None:
             states, precision = self.least_memory.states, self.space.precision
@@ -98,7 +99,7 @@ class Shared:
         return found
 
     def fitting(self, degrees: Degrees, shares: Sequence[Share], room: float) -> list[HybridSharding]:
-        """The shardings under which ranks with such shares may have room."""
+        """Return the shardings under which ranks with these shares may fit."""
         fitting = self.states(degrees)
         for share in shares:
             dense, experts, _ = share
@@ -107,9 +108,9 @@ class Shared:
         return [sharding for sharding, _ in fitting]
 
     def exchanging(self, degrees: Degrees, shardings: Sequence[HybridSharding], work: Work) -> float:
-        """Seconds that a micro-batch takes some rank at least, under the one of these that exchanges least.
+        """Return a lower bound on some rank's seconds for a micro-batch, over these shardings.
 
-        0 if one of them exchanges nothing in a micro-batch: then what blocks take says more.
+        Return 0 if one of them communicates nothing in a micro-batch: then the times of blocks bound better.
         """
         if not all(each.kind.reduces_each_micro_batch for each in shardings):
             return 0.0
@@ -117,7 +118,7 @@ class Shared:
         return min([least(degrees, sharding, work.least) for sharding in shardings])
 
     def split(self, variant: Variant) -> tuple[int, ...]:
-        """Layers of each stage, by what blocks cost."""
+        """Return the layers of each stage, split by the costs of blocks."""
         layers = len(self.space.workload.layers)
         if variant.degrees.pp == 1:
             return (layers,)
@@ -126,7 +127,7 @@ class Shared:
         return balanced_split(work.embedding, work.layer, work.end, layers, placement)
 
     def slowest(self, variant: Variant, split: Sequence[int]) -> float:
-        """Seconds that the slowest rank has at least for a micro-batch, with these layers in its stages."""
+        """Return a lower bound on the slowest rank's seconds for a micro-batch with these stages."""
         work, ranks = self.work(variant.layout), variant.degrees.pp
         placement = kind_of(variant.schedule).placement(ranks, variant.virtual)
         counts = [0] * ranks
@@ -138,7 +139,7 @@ class Shared:
         return max(loads)
 
     def plan(self, variant: Variant, sharding: HybridSharding, split: Sequence[int]) -> SettledPlan:
-        """The Plan with these layers in its stages, and buckets that suit the links."""
+        """Return the Plan with these layers in its stages, and with buckets that suit the links."""
         key = variant.degrees, sharding
         bucket = self._buckets.get(key)
         if bucket is None:
@@ -148,7 +149,7 @@ class Shared:
         return variant.plan(sharding, _split_text(tuple(split)), bucket)
 
     def _blocks(self, layout: Layout) -> list[BlockCost]:
-        """Costs of each kind of block: the embedding, layers, the end."""
+        """Return the costs of each kind of block: the embedding, layers, the end."""
         return [self.costs.block(block, layout) for block, _ in self._kinds]
 
     def _work(self, each: Sequence[Passes]) -> Work:
@@ -161,5 +162,5 @@ class Shared:
 
 @lru_cache(maxsize=1 << 12)
 def _split_text(split: tuple[int, ...]) -> str:
-    """As a Plan writes it."""
+    """Return a split as a Plan writes it."""
     return "count" if len(set(split)) == 1 else "-".join(map(str, split))

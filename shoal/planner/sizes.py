@@ -1,4 +1,4 @@
-"""What half and twice the micro-batch and the buckets of a Plan would cost, all else as it is."""
+"""The cost of half and twice the micro-batch, and of half and twice the buckets, with all else unchanged."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Size:
     Attributes:
         setting: "microbatch" or "bucket".
         plan: The Plan.
-        slower: Its step over the chosen one's, less 1; both in closed form.
+        slower: Its step's time relative to the chosen one's, minus 1; both in closed form.
         memory: Bytes of the rank that holds most.
-        fits: Whether it has room.
+        fits: Whether this memory fits.
     """
 
     setting: str
@@ -34,11 +34,11 @@ class Size:
 
 
 def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
-    """Half and twice each size, where that is a legal Plan.
+    """Yield half and twice each size, if that is a legal Plan.
 
     Args:
-        search: That found the winner.
-        winner: Whose sizes change.
+        search: The search that found the winner.
+        winner: The Plan whose sizes change.
     """
     exchanges = winner.plan.dp * winner.plan.cp > 1 and not winner.plan.sharding.cuts_weights
     chosen = search.cost(winner.plan).seconds
@@ -53,12 +53,12 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
 
 
 def half_and_twice(value: int) -> list[int]:
-    """A degree or size, halved where that is whole, and doubled."""
+    """Return a degree or size, halved if that is whole, and doubled."""
     return [*([value // 2] if value % 2 == 0 else []), 2 * value]
 
 
 def _changed(winner: Candidate, change: dict[str, Any]) -> SettledPlan | None:
-    """The Plan with one setting changed, if it is legal."""
+    """Return the Plan with one setting changed; None if it is not legal."""
     try:
         return SettledPlan.of(winner.plan.replace(**change), winner.batch)
     except PlanError:

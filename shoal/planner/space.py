@@ -1,6 +1,6 @@
-"""The Plans that a search chooses from: all that are legal for a Workload, a number of devices and a batch.
+"""The Plans that a search chooses from: all legal ones for a Workload, a number of devices and a batch.
 
-What is left out cannot win, as far as the cost model goes:
+Plans that cannot win in the cost model are left out:
 
 - cp and the micro-batch have no common factor g > 1: with cp / g, g times dp and micro-batches of 1 / g each
   rank has the same tokens, as many micro-batches and the same group for its gradients, and communicates less
@@ -32,11 +32,11 @@ _BUCKET = Plan().bucket
 _ANY_SCHEDULE = Plan().schedule
 
 RECOMPUTES = ("none", "selective", "full")
-"""What backward may compute again."""
+"""The recompute policies."""
 
 
 class Degrees(NamedTuple):
-    """How the devices are shared out."""
+    """The parallel degrees: the share of each axis in the devices."""
 
     dp: int
     tp: int
@@ -46,20 +46,20 @@ class Degrees(NamedTuple):
 
 
 class HybridSharding(NamedTuple):
-    """A sharding, and the number of replicas of what it cuts."""
+    """A sharding, and the number of replicas of the sharded state."""
 
     kind: Sharding
     replicate: int
 
 
 class Variant(NamedTuple):
-    """A Plan but for its sharding, which changes nothing within blocks and stages.
+    """A Plan without its sharding, which changes nothing within blocks and stages.
 
     Attributes:
-        degrees: How the devices are shared out.
-        layout: How a micro-batch of a block is laid over ranks.
-        microbatches: Of a step.
-        schedule: Name; 1f1b without a pipeline.
+        degrees: The parallel degrees.
+        layout: The layout of a block's micro-batch over ranks.
+        microbatches: Micro-batches of a step.
+        schedule: Name of the schedule; 1f1b without a pipeline.
         virtual: Stages on a rank.
     """
 
@@ -70,7 +70,7 @@ class Variant(NamedTuple):
     virtual: int
 
     def plan(self, sharding: HybridSharding, split: str = "cost", bucket: int = _BUCKET) -> SettledPlan:
-        """The Plan with one way to shard."""
+        """Return the Plan with this sharding."""
         degrees, layout = self.degrees, self.layout
         return SettledPlan(
             dp=degrees.dp,
@@ -97,10 +97,10 @@ class Space:
     """The legal Plans of a Workload on all devices of a Cluster, for one batch.
 
     Attributes:
-        workload: What is trained.
-        cluster: Where; every device takes part.
+        workload: The training.
+        cluster: The machines that it runs on; every device takes part.
         batch: Samples of a step.
-        accept: Which degrees to look at.
+        accept: Returns whether degrees are allowed.
     """
 
     workload: Workload
@@ -109,7 +109,7 @@ class Space:
     accept: Callable[[Degrees], bool] = lambda degrees: True
 
     def degrees(self) -> Iterator[Degrees]:
-        """Every way to share the devices out that the model, the sequence and the batch allow."""
+        """Yield all degrees that the model, the sequence and the batch allow."""
         devices, layers = self.cluster.devices, len(self.workload.layers)
         for tp in divisors(devices):
             if not self._splits_heads(tp):
@@ -127,7 +127,7 @@ class Space:
                             yield degrees
 
     def variants(self, degrees: Degrees) -> Iterator[Variant]:
-        """Every Plan of these degrees, but for its sharding."""
+        """Yield every Plan of these degrees, without its sharding."""
         for microbatch, count in self.microbatches(degrees):
             schedules = list(self.schedules(degrees.pp, count))
             for recompute in RECOMPUTES:
@@ -136,22 +136,22 @@ class Space:
                         yield Variant(degrees, layout, count, schedule, virtual)
 
     def count(self, degrees: Degrees) -> int:
-        """How many Plans there are of these degrees; makes none."""
-        layouts = len(RECOMPUTES) * sum(1 for _ in self.layouts(degrees, 1, "none"))  # of any micro-batch
+        """Return the number of Plans of these degrees, without making them."""
+        layouts = len(RECOMPUTES) * sum(1 for _ in self.layouts(degrees, 1, "none"))  # for any micro-batch
         schedules = sum(
             len(list(self.schedules(degrees.pp, count))) for _, count in self.microbatches(degrees)
         )
         return layouts * schedules * len(self.shardings(degrees))
 
     def microbatches(self, degrees: Degrees) -> Iterator[tuple[int, int]]:
-        """Samples of a micro-batch, and how many of these a step has."""
+        """Yield the samples of a micro-batch, and the number of micro-batches of a step."""
         local = self.batch // degrees.dp
         for microbatch in divisors(local):
             if math.gcd(microbatch, degrees.cp) == 1:
                 yield microbatch, local // microbatch
 
     def schedules(self, pp: int, count: int) -> Iterator[tuple[str, int]]:
-        """Names and stages on a rank of the schedules for so many micro-batches."""
+        """Yield name and stages on a rank of the schedules for this many micro-batches."""
         if pp == 1:
             yield _ANY_SCHEDULE, 1
             return
@@ -165,7 +165,7 @@ class Space:
                     yield name, virtual
 
     def shardings(self, degrees: Degrees) -> list[HybridSharding]:
-        """What data parallelism may cut: over all ranks, or over those that one level of links joins."""
+        """Return the shardings: over all ranks, or over the ranks that one level of links joins."""
         if degrees.dp * degrees.cp == 1:
             return [HybridSharding(UNSHARDED, 1)]
         replicas = [1]
@@ -183,17 +183,17 @@ class Space:
 
     @property
     def precision(self) -> str:
-        """The type that the device computes fastest in."""
+        """The type in which the device computes fastest."""
         peak = self.cluster.device.peak
         return max(("fp32", "bf16"), key=lambda name: peak.get(name, 0.0))
 
     def layout(self, degrees: Degrees, microbatch: int, recompute: str) -> Layout:
-        """Return the layout that keeps least and computes least, of those that recompute so."""
+        """Return the layout that keeps least and computes least, among those with this recompute."""
         _, tp, _, cp, ep = degrees
         return Layout(microbatch, tp, cp, ep, "sequence", "ring", recompute, self.precision)
 
     def layouts(self, degrees: Degrees, microbatch: int, recompute: str) -> Iterator[Layout]:
-        """How a micro-batch of a block that recomputes so may be laid over ranks."""
+        """Yield the layouts of a block's micro-batch over ranks, with this recompute."""
         _, tp, _, cp, ep = degrees
         for tensor in self._tensors(tp, cp):
             for context in self._contexts(tp, cp):
@@ -213,7 +213,7 @@ class Space:
         return ("plain",) if self.workload.length // cp % tp else ("sequence", "async", "plain")
 
     def _contexts(self, tp: int, cp: int) -> tuple[str, ...]:
-        """How attention may reach over cp ranks; none if it cannot."""
+        """Return the ways in which attention may reach over cp ranks; empty if it cannot."""
         if cp == 1:
             return ("ring",)
         heads, length = self.workload.heads, self.workload.length
@@ -229,5 +229,5 @@ class Space:
 
 
 def leanest_sharding(degrees: Degrees) -> HybridSharding:
-    """The sharding that leaves a rank the least state."""
+    """Return the sharding that leaves a rank the least state."""
     return HybridSharding(FULLY_SHARDED if degrees.dp * degrees.cp > 1 else UNSHARDED, 1)

@@ -1,16 +1,16 @@
-"""The Plans of a Space as a tree, of which a search makes what it looks at.
+"""The Plans of a Space as a tree; a search makes only the branches that it looks at.
 
-    portion     degrees, a micro-batch and what backward computes again, with what blocks compute at least
-    laid        the same with a layout of blocks, with what these cost, communication within them too
-    variant     a Plan but for its sharding
-    cut         the same, with the layers of its stages
-    sharded     a Plan, with what its pipeline costs
+    portion     degrees, a micro-batch and a recompute policy, with a lower bound on compute
+    laid        a portion and a layout of blocks, with their costs, including communication within them
+    variant     a Plan without its sharding
+    cut         a variant, with the layers of its stages
+    sharded     a Plan, with the cost of its pipeline
     timed       a Plan, with its predicted step
 
-Every branch tells the seconds that a step takes at least, for all Plans that grow from it and may have room:
-each sharding leaves a rank so much of the states, and has it exchange so much. The seconds of a timed Plan
-are those of its step. Branches are kept: searches of one tree share what they have looked at. Tests hold the
-bounds against every Plan.
+Every branch gives a lower bound on a step's seconds, over all Plans that grow from it and may fit: each
+sharding determines a rank's states and communication. The seconds of a timed Plan are those of its step.
+Branches are kept: searches of one tree share what they have computed. Tests check the bounds against every
+Plan.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Branch", "Timed", "Tree"]
 
 
 class Branch(Protocol):
-    """Plans that are told apart by what grows from it."""
+    """A set of Plans; its branches are subsets."""
 
     @property
     def degrees(self) -> Degrees:
@@ -42,17 +42,17 @@ class Branch(Protocol):
 
     @property
     def branches(self) -> Sequence[Branch]:
-        """Parts of these Plans; none of a timed Plan."""
+        """Return subsets of these Plans; empty for a timed Plan."""
 
     def seconds(self, room: float) -> float:
-        """Lower bound on a step's seconds where a rank may have `room` bytes; infinite if nothing fits."""
+        """Return a lower bound on a step's seconds with `room` bytes per rank; infinite if nothing fits."""
 
 
 class Tree:
     """All legal Plans of a Space.
 
     Args:
-        shared: By them.
+        shared: Values that the Plans share.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -62,7 +62,7 @@ class Tree:
         self._counts: dict[Degrees, int] = {}
 
     def portions(self, degrees: Degrees) -> Sequence[Branch]:
-        """What all Plans of these degrees grow from."""
+        """Return the branches from which all Plans of these degrees grow."""
         found = self._portions.get(degrees)
         if found is None:
             found = self._portions[degrees] = [
@@ -73,7 +73,7 @@ class Tree:
         return found
 
     def count(self, degrees: Degrees) -> int:
-        """How many Plans there are of these degrees."""
+        """Return the number of Plans of these degrees."""
         found = self._counts.get(degrees)
         if found is None:
             found = self._counts[degrees] = self._shared.space.count(degrees)
@@ -81,7 +81,7 @@ class Tree:
 
 
 class _Portion:
-    """Degrees, a micro-batch, and what backward computes again."""
+    """Degrees, a micro-batch, and a recompute policy."""
 
     def __init__(self, shared: Shared, degrees: Degrees, microbatch: int, count: int, recompute: str) -> None:
         self.degrees = degrees
@@ -104,12 +104,12 @@ class _Portion:
 
     @cached_property
     def _shares(self) -> Sequence[Share]:
-        """Shares of the rank that has most layers."""
+        """Return shares of the rank that has most layers."""
         return (self._shared.least_memory.share_of_degrees(self.degrees, self._leanest),)
 
     @cached_property
     def _least(self) -> float:
-        """Seconds of compute, with the schedule that leaves least of the bubble."""
+        """Return the seconds of compute, with the schedule that leaves the smallest bubble."""
         pp, count = self.degrees.pp, self._count
         work = self._shared.compute(self._leanest).total
         schedules = self._shared.space.schedules(pp, count)
@@ -149,12 +149,12 @@ class _Laid:
 
     @cached_property
     def _least(self) -> float:
-        """Seconds of forwards and backwards."""
+        """Return the seconds of forwards and backwards."""
         return min([seconds for seconds, *_ in self._schedules])
 
     @cached_property
     def _schedules(self) -> Sequence[tuple[float, float, str, int]]:
-        """With the seconds that a step takes at least, and of these its sends."""
+        """Return schedules, each with a lower bound on a step's seconds, and its sends' part of them."""
         shared, count, degrees = self._shared, self._count, self.degrees
         pp, work = degrees.pp, shared.work(self._layout).total
         each = 0.0
@@ -190,7 +190,7 @@ class _Unsharded:
 
 
 class _Cut:
-    """A variant whose stages are known, so that what they take and hold is."""
+    """A variant whose stages are known, and so their times and memory."""
 
     def __init__(self, shared: Shared, variant: Variant, shares: Sequence[Share], sends: float) -> None:
         self.degrees = variant.degrees
@@ -216,13 +216,13 @@ class _Cut:
 
     @cached_property
     def _least(self) -> float:
-        """Seconds of forwards and backwards."""
+        """Return the seconds of forwards and backwards."""
         shared, (degrees, layout, count, schedule, virtual) = self._shared, self._variant
         slowest, work = shared.slowest(self._variant, self._split), shared.work(layout).total
         return least_seconds(degrees.pp, count, schedule, virtual, work, slowest) + self._sends
 
     def _memory(self, states: StateBytes) -> float:
-        """Bytes that a rank has at least."""
+        """Return a lower bound on the bytes of a rank."""
         return max([self._shared.least_memory.peak(share, states) for share in self._shares])
 
 
@@ -256,7 +256,7 @@ class _Sharded:
 
     @cached_property
     def _least(self) -> float:
-        """Seconds with what exchanges take at least."""
+        """Return the seconds with a lower bound on communication."""
         degrees, layout, count, schedule, virtual = self._variant
         exchange = self._shared.least_data_parallel
         placement = kind_of(schedule).placement(degrees.pp, virtual)
@@ -272,10 +272,10 @@ class Timed:
     """A Plan whose step was predicted.
 
     Attributes:
-        degrees: As of a Branch.
-        memory: Bytes that a rank has at least.
+        degrees: The Plan's degrees.
+        memory: Lower bound on the bytes of a rank.
         plan: The Plan.
-        cost: Of its step.
+        cost: Cost of the Plan's step.
     """
 
     branches: Sequence[Branch] = ()
@@ -288,13 +288,13 @@ class Timed:
         self._shared = shared
 
     def seconds(self, room: float) -> float:
-        """Seconds of a step; infinite if a rank has no room for it."""
+        """Return the seconds of a step; infinite if a rank does not fit."""
         return self.cost.seconds if self.memory <= room else math.inf
 
     def fitted(self, room: float) -> tuple[SettledPlan, RankMemory] | None:
-        """With the best size of its buckets, or else the usual one, and its memory; None if that has no room.
+        """Return the Plan with the best bucket size, else the usual one, and its memory; None if too large.
 
-        With zero2 alone does memory depend on that size: else a Plan without room is not given another.
+        Memory depends on this size only with zero2; otherwise a Plan that does not fit gets no other size.
         """
         if not self.plan.sharding.bucket_is_memory and self._memory.peak > room:
             return None
@@ -305,7 +305,7 @@ class Timed:
 
     @cached_property
     def _memory(self) -> RankMemory:
-        """With the usual size."""
+        """Return the memory with the usual bucket size."""
         return self._shared.memories.fullest(self.plan, self._shared.space.batch)
 
     @cached_property
@@ -319,7 +319,7 @@ class Timed:
 def _of_variant(
     shared: Shared, variant: Variant, shares: Sequence[Share], least: float, room: float
 ) -> float:
-    """Seconds that a variant's step takes at least, whose forwards and backwards take so many."""
+    """Return a lower bound on a step's seconds of a variant whose forwards and backwards take `least`."""
     shardings = shared.fitting(variant.degrees, shares, room)
     if not shardings:
         return math.inf

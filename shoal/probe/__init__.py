@@ -1,8 +1,8 @@
-"""Measures the machine that it runs on, and describes it as a Cluster.
+"""Measure the machine that this runs on, and describe it as a Cluster.
 
-Nouns: Place (the ranks and their hosts), Measurement (an operation, what it took, what the cost model says),
-Probed (the Cluster that fits the measurements best, how well it does, and what looks wrong). Every rank calls
-`probe`; `shoal probe` starts them.
+Nouns: Place (the ranks and their hosts), Measurement (an operation with its measured and its predicted
+    seconds), Probed (the Cluster that fits the measurements best, its errors, and suspicions). Every rank
+    calls `probe`; `shoal probe` starts the ranks.
 """
 
 from shoal.probe.measurements import (

@@ -1,9 +1,9 @@
-"""What a device does in how many seconds: products, passes over memory, attention, small operators.
+"""Measure the seconds of a device's operations: products, passes over memory, attention, small operators.
 
-Shapes are those that training has: large and small, square and skewed, and the products of weights'
-gradients, whose inner dim are the rows of forward. Passes are those of a transformer, with the bytes that
-`shoal.workload` counts for them, so that what is fitted is what is used; beside them a copy and a triad. Each
-time products and passes have other operands, as in training: what they read has left the caches.
+Shapes are those of training: large and small, square and skewed, and the products of weights' gradients,
+whose inner dim is the rows of forward. Passes are those of a transformer, with the bytes that
+`shoal.workload` counts for them, so that the fit matches its use; in addition a copy and a triad. Each
+repetition of a product or pass has other operands, as in training: its inputs have left the caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.workload import Attention, ModelShape, Pass, workload_of
 __all__ = ["measure_attention", "measure_launch", "measure_passes", "measure_products"]
 
 _SQUARES = (64, 128, 256, 512, 1024)
-_LARGE_SQUARES = (2048, 4096, 8192)  # where one takes less than a second: on accelerators
+_LARGE_SQUARES = (2048, 4096, 8192)  # only if one takes less than a second: on accelerators
 _SKEWED = (
     (256, 128, 512),
     (256, 512, 128),
@@ -75,7 +75,7 @@ def measure_products(place: Place, effort: Effort) -> tuple[ProductTime, ...]:
 
 
 def _product(shape: tuple[int, int, int], pool: Tensor) -> Operation:
-    """Each time of the next numbers in the pool."""
+    """Return a product that takes the next numbers of the pool at each call."""
     rows, inputs, outputs = shape
     size = inputs * (rows + outputs)
     given = cycle(
@@ -86,7 +86,7 @@ def _product(shape: tuple[int, int, int], pool: Tensor) -> Operation:
 
 
 def measure_passes(place: Place, effort: Effort) -> tuple[PassTime, ...]:
-    """Forward and backward of a transformer's passes; streams: a copy, a triad, an optimizer's update."""
+    """Time a transformer's passes, forward and backward, and streams: copy, triad, optimizer update."""
     tokens = (*_TOKENS, *(_LARGE_TOKENS if place.device.type != "cpu" else ()))
     passes = [each for count in tokens for each in _passes(count, place.device)]
     passes += _streams(place.device)
@@ -95,7 +95,7 @@ def measure_passes(place: Place, effort: Effort) -> tuple[PassTime, ...]:
 
 
 def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
-    """Passes in fp32 over so many tokens, without their times."""
+    """Yield passes in fp32 over this many tokens, with their times unset."""
     blocks = workload_of(_shape(tokens, fused=device.type != "cpu")).pieces
     operations = [each for block in blocks for each in block.operations]
     counted = {each.name: each for each in operations if isinstance(each, Pass)}
@@ -124,8 +124,8 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
 
 
 def _streams(device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
-    """Time passes over tensors that lie in no cache."""
-    elements = COLD // 16  # of fp32: four tensors are as large as what lies between two uses of one
+    """Yield passes over tensors that lie in no cache."""
+    elements = COLD // 16  # fp32: four tensors are as large as COLD
     others = cycle(torch.randn(4, elements, device=device))
     given = {
         "copy": (8, lambda: next(others).copy_(next(others))),
@@ -152,7 +152,7 @@ def _shape(tokens: int, *, fused: bool) -> ModelShape:
 def _with_backward(
     operator: Callable[..., Tensor], given: Sequence[tuple[Tensor, ...]]
 ) -> tuple[Operation, Operation]:
-    """An operator's forward, as it is where a backward follows; and both. Each on the next of the given."""
+    """Return an operator's forward as if a backward follows, and both; each call takes the next operands."""
     leaves = cycle([[tensor.detach().requires_grad_() for tensor in each] for each in given])
     gradient = torch.ones_like(operator(*next(leaves)))
 
@@ -173,10 +173,10 @@ def _update(elements: int, device: torch.device) -> Operation:
 
 
 def measure_attention(place: Place, effort: Effort) -> tuple[AttentionTime, ...]:
-    """Forward and backward of causal attention.
+    """Time forward and backward of causal attention.
 
-    Backward is what both take, less forward: a difference of two times on this rank, which noise can make
-    negative. Ranks take the median of all theirs, so each gives the same list.
+    Backward is the time of both minus forward: a difference of two times on this rank, which noise can make
+    negative. Ranks take the median over all ranks, so each returns an equal list.
     """
     accelerated = place.device.type != "cpu"
     precision = "bf16" if accelerated else "fp32"
@@ -203,7 +203,7 @@ def _attention(
     length, heads, kv_heads, width = shape
 
     def projected(count: int) -> Tensor:
-        """As a product gives it: `[1, length, heads, width]`, seen as `[1, heads, length, width]`."""
+        """Return a tensor like a product's result, `[1, length, heads, width]`, with heads before length."""
         return torch.randn(1, length, count, width, device=device).to(dtype).transpose(1, 2)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -213,12 +213,12 @@ def _attention(
 
 
 def measure_launch(place: Place, effort: Effort) -> tuple[float, float]:
-    """Seconds between two kernels of the device, and those that the host takes to start one.
+    """Return the seconds between two kernels on the device, and the seconds that the host takes to start one.
 
-    The second is that of a transformer's layer with next to nothing to compute, forward and backward, for
-    each kernel that its Workload counts. On cores the two are one: an operator is started by the thread that
-    then does it, so all of it is the first, and the second is 0. On a GPU the first is that of kernels that
-    were recorded and are played again.
+    The second number is the time of a transformer's layer with almost nothing to compute, forward and
+    backward, divided by the kernels that its Workload counts. On cores the two are one: the thread that
+    starts an operator also runs it, so the first number is all of it, and the second is 0. On a GPU the first
+    number is from kernels that were recorded and are replayed.
     """
     on_cores = place.device.type == "cpu"
     layer = SmallLayer().to(place.device)

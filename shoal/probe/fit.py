@@ -1,13 +1,13 @@
-"""The Cluster whose predictions come closest to what was measured.
+"""Find the Cluster whose predictions are closest to the measurements.
 
-Quantities are fitted one after another, each with what it alone decides: passes and streams the memory's
-rates, products the peak and the depth at which half of it is reached, attention its shares, level by level,
-from the inside, the links' rate, latency and half size, and synchronisations how ranks vary. Close means in
-proportion: the mean squared logarithm of predicted over measured is the least, so that a small operation
-counts as much as a large one.
+Quantities are fitted one after another, each from the measurements that it alone determines. Passes and
+streams give the memory's rates; products give the peak and the depth at which half of it is reached;
+attention gives its shares. Then, level by level from the inside, links give rate, latency and half size, and
+synchronisations give the variation of ranks. Closeness is relative: the fit minimises the mean squared
+logarithm of predicted over measured seconds, so that a small operation counts as much as a large one.
 
-Where a data sheet says what a device or a link could do, that is the peak, and what programs reach is a share
-of it. Where none does, as for cores, the peak is the highest rate measured.
+If a data sheet gives the peak of a device or link, that is the peak, and programs reach a share of it. If
+there is none, as for cores, the peak is the highest measured rate.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["fit"]
 
 _SHARES = (1e-3, 1.0)
 _DEPTHS = (1.0, 4096.0)
-_SETUPS = (1e-7, 1e-2)  # of the innermost level alone: a collective has one
+_SETUPS = (1e-7, 1e-2)  # only of the innermost level: a collective has one setup
 _LATENCIES = (1e-7, 1e-2)
 _HALF_SIZES = (1.0, 64e6)
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {
@@ -44,16 +44,16 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
-_CPU_TILE = (16, 16)  # of products on cores: edges cost little
+_CPU_TILE = (16, 16)  # tile of products on cores: edges cost little
 
 
 def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
-    """The Cluster that fits best.
+    """Return the Cluster that fits best.
 
     Args:
-        measured: What was measured.
-        sheet: What is known of the machine without measuring.
-        name: Of the Cluster.
+        measured: The measurements.
+        sheet: Facts about the machine that need no measuring.
+        name: Name of the Cluster.
     """
     device = _start(measured, sheet)
     level = Level(name=sheet.inside, devices=1, bandwidth=device.bandwidth, source="one device: no links")
@@ -68,7 +68,7 @@ def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
 
 
 def _start(measured: Measurements, sheet: Sheet) -> Device:
-    """The device before the fit: what is known of it, and what was measured as it is."""
+    """Return the device before the fit: with the known facts, and the values that are measured directly."""
     peak = {
         precision: peak_flops(sheet.device, precision) or max(rates)
         for precision in ("fp32", "bf16")
@@ -97,7 +97,7 @@ def _fit_passes(cluster: Cluster, passes: Sequence[PassTime]) -> Cluster:
 
 
 def _fit_products(cluster: Cluster, products: Sequence[ProductTime], sheet: Sheet) -> Cluster:
-    """With a data sheet the share of its peaks, without one the peaks themselves; and the depth."""
+    """Fit the share of a data sheet's peaks, or the peaks themselves without one; and the depth."""
     by_precision = {
         precision: [each for each in products if each.precision == precision]
         for precision in ("bf16", "fp32")  # the depth is in bf16, and follows from its peak in fp32
@@ -126,7 +126,7 @@ def _fit_products(cluster: Cluster, products: Sequence[ProductTime], sheet: Shee
 
 
 def _fit_share(cluster: Cluster, share: str, measured: Sequence[Measurement]) -> Cluster:
-    """With the device's share of that name."""
+    """Fit the device's share of this name."""
 
     def with_share(values: tuple[float, ...]) -> Cluster:
         return _of_device(cluster, **{share: values[0]})
@@ -135,9 +135,9 @@ def _fit_share(cluster: Cluster, share: str, measured: Sequence[Measurement]) ->
 
 
 def _fit_synchronisations(cluster: Cluster, synchronisations: Sequence[SynchronisationTime]) -> Cluster:
-    """With jitter and noise: behind w seconds of work, waiting takes a w + b sqrt(w), neither below 0.
+    """Fit jitter and noise: after w seconds of work, waiting takes a w + b sqrt(w), neither below 0.
 
-    Least squares of what a second of work adds, since the noise of a time is in proportion to it.
+    Least squares of the wait per second of work, since the noise of a time is proportional to it.
     """
     if not synchronisations:
         return cluster
@@ -175,7 +175,7 @@ def _fit_levels(cluster: Cluster, links: Sequence[CollectiveTime | SendTime], sh
 
 
 def _rate(measured: CollectiveTime | SendTime, sheet: Sheet) -> float:
-    """Bytes/s over the busiest link, whatever the algorithm, of one device."""
+    """Return the bytes/s of one device over the busiest link, for any algorithm."""
     if isinstance(measured, SendTime):
         return measured.nbytes / measured.seconds
     factor = _BUS_FACTORS.get(measured.collective, lambda ranks: 1.0)
@@ -193,7 +193,7 @@ def _closest(
     measured: Iterable[Measurement],
     bounds: Sequence[tuple[float, float]],
 ) -> Cluster:
-    """The Cluster, of those that the values make, whose predictions come closest to what was measured."""
+    """Return the Cluster, among those that values make, whose predictions are closest to the measurements."""
     chosen = list(measured)
 
     def distance(values: tuple[float, ...]) -> float:

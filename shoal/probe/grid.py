@@ -1,8 +1,8 @@
-"""The least of a function of a few positive numbers, whose sizes may differ by orders of magnitude.
+"""Minimise a function of a few positive numbers, whose sizes may differ by orders of magnitude.
 
-All is done in logarithms. A coarse grid over the bounds says where to begin. From there the search steps to
-the best neighbour, diagonals included, since numbers may trade for one another; where no neighbour is better
-the step is halved, until it is a thousandth.
+All steps are in logarithms. A coarse grid over the bounds gives the start. From there the search steps to the
+best neighbour, including diagonals, since numbers may trade for one another. If no neighbour is better, the
+step is halved, until it is a thousandth.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["least"]
 
-_POINTS = 5  # of the coarse grid, along each number
-_SMALLEST_STEP = 1e-3  # of a logarithm: so close, in proportion, is what is found
+_POINTS = 5  # points of the coarse grid, along each number
+_SMALLEST_STEP = 1e-3  # of a logarithm: the relative error of the result
 
 _Point = tuple[float, ...]
 
 
 def least(of: Callable[[_Point], float], bounds: Sequence[tuple[float, float]]) -> _Point:
-    """Where the function is least, as far as its neighbours tell.
+    """Return a point where the function is least, compared with its neighbours.
 
     Args:
-        of: Takes one number for each bound.
-        bounds: Lowest and highest value of each, above 0.
+        of: The function; it takes one number for each bound.
+        bounds: Lowest and highest value of each number, above 0.
     """
     edges = [(math.log(low), math.log(high)) for low, high in bounds]
 

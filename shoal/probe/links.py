@@ -1,8 +1,8 @@
-"""What links carry: every collective's curve at each level, pairs of hosts, and what both cost compute.
+"""Measure links: every collective's curve at each level, pairs of hosts, and contention with compute.
 
-Inside the hosts each host's ranks are a group, all of them busy at once. Between hosts there are two forms:
-the group of all ranks, and the groups of ranks with the same place on each host, which share the hosts' links
-as data-parallel groups do beside tensor-parallel ones.
+Inside the hosts each host's ranks are a group, and all groups are busy at once. Between hosts there are two
+forms: the group of all ranks, and the groups of ranks with the same index on each host. These groups share
+the hosts' links as data-parallel groups do beside tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BESIDE_BYTES = 4 << 20
 
 
 def form_groups(place: Place, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Forms process groups of the probe's backend, of which this rank is in one, and gives that."""
+    """Make process groups of the probe's backend, one for each rank; return this rank's."""
     own: dist.ProcessGroup | None = None
     for members in groups:
         options: Any = Options.from_environment() if place.backend == "shoal" else None
@@ -55,12 +55,12 @@ def form_groups(place: Place, groups: Sequence[Sequence[int]]) -> dist.ProcessGr
 
 
 def form_innermost(place: Place) -> dist.ProcessGroup:
-    """Forms groups of the ranks of each host, or one of all if each has its own, and gives this rank's."""
+    """Make groups of each host's ranks, or one of all if each host has one rank; return this rank's."""
     return form_groups(place, place.hosts if place.ranks_per_host > 1 else [range(place.ranks.count)])
 
 
 def measure_links(place: Place, effort: Effort) -> tuple[CollectiveTime | SendTime, ...]:
-    """Every collective at every size, level by level."""
+    """Time every collective at every size, level by level."""
     times: list[CollectiveTime | SendTime] = []
     if place.ranks_per_host > 1:
         times += _curves(place, 0, place.hosts, 1, effort)
@@ -110,10 +110,10 @@ def _curves(
 
 
 def measure_hosts(place: Place) -> tuple[HostRates, ...]:
-    """Rates between pairs of hosts: neighbours in both pairings, and far ones, all at once and one alone.
+    """Time pairs of hosts: neighbours in both pairings, far pairs all at once, and one pair alone.
 
-    A link that is slow shows in one pairing of neighbours, an adapter in both; links that many flows share
-    show in far pairs that are slower at once than one alone. Fewer than three hosts cannot tell.
+    A slow link shows in one pairing of neighbours, a slow adapter in both. Links that many flows share show
+    in far pairs that are slower all at once than one alone. Fewer than three hosts give no such signs.
     """
     count = len(place.hosts)
     if count < 3:
@@ -165,7 +165,7 @@ def _exchange(group: dist.ProcessGroup, given: torch.Tensor, got: torch.Tensor, 
 def measure_contention(place: Place, effort: Effort) -> float:
     """Measure the share, 0 to 1, by which an all-reduce slows a product that runs beside it.
 
-    Over the innermost links: what slower ones are slowed by follows from their rate.
+    Measured over the innermost links; the slowdown by slower links follows from their rate.
     """
     if place.ranks.count == 1:
         return 0.0

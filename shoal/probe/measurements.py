@@ -1,6 +1,6 @@
-"""What is measured: each an operation, the seconds that it took, and those that the cost model predicts.
+"""Measurements: operations with their measured seconds, and with those that the cost model predicts.
 
-The fit looks for the Cluster with which the two agree best. It knows no formula: those stand in `shoal.cost`.
+The fit looks for the Cluster with which the two agree best. The formulas are in `shoal.cost`.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = [
 
 
 class Measurement(Protocol):
-    """An operation and what it took, while all ranks did the same."""
+    """An operation and its seconds, measured while all ranks did the same."""
 
     @property
     def seconds(self) -> float:
-        """What it took."""
+        """Measured seconds."""
         ...
 
     @property
     def quantity(self) -> str:
-        """What errors of the fit are told by, such as "products fp32"."""
+        """Name of the quantity for errors of the fit, such as "products fp32"."""
         ...
 
     def predicted(self, cluster: Cluster) -> float:
-        """The seconds that it takes on a Cluster, by the cost model."""
+        """Return the seconds of the operation on a Cluster, by the cost model."""
         ...
 
 
@@ -121,14 +121,14 @@ class AttentionTime:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTime:
-    """Seconds of a collective, in all groups of the same form at once.
+    """Seconds of a collective, in all groups of one form at once.
 
     Attributes:
-        level: Index of the outermost level of links that it takes.
-        collective: Its name.
-        group: Who takes part.
-        nbytes: As `shoal.cost.collectives.network` counts them.
-        seconds: Of the slowest rank.
+        level: Index of the outermost level of links that it uses.
+        collective: Name of the collective.
+        group: The pattern of ranks that take part.
+        nbytes: Bytes, as `shoal.cost.collectives.network` counts them.
+        seconds: Seconds of the slowest rank.
     """
 
     level: int
@@ -144,13 +144,13 @@ class CollectiveTime:
 
     def predicted(self, cluster: Cluster) -> float:
         """See `Measurement`."""
-        # Not `collective_seconds`, which remembers all clusters that it was asked of: a fit tries thousands.
+        # Not `collective_seconds`, which caches every cluster that it is called with: a fit tries thousands.
         return min(algorithm_seconds(self.collective, self.nbytes, self.group, cluster).values())
 
 
 @dataclass(frozen=True, slots=True)
 class SendTime:
-    """Seconds of a message to the rank `distance` away, while an equal one comes from the other side."""
+    """Seconds of a message to the rank `distance` away, while an equal one arrives from the other side."""
 
     level: int
     distance: int
@@ -169,12 +169,12 @@ class SendTime:
 
 @dataclass(frozen=True, slots=True)
 class SynchronisationTime:
-    """Seconds that ranks take which do the same work and then synchronise, again and again.
+    """Seconds that ranks lose when they repeatedly do equal work and then synchronise.
 
     Attributes:
-        ranks: That meet.
+        ranks: Number of ranks that synchronise.
         work: Seconds of the work alone, the mean over ranks.
-        seconds: That a synchronisation adds besides what the collective takes alone, the mean over ranks.
+        seconds: Seconds that a synchronisation adds beside the collective alone, the mean over ranks.
     """
 
     ranks: int
@@ -187,9 +187,9 @@ class HostRates:
     """Bytes/s from each host to its partner and back, all ranks of a host sending at once.
 
     Attributes:
-        pairing: How hosts were paired: "even" 0-1 and 2-3, "odd" 1-2 and 3-4, "far" each with the one half
-            of all hosts away, "alone" the same, but the first pair only.
-        rates: By host; those without a partner are left out.
+        pairing: The pairs of hosts: "even" 0-1 and 2-3, "odd" 1-2 and 3-4, "far" each with the one half of
+            all hosts away, "alone" only the first pair of "far".
+        rates: Rates by host; hosts without a partner are left out.
     """
 
     pairing: Literal["even", "odd", "far", "alone"]
@@ -198,18 +198,18 @@ class HostRates:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """All that was measured.
+    """All measurements of a probe.
 
     Attributes:
-        products, passes, attention: On this rank's device, medians over the ranks.
+        products, passes, attention: Times on this rank's device, medians over the ranks.
         launch: Seconds from one kernel's end to the next one's start.
         dispatch: Seconds that the host takes to start an operation, beside what the device does.
-        contention: Of a collective within a host beside a product, the share that the product is slowed by.
-        links: Collectives and messages, level by level.
-        synchronisations: Of all ranks of a host, with work of several lengths.
-        hosts: Rates between pairs of hosts, where there are enough of them.
+        contention: Share by which a collective within a host slows a product that runs beside it.
+        links: Times of collectives and messages, level by level.
+        synchronisations: Times of all ranks of a host, with work of several lengths.
+        hosts: Rates between pairs of hosts, if there are enough of them.
         paces: By rank, FLOP/s of the quickest product in fp32.
-        presence: By rank, the part of the time of its products that its threads were on a core.
+        presence: By rank, the share of the time of its products in which its threads were on a core.
     """
 
     products: tuple[ProductTime, ...]
@@ -226,7 +226,7 @@ class Measurements:
 
     @property
     def all(self) -> tuple[Measurement, ...]:
-        """Those that the cost model predicts."""
+        """Return the measurements that the cost model predicts."""
         return (*self.products, *self.passes, *self.attention, *self.links)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a probe: which hosts they are on, and what they compute on."""
+"""The ranks of a probe: their hosts and their devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Imported while a gloo group is there, by an optimizer, it may abort the process at its exit: see
+# If an optimizer imports it while a gloo group exists, it may abort the process at its exit: see
 # shoal/parallel/communication.py.
 import torch._dynamo
 import torch.distributed as dist
@@ -27,10 +27,10 @@ class Place:
     """The ranks, host by host.
 
     Attributes:
-        ranks: This rank among all.
+        ranks: This rank, among all.
         hosts: By host, its ranks in ascending order.
-        device: What this rank computes on.
-        backend: Of the process groups that are measured.
+        device: Device on which this rank computes.
+        backend: Backend of the process groups that are measured.
     """
 
     ranks: Ranks
@@ -40,7 +40,7 @@ class Place:
 
     @classmethod
     def find(cls, ranks: Ranks, backend: str) -> Place:
-        """Where the ranks are; every rank of the default group calls this.
+        """Return the place of the ranks; every rank of the default group calls this.
 
         Raises:
             ClusterError: Hosts have unequal numbers of ranks, or their ranks do not follow one another.
@@ -60,12 +60,12 @@ class Place:
 
     @property
     def ranks_per_host(self) -> int:
-        """Number of ranks on each host, which is equal on all."""
+        """Number of ranks on each host, which is equal on all hosts."""
         return len(self.hosts[0])
 
     @property
     def cores(self) -> int:
-        """That the ranks of this host may use."""
+        """Number of cores that the ranks of this host may use."""
         return len(os.sched_getaffinity(0))
 
     @property
@@ -75,7 +75,7 @@ class Place:
 
     @property
     def device_name(self) -> str:
-        """As the driver gives it."""
+        """Name of the device, as the driver gives it."""
         if self.device.type == "cuda":
             return torch.cuda.get_device_name(self.device)
         threads = torch.get_num_threads()
@@ -89,12 +89,12 @@ class Place:
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / self.ranks_per_host
 
     def finish(self) -> None:
-        """Waits until the device has done all that it was given."""
+        """Wait until the device has completed all its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gathered(self, value: Any) -> list[Any]:
-        """What every rank gives, by rank."""
+        """Return the values that all ranks give, by rank."""
         values: list[Any] = [None] * self.ranks.count
         dist.all_gather_object(values, value)
         return values

@@ -1,4 +1,4 @@
-"""The probe: measures on all ranks at once, and fits a Cluster to what they have measured."""
+"""The probe: measure on all ranks at once, and fit a Cluster to the measurements."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Timed = TypeVar("Timed", ProductTime, PassTime, AttentionTime)
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """How far predictions of one quantity are from what was measured, as shares of the measured seconds.
+    """Errors of the predictions of one quantity, as shares of the measured seconds.
 
     Attributes:
-        quantity: Such as "products fp32".
-        measured: How many measurements there are.
-        median: Of the errors, without their signs.
-        worst: The largest of them.
+        quantity: Name, such as "products fp32".
+        measured: Number of measurements.
+        median: Median of the absolute errors.
+        worst: Largest absolute error.
     """
 
     quantity: str
@@ -45,13 +45,13 @@ class FitError:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found.
+    """The result of a probe.
 
     Attributes:
         cluster: The machine.
-        measurements: What it was fitted to.
-        errors: By quantity.
-        suspicions: What looks wrong, a sentence each.
+        measurements: The measurements that it was fitted to.
+        errors: The errors of each quantity.
+        suspicions: Signs of problems, one sentence each.
     """
 
     cluster: Cluster
@@ -61,13 +61,13 @@ class Probed:
 
 
 def probe(place: Place, name: str, effort: Effort = THOROUGH, say: Callable[[str], object] = print) -> Probed:
-    """Measures the machine; every rank of the default group calls this, and all get the same.
+    """Measure the machine; every rank of the default group calls this, and all get equal results.
 
     Args:
         place: The ranks, and the backend to measure.
-        name: Of the Cluster.
-        effort: How much is measured: THOROUGH, or QUICK.
-        say: Tells what is measured now.
+        name: Name of the Cluster.
+        effort: Amount of measuring: THOROUGH, or QUICK.
+        say: Called with a message about what is measured now.
     """
     if place.device.type == "cpu":
         keep_freed_memory()  # as training does
@@ -111,7 +111,7 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
 
 
 def _median_of_ranks(place: Place, own: Sequence[Timed]) -> tuple[Timed, ...]:
-    """Each with the median of the seconds that all ranks measured at the same time."""
+    """Return each measurement with the median of the seconds that all ranks measured at the same time."""
     seconds = place.gathered([each.seconds for each in own])
     return tuple(
         replace(each, seconds=median(values))

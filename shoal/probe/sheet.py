@@ -1,4 +1,4 @@
-"""What a machine says of itself without being measured: its devices and its network adapters."""
+"""Facts that a machine reports without being measured: its devices and its network adapters."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _BITS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sheet:
-    """What is known before anything is measured.
+    """Facts about a machine, known before any measurement.
 
     Attributes:
-        device: Its name as the driver gives it.
+        device: Name of the device, as the driver gives it.
         memory: Bytes of one device.
         units: Multiprocessors of a device, or the threads that a rank computes with.
         on_cores: Whether devices are cores.
-        devices: On all hosts.
-        devices_per_host: On each.
-        cores: That the ranks of a host share.
+        devices: Number of devices on all hosts.
+        devices_per_host: Number of devices on each host.
+        cores: Number of cores that the ranks of a host share.
         inside: Name of the links inside a host.
-        network: Bytes/s that a host's adapters carry for each device, one way; 0 where they do not say.
+        network: Bytes/s that a host's adapters carry for each device, one way; 0 if they do not report it.
         rdma: Names of adapters that can do RDMA.
-        source: Where the figures are from.
+        source: Source of the figures.
     """
 
     device: str
@@ -72,9 +72,9 @@ def read_sheet(place: Place) -> Sheet:
 
 
 def network_rate(classes: Path) -> float:
-    """Bytes/s that the adapters of a host carry together, one way; 0 if none says.
+    """Return the bytes/s that the adapters of a host carry together, one way; 0 if none reports it.
 
-    Those that do RDMA count where there are any: the others then serve storage and management.
+    If any adapters can do RDMA, only these count: the others then serve storage and management.
 
     Args:
         classes: The directory in which Linux lists devices by class: /sys/class.
@@ -86,12 +86,12 @@ def network_rate(classes: Path) -> float:
 
 
 def rdma_adapters(classes: Path) -> tuple[str, ...]:
-    """Names of the adapters that can do RDMA; the argument is as above."""
+    """Return the names of the adapters that can do RDMA; `classes` is as for `network_rate`."""
     return tuple(sorted(each.name for each in classes.glob("infiniband/*")))
 
 
 def _wired(classes: Path) -> Iterator[Path]:
-    """The speed files of network interfaces that have hardware behind them."""
+    """Yield the speed files of network interfaces that have hardware behind them."""
     for interface in classes.glob("net/*"):
         if (interface / "device").exists():
             yield interface / "speed"

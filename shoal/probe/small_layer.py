@@ -1,4 +1,4 @@
-"""A transformer's layer so small that starting its operators is all that takes time."""
+"""A transformer's layer so small that starting its operators takes all its time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKENS = 4
 
 
 class SmallLayer(nn.Module):
-    """Norm, attention, norm and a gated feed-forward layer, in modules as models have them."""
+    """Norm, attention, norm and a gated feed-forward layer, in modules as in real models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class SmallLayer(nn.Module):
         self.gate, self.up, self.down = _square(3)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """From and to `[1, tokens, width]`."""
+        """Return `[1, tokens, width]` for an input `[1, tokens, width]`."""
         hidden = self.attention_norm(stream)
         query, key, value = (each(hidden).unsqueeze(1) for each in (self.query, self.key, self.value))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -34,12 +34,12 @@ class SmallLayer(nn.Module):
         return result
 
     def forward_and_backward(self) -> None:
-        """Once, from ones."""
+        """Run forward and backward once, on ones."""
         stream = torch.ones(1, _TOKENS, _WIDTH, device=self.query.weight.device, requires_grad=True)
         self(stream).sum().backward()
 
     def kernels(self, *, fused: bool) -> int:
-        """How many its Workload counts, forward and backward."""
+        """Return the number of kernels that its Workload counts, forward and backward."""
         shape = ModelShape(
             layers=1,
             hidden=_WIDTH,

@@ -1,4 +1,4 @@
-"""What looks wrong with a machine, as sentences that say what to look at."""
+"""Signs of problems with a machine, as sentences that say what to check."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _FEWEST_HOSTS = 3
 def suspicions(
     measured: Measurements, sheet: Sheet, backend: str, environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Every suspicion.
+    """Yield every suspicion.
 
     Args:
-        measured: What was measured.
-        sheet: What is known of the machine.
-        backend: That was measured.
-        environment: That the ranks ran in.
+        measured: The measurements.
+        sheet: Facts about the machine.
+        backend: Backend that was measured.
+        environment: Environment variables of the ranks.
     """
     hosts = sheet.devices // sheet.devices_per_host
     if sheet.on_cores and sheet.devices_per_host * sheet.units > sheet.cores:
@@ -53,7 +53,7 @@ def suspicions(
 
 
 def _speaks_tcp(backend: str, environment: Mapping[str, str]) -> str:
-    """Why the bytes go over TCP; empty if nothing says so."""
+    """Return why the bytes go over TCP; empty if there is no sign of it."""
     if backend in ("shoal", "gloo"):
         return f"the backend {backend} speaks TCP"
     if environment.get("NCCL_IB_DISABLE", "0") != "0":
@@ -83,7 +83,7 @@ def _absent_ranks(presence: tuple[float, ...]) -> Iterator[str]:
 
 
 def _slow_hosts(even: HostRates, odd: HostRates) -> Iterator[str]:
-    """A host that is slow with both neighbours has a slow adapter; one that is with one, a slow link."""
+    """Yield slow hosts: slow with both neighbours means a slow adapter, with one a slow link."""
     usual = median([*even.rates.values(), *odd.rates.values()])
 
     def slow(rates: HostRates) -> set[int]:

@@ -1,8 +1,8 @@
-"""What ranks lose by waiting for one another, where they do the same work and meet behind it, over and over.
+"""The time that ranks lose by waiting for one another, when they repeat equal work and synchronise after it.
 
-Work of several lengths is done with a synchronisation behind each, and without: what these add besides what
-they take by themselves grows in proportion to the work where one rank is slower than another, and with its
-square root where delays come at random.
+Work of several lengths is done with a synchronisation after each piece, and without. The time that
+synchronisations add, beside their own, grows in proportion to the work if one rank is slower than another,
+and with the square root of the work if delays are random.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["measure_synchronisations"]
 
 _LENGTHS = (1, 4, 16)  # products of a piece of work, each with a pass over its result
 _SIZES = {"cpu": 512, "cuda": 4096}
-_LONGER = 10  # than other operations' turns, so that each has many meetings
+_LONGER = 10  # times other operations' turns, so that each has many synchronisations
 
 
 def measure_synchronisations(place: Place, effort: Effort) -> tuple[SynchronisationTime, ...]:
-    """Time synchronisations of the ranks of a host, or of all if each has its own, by the work's length."""
+    """Time synchronisations of the ranks of a host, or of all if each host has one rank, by work length."""
     if place.ranks.count == 1:
         return ()
     group = form_innermost(place)

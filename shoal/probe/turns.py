@@ -1,9 +1,9 @@
-"""Times operations while all ranks do the same, since cores and the memory's bandwidth are shared.
+"""Time operations while all ranks do the same, since cores and the memory's bandwidth are shared.
 
-What drifts on a machine should meet all operations alike: in every round each has its turn, every other round
-in the reverse order. A turn is as many operations as fill some milliseconds on the slowest rank, after one
-that is not counted; the ranks begin it together and do equally many. Where ranks share cores, a rank that is
-let to work first is soon done: there a turn ends with the last rank's.
+A machine's drift should affect all operations alike: in every round each operation has its turn, every other
+round in reverse order. A turn has as many operations as fill some milliseconds on the slowest rank, after one
+that is not counted. The ranks begin it together and do equally many. If ranks share cores, a rank that may
+work first is soon done: there a turn ends with the last rank's end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.probe.place import Place
 __all__ = ["COLD", "QUICK", "THOROUGH", "Effort", "Operation", "time_in_turns"]
 
 COLD = 128 << 20
-"""Bytes that lie between two uses of a tensor: several times what caches hold for a core."""
+"""Bytes that lie between two uses of a tensor: several times the caches of a core."""
 
 Operation = Callable[[], object]
 
@@ -31,11 +31,11 @@ _MOST = 2000  # operations in a turn
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured.
+    """The amount of measuring.
 
     Attributes:
         rounds: Turns of each operation.
-        turn_seconds: That a turn takes at least.
+        turn_seconds: Least seconds of a turn.
         sizes: Bytes of the collectives' buffers.
     """
 
@@ -45,18 +45,18 @@ class Effort:
 
 
 THOROUGH = Effort(5, 0.02, tuple(1 << power for power in range(10, 27, 2)))
-"""1 KiB to 64 MiB, each four times the one before."""
+"""Collectives of 1 KiB to 64 MiB, each size four times the one before."""
 
 QUICK = Effort(3, 0.005, (4 << 10, 64 << 10, 1 << 20, 8 << 20))
 
 
 def time_in_turns(operations: Mapping[Key, Operation], place: Place, effort: Effort) -> dict[Key, float]:
-    """Seconds of each operation on this rank, the median over rounds.
+    """Return the seconds of each operation on this rank, the median over rounds.
 
     Args:
-        operations: By any key, the same and in the same order on all ranks.
+        operations: Operations by key; equal keys in equal order on all ranks.
         place: The ranks.
-        effort: How often, and how long.
+        effort: Number and length of the turns.
     """
     counts = {key: _count(operation, place, effort) for key, operation in operations.items()}
     seconds: dict[Key, list[float]] = {key: [] for key in operations}
@@ -67,7 +67,7 @@ def time_in_turns(operations: Mapping[Key, Operation], place: Place, effort: Eff
 
 
 def _count(operation: Operation, place: Place, effort: Effort) -> int:
-    """How many operations a turn has."""
+    """Return the number of operations in a turn."""
     once = place.ranks.largest(_turn(operation, 1, place))
     return min(max(1, round(effort.turn_seconds / once)), _MOST)
 

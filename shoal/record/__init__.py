@@ -1,7 +1,7 @@
-"""What a run writes about itself while it runs: its Timeline, its metrics.
+"""Records that a run writes about itself while it runs: its Timeline and its metrics.
 
 Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). The trainer and the parallel
-strategies call them. Neither ever stops training: a full disk costs the record only.
+    strategies call them. Neither ever stops training: a full disk costs only the record.
 """
 
 from shoal.record.metrics import Logger, Loggers, MetricsWriter, TensorBoardLogger

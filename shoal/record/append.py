@@ -1,4 +1,4 @@
-"""A text file that a run appends to, and that never stops the run."""
+"""A text file that a run appends to; its failure never stops the run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["AppendFile"]
 
 
 class AppendFile:
-    """Appends lines to a file; the first failure is reported and gives the file up.
+    """Append lines to a file; the first failure is reported and gives the file up.
 
     A full disk or a lost mount costs the record, not the training: after the first OSError the file is
     left as it is and later text is dropped.
 
     Args:
-        path: The file; it and its parents are made where absent. Where its last line is torn, because
-            an earlier process was killed while writing, that line is ended first.
-        purpose: What is lost when the file is, such as "the timeline"; for the report.
-        say: Takes the report of a failure, one line.
+        path: The file; it and its parents are made if absent. If its last line is torn, because an earlier
+            process was killed while writing, that line is ended first.
+        purpose: What is lost with the file, such as "the timeline"; used in the report.
+        say: Called with the report of a failure, one line.
     """
 
     def __init__(self, path: str | os.PathLike[str], purpose: str, say: Callable[[str], object]) -> None:
@@ -37,7 +37,7 @@ class AppendFile:
             self._give_up(error)
 
     def write(self, text: str) -> None:
-        """Appends `text`, and hands it to the operating system before it returns."""
+        """Append `text`, and pass it to the operating system before returning."""
         if self._file is None:
             return
         try:
@@ -47,7 +47,7 @@ class AppendFile:
             self._give_up(error)
 
     def close(self) -> None:
-        """Closes the file; later text is dropped."""
+        """Close the file; later text is dropped."""
         file, self._file = self._file, None
         if file is None:
             return
@@ -67,7 +67,7 @@ class AppendFile:
     def _give_up(self, error: OSError) -> None:
         file, self._file = self._file, None
         if file is not None:
-            # What is still buffered is tried once more on close, and fails as it just did.
+            # Text that is still buffered is tried once more on close, and fails as it just did.
             with contextlib.suppress(OSError):
                 file.close()
         self._report(error)

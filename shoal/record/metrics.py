@@ -1,4 +1,4 @@
-"""Loggers: where the values of a step go, such as its loss."""
+"""Loggers: receivers of the values of a step, such as its loss."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ __all__ = ["Logger", "Loggers", "MetricsWriter", "TensorBoardLogger"]
 
 
 class Logger(ABC):
-    """Takes the values of steps. One rank has one."""
+    """A receiver of the values of steps. One rank has one."""
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes values of a step, by name; a step may come more than once, with other names."""
+        """Take values of a step, by name; a step may come more than once, with other names."""
 
     @abstractmethod
     def close(self) -> None:
-        """Writes what is still buffered."""
+        """Write what is still buffered."""
 
 
 @final
 class MetricsWriter(Logger):
-    """Appends to the metrics file of a run, one object a call. A file that fails is reported once.
+    """Append to the metrics file of a run, one object a call. A file that fails is reported once.
 
     Args:
         path: The metrics file.
-        say: Takes the report, one line.
+        say: Called with the report, one line.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, say: Callable[[str], object] = warnings.warn) -> None:
@@ -53,10 +53,10 @@ class MetricsWriter(Logger):
 
 @final
 class TensorBoardLogger(Logger):
-    """Writes scalars for TensorBoard. Raises what TensorBoard raises; `Loggers` keeps that from the run.
+    """Write scalars for TensorBoard. Raises TensorBoard's errors; `Loggers` keeps these from the run.
 
     Args:
-        directory: Where the event files go; made at the first value.
+        directory: Directory of the event files; made at the first value.
 
     Raises:
         MissingExtraError: The package tensorboard is not installed.
@@ -87,11 +87,11 @@ class TensorBoardLogger(Logger):
 
 @final
 class Loggers(Logger):
-    """Several loggers as one. One that raises is reported once and left out; training goes on.
+    """Several loggers as one. A logger that raises is reported once and left out; training goes on.
 
     Args:
         loggers: The loggers, in the order in which they are called.
-        say: Takes the report, one line.
+        say: Called with the report, one line.
     """
 
     def __init__(self, loggers: Sequence[Logger], *, say: Callable[[str], object] = warnings.warn) -> None:
@@ -108,7 +108,7 @@ class Loggers(Logger):
 
     def _call(self, action: Callable[[Logger], None]) -> None:
         for logger in tuple(self._loggers):
-            # Loggers are other people's code as much as ours: whatever one raises, the run outlives it.
+            # Loggers may be any user's code: whatever one raises, the run survives it.
             try:
                 action(logger)
             except Exception as error:

@@ -1,4 +1,4 @@
-"""The recorder: what a training loop calls to write its Timeline while it runs.
+"""The recorder: a training loop calls it to write its Timeline while it runs.
 
     with recorder.step(index):
         with recorder.span(Kind.FORWARD):
@@ -41,16 +41,16 @@ class OpenSpan(ABC):
 
     @abstractmethod
     def close(self, at: float | None = None, algorithm: str = "") -> None:
-        """Ends the span. Any thread may call it, any number of times: the first call counts.
+        """End the span. Any thread may call it, any number of times: the first call counts.
 
         Args:
-            at: When it ended, on the clock of `time.perf_counter`; now, if that is not known.
-            algorithm: How a collective was done.
+            at: Time at which it ended, on the clock of `time.perf_counter`; None for now.
+            algorithm: Algorithm of the collective.
         """
 
 
 class Recorder(ABC):
-    """Where a rank's spans go.
+    """A receiver of a rank's spans.
 
     Any thread may record spans; one thread runs the steps.
     """
@@ -66,7 +66,7 @@ class Recorder(ABC):
         group: tuple[int, ...] = (),
         purpose: str = "",
     ) -> AbstractContextManager[None]:
-        """A span as long as the body of a `with`; the arguments are the fields of `Span`."""
+        """Return a context whose body is one span; the arguments are the fields of `Span`."""
 
     @abstractmethod
     def open(
@@ -79,20 +79,20 @@ class Recorder(ABC):
         group: tuple[int, ...] = (),
         purpose: str = "",
     ) -> OpenSpan:
-        """A span that starts now and ends where `OpenSpan.close` is called."""
+        """Start a span now; `OpenSpan.close` ends it."""
 
     @abstractmethod
     def step(self, index: int) -> AbstractContextManager[None]:
-        """The span of one training step. A step that an exception leaves is not recorded as one."""
+        """Return the context of one training step. If an exception leaves it, no step is recorded."""
 
     @abstractmethod
     def close(self) -> None:
-        """Writes what is still buffered; spans recorded later are lost."""
+        """Write what is still buffered; spans recorded later are lost."""
 
 
 @final
 class SpanRecorder(Recorder):
-    """Records spans into the timeline file of a rank.
+    """Record spans into the timeline file of a rank.
 
     The spans of a step are kept or dropped together, as `step_is_kept` says, so that the file of a long
     run stays small; spans outside steps are always kept. A file that cannot be written is reported once,
@@ -101,7 +101,7 @@ class SpanRecorder(Recorder):
     Args:
         path: The timeline file of the rank; a resumed run appends to it.
         rank: The global rank.
-        say: Takes the report of a failure to write, one line.
+        say: Called with the report of a failure to write, one line.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SpanRecorder(Recorder):
             self._flush()
 
     def _flush(self) -> None:
-        # Other threads may append meanwhile: they only ever add behind what is taken here.
+        # Other threads may append meanwhile: they add only behind the spans taken here.
         count = len(self._spans)
         taken = self._spans[:count]
         del self._spans[:count]
@@ -181,7 +181,7 @@ class SpanRecorder(Recorder):
 
 @final
 class NullRecorder(Recorder):
-    """Records nothing, for runs that want no timeline."""
+    """Record nothing, for runs without a timeline."""
 
     def span(
         self,
@@ -218,9 +218,9 @@ class NullRecorder(Recorder):
 
 
 def step_is_kept(index: int) -> bool:
-    """Whether the spans of a step are kept.
+    """Return whether the spans of a step are kept.
 
-    All steps below 1,000 are, then one in ten below 10,000, one in a hundred below 100,000 and so on:
+    All steps below 1,000 are kept, then one in ten below 10,000, one in a hundred below 100,000 and so on:
     900 steps for each power of ten.
     """
     stride, limit = 1, 1_000
@@ -230,7 +230,7 @@ def step_is_kept(index: int) -> bool:
 
 
 class _TimedSpan:
-    """Appends its fields where the `with` ends. Slots and no generator: this is the hot path."""
+    """Append its fields when the `with` ends. Slots and no generator: this code runs for every span."""
 
     __slots__ = ("_append", "_bytes", "_group", "_kind", "_lane", "_name", "_purpose", "_start")
 
@@ -270,7 +270,7 @@ class _TimedSpan:
 
 
 class _TimedOpenSpan(OpenSpan):
-    """A span that starts when made; the lock lets one of several closing threads through."""
+    """A span that starts when made; its lock lets only one of several closing threads through."""
 
     __slots__ = ("_once", "_span")
 
@@ -294,7 +294,7 @@ class _TimedOpenSpan(OpenSpan):
 
 
 class _TimedStep:
-    """The `with` of `SpanRecorder.step`."""
+    """The context of `SpanRecorder.step`."""
 
     __slots__ = ("_index", "_recorder", "_start")
 
@@ -316,7 +316,7 @@ class _TimedStep:
 
 
 class _DroppedSpan(OpenSpan):
-    """Stands for every span that is not recorded; it has no state, so one serves all."""
+    """Stand for every span that is not recorded; it has no state, so one object serves all."""
 
     __slots__ = ()
 

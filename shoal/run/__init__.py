@@ -1,7 +1,7 @@
-"""The run directory on disk: what one training run leaves behind.
+"""The run directory on disk: the files of one training run.
 
-Nouns: Run. The trainer creates one, or opens one to resume; the report, the pages and the checkpoint
-commands open one. The spans, metrics and tensors in it are written by `record` and `checkpoint`.
+Nouns: Run. The trainer creates one, or opens one to resume; the report, the pages and the checkpoint commands
+    open one. `record` and `checkpoint` write the spans, metrics and tensors in it.
 """
 
 from shoal.run.directory import Run, default_path

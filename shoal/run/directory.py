@@ -1,4 +1,4 @@
-"""The run directory: what one training run leaves on disk.
+"""The run directory: the files of one training run.
 
 run.json                what ran: configuration, Plan, model, versions, seed; there once the run is made
 metrics.jsonl           one object a step
@@ -42,15 +42,15 @@ class Run:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], description: Mapping[str, Any]) -> Self:
-        """Makes the directory and what is in it; run.json comes last, whole or not at all.
+        """Make the directory and its contents; run.json comes last, whole or not at all.
 
         Args:
             path: A directory that is absent or empty.
-            description: What ran, as `json` can write it.
+            description: Description of the run, as `json` can write it.
 
         Raises:
-            RunError: Something is there already, or the directory cannot be made.
-            TypeError: The description holds what JSON cannot.
+            RunError: The path has contents already, or the directory cannot be made.
+            TypeError: The description holds a value that JSON cannot hold.
         """
         run = cls(Path(path))
         text = json.dumps(description, indent=2, allow_nan=False) + "\n"
@@ -74,10 +74,11 @@ class Run:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Self:
-        """Finds a run that was made before.
+        """Open a run that was made before.
 
         Raises:
-            RunError: The path is absent, or is no run; names what is missing, and the run that may be meant.
+            RunError: The path is absent, or is no run; the error names what is missing, and a run that may be
+                meant.
         """
         run = cls(Path(path))
         beside = [other.name for other in _runs(run.path.parent)]
@@ -99,13 +100,13 @@ class Run:
 
     @classmethod
     def newest(cls, parent: str | os.PathLike[str]) -> Self | None:
-        """The run in a directory that was made last; None where there is none."""
+        """Return the newest run in a directory; None if there is none."""
         runs = _runs(Path(parent))
         return cls(runs[-1]) if runs else None
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What ran, as given to `create`.
+        """Return the description, as given to `create`.
 
         Raises:
             ShoalError: run.json is malformed.
@@ -120,41 +121,41 @@ class Run:
         return description
 
     def describe(self, description: Mapping[str, Any]) -> None:
-        """Puts another description in place of what `create` was given, such as when a run is resumed."""
+        """Replace the description, for example when a run is resumed."""
         _write_atomically(self.path / _DESCRIPTION, json.dumps(description, indent=2, allow_nan=False) + "\n")
         self.__dict__.pop("description", None)
 
     @property
     def metrics_file(self) -> Path:
-        """The file of the metrics; absent until the first step."""
+        """Return the file of the metrics; absent until the first step."""
         return self.path / "metrics.jsonl"
 
     @property
     def timeline(self) -> Path:
-        """The directory of the timeline files."""
+        """Return the directory of the timeline files."""
         return self.path / "timeline"
 
     @property
     def checkpoints(self) -> Path:
-        """The directory of the checkpoints."""
+        """Return the directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def log(self) -> Path:
-        """The directory of what loggers write."""
+        """Return the directory that loggers write to."""
         return self.path / "log"
 
     def timeline_file(self, rank: int) -> Path:
-        """The timeline file of a rank."""
+        """Return the timeline file of a rank."""
         return self.timeline / f"rank-{rank:05d}.jsonl"
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The values of each step, by ascending step; see `read_metrics`."""
+        """Return the values of each step, by ascending step; see `read_metrics`."""
         return read_metrics(self.metrics_file)
 
 
 def default_path(parent: str | os.PathLike[str], name: str) -> Path:
-    """A path for a new run that nothing has yet, named after the run and the local time.
+    """Return an unused path for a new run, named after the run and the local time.
 
     >>> default_path("runs", "tiny")  # doctest: +SKIP
     PosixPath('runs/tiny-20250131-090507')
@@ -165,13 +166,13 @@ def default_path(parent: str | os.PathLike[str], name: str) -> Path:
 
 
 def _runs(parent: Path) -> list[Path]:
-    """The directories in `parent` that are runs, the newest last."""
+    """Return the directories in `parent` that are runs, the newest last."""
     descriptions = sorted(parent.glob(f"*/{_DESCRIPTION}"), key=lambda path: (path.stat().st_mtime_ns, path))
     return [description.parent for description in descriptions]
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all, also after a loss of power."""
+    """Write a file so that it exists whole or not at all, also after a loss of power."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

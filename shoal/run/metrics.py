@@ -22,17 +22,16 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def metrics_line(step: int, values: Mapping[str, float]) -> str:
-    """The line that holds the values of a step, with its newline; scalars of any library become floats."""
+    """Return the line with the values of a step, and a newline; scalars of any library become floats."""
     writable = {name: json_number(value) for name, value in values.items()}
     return json.dumps({"step": step, **writable}, allow_nan=False, separators=(",", ":")) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The values of each step, "step" among them, by ascending step; empty where there is no file.
+    """Return the values of each step, with its "step", by ascending step; empty if there is no file.
 
-    Objects of the same step are one: the values of a later one replace those of an earlier one, since a
-    resumed run does again the steps after its checkpoint. Lines that a killed process left torn are passed
-    over.
+    Objects of one step are merged: later values replace earlier ones, since a resumed run repeats the steps
+    after its checkpoint. Lines that a killed process left torn are skipped.
 
     Raises:
         ShoalError: A line is whole and is not the object of a step; the message names file and line.
@@ -54,7 +53,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def json_number(value: float) -> float | str:
-    """A number as JSON can hold it: a string where it is not finite."""
+    """Return a number as JSON can hold it: a string if it is not finite."""
     if isinstance(value, int):
         return value
     number = float(value)

@@ -1,4 +1,4 @@
-"""How fast a run was: one definition for all that tell it."""
+"""The speed of a run: one definition for all who report it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 __all__ = ["tokens_per_second"]
 
-_WARM_UP_STEPS = 2  # in which caches fill and kernels are chosen
+_WARM_UP_STEPS = 2  # caches fill and kernels are chosen in these
 
 
 def tokens_per_second(metrics: Sequence[Mapping[str, Any]], since_step: int | None) -> float | None:
-    """Tokens/s, over all ranks, of the median step after warm-up; None where no step tells.
+    """Return the tokens/s, over all ranks, of the median step after warm-up; None if no step has them.
 
-    The median, so that a step that a checkpoint or another process held up does not count.
+    The median ignores a step that was held up by a checkpoint or another process.
 
     Args:
-        metrics: As `read_metrics` gives them.
+        metrics: Metrics from `read_metrics`.
         since_step: The first step under the present layout; None for all.
     """
     rates = [

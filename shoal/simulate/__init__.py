@@ -1,9 +1,9 @@
-"""Schedules played against the clock.
+"""Simulation of a Plan's schedule in time.
 
 `simulate` plays a Plan's steps: the schedule's table and the costs of blocks, collectives and links make a
-`Simulation`, which has a Timeline as a run would record it; `traffic_of` says what a rank exchanges, and how.
-`measured_timeline` is what a run recorded, as it is explained; `mark_bubbles` says which idle time its
-pipeline schedule forced, `stage_times` how long each stage works. Imports no torch.
+`Simulation`, which has a Timeline like that of a recorded run. `traffic_of` lists what a rank communicates,
+and by which algorithm. `measured_timeline` reads the Timeline of a run, `mark_bubbles` marks the idle time
+that its pipeline schedule forced, and `stage_times` says how long each stage works. Imports no torch.
 """
 
 from shoal.simulate.bubble import mark_bubbles

@@ -1,16 +1,16 @@
-"""The Breakdown of played steps, summed up from the journal rather than from spans.
+"""The Breakdown of played steps, summed from the journal and not from spans.
 
-A large table makes half a million spans. Nobody looks at most of them, and the engine knows what explaining
-them would have to find out again: what each wait was for, and since when all who take part were there. So, of
-each rank and step,
+A large table makes half a million spans, and few of them are ever looked at. The engine already knows what
+`explain` would have to find out again: the reason of each wait, and when all participants had arrived. So
+each rank and step is summed as follows:
 
-    straggler wait          of each wait, the time before all were there
-    exposed communication   of each wait, the time after that
-    bubble                  the bubble's spans, taken out of the waits that they lie in
-    compute                 the rest: a rank that is played either computes or waits
+    straggler wait          the part of each wait before all had arrived
+    exposed communication   the part of each wait after that
+    bubble                  the bubble's spans, subtracted from the waits that contain them
+    compute                 the rest: a played rank either computes or waits
 
-The shares are those of `shoal.timeline.explain`, but for one thing: of who meets within a block one rank is
-played for all, so that spans do not show who is late there.
+The shares equal those of `shoal.timeline.explain`, with one exception: of the ranks that communicate within a
+block only one is played, so spans do not show who arrives late there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Figures:
 
 @dataclass(slots=True)
 class _Step:
-    """One step of one rank."""
+    """The sums of one step of one rank."""
 
     begin: float
     end: float
@@ -55,17 +55,17 @@ class _Step:
     straggler: float = 0.0
     bubble: float = 0.0
     moments: list[tuple[float, float]] = field(default_factory=list)
-    """In which anything communicates."""
+    """Times in which any communication runs."""
     operations: dict[str, _Figures] = field(default_factory=dict)
     purposes: dict[Purpose, float] = field(default_factory=lambda: dict.fromkeys(Purpose, 0.0))
-    """Seconds that are exposed, by what they are for."""
+    """Exposed seconds, by purpose."""
 
     def figures(self, name: str) -> _Figures:
         """Return the figures of the operation that a span's name begins with."""
         return self.operations.setdefault(name.partition(":")[0], _Figures())
 
     def expose(self, name: str, purpose: Purpose, seconds: float) -> None:
-        """Notes that compute waits for what is called so."""
+        """Note that compute waits for the communication with this name."""
         self.exposed += seconds
         self.figures(name).exposed += seconds
         self.purposes[purpose] += seconds
@@ -115,17 +115,17 @@ class _Rank:
         return max(0, bisect_right(self._begins, time) - 1)
 
     def at(self, time: float) -> _Step:
-        """That step."""
+        """Return the step in which something starts at this time."""
         return self.steps[self.index_at(time)]
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What steps come to.
+    """The summed times of played steps.
 
     Attributes:
         breakdown: Where the time went; every step counts.
-        exposed: By rank, and by what it is for, the seconds of a step that compute waits for communication.
+        exposed: By rank and by purpose, the exposed communication of a step in seconds.
     """
 
     breakdown: Breakdown
@@ -133,12 +133,12 @@ class Account:
 
 
 def account_of(journal: Journal, bubbles: Iterable[Span], pace: float = 1.0) -> Account:
-    """Sums up the journal of some steps.
+    """Sum up the journal of played steps.
 
     Args:
-        journal: Of the steps.
-        bubbles: Their bubble spans, by rank in the order of time.
-        pace: How many times longer all takes than is noted.
+        journal: The journal of the steps.
+        bubbles: The bubble spans of the steps; those of one rank in order of time.
+        pace: A factor on all times that the journal holds.
     """
     ranks = _ranks_of(journal)
     _add_passages(journal, ranks)
@@ -165,7 +165,7 @@ def _ranks_of(journal: Journal) -> dict[int, _Rank]:
 
 
 def _add_passages(journal: Journal, ranks: dict[int, _Rank]) -> None:
-    """What forwards and backwards wait for within; there are few kinds of them, and many of each."""
+    """Add the waits within forwards and backwards; there are few kinds of passages, and many of each kind."""
     passages = {id(each.passage): each.passage for each in journal.passages}
     moments = {key: tuple(passage.exposed_moments()) for key, passage in passages.items()}
     times: Counter[tuple[int, int, int]] = Counter()
@@ -185,7 +185,7 @@ def _add_passages(journal: Journal, ranks: dict[int, _Rank]) -> None:
 
 
 def _add_waits(rank: _Rank) -> None:
-    """All waits between passages: bubble, before all were there, and after that."""
+    """Add the waits between passages: bubble, straggler wait and exposed communication."""
     for waited, start, stop, is_bubble in _cut(rank.waits, rank.bubbles):
         step = rank.at(waited.start)
         if is_bubble:
@@ -199,7 +199,7 @@ def _add_waits(rank: _Rank) -> None:
 def _cut(
     waits: Sequence[Waited], bubbles: Sequence[tuple[float, float]]
 ) -> Iterator[tuple[Waited, float, float, bool]]:
-    """The pieces of each wait that are bubble and those that are not; both lists are in the order of time."""
+    """Cut each wait into parts inside and outside the bubbles; both lists are in order of time."""
     first = 0
     for waited in waits:
         now, stop = waited.start, waited.stop
@@ -218,7 +218,7 @@ def _cut(
 
 
 def _covered(moments: list[tuple[float, float]], begin: float, end: float) -> float:
-    """How long any of the moments is, within a step."""
+    """Return the seconds of a step that these moments cover."""
     total, reached = 0.0, begin
     for start, stop in sorted(moments):
         last = min(stop, end)

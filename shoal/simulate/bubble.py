@@ -1,9 +1,9 @@
-"""Which idle time of a pipeline its schedule forced, and which a slow stage or link caused.
+"""Split a pipeline's idle time: forced by its schedule, or caused by a slow stage or link.
 
-The forwards and backwards of a step carry their actions as names, so the table that was run can be read off
-the spans. It is played with the same times for every stage: the means of those measured. A rank that idles
-then idles because of the schedule. So much of its measured idle time is bubble; what goes beyond is waiting
-for a neighbour that is slower than the mean, or for a message.
+The spans of a step's forwards and backwards have their actions as names, so the table that ran can be read
+from the spans. It is played again with equal times for every stage: the means of the measured ones. In this
+replay a rank is idle only because of the schedule. Measured idle time up to this amount is bubble; the rest
+is waiting for a neighbour that is slower than the mean, or for a message.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from shoal.timeline import Kind, Lane, Span, Timeline
 __all__ = ["Row", "bubble_spans", "mark_bubbles"]
 
 Row = Sequence[tuple[Action, float, float]]
-"""What a rank did in a step, in order, from when to when."""
+"""A rank's actions in a step, in order, each with start and stop."""
 
 
 def mark_bubbles(timeline: Timeline) -> Timeline:
-    """The Timeline with bubble spans: the gaps between actions, as far as the schedule forced them."""
+    """Return the Timeline with bubble spans added: the gaps between actions that the schedule forced."""
     rows: dict[int, dict[int, Row]] = {}
     for rank in timeline.ranks:
         for step, row in _rows_of(timeline, rank):
@@ -42,7 +42,7 @@ def mark_bubbles(timeline: Timeline) -> Timeline:
 
 
 def _rows_of(timeline: Timeline, rank: int) -> Iterator[tuple[int, Row]]:
-    """What a rank did in each of its steps that has actions of a pipeline."""
+    """Yield, for each step of a rank that has pipeline actions, the step's index and its actions."""
     named = []
     for span in timeline.of(rank):
         if span.kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -58,7 +58,7 @@ def _rows_of(timeline: Timeline, rank: int) -> Iterator[tuple[int, Row]]:
 
 
 def _pipelines(timeline: Timeline) -> list[tuple[int, ...]]:
-    """The ranks of each pipeline: those that messages between stages join, in the order of the axis."""
+    """Return the ranks of each pipeline, in the order of the axis: those that send each other messages."""
     joined: dict[int, set[int]] = {}
     for span in timeline:
         if span.kind == Kind.COLLECTIVE and span.name.partition(":")[0] in ("activation", "gradient"):
@@ -69,18 +69,18 @@ def _pipelines(timeline: Timeline) -> list[tuple[int, ...]]:
 
 
 def _bubbles(rows: Mapping[int, Row]) -> Iterator[Span]:
-    """The bubble spans of one step of one pipeline, if all of its table was recorded."""
+    """Yield the bubble spans of one step of one pipeline, if all of its table was recorded."""
     schedule = _schedule_of([[action for action, _, _ in row] for row in rows.values()])
     if schedule is not None:
         yield from bubble_spans(schedule, rows)
 
 
 def bubble_spans(schedule: Schedule, rows: Mapping[int, Row]) -> Iterator[Span]:
-    """The bubble spans of one step.
+    """Yield the bubble spans of one step.
 
     Args:
-        schedule: The table that was run.
-        rows: By rank, in the order of the table's ranks, what it did.
+        schedule: The table that ran.
+        rows: The actions of each rank, by rank in the order of the table's ranks.
     """
     played = play(schedule, _mean_times(schedule, rows.values()))
     begin = min(row[0][1] for row in rows.values())
@@ -90,7 +90,7 @@ def bubble_spans(schedule: Schedule, rows: Mapping[int, Row]) -> Iterator[Span]:
             0.0, list(zip(played.starts[place], played.stops[place], strict=True)), played.makespan
         )
         measured = _gaps(begin, [(start, stop) for _, start, stop in row], end)
-        allowed = 0.0  # what was forced and was not yet seen: noise moves gaps between their neighbours
+        allowed = 0.0  # forced seconds not yet seen: noise moves gaps to their neighbours
         for (start, stop), (first, last) in zip(measured, forced, strict=True):
             allowed += last - first
             length = min(stop - start, allowed)
@@ -100,13 +100,13 @@ def bubble_spans(schedule: Schedule, rows: Mapping[int, Row]) -> Iterator[Span]:
 
 
 def _gaps(begin: float, worked: Sequence[tuple[float, float]], end: float) -> list[tuple[float, float]]:
-    """The times before, between and after pieces of work."""
+    """Return the intervals before, between and after the intervals of work."""
     edges = [begin, *(edge for piece in worked for edge in piece), end]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _schedule_of(table: Sequence[Sequence[Action]]) -> Schedule | None:
-    """The table that was run; None if a part of it was not recorded."""
+    """Return the table that ran; None if a part of it was not recorded."""
     placement = {action.stage: rank for rank, row in enumerate(table) for action in row}
     stages = len(placement)
     if sorted(placement) != list(range(stages)) or stages % len(table):
@@ -127,7 +127,7 @@ def _schedule_of(table: Sequence[Sequence[Action]]) -> Schedule | None:
 
 
 def _mean_times(schedule: Schedule, rows: Iterable[Row]) -> Times:
-    """Return mean times, equal for every stage, of what was measured."""
+    """Return the means of the measured times, equal for every stage."""
     seconds: dict[Work, list[float]] = {work: [] for work in Work}
     for row in rows:
         for action, start, stop in row:

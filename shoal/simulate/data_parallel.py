@@ -1,7 +1,7 @@
-"""What data-parallel ranks exchange of a stage, bucket by bucket: gradients, and weights that are sharded.
+"""Communication of one stage among data-parallel ranks: gradients, and sharded weights, by bucket.
 
-A bucket is reduced over the shards and then over the replicas, and gathered over the shards;
-`shoal.cost.time.buckets` says which parameters are in one, and which ranks these are.
+A bucket is reduced over the shards and then over the replicas, and gathered over the shards.
+`shoal.cost.time.buckets` says which parameters a bucket has, and over which ranks it goes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DataParallel"]
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A bucket, and what recorded spans call it."""
+    """A bucket, and its name in recorded spans."""
 
     name: str
     bucket: Bucket
@@ -43,15 +43,15 @@ class DataParallel:
     """The communications of one stage's gradients and weights.
 
     Args:
-        plan: That is played.
-        costs: Of its workload and cluster.
+        plan: The Plan that is played.
+        costs: Costs of the Plan's workload on its cluster.
         stage: Number of the stage; handles of different stages differ by it.
-        blocks: Of the stage, in order.
-        members: Of the rank that is played.
+        blocks: Blocks of the stage, in order.
+        members: The groups of the rank that is played.
 
     Attributes:
-        parameters: That the rank has of the stage.
-        is_sharded: Whether any of its state is.
+        parameters: Count of the stage's parameters that the rank holds.
+        is_sharded: Whether any state of the stage is sharded.
         roots: Positions of the embedding and the end.
     """
 
@@ -75,7 +75,7 @@ class DataParallel:
         self.is_sharded = any(bucket.family.shards.size > 1 for bucket in filled)
 
     def reduce_at(self, position: int) -> list[Piece]:
-        """Begins the buckets whose gradients are complete once backward has left that block."""
+        """Begin the buckets whose gradients are complete after the backward of this block."""
         return [
             piece
             for bucket in self._buckets
@@ -84,7 +84,7 @@ class DataParallel:
         ]
 
     def copy_at(self, position: int) -> float:
-        """Seconds to take to those buckets the gradients that backward has completed."""
+        """Return the seconds to copy the gradients that this block's backward completes to their buckets."""
         return math.fsum(
             copy_seconds(bucket.bucket, self._width, self._cluster) / bucket.bucket.number
             for bucket in self._buckets
@@ -92,25 +92,25 @@ class DataParallel:
         )
 
     def reduce_all(self) -> list[Piece]:
-        """Begins all buckets."""
+        """Begin to reduce all buckets."""
         return [piece for bucket in self._buckets for piece in self._reduce(bucket)]
 
     def wait_reduced(self) -> list[Piece]:
-        """Waits for all sums."""
+        """Wait for all reductions."""
         return [Wait(starts[0].key) for bucket in self._buckets if (starts := self._reduce(bucket))]
 
     def gather(self, position: int) -> list[Piece]:
-        """Begins to gather the buckets that a block needs first, by its position from the front."""
+        """Begin to gather the buckets that this block is the first to need; blocks count from the front."""
         return [self._gather(bucket) for bucket in self._buckets if bucket.bucket.last == position]
 
     def gather_all(self) -> list[Piece]:
-        """Begins to gather all buckets: first the roots', for which forward waits at once."""
+        """Begin to gather all buckets: first those of embedding and end, for which forward waits at once."""
         roots = [bucket for bucket in self._buckets if bucket.bucket.first in self.roots]
         others = [bucket for bucket in self._buckets if bucket.bucket.first not in self.roots]
         return [self._gather(bucket) for bucket in (*roots, *reversed(others))]
 
     def wait_gathered(self, position: int) -> list[Piece]:
-        """Waits for the weights of a block."""
+        """Wait for the weights of a block."""
         return [
             Wait(self._key("gather", bucket))
             for bucket in self._buckets
@@ -118,7 +118,7 @@ class DataParallel:
         ]
 
     def naive(self) -> list[Piece]:
-        """One all-reduce after another, of each weight of a product and of all else of a block together."""
+        """Return all-reduces in sequence: one per product's weight, one for the rest of a block."""
         return [
             Exposed(self._collective("all_reduce", name, count, SUM_WIDTH, family.replicas))
             for block in reversed(self._blocks)

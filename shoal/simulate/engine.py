@@ -1,17 +1,18 @@
-"""The event engine: ranks that go through their lists, each as far as what it waits for is there.
+"""The event engine: each rank goes through its list as far as the things that it waits for are there.
 
-A rank has two streams. Compute does its list one by one. Communications that are begun beside it go one
-after another, in the order in which they were begun; while one travels, compute runs at 1 - c of its rate, so
-that t seconds of communication that are hidden cost c t seconds: c is `contention` times how much it loads
-the device. What a passage waits for within blocks has a communicator of its own and stops compute instead.
+A rank has two streams. Compute does its list in order. Communications that run beside compute go one after
+another, in the order in which they were begun. While one travels, compute runs at 1 - c of its rate, so that
+t seconds of hidden communication cost c t seconds; c is `contention` times the load that the communication
+puts on the device. Communication within blocks has its own communicator and stops compute.
 
-A message between stages starts when it was sent, its receiver has begun to receive (`transfers` says at which
-action), and the message before it on that link is there. It slows nothing.
+A message between stages starts when three things have happened: it was sent, its receiver has begun to
+receive (`transfers` says at which action), and the message before it on that link has arrived. Messages do
+not slow compute.
 
 Only ranks that differ along the pipeline are played: along all other axes ranks do the same at the same time.
-So a communication over these axes is over as soon as its seconds are, and what ranks wait for one another for
-are messages, and the end of the step, at which all gradients' norm is known. There they also wait for the
-slowest of all, `lateness` of what the step took until then.
+So communication over the other axes takes just its seconds. Ranks wait for one another only for messages and
+at the end of the step, when the norm of all gradients is computed. There they also wait for the slowest rank:
+`lateness` times what the step took until then.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ __all__ = ["Link", "RankProgram", "play_steps"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What joins stages.
+    """The link between stages.
 
     Attributes:
-        seconds: Of a message.
-        bytes: Of a message.
+        seconds: Seconds of a message.
+        bytes: Bytes of a message.
     """
 
     seconds: float
@@ -44,16 +45,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """What one played rank does in a step.
+    """The work of one played rank in a step.
 
     Attributes:
-        rank: Its global number.
+        rank: Global rank.
         steps: Its actions, sends and receives in order.
-        stages: Those that it holds, by number.
-        last: By stage, the last action that gives its weights gradients.
-        finish: Communications after the last action, one after another: of weights that two stages share.
-        norm: What all ranks do together once all gradients are there; None if they need not.
-        update: Seconds of the optimizer.
+        stages: The rank's stages, by number.
+        last: By stage, the last action that adds to the gradients of its weights.
+        finish: Communications after the last action, one after another: gradients of weights that two stages
+            share.
+        norm: The collective in which all ranks compute the gradients' norm; None if it needs none.
+        update: Seconds of the optimizer's step.
     """
 
     rank: int
@@ -66,7 +68,7 @@ class RankProgram:
 
 
 _Key = tuple[object, ...]
-"""What a rank waits for: a message, by payload, stage and micro-batch; or the end of a step, by number."""
+"""The event that a rank waits for: a message (payload, stage, micro-batch), or a step's end (number)."""
 
 
 def play_steps(
@@ -78,18 +80,20 @@ def play_steps(
     lateness: float,
     steps: int,
 ) -> tuple[Journal, list[list[list[tuple[float, float]]]], float]:
-    """Plays steps one after another.
+    """Play steps one after another.
 
     Args:
-        programs: By place along the pipeline.
+        programs: The program of each rank, by place along the pipeline.
         placement: By stage, the place of the rank that holds it.
-        link: Between stages.
+        link: The link between stages.
         contention: See `shoal.cluster.Device`.
-        lateness: How long all ranks wait for the slowest, over what they do until they meet.
-        steps: How many.
+        lateness: How long all ranks wait for the slowest at the step's end, as a share of the time until
+            then.
+        steps: Number of steps.
 
     Returns:
-        What was done; by step and place, start and stop of each action; when the last step ends.
+        The journal; by step and place, the start and stop of each action; the time at which the last step
+        ends.
     """
     engine = _Engine(programs, placement, link, contention, lateness, steps)
     end = engine.play()
@@ -97,7 +101,7 @@ def play_steps(
 
 
 class _Engine:
-    """What the ranks of one play share: what was sent, who waits, and the journal."""
+    """State that the ranks of one play share: sent messages, waiting ranks, and the journal."""
 
     def __init__(
         self,
@@ -117,13 +121,13 @@ class _Engine:
         self.steps = steps
         self.numbers = [program.rank for program in programs]
         self.sent: dict[_Key, float] = {}
-        self.arrived: list[list[float]] = [[] for _ in range(steps)]  # at the end of each step
+        self.arrived: list[list[float]] = [[] for _ in range(steps)]  # arrivals at the end of each step
         self._ranks = [_Rank(self, place, program) for place, program in enumerate(programs)]
         self._waiting: dict[_Key, list[int]] = {}
         self._able = list(range(len(programs)))
 
     def play(self) -> float:
-        """Lets every rank go on as far as it can, until all have ended."""
+        """Let every rank go on as far as it can, until all have ended."""
         going = [rank.play() for rank in self._ranks]
         while self._able:
             place = self._able.pop()
@@ -134,28 +138,28 @@ class _Engine:
         return max(rank.now for rank in self._ranks)
 
     def tell(self, key: _Key) -> None:
-        """Lets those go on that wait for it."""
+        """Resume the ranks that wait for this key."""
         self._able += self._waiting.pop(key, ())
 
 
 class _Rank:
-    """One rank, whose `play` stops to wait by yielding the key of what it waits for."""
+    """One rank, whose `play` yields the key of what it waits for."""
 
     def __init__(self, engine: _Engine, place: int, program: RankProgram) -> None:
-        self.now = 0.0  # of compute
+        self.now = 0.0  # time of the compute stream
         self._engine = engine
         self._place = place
         self._program = program
         self._rank = program.rank
         self._free = 0.0  # when all that was begun beside compute has ended
-        self._ends: dict[object, float] = {}  # of what was begun, by key
-        self._begun: deque[tuple[float, Start]] = deque()  # ends of it, in order
-        self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: begun and not yet there
-        self._link_free: dict[int, float] = {}  # by sender
+        self._ends: dict[object, float] = {}  # end of each begun communication, by key
+        self._begun: deque[tuple[float, Start]] = deque()  # ends of begun communications, in order
+        self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: messages on their way
+        self._link_free: dict[int, float] = {}  # by sender: when its link is free
         self._there: dict[_Key, tuple[float, float, str]] = {}  # when both had begun a message, when it came
 
     def play(self) -> Iterator[_Key]:
-        """All steps."""
+        """Play all steps."""
         for index in range(self._engine.steps):
             begin = self.now
             yield from self._step(index, begin)
@@ -164,7 +168,7 @@ class _Rank:
     def _step(self, index: int, begin: float) -> Iterator[_Key]:
         engine, program = self._engine, self._program
         entered: set[int] = set()  # stages that a forward has been through
-        due: list[StageProgram] = []  # whose sums are whole, and not yet reduced
+        due: list[StageProgram] = []  # stages with complete sums, not yet reduced
         for stage in program.stages.values():
             self._run(stage.begin_step())
         for step in program.steps:
@@ -191,13 +195,13 @@ class _Rank:
         yield from self._finish(index, begin)
 
     def _begin(self, due: list[StageProgram]) -> None:
-        """Begins to reduce stages whose sums are whole."""
+        """Begin to reduce the stages whose gradients are complete."""
         for stage in due:
             self._run(stage.data_parallel.reduce_all())
         due.clear()
 
     def _finish(self, index: int, begin: float) -> Iterator[_Key]:
-        """What follows the last action: sums are waited for, then all ranks, and the optimizer steps."""
+        """Play the end of a step: wait for reductions, then for all ranks, then step the optimizer."""
         engine, program = self._engine, self._program
         if len(engine.numbers) > 1:
             for stage in program.stages.values():
@@ -225,7 +229,7 @@ class _Rank:
         engine.journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now)
 
     def _take(self, action: Action) -> Iterator[_Key]:
-        """Waits for what an action needs from another rank."""
+        """Wait for what an action needs from another rank."""
         if action.work is Work.WEIGHT:
             return
         placement = self._engine.placement
@@ -245,7 +249,7 @@ class _Rank:
             self.now = came
 
     def _receive(self, sender: int, key: _Key, begin: float) -> None:
-        """Notes when a message comes that was sent."""
+        """Note when a message that was sent arrives."""
         engine = self._engine
         sent = engine.sent.pop(key)
         together = max(sent, begin)
@@ -269,7 +273,7 @@ class _Rank:
             self._engine.journal.work(self._rank, kind, name, start, self.now)
 
     def _run(self, pieces: Sequence[Piece]) -> None:
-        """Does pieces one by one."""
+        """Do pieces one after another."""
         journal = self._engine.journal
         for piece in pieces:
             if isinstance(piece, float):
@@ -285,7 +289,7 @@ class _Rank:
                 self._await(self._ends.get(piece.key, 0.0))
 
     def _await(self, end: float) -> None:
-        """Waits until what was begun has ended, and before it what was begun earlier."""
+        """Wait until this communication has ended, and those that were begun before it."""
         while self.now < end:
             stop, begun = self._begun.popleft()
             if stop > self.now:
@@ -295,7 +299,7 @@ class _Rank:
                 self.now = stop
 
     def _computed(self, seconds: float) -> float:
-        """When compute ends that begins now, beside what was begun and still travels."""
+        """Return when compute that begins now ends, slowed by communications that still travel."""
         now = self.now
         while self._begun and self._begun[0][0] <= now:
             self._begun.popleft()
@@ -310,7 +314,7 @@ class _Rank:
 
 
 def _name_of(key: _Key) -> str:
-    """As the runtime names it: what is sent, and the action that waits for it."""
+    """Return the runtime's name of a message: what is sent, and the action that waits for it."""
     payload, stage, microbatch = key
     assert isinstance(payload, Payload)
     what = "activation" if payload is Payload.ACTIVATION else "gradient"

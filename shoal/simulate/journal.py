@@ -1,4 +1,4 @@
-"""The Journal: what played ranks did, written quickly, and made into spans when someone looks."""
+"""The Journal: a fast record of what played ranks did, made into spans only when someone looks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Communicated", "Journal", "Passed", "Waited", "Worked"]
 
 
 class Passed(NamedTuple):
-    """A forward or backward beside which nothing travelled.
+    """A forward or backward during which no communication travelled beside compute.
 
     Attributes:
-        rank: Global.
-        kind: Of the span.
-        name: Of the span.
+        rank: Global rank.
+        kind: Kind of the span.
+        name: Name of the span.
         start: When it began; it takes the passage's seconds.
-        passage: What it is made of.
+        passage: The passage that was played.
     """
 
     rank: int
@@ -43,11 +43,11 @@ class Waited(NamedTuple):
     """A time in which a rank's compute stood still.
 
     Attributes:
-        rank: Global.
-        name: Of the communication that it waited for.
-        purpose: What that is for.
+        rank: Global rank.
+        name: Name of the communication that it waited for.
+        purpose: Purpose of that communication.
         start: When it began to wait.
-        together: When the last that take part was there: before that, they are late.
+        together: When the last participant had arrived; until then, the rank waits for a straggler.
         stop: When it went on.
     """
 
@@ -63,14 +63,14 @@ class Communicated(NamedTuple):
     """A span of the communication lane.
 
     Attributes:
-        rank: Global.
+        rank: Global rank.
         start: When the rank began it.
-        together: When all that take part had begun it.
+        together: When all participants had begun it.
         stop: When it ended.
-        name: Of the span.
-        bytes: Of the tensor.
-        group: Global ranks that take part.
-        purpose: What it is for.
+        name: Name of the span.
+        bytes: Bytes of the tensor.
+        group: Global ranks of the participants.
+        purpose: Purpose of the communication.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class Communicated(NamedTuple):
 
 
 class Journal:
-    """Collects what ranks do. Planning looks at the end of a step only, so spans are made by `spans`."""
+    """Collect what ranks do. Planning needs only the end of a step, so spans are made later, by `spans`."""
 
     def __init__(self) -> None:
         self.passages: list[Passed] = []
@@ -93,23 +93,23 @@ class Journal:
         self.communications: list[Communicated] = []
 
     def passage(self, rank: int, kind: str, name: str, start: float, passage: Passage) -> None:
-        """Notes a forward or backward beside which nothing travelled."""
+        """Note a forward or backward during which no communication travelled beside compute."""
         self.passages.append(Passed(rank, kind, name, start, passage))
 
     def work(self, rank: int, kind: str, name: str, start: float, stop: float) -> None:
-        """Notes a span of the compute lane."""
+        """Note a span of the compute lane."""
         self.works.append(Worked(rank, kind, name, start, stop))
 
     def wait(
         self, rank: int, name: str, purpose: Purpose, start: float, together: float, stop: float
     ) -> None:
-        """Notes that compute stood still."""
+        """Note that compute stood still."""
         self.waits.append(Waited(rank, name, purpose, start, together, stop))
 
     def collective(
         self, rank: int, start: float, together: float, stop: float, collective: Collective
     ) -> None:
-        """Notes a span of the communication lane."""
+        """Note a span of the communication lane."""
         self.communications.append(
             Communicated(
                 *(rank, start, together, stop),
@@ -127,20 +127,20 @@ class Journal:
         nbytes: int,
         group: tuple[int, ...],
     ) -> None:
-        """Notes a message from a stage to another, of which each end is a span of the communication lane."""
+        """Note a message between stages; each end of it is a span of the communication lane."""
         self.communications.append(
             Communicated(rank, start, together, stop, name, nbytes, group, Purpose.PIPELINE)
         )
 
     def exposed(self, rank: int, start: float, collective: Collective) -> float:
-        """Notes a communication that compute waits for, in both lanes; gives its end."""
+        """Note a communication that compute waits for, in both lanes; return its end."""
         together, stop = start + collective.late, start + collective.seconds
         self.collective(rank, start, together, stop, collective)
         self.wait(rank, collective.name, collective.purpose, start, together, stop)
         return stop
 
     def busy(self) -> Iterator[tuple[float, float]]:
-        """When ranks are at work: in forwards, backwards and the optimizer, whatever these wait for."""
+        """Yield the times in which ranks work: forwards, backwards and the optimizer, with their waits."""
         for passed in self.passages:
             yield passed.start, passed.start + passed.passage.seconds
         for worked in self.works:
@@ -148,7 +148,7 @@ class Journal:
                 yield worked.start, worked.stop
 
     def spans(self) -> Iterator[Span]:
-        """All spans, in no order."""
+        """Yield all spans, in no order."""
         for rank, kind, name, start, stop in self.works:
             yield Span(rank, Lane.COMPUTE, kind, name, start, stop - start)
         for rank, name, purpose, start, _, stop in self.waits:
@@ -167,7 +167,7 @@ class Journal:
 
 
 def _exposed(rank: int, start: float, each: Collective) -> Iterator[Span]:
-    """In both lanes."""
+    """Yield the spans of an exposed communication, in both lanes."""
     yield _communication(rank, each.name, start, each.seconds, each.bytes, each.group, each.purpose)
     yield _wait(rank, each.name, start, each.seconds, each.purpose)
 

@@ -1,4 +1,4 @@
-"""What a run recorded: its Timeline as it is explained, and the machines that it was predicted on."""
+"""Reading of a recorded run: its Timeline, ready to be explained, and its Cluster."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["measured_timeline", "recorded_cluster"]
 
 
 def measured_timeline(run: Run) -> Timeline:
-    """What the ranks recorded of the steps under the Plan that the run has now, with its bubbles marked.
+    """Return the Timeline of the steps under the run's present Plan, with bubbles marked.
 
-    A run that goes on under another Plan, or on other ranks, says so in its `since_step`: averages over
-    several layouts would be true of none.
+    A run that continued under another Plan, or on other ranks, names the first step of the present layout in
+    `since_step`: averages over several layouts would describe none of them.
 
     Raises:
         ShoalError: A file of the run is malformed.
@@ -25,10 +25,10 @@ def measured_timeline(run: Run) -> Timeline:
 
 
 def recorded_cluster(run: Run) -> Cluster | None:
-    """The machines that a run was told it is on, or that its Plan was chosen for; None if it was not told.
+    """Return the Cluster that a run was given, or that its Plan was chosen for; None if it had none.
 
     Raises:
-        ClusterError: The description cannot be.
+        ClusterError: The description of the Cluster is invalid.
         ShoalError: run.json is malformed.
     """
     described = run.description.get("cluster")

@@ -1,8 +1,8 @@
-"""A Passage: what a rank does from the start of a forward or backward to its end, piece by piece.
+"""A Passage: the pieces of one forward or backward of a rank, from its start to its end.
 
-Pieces of compute are seconds. Between them stand communications that compute waits for (`Exposed`), places at
-which a communication is begun that travels beside compute (`Start`), and places at which the next piece needs
-what came (`Wait`).
+A piece of compute is a number of seconds. Between these stand `Exposed` (a communication that compute waits
+for), `Start` (begins a communication that travels beside compute) and `Wait` (the next piece needs what such
+a communication brings).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Collective", "Exposed", "Passage", "Piece", "Start", "Wait"]
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A communication of the rank with others that are as far in their program as it is.
+    """A communication with ranks that are at the same point of their programs.
 
     Attributes:
-        name: As a recorded span's, such as "all_reduce:bucket 3".
-        seconds: From start to end where nothing is before it.
-        bytes: Of the tensor.
-        group: Global ranks that take part.
-        purpose: What it is for.
-        late: Of the seconds, those before all of the group are there.
+        name: Name as in recorded spans, such as "all_reduce:bucket 3".
+        seconds: Seconds from start to end if no other communication is before it.
+        bytes: Bytes of the tensor.
+        group: Global ranks of the participants.
+        purpose: Purpose of the communication.
+        late: The part of `seconds` before all of the group have arrived.
     """
 
     name: str
@@ -39,19 +39,19 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """A communication within a block that compute waits for, or the part of it that compute does not hide."""
+    """A communication within a block, or the part of one, that compute waits for."""
 
     collective: Collective
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Puts a communication behind those that the rank has begun before.
+    """Queue a communication behind those that the rank has begun before.
 
     Attributes:
-        key: What a `Wait` names it by; all that were begun under it are waited for.
-        collective: What is begun.
-        load: How much it loads the device while it travels: `shoal.cost.collectives.network.collective_load`.
+        key: The key that a `Wait` names; a `Wait` covers all communications begun under its key.
+        collective: The communication.
+        load: The load on the device while it travels: `shoal.cost.collectives.network.collective_load`.
     """
 
     key: object
@@ -61,10 +61,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Stops compute until what was begun under a key has ended.
+    """Stop compute until the communications begun under a key have ended.
 
     Attributes:
-        key: See `Start`; nothing is waited for if nothing was begun under it.
+        key: See `Start`; if nothing was begun under it, compute does not stop.
     """
 
     key: object
@@ -75,12 +75,12 @@ Piece = float | Exposed | Start | Wait
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A forward, a backward or a half of one, of a stage for one micro-batch.
+    """A forward, a backward or one half of a backward of a stage for one micro-batch.
 
     Attributes:
-        pieces: In order.
-        seconds: What it takes if nothing travels beside it.
-        is_plain: Whether it neither begins nor awaits anything that travels beside compute.
+        pieces: The pieces, in order.
+        seconds: Duration if nothing travels beside it.
+        is_plain: Whether it has no communication that travels beside compute.
     """
 
     pieces: tuple[Piece, ...]
@@ -89,11 +89,11 @@ class Passage:
 
     @property
     def exposed(self) -> Iterator[Collective]:
-        """What its compute waits for within blocks."""
+        """Yield the communications within blocks that compute waits for."""
         return (piece.collective for piece in self.pieces if isinstance(piece, Exposed))
 
     def exposed_moments(self) -> Iterator[tuple[float, float]]:
-        """From when to when its compute waits for these, in seconds from its start."""
+        """Yield start and end of these communications, in seconds from the passage's start."""
         now = begin = 0.0
         for piece in self.pieces:
             if isinstance(piece, Exposed):
@@ -131,7 +131,7 @@ class Passage:
 
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Passage:
-        """That of some pieces; compute that follows compute becomes one piece."""
+        """Return the passage of these pieces; consecutive pieces of compute become one."""
         merged: list[Piece] = []
         for piece in pieces:
             if isinstance(piece, float) and merged and isinstance(merged[-1], float):

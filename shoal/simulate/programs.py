@@ -1,4 +1,4 @@
-"""What the ranks that are played do in a step: of a Plan, its schedule's table and its costs."""
+"""The programs of played ranks, made from a Plan, its schedule's table and its costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["finish_of", "message_bytes", "norm_of", "rank_programs", "stage_prog
 
 
 def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
-    """Make the programs of all stages, for so many micro-batches."""
+    """Make the programs of all stages, for this many micro-batches."""
     placement = plan.placement if plan.pp > 1 else (0,)
     apart = plan.ranks // plan.pp
     return [
@@ -31,7 +31,7 @@ def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StagePro
 
 
 def undisturbed_times(stages: Sequence[StageProgram], transfer: float) -> Times:
-    """Return the times of forwards and backwards that nothing disturbs."""
+    """Return the times of forwards and backwards without communication beside them."""
 
     def seconds(work: Work) -> tuple[float, ...]:
         return tuple(
@@ -69,7 +69,7 @@ def rank_programs(
 
 
 def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -> list[Collective]:
-    """The sum of a tied embedding's gradients, where its two uses are on different ranks."""
+    """Return the all-reduce of a tied embedding's gradients, if its two uses are on different ranks."""
     first, last = schedule.placement[0], schedule.placement[-1]
     if not costs.workload.tied or first == last or place not in (first, last):
         return []
@@ -83,7 +83,7 @@ def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -
 
 
 def norm_of(plan: SettledPlan, costs: Costs) -> Collective | None:
-    """The sum of the squares of all gradients, where ranks hold different ones."""
+    """Return the all-reduce of the squared gradient norm, if ranks hold different gradients."""
     groups = Groups.of(plan)
     if groups.parts.size == 1:
         return None
@@ -97,7 +97,7 @@ def _update(plan: SettledPlan, costs: Costs, stages: Sequence[StageProgram]) -> 
 
 
 def message_bytes(plan: SettledPlan, workload: Workload) -> int:
-    """Bytes of the hidden state that one rank sends to the next stage."""
+    """Return the bytes of hidden state that one rank sends to the next stage."""
     layout = Layout.of(plan)
     tokens = layout.microbatch * workload.length // plan.cp // (1 if plan.tensor == "plain" else plan.tp)
     return tokens * workload.hidden * layout.width

@@ -1,7 +1,7 @@
-"""`simulate`: a Plan's steps played against the clock, and what they come to.
+"""`simulate`: play a Plan's steps and sum up their times.
 
-The table of the schedule, the costs of the stages' blocks and the links between them make a program for each
-rank along the pipeline; the engine plays these.
+The schedule's table, the costs of the stages' blocks and the links between stages make a program for each
+rank along the pipeline. The engine plays these programs.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["Simulation", "simulate"]
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What some steps of a Plan will do.
+    """The predicted steps of a Plan.
 
     Attributes:
-        workload: What is trained.
-        cluster: Where.
-        plan: How, its micro-batch settled.
+        workload: The training that is simulated.
+        cluster: The machines that it runs on.
+        plan: The Plan that it runs under, with a fixed micro-batch.
         batch: Samples of a step.
-        steps: How many were played.
-        seconds: Of a step.
-        played: The first step's forwards and backwards, to draw; its times are those of an undisturbed
-            forward and backward of each stage.
+        steps: Number of steps that were played.
+        seconds: Seconds of a step.
+        played: The first step's forwards and backwards, for drawing; its times are those of a forward and
+            backward of each stage without communication beside them.
     """
 
     workload: Workload
@@ -56,43 +56,43 @@ class Simulation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all devices."""
+        """Return the tokens per second of all devices together."""
         return self.batch * self.workload.length / self.seconds
 
     @property
     def tokens_per_second_per_device(self) -> float:
-        """Tokens per second of one device."""
+        """Return the tokens per second of one device."""
         return self.tokens_per_second / self.plan.ranks
 
     @property
     def mfu(self) -> float:
-        """Share of the devices' peak that the model's FLOP are.
+        """Return the model's FLOP rate as a share of the devices' peak.
 
-        These are three times those of forward's products and attention, with the whole square of positions
-        even where attention is causal; nothing that is recomputed counts.
+        The model's FLOP are three times those of forward's products and attention. Attention counts the whole
+        square of positions even where it is causal. Recompute does not count.
         """
         peak = self.cluster.device.peak[self.plan.precision] * self.plan.ranks
         return self.batch * self.workload.training_flop / self.seconds / peak
 
     @cached_property
     def timeline(self) -> Timeline:
-        """As a run of these steps would be recorded, of one rank along the pipeline for all like it.
+        """Return the Timeline that a run of these steps would record.
 
-        The ranks have the numbers that they have in the mesh.
+        It has one rank for each place along the pipeline. Ranks have the numbers that they have in the mesh.
         """
         spans = [*self._journal.spans(), *self._bubbles]
         return Timeline(spans if self._pace == 1 else [_at_pace(span, self._pace) for span in spans])
 
     @property
     def breakdown(self) -> Breakdown:
-        """Where the time goes."""
+        """Return where the time goes."""
         return self._account.breakdown
 
     def exposed(self, rank: int) -> Mapping[str, float]:
-        """By what communication is for, the seconds of a step that a rank's compute waits for it.
+        """Return, by purpose, the seconds of a step in which a rank's communication is exposed.
 
         Args:
-            rank: One that was played.
+            rank: A global rank that was played.
         """
         return self._account.exposed[rank]
 
@@ -123,18 +123,18 @@ class Simulation:
 
 
 def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, steps: int = 1) -> Simulation:
-    """Plays steps of a Plan.
+    """Play steps of a Plan.
 
     Args:
-        workload: What is trained.
-        cluster: Where; as many devices as the Plan has ranks.
-        plan: How.
+        workload: The training to simulate.
+        cluster: The machines that it runs on, with as many devices as the Plan has ranks.
+        plan: The Plan that it runs under.
         batch: Samples of a step.
-        steps: How many, one after another.
+        steps: Number of steps, played one after another.
 
     Raises:
         PlanError: The Plan does not fit the devices, the batch or the number of layers.
-        ClusterError: What the device computes in the Plan's precision is not known.
+        ClusterError: The device's peak in the Plan's precision is not known.
     """
     plan.require_ranks(cluster.devices)
     plan = SettledPlan.of(plan, batch)
@@ -182,7 +182,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
 def _with_lent_cores(simulation: Simulation) -> Simulation:
     """Rescale times where ranks outnumber cores: a rank that waits in a pipeline lends its core to others.
 
-    What ranks wait for one another elsewhere was measured where they had lent their cores.
+    Waits of other kinds need no rescaling: they were measured while waiting ranks lent their cores.
     """
     cluster, plan = simulation.cluster, simulation.plan
     alike = plan.ranks // plan.pp  # ranks that do the same at the same time, of which one was played

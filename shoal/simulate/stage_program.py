@@ -1,11 +1,11 @@
-"""The passages of one stage: what each of its forwards and backwards is made of.
+"""The passages of one stage: the pieces of each of its forwards and backwards.
 
-Weights and gradients travel beside compute as `shoal.parallel` has them travel:
+Weights and gradients travel beside compute as in `shoal.parallel`:
 
-    none    gradients are reduced bucket by bucket in the step's last backward (with pp > 1 after it)
-    zero1   the same; and when a step begins the weights that the optimizer changed are gathered: all are
-            begun at once, each is waited for where the first forward needs it
-    zero2   as zero1, but every backward reduces, what it has copied in fp32 to buckets
+    none    gradients are reduced bucket by bucket in the step's last backward (after it if pp > 1)
+    zero1   as none; and when a step begins, the weights that the optimizer changed are gathered: all
+            gathers begin at once, and each is waited for where the first forward needs it
+    zero2   as zero1, but every backward reduces the gradients that it has copied in fp32 to buckets
     zero3   each block is gathered while the one before it computes, in forward and in backward, and reduced
             in every backward. Without a pipeline the forward's last block, the embedding and the end stay for
             the backward that follows.
@@ -28,14 +28,14 @@ __all__ = ["StageProgram"]
 
 
 class StageProgram:
-    """Gives the passage of any action of a stage.
+    """Make the passage of any action of a stage.
 
     Args:
-        plan: That is played, its micro-batch settled.
-        costs: Of its workload and cluster.
+        plan: The Plan that is played, with a fixed micro-batch.
+        costs: Costs of the Plan's workload on its cluster.
         stage: Number of the stage.
-        blocks: Of the stage, in order.
-        members: Of the rank that holds it.
+        blocks: Blocks of the stage, in order.
+        members: The groups of the rank that holds the stage.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class StageProgram:
         self._passages: dict[tuple[Work, bool, bool], Passage] = {}
 
     def passage(self, action: Action, *, is_first: bool, is_last: bool) -> Passage:
-        """What an action is made of.
+        """Return the passage of an action.
 
         Args:
-            action: Of this stage.
+            action: An action of this stage.
             is_first: Whether it is the stage's first forward of a step.
-            is_last: Whether it is the last that gives the stage's weights gradients.
+            is_last: Whether it is the last action that adds to the gradients of the stage's weights.
         """
         key = action.work, is_first, is_last
         if key not in self._passages:
@@ -67,11 +67,11 @@ class StageProgram:
         return self._passages[key]
 
     def begin_step(self) -> list[Piece]:
-        """What is begun when a step begins."""
+        """Return the communications that begin when a step begins."""
         return self.data_parallel.gather_all() if self._gathers_all else []
 
     def pieces(self, work: Work, is_first: bool, is_last: bool) -> Iterator[Piece]:
-        """What a passage is made of, one by one; the arguments as of `passage`."""
+        """Yield the pieces of a passage; the arguments are those of `passage`."""
         if work is Work.FORWARD:
             return self._forward(is_first)
         return self._backward(work, is_last)

@@ -1,7 +1,7 @@
-"""How long each stage of a pipeline works, read off the actions that its spans are named after.
+"""How long each stage of a pipeline works, measured from the actions that name its spans.
 
-Beside the bubble this is what tells a schedule from a split: stages that work longer than the mean make the
-others wait, whatever the schedule.
+Together with the bubble this separates the two causes of idle time, the schedule and the split into stages: a
+stage that works longer than the mean makes the others wait under any schedule.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["StageTimes", "stage_times"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """One stage. Times in seconds, medians over its ranks; what blocks a rank within an action counts.
+    """Times of one stage, in seconds, as medians over its ranks; waits within an action count.
 
     Attributes:
         stage: Number of the stage in the whole pipeline, from 0.
-        ranks: Those that hold it, ascending.
-        forward: Of a micro-batch.
-        backward: Of a micro-batch; None if it is always made in halves.
-        input: The half that gives the gradient of the stage's input; None if there is none.
-        weight: The half that gives the gradient of its weights; None if there is none.
-        step: All of these in a step.
+        ranks: Ranks that hold the stage, ascending.
+        forward: Seconds of a micro-batch's forward.
+        backward: Seconds of a micro-batch's backward; None if it is always made in halves.
+        input: Seconds of the half that gives the gradient of the stage's input; None if there is none.
+        weight: Seconds of the half that gives the gradient of the stage's weights; None if there is none.
+        step: Seconds of all these actions in a step.
     """
 
     stage: int
@@ -50,7 +50,7 @@ class _Measured:
 
 
 def stage_times(timeline: Timeline) -> tuple[StageTimes, ...]:
-    """The stages, ascending; none where no pipeline ran."""
+    """Return the times of the stages, ascending; empty if no pipeline ran."""
     stages: dict[int, _Measured] = {}
     for rank in timeline.ranks:
         windows = StepWindows(timeline, rank)

@@ -1,8 +1,8 @@
-"""What one rank exchanges with others in a step, and by which algorithm: nothing is played for it.
+"""Communication of one rank in a step, with algorithms, computed without playing the step.
 
-It is the rank whose forwards and backwards take longest. Its passages say which communications are in each
-(`shoal.simulate.stage_program`), and each is made as often under any schedule: with m micro-batches a stage
-has one first forward and one last backward, and m - 1 others of both.
+The rank is the one whose forwards and backwards take longest. Its passages say which communications each has
+(`shoal.simulate.stage_program`). Any schedule makes each passage equally often: with m micro-batches a stage
+has one first forward, one last backward, and m - 1 others of both.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Communication", "Traffic", "traffic_of"]
 
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """One kind of exchange.
+    """One kind of communication.
 
     Attributes:
-        purpose: What it is for: one of `Purpose`.
-        name: As spans have it, without the number of a bucket or micro-batch: "all_reduce:bucket".
-        ranks: That take part.
-        level: The links over which the farthest of them are joined.
-        algorithm: The quickest one there; "send" from one rank to another.
-        bytes: Of the tensor, on average.
-        seconds: Of one, on average, whether or not something hides it.
-        times: How often in a step.
+        purpose: Its purpose, one of `Purpose`.
+        name: Name as in spans, without the number of a bucket or micro-batch: "all_reduce:bucket".
+        ranks: Global ranks of the participants.
+        level: The links that join the two participants farthest apart.
+        algorithm: The quickest algorithm over these links; "send" from one rank to another.
+        bytes: Mean bytes of the tensor.
+        seconds: Mean seconds of one communication, hidden or not.
+        times: Number of them in a step.
     """
 
     purpose: str
@@ -52,34 +52,34 @@ class Communication:
 
     @property
     def total(self) -> float:
-        """Seconds in a step."""
+        """Return the seconds of all of them in a step."""
         return self.seconds * self.times
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one rank exchanges.
+    """The communication of one rank.
 
     Attributes:
-        rank: Its global number.
-        exchanges: Of all kinds, those first that take longest in a step.
+        rank: Global rank.
+        exchanges: The communications, by seconds in a step, longest first.
     """
 
     rank: int
     exchanges: tuple[Communication, ...]
 
     def seconds(self, purpose: str) -> float:
-        """In a step, of all exchanges for a purpose."""
+        """Return the seconds in a step of all communications for a purpose."""
         return sum(each.total for each in self.exchanges if each.purpose == purpose)
 
 
 def traffic_of(workload: Workload, cluster: Cluster, plan: SettledPlan, batch: int) -> Traffic:
-    """What a rank exchanges in a step.
+    """Return what a rank communicates in a step.
 
     Args:
-        workload: What is trained.
-        cluster: Where.
-        plan: How, its micro-batch settled.
+        workload: The training.
+        cluster: The machines that it runs on.
+        plan: The Plan that it runs under, with a fixed micro-batch.
         batch: Samples of a step.
     """
     costs = Costs(workload, cluster)
@@ -98,7 +98,7 @@ def traffic_of(workload: Workload, cluster: Cluster, plan: SettledPlan, batch: i
 
 
 def _seconds(held: Iterable[tuple[int, StageProgram]]) -> float:
-    """Seconds of a rank's forwards and backwards of one micro-batch."""
+    """Return the seconds of a rank's forwards and backwards of one micro-batch."""
     return sum(
         stage.passage(Action(work, number, 0), is_first=False, is_last=False).seconds
         for number, stage in held
@@ -131,7 +131,7 @@ def _all(
 
 
 def _pieces(plan: SettledPlan, stage: StageProgram, count: int) -> Iterator[tuple[Iterable[Piece], int]]:
-    """List what one stage does together, and how often."""
+    """Yield the pieces that one stage does together, and how often it does them."""
     yield stage.begin_step(), 1
     yield stage.pieces(Work.FORWARD, is_first=True, is_last=False), 1
     yield stage.pieces(Work.BACKWARD, is_first=False, is_last=True), 1
@@ -143,7 +143,7 @@ def _pieces(plan: SettledPlan, stage: StageProgram, count: int) -> Iterator[tupl
 
 
 def _messages(plan: SettledPlan, costs: Costs, number: int, count: int) -> Iterator[Communication]:
-    """The hidden states and gradients that one stage sends on."""
+    """Yield the messages that one stage sends: hidden states and gradients."""
     for name, other in (("activation", number + 1), ("gradient", number - 1)):
         if not 0 <= other < plan.stages or plan.placement[other] == plan.placement[number]:
             continue
@@ -173,6 +173,6 @@ def _communication(collective: Collective, cluster: Cluster, times: int) -> Comm
 
 
 def _level_of(ranks: tuple[int, ...], cluster: Cluster) -> str:
-    """The innermost links that join all of them."""
+    """Return the innermost links that join all these ranks."""
     joins = (each for each in cluster.levels if min(ranks) // each.devices == max(ranks) // each.devices)
     return next(joins, cluster.levels[-1]).name

@@ -1,9 +1,9 @@
-"""The pieces of a block's forward and backward: its compute, cut by the communications within it.
+"""The pieces of a block's forward and backward: its compute, divided by the communications within it.
 
-What joins the ranks of tp stands before and behind equal parts of compute (`shoal.cost.time.joins` lists it);
-attention's exchange over cp stands behind the first part of compute, and experts get their tokens before the
-last part and give them back after it. Costs say how long exchanges over cp and with experts take together:
-each has an equal share. What ranks wait for one another in a block, they wait at its last communication.
+Communication over tp stands before and after equal parts of compute (`shoal.cost.time.joins` lists it).
+Attention's communication over cp stands after the first part of compute. Experts get their tokens before the
+last part of compute and return them after it. Costs give the total time over cp and with experts; each
+communication gets an equal share. A block's straggler wait is put at its last communication.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shoal.workload import Block, Part, Workload
 __all__ = ["Members", "Within"]
 
 Members = Callable[[Group], tuple[int, ...]]
-"""The global ranks of a group that the rank which is played belongs to."""
+"""A function from a group to the global ranks of its instance that the played rank belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """Makes the pieces of blocks.
+    """Make the pieces of blocks.
 
     Args:
-        workload: What they are of.
-        layout: How they are laid over ranks.
-        members: Of the rank that is played.
+        workload: The workload that has these blocks.
+        layout: The layout of the workload over ranks.
+        members: The groups of the rank that is played.
     """
 
     workload: Workload
@@ -39,12 +39,12 @@ class Within:
     members: Members
 
     def forward(self, block: Block, cost: BlockCost) -> Iterator[Piece]:
-        """Pieces of the block's forward."""
+        """Yield the pieces of the block's forward."""
         pieces = self._pieces(block, cost.compute.forward, cost.joins[0], cost.context[0], cost.expert[0], 1)
         return _with_late(list(pieces), cost.late[0])
 
     def backward(self, block: Block, cost: BlockCost, compute: float) -> Iterator[Piece]:
-        """Pieces of the block's backward; `compute` seconds of it run beside its communications."""
+        """Yield the pieces of the block's backward; `compute` seconds of it run beside its communications."""
         rounds = 2 if self.layout.recompute == "full" else 1
         pieces = self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
         return _with_late(list(pieces), cost.late[1])
@@ -95,7 +95,7 @@ class Within:
 
 
 def _with_late(pieces: list[Piece], late: float) -> Iterator[Piece]:
-    """Let the last communication wait so much longer for ranks that are late."""
+    """Add this wait for late ranks to the last communication."""
     last = max((at for at, piece in enumerate(pieces) if isinstance(piece, Exposed)), default=None)
     for at, piece in enumerate(pieces):
         if at == last and isinstance(piece, Exposed):

@@ -1,11 +1,10 @@
-"""Hosts of a small network, as network namespaces of this machine.
+"""Hosts of a small network, emulated by network namespaces of this machine.
 
 Every host has one interface, eth0, on a cable to a switch. Each direction of a cable carries a given rate, as
-an Ethernet adapter does; what the machine's cores can do is the other limit.
+an Ethernet adapter does; the machine's cores are the other limit.
 
-The namespaces have no names: each lives as long as a process that is in it. One such process per host only
-waits for the end of its input, so that everything is gone when the process that made the hosts is, whatever
-ended it.
+The namespaces have no names: each lives as long as a process in it. One such process per host only waits for
+the end of its input, so that all hosts end with the process that made them, however that ended.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shoal.errors import ConfigError
 
 __all__ = ["Hosts", "Traffic", "enter_host", "why_no_hosts"]
 
-_TOOLS = ("ip", "tc", "nsenter", "unshare")  # of iproute2 and util-linux
+_TOOLS = ("ip", "tc", "nsenter", "unshare")  # from iproute2 and util-linux
 _CLONE_NEWNET = 0x40000000
 _FRAME_HEADERS = 14 + 20 + 32  # bytes: Ethernet, IPv4, TCP with its time stamps
 _BURST_SECONDS = (
@@ -36,7 +35,7 @@ _QUEUE_SECONDS = "50ms"
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What an interface has sent and received, as it counts: bytes with their headers."""
+    """The bytes that an interface has sent and received, by its own counters, with headers."""
 
     sent_bytes: int
     sent_packets: int
@@ -53,17 +52,17 @@ class Traffic:
 
     @property
     def sent_payload(self) -> int:
-        """Bytes within TCP. Packets are counted before they are cut into frames: one header each."""
+        """Bytes sent within TCP. Packets are counted before they are cut into frames: one header each."""
         return self.sent_bytes - _FRAME_HEADERS * self.sent_packets
 
     @property
     def received_payload(self) -> int:
-        """Bytes within TCP."""
+        """Bytes received within TCP."""
         return self.received_bytes - _FRAME_HEADERS * self.received_packets
 
 
 def why_no_hosts() -> str:
-    """Why there can be no `Hosts` here; empty if there can."""
+    """Return why there can be no `Hosts` here; empty if there can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} (of iproute2 and util-linux) not installed"
@@ -77,11 +76,11 @@ class Hosts:
     """A number of hosts at one switch. A context manager.
 
     Args:
-        count: How many.
-        rate: Bits a second of every cable, each way; None: as fast as the machine can.
+        count: Number of hosts.
+        rate: Bits/s of every cable, each way; None for as fast as the machine can.
 
     Raises:
-        ConfigError: There can be none here.
+        ConfigError: Hosts cannot be emulated here.
     """
 
     interface = "eth0"
@@ -104,15 +103,15 @@ class Hosts:
 
     @staticmethod
     def payload_rate(rate: float) -> float:
-        """Bytes a second that TCP carries over a cable of `rate` bits a second, in frames of 1500 bytes."""
+        """Return the bytes/s that TCP carries over a cable of `rate` bits/s, in frames of 1500 bytes."""
         return rate / 8 * (1500 + 14 - _FRAME_HEADERS) / (1500 + 14)
 
     def process(self, index: int) -> int:
-        """The process that keeps a host: what `enter_host` takes."""
+        """Return the process that keeps a host, for `enter_host`."""
         return self._processes[index].pid
 
     def traffic(self, index: int) -> Traffic:
-        """What the host's interface has counted so far."""
+        """Return what the host's interface has counted so far."""
         for line in Path(f"/proc/{self.process(index)}/net/dev").read_text(encoding="ascii").splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == self.interface:
@@ -121,7 +120,7 @@ class Hosts:
         raise AssertionError("the host has no interface")
 
     def close(self) -> None:
-        """Ends the hosts; who is still in one is cut off."""
+        """End the hosts; processes that are still in one are cut off."""
         for process in self._processes:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -168,13 +167,13 @@ class Hosts:
 
 
 def enter_host(process: int) -> None:
-    """Moves the calling process to a host.
+    """Move the calling process to a host.
 
     Args:
-        process: What `Hosts.process` gives.
+        process: A process from `Hosts.process`.
 
     Raises:
-        OSError: There is no such host any more, or the caller is not root.
+        OSError: The host does not exist any more, or the caller is not root.
     """
     assert threading.active_count() == 1, "other threads would stay behind"
     namespace = os.open(f"/proc/{process}/ns/net", os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""Runs a function on several ranks of this machine, in processes that stay alive between calls.
+"""Run a function on several ranks of this machine, in processes that stay alive between calls.
 
 Importing torch takes seconds; forming a process group in a process that has it takes milliseconds. So the
-processes of all pools are forked from one that has imported torch and Shoal (multiprocessing's fork server),
-a pool starts them once, and each call forms a group of its own among the first n of them.
+processes of all pools are forked from one that has imported torch and Shoal (multiprocessing's fork server).
+A pool starts its processes once, and each call forms a group of its own among the first n of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RankPool", "run_ranks"]
 Result = TypeVar("Result")
 
 _PRELOADED = ["shoal.collectives", "shoal.parallel"]
-"""What the fork server imports, if no other program of this process has started one before."""
+"""Modules that the fork server imports, if no other program of this process has started one before."""
 
 
 class RankPool:
@@ -48,19 +48,20 @@ class RankPool:
     def run(
         self, function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 120.0
     ) -> list[Result]:
-        """Calls `function(*arguments)` on every rank, within a default process group of that many ranks.
+        """Call `function(*arguments)` on every rank, within a default process group of that many ranks.
 
         Args:
-            function: Importable by name, as pickle needs it. With one rank it runs without a process group.
+            function: A function that can be imported by name, as pickle needs. With one rank it runs without
+                a process group.
             ranks: Number of ranks.
-            arguments: Given to every rank alike.
+            arguments: Arguments, equal for every rank.
             timeout: Seconds after which the call is given up.
 
         Returns:
-            What it returned, by rank.
+            The function's results, by rank.
 
         Raises:
-            WorkerError: A rank raised, died, or did not end in time. Its traceback is part of the message.
+            WorkerError: A rank raised, died, or did not end in time. The message has its traceback.
         """
         if any(connection.poll() for _, connection in self._workers):  # its end: nothing was asked of it
             self.close()
@@ -73,7 +74,7 @@ class RankPool:
             return self._collect(ranks, time.monotonic() + timeout)
 
     def close(self) -> None:
-        """Ends all processes."""
+        """End all processes."""
         for process, connection in self._workers:
             process.kill()
             process.join()
@@ -121,7 +122,7 @@ class RankPool:
 def run_ranks(
     function: Callable[..., Result], ranks: int, *arguments: Any, backend: str = "gloo"
 ) -> list[Result]:
-    """`RankPool.run` with processes that end with the call."""
+    """Run a function on several ranks like `RankPool.run`, in processes that end with the call."""
     with RankPool(backend) as pool:
         return pool.run(function, ranks, *arguments)
 
@@ -147,7 +148,7 @@ def _serve(connection: Connection, backend: str, threads: int) -> None:
                 dist.barrier()  # so that no rank leaves the group before another has formed it
             result = function(*arguments)
         except BaseException:
-            # Told before this rank leaves the group, which fails the others: theirs come second.
+            # Sent before this rank leaves the group, which makes the others fail: their errors come second.
             connection.send((traceback.format_exc(), None))
             return
         if dist.is_initialized():

@@ -1,8 +1,8 @@
-"""What one or more steps did, or will do: spans on lanes of ranks.
+"""Timelines: recorded or predicted spans of steps, on lanes of ranks.
 
-Nouns: Span, Timeline, Breakdown. The recorder and the simulator write Timelines; `explain` turns one
-into where the time went; `write_chrome_trace` shows one in Perfetto. The report, the pages and the
-comparison of predicted with measured call these.
+Nouns: Span, Timeline, Breakdown. The recorder and the simulator write Timelines; `explain` sums one up into a
+    Breakdown of the time; `write_chrome_trace` writes one for Perfetto. The report, the pages and the
+    comparison of predicted with measured use these.
 """
 
 from shoal.timeline.breakdown import Breakdown, RankBreakdown, explain

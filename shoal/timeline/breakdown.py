@@ -53,7 +53,7 @@ class Breakdown:
     collectives: Mapping[str, CollectiveFigures]
 
     def of(self, rank: int) -> RankBreakdown:
-        """The breakdown of one rank.
+        """Return the breakdown of one rank.
 
         Raises:
             KeyError: The rank finished no step.
@@ -65,11 +65,11 @@ class Breakdown:
 
 
 def explain(timeline: Timeline) -> Breakdown:
-    """Where the time went; `shoal.timeline.step` defines the parts.
+    """Return where the time went; `shoal.timeline.step` defines the parts.
 
-    The average of a rank leaves out its first two steps, which warm up, if three or more remain; of
-    these it takes the mean over the middle half by wall time. Like a median this ignores outliers, and
-    unlike medians taken part by part, its parts still sum to its wall time.
+    The average of a rank leaves out its first two steps, which warm up, if three or more remain. Of these it
+    takes the mean over the middle half by wall time. Like a median this ignores outliers. Unlike medians of
+    each part, the parts still sum to the wall time.
 
     Raises:
         ShoalError: No rank finished a step.
@@ -108,7 +108,7 @@ def _explain_rank(
 
 
 def _typical_steps(steps: Mapping[int, Parts]) -> tuple[int, ...]:
-    """The middle half by wall time of the steps after warm-up, ascending."""
+    """Return the middle half, by wall time, of the steps after warm-up, ascending."""
     indices = sorted(steps)
     if len(indices) >= _WARM_UP_STEPS + _FEWEST_STEPS_AFTER_WARM_UP:
         indices = indices[_WARM_UP_STEPS:]

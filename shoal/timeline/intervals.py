@@ -1,6 +1,6 @@
-"""The algebra of sets of moments, as sorted lists of disjoint half-open intervals [start, stop).
+"""Set operations on times, as sorted lists of disjoint half-open intervals [start, stop).
 
-`union` makes such a list from any intervals; the other functions take and give such lists, each in one
+`union` makes such a list from any intervals; the other functions take and return such lists, each in one
 pass. Nothing is rounded: every bound of a result is a bound of an argument.
 """
 
@@ -15,7 +15,7 @@ Intervals = list[Interval]
 
 
 def union(intervals: Iterable[Interval]) -> Intervals:
-    """The moments in any of the intervals, which may come in any order and overlap; empty ones vanish."""
+    """Return the times in any of the intervals, which may be unordered and overlap; empty ones vanish."""
     merged: Intervals = []
     for start, stop in sorted(intervals):
         if start >= stop:
@@ -29,7 +29,7 @@ def union(intervals: Iterable[Interval]) -> Intervals:
 
 
 def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> Intervals:
-    """The moments in both."""
+    """Return the times in both."""
     common: Intervals = []
     i = j = 0
     while i < len(left) and j < len(right):
@@ -45,7 +45,7 @@ def intersect(left: Sequence[Interval], right: Sequence[Interval]) -> Intervals:
 
 
 def subtract(left: Sequence[Interval], right: Sequence[Interval]) -> Intervals:
-    """The moments in `left` and not in `right`."""
+    """Return the times in `left` and not in `right`."""
     rest: Intervals = []
     j = 0
     for start, stop in left:
@@ -63,5 +63,5 @@ def subtract(left: Sequence[Interval], right: Sequence[Interval]) -> Intervals:
 
 
 def length(intervals: Sequence[Interval]) -> float:
-    """How long the moments last together, in seconds."""
+    """Return the total length of the intervals, in seconds."""
     return sum(stop - start for start, stop in intervals)

@@ -1,4 +1,4 @@
-"""Seconds of a step by kind of span: what a prediction and a run are compared by."""
+"""Seconds of a step by kind of span, for the comparison of a prediction with a run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PARTS = ("exposed_communication", "bubble", "straggler_wait", "data_wait", "oth
 
 
 def seconds_by_kind(timeline: Timeline) -> dict[str, float]:
-    """Seconds of a step of a rank, by kind, the mean over ranks.
+    """Return the seconds of a rank's step by kind, as the mean over ranks.
 
-    "forward", "backward" and "optimizer" are without what they wait for, each the median over the steps that
-    the Breakdown counts. "exposed_communication", "bubble", "straggler_wait", "data_wait" and "other" are its
-    parts. Each `Purpose` is what compute waits for it once all of its group are there: the most part of the
-    exposed communication. "collective" is all communication once all of a group were there, hidden or not;
-    "step" is the whole.
+    "forward", "backward" and "optimizer" are without their waits, each the median over the steps that the
+    Breakdown counts. "exposed_communication", "bubble", "straggler_wait", "data_wait" and "other" are its
+    parts. Each `Purpose` is the time that compute waits for it once all of its group have arrived: most of
+    the exposed communication. "collective" is all communication once all of a group have arrived, hidden or
+    not; "step" is the whole.
 
     Raises:
         ShoalError: No rank finished a step.

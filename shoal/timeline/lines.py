@@ -1,4 +1,4 @@
-"""The lines of a timeline file: how a header and a span are written as JSON.
+"""The lines of a timeline file: the JSON of a header and of a span.
 
 A file holds one rank. Its first line is a header; each time the rank starts again it appends another,
 since its clock has a new origin:
@@ -28,7 +28,7 @@ _COMPUTE = Lane.COMPUTE.value
 
 
 def header_line(rank: int, origin_unix_ns: int) -> str:
-    """The line that opens a file, or a later part of it, with its newline."""
+    """Return the line that opens a file, or a later part of it, with its newline."""
     header = {"timeline": FORMAT, "rank": rank, "origin_unix_ns": origin_unix_ns}
     return json.dumps(header, separators=(",", ":")) + "\n"
 
@@ -44,9 +44,9 @@ def span_line(
     algorithm: str = "",
     purpose: str = "",
 ) -> str:
-    """The line of one span, with its newline.
+    """Return the line of one span, with its newline.
 
-    Takes the fields and not a Span, and formats them itself: a recorder calls this for every span, and
+    It takes the fields and not a Span, and formats them itself: a recorder calls it for every span, and
     `json.dumps` takes four times as long.
     """
     named = f',"name":{encode_basestring_ascii(name)}' if name else ""
@@ -60,7 +60,7 @@ def span_line(
 
 
 def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
-    """The span that a line describes.
+    """Return the span that a line describes.
 
     Args:
         fields: The object on the line.

@@ -1,11 +1,11 @@
-"""Which spans of different ranks are one collective, and when its last member arrived.
+"""Match the spans of different ranks that are one collective, and find when its last member arrived.
 
 A collective appears once on each rank of its group. Ranks run the same program, so its spans are found
 by (group, name) and by order: the k-th span of that group and name that starts within a step, on every
 rank. A rank that arrives early waits for the last one; no network could make that time shorter.
 
-Several may be under way at once: a message that was asked for long ago, and the collective that a rank waits
-for now. A wait is for the collectives of its own name.
+Several may run at once: a message that was requested long ago, and the collective that a rank waits for now.
+A wait belongs to the collectives with its own name.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ __all__ = ["Arrival", "match_collectives", "moments_of_lateness"]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A rank's span in a collective, and when the whole group was there.
+    """A rank's span in a collective, and the time at which the whole group had arrived.
 
     Attributes:
         span: The collective on this rank.
         step: The index of the step in which it starts.
-        complete: When the last member of the group started it, within the span; the start of the span
-            where the spans of other members are not there to tell.
+        complete: Time at which the last member of the group started it, within the span; the start of the
+            span if the spans of other members are missing.
     """
 
     span: Span
@@ -40,7 +40,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """What the spans of one collective have in common."""
+    """The fields that all spans of one collective share."""
 
     step: int
     group: tuple[int, ...]
@@ -49,10 +49,10 @@ class _Key:
 
 
 def match_collectives(timeline: Timeline, windows: Mapping[int, StepWindows]) -> dict[int, list[Arrival]]:
-    """The collectives that start within steps, for each rank, in the order of time.
+    """Return the collectives that start within steps, for each rank, in order of time.
 
     Args:
-        timeline: All ranks.
+        timeline: Timeline of all ranks.
         windows: The steps of each rank to look at.
     """
     keyed = {rank: _keyed(timeline.of(rank), steps) for rank, steps in windows.items()}
@@ -75,14 +75,14 @@ def match_collectives(timeline: Timeline, windows: Mapping[int, StepWindows]) ->
 
 
 def moments_of_lateness(spans: Iterable[Span], arrivals: Iterable[Arrival]) -> Intervals:
-    """The moments in which not all members had started what a rank waits for.
+    """Return the times in which not all members had started what a rank waits for.
 
-    That is, within a wait, the collectives of the wait's name; where there is no wait, or none of its name,
-    whatever is under way.
+    Within a wait, these are collectives with the wait's name. Without a wait, or without a collective of its
+    name, all running collectives count.
 
     Args:
-        spans: Of one rank.
-        arrivals: Its collectives.
+        spans: Spans of one rank.
+        arrivals: The collectives of that rank.
     """
     incomplete: dict[str, list[Interval]] = {}
     for arrival in arrivals:
@@ -111,5 +111,5 @@ def _keyed(spans: Iterable[Span], windows: StepWindows) -> list[tuple[_Key, Span
 
 
 def _overlap(windows: list[Interval]) -> bool:
-    """Whether the ranks ran the step together; after a crash, one may have it from before, one from after."""
+    """Return whether the ranks ran the step together; after a crash, they may have it from different runs."""
     return max(start for start, _ in windows) < min(stop for _, stop in windows)

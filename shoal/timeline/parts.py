@@ -12,7 +12,7 @@ __all__ = ["CollectiveFigures", "Parts", "mean", "mean_by_operation"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """Where the time of one step went, or of an average one. Times in seconds.
+    """The parts of the time of one step, or of an average step, in seconds.
 
     The first six are disjoint and sum to `wall`.
 
@@ -20,9 +20,9 @@ class Parts:
         compute: Forward, backward and optimizer, while not blocked.
         exposed_communication: Communication that nothing overlaps and that no late rank explains.
         bubble: Idle time that the pipeline schedule forces.
-        data_wait: The input is late.
+        data_wait: Waiting for input data.
         straggler_wait: Exposed communication before the last rank of a collective's group started it.
-        other: What no span explains.
+        other: Time that no span explains.
         wall: The step, from start to end.
         communication: All communication, overlapped or not.
         overlapped_communication: Communication during which the rank also computes or waits for data.
@@ -47,15 +47,15 @@ class Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveFigures:
-    """One operation, per rank and step.
+    """The figures of one operation, per rank and step.
 
     Attributes:
-        count: How many start.
-        bytes: The bytes they carry, as `Span.bytes`.
-        seconds: Their durations, added up.
-        exposed_seconds: How much of exposed communication they cover; operations that run at the same
-            time cover the same moments.
-        transfer_seconds: Their durations from when the whole group was there, added up.
+        count: Number of them that start.
+        bytes: Bytes that they carry, as in `Span.bytes`.
+        seconds: Sum of their durations.
+        exposed_seconds: Exposed communication that they cover; operations that run at one time cover it
+            together.
+        transfer_seconds: Sum of their durations after the whole group had arrived.
     """
 
     count: float
@@ -66,7 +66,7 @@ class CollectiveFigures:
 
     @property
     def algbw(self) -> float | None:
-        """Bytes a second while the whole group was there, as in nccl-tests; None where no time passed."""
+        """Bytes/s while the whole group was there, as in nccl-tests; None if no time passed."""
         return self.bytes / self.transfer_seconds if self.transfer_seconds > 0 else None
 
 
@@ -76,7 +76,7 @@ _NO_COLLECTIVES = CollectiveFigures(count=0, bytes=0, seconds=0, exposed_seconds
 
 
 def mean(figures: Sequence[Figures]) -> Figures:
-    """The mean of one or more, field by field."""
+    """Return the mean of one or more, field by field."""
     kind = type(figures[0])
     return kind(
         **{field.name: fmean(getattr(each, field.name) for each in figures) for field in fields(kind)}
@@ -84,7 +84,7 @@ def mean(figures: Sequence[Figures]) -> Figures:
 
 
 def mean_by_operation(figures: Sequence[Mapping[str, CollectiveFigures]]) -> dict[str, CollectiveFigures]:
-    """The mean of each operation, in the order of their names; where one is absent it counts as zero."""
+    """Return the mean of each operation, by name; an absent one counts as zero."""
     operations = sorted({operation for each in figures for operation in each})
     return {
         operation: mean([each.get(operation, _NO_COLLECTIVES) for each in figures])

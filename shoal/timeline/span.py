@@ -1,4 +1,4 @@
-"""The span: one thing that one rank did, and when. A Timeline is a list of these.
+"""The span: one thing that one rank did, with its time. A Timeline is a list of spans.
 
 Kinds on the compute lane nest: a `step` covers its data wait, forward, backward and optimizer spans,
 and a `wait` lies inside whichever of these was blocked. Validation and checkpoints lie between steps.
@@ -13,14 +13,14 @@ __all__ = ["Kind", "Lane", "Purpose", "Span"]
 
 
 class Lane(StrEnum):
-    """What a span occupies: each rank has both, and they run at the same time."""
+    """The lane of a span: each rank has both, and they run at the same time."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
 
 
 class Kind(StrEnum):
-    """What a span is; the whole vocabulary."""
+    """The kind of a span; these are all kinds."""
 
     STEP = "step"
     """One training step of one rank; its name is the index of the step."""
@@ -41,9 +41,9 @@ class Kind(StrEnum):
 
 
 class Purpose(StrEnum):
-    """What a communication is for: an axis of the mesh, or what all ranks agree on.
+    """The purpose of a communication: an axis of the mesh, or an agreement of all ranks.
 
-    Axes may join the same ranks, so that who communicates says it with the span.
+    Several axes may join the same ranks, so the span's purpose names the axis.
     """
 
     TENSOR = "tensor"
@@ -63,14 +63,14 @@ class Span:
         rank: The global rank.
         lane: One of `Lane`.
         kind: One of `Kind`.
-        name: Which one of its kind: the index of a step, or an operation such as "all_reduce:bucket3",
-            where the part before the colon groups spans in tables.
+        name: Which span of its kind: the index of a step, or an operation such as "all_reduce:bucket3", where
+            the part before the colon groups spans in tables.
         start: Seconds from the origin of the timeline.
         duration: Seconds.
         bytes: Bytes moved, for collectives: the size of the tensor, as in nccl-tests' algbw.
         group: Global ranks that take part, for collectives.
-        algorithm: How a collective was done, such as "ring", where the backend says so.
-        purpose: One of `Purpose`, for collectives and waits for them; "" where it is not known.
+        algorithm: Algorithm of a collective, such as "ring", if the backend reports it.
+        purpose: One of `Purpose`, for collectives and waits for them; "" if it is not known.
     """
 
     rank: int
@@ -86,5 +86,5 @@ class Span:
 
     @property
     def stop(self) -> float:
-        """Seconds from the origin of the timeline."""
+        """End of the span, in seconds from the origin of the timeline."""
         return self.start + self.duration

@@ -1,19 +1,19 @@
-"""Where the time of one step of one rank went: six disjoint parts that sum to its wall time.
+"""The parts of the time of one rank's step: six disjoint parts that sum to its wall time.
 
-With sets of moments:
+With sets of times:
 
     blocked   = wait spans and collectives on the compute lane
     compute   = forward, backward and optimizer spans on the compute lane, without blocked
     data wait = data-wait spans, without compute
     communication = everything on the communication lane, and blocked
     exposed communication = communication, without compute and data wait: nothing overlaps it
-    bubble    = bubble spans, without compute and data wait; taken out of exposed communication, since the
-                wait for a message is where a pipeline's idle time shows
-    straggler wait = the moments of exposed communication before the last member of the group had started
-                     what is waited for; taken out of exposed communication
+    bubble    = bubble spans, without compute and data wait; taken out of exposed communication, since a
+                pipeline's idle time shows as the wait for a message
+    straggler wait = the part of exposed communication before the last member of the group had started the
+                     collective that is waited for; taken out of exposed communication
     other     = the rest of the step
 
-Each is computed from the spans, none as a remainder of numbers.
+Each part is computed from the spans, none as a remainder of numbers.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 def explain_step(
     window: Interval, spans: Sequence[Span], arrivals: Sequence[Arrival]
 ) -> tuple[Parts, dict[str, CollectiveFigures]]:
-    """Where the time of one step of one rank went, and the figures of each operation.
+    """Return the parts of the time of one rank's step, and the figures of each operation.
 
     Args:
         window: The start and the end of the step.
         spans: The rank's spans that lie in the step, wholly or in part.
-        arrivals: The rank's collectives that do.
+        arrivals: The rank's collectives that lie in the step.
     """
     whole = [window]
 

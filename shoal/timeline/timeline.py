@@ -40,37 +40,37 @@ class Timeline:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that have spans, ascending."""
+        """Return the ranks that have spans, ascending."""
         return tuple(sorted(self._by_rank))
 
     def of(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank, sorted by start."""
+        """Return the spans of one rank, sorted by start."""
         return self._by_rank.get(rank, ())
 
     def steps(self) -> tuple[int, ...]:
-        """The indices of the steps that any rank finished, ascending."""
+        """Return the indices of the steps that any rank finished, ascending."""
         return self._indices
 
     def step(self, rank: int, index: int) -> Span | None:
-        """The span of a rank's step: the last one, where a resumed run did that step again."""
+        """Return the span of a rank's step: the last one, if a resumed run repeated that step."""
         return self._steps.get(rank, {}).get(index)
 
     def window(self, start: float, stop: float) -> Timeline:
-        """The spans of which some part lies in [start, stop), whole."""
+        """Return the spans that lie in [start, stop) wholly or in part, uncut."""
         inside = (span for span in self.spans if span.start < stop and span.stop > start)
         return Timeline(inside, origin_unix_ns=self.origin_unix_ns)
 
     def since_step(self, index: int) -> Timeline:
-        """The spans from the last time that the first rank began a step; none if it did not finish it."""
+        """Return the spans since the first rank last began this step; none if it did not finish it."""
         first = self.step(self.ranks[0], index) if self.ranks else None
         return self.window(math.inf if first is None else first.start, math.inf)
 
     @classmethod
     def read(cls, directory: str | os.PathLike[str]) -> Timeline:
-        """Reads the timeline files of a directory; a directory without any gives an empty Timeline.
+        """Read the timeline files of a directory; a directory without any gives an empty Timeline.
 
-        Second 0 is the earliest origin in the files. A torn line is passed over where a killed process
-        leaves one: at the end of a file, or before the header of the process that went on.
+        Second 0 is the earliest origin in the files. A torn line is skipped where a killed process leaves
+        one: at the end of a file, or before the header of the process that went on.
 
         Raises:
             ShoalError: A file is malformed elsewhere; the message names file and line.
@@ -81,7 +81,7 @@ class Timeline:
         return cls(spans, origin_unix_ns=origin)
 
     def write(self, directory: str | os.PathLike[str]) -> None:
-        """Writes one file a rank into the directory, over files of the same name; makes the directory."""
+        """Write one file a rank into the directory, over files with these names; make the directory."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         for rank in self.ranks:
@@ -113,7 +113,7 @@ class Timeline:
 
 @dataclass
 class _Part:
-    """What one process wrote: a header and the numbered lines below it."""
+    """The part of a file that one process wrote: a header and the numbered lines below it."""
 
     path: Path
     rank: int
@@ -121,7 +121,7 @@ class _Part:
     lines: list[tuple[int, dict[str, Any]]]
 
     def spans(self, origin_unix_ns: int) -> Iterator[Span]:
-        """The spans, with starts counted from another origin."""
+        """Yield the spans, with starts counted from another origin."""
         offset = (self.origin_unix_ns - origin_unix_ns) / 1e9
         for number, fields in self.lines:
             try:
@@ -164,6 +164,6 @@ def _part(path: Path, number: int, header: dict[str, Any]) -> _Part:
 
 
 def _refuse(path: Path, torn: int | None) -> None:
-    """Raises for a line that cannot be read and that no killed process explains."""
+    """Raise for a line that cannot be read and that no killed process explains."""
     if torn is not None:
         raise ShoalError(f"{path}:{torn}: this line of a timeline cannot be read")

@@ -1,4 +1,4 @@
-"""A Timeline in Chrome's trace format, which Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
+"""A Timeline in Chrome's trace format, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
 A rank is a process and a lane is a thread. Spans of one thread must nest, so a span that overlaps others
 of its lane without nesting, such as the second of two collectives in flight, goes to a further thread.
@@ -23,12 +23,12 @@ _ROUNDING = 1e-9
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The whole trace as an object; times are in microseconds."""
+    """Return the whole trace as an object; times are in microseconds."""
     return {"displayTimeUnit": "ms", "traceEvents": list(_events(timeline))}
 
 
 def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Writes the trace to a file event by event, so that it takes no memory; makes the parents."""
+    """Write the trace to a file event by event, so that it takes no memory; make the parents."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("w", encoding="utf-8") as file:
@@ -57,7 +57,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _rows(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
-    """Spans by start, each with the first row in which it nests: inside what it overlaps there."""
+    """Yield spans by start, each with the first row in which it nests: within those that it overlaps."""
     open_stops: list[list[float]] = []  # of each row: the ends of the spans still open, innermost last
     for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
         row = 0
@@ -70,7 +70,7 @@ def _rows(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
 
 
 def _nests(span: Span, stops: list[float]) -> bool:
-    """Whether the span lies within the innermost of the open spans; forgets those that have ended."""
+    """Return whether the span lies within the innermost open span; forget spans that have ended."""
     while stops and stops[-1] <= span.start + _ROUNDING:
         stops.pop()
     return not stops or span.stop <= stops[-1] + _ROUNDING

@@ -1,4 +1,4 @@
-"""When each step of one rank ran, and which steps a span lies in."""
+"""The time of each step of one rank, and the steps that a span lies in."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Item = TypeVar("Item")
 
 
 class StepWindows(Mapping[int, Interval]):
-    """The [start, stop) of each step that a rank finished, by index, in the order of time.
+    """The [start, stop) of each step that a rank finished, by index, in order of time.
 
-    The steps of a rank follow one another: their windows do not overlap. Where a resumed run did a step
-    again, the last time counts.
+    The steps of a rank follow one another: their windows do not overlap. If a resumed run repeated a step,
+    the last time counts.
     """
 
     def __init__(self, timeline: Timeline, rank: int) -> None:
@@ -40,14 +40,14 @@ class StepWindows(Mapping[int, Interval]):
         return len(self._windows)
 
     def started_in(self, span: Span) -> int | None:
-        """The index of the step in which a span starts; None between steps."""
+        """Return the index of the step in which a span starts; None between steps."""
         position = bisect.bisect_right(self._stops, span.start)
         if position < len(self._starts) and self._starts[position] <= span.start:
             return self._indices[position]
         return None
 
     def share_out(self, items: Iterable[tuple[Span, Item]]) -> dict[int, list[Item]]:
-        """What lies in each step, wholly or in part: items, each with the span that says when it was."""
+        """Return the items in each step, wholly or in part; an item's span gives its time."""
         shares: dict[int, list[Item]] = {index: [] for index in self}
         for span, item in items:
             position = bisect.bisect_right(self._stops, span.start)

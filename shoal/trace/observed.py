@@ -1,4 +1,4 @@
-"""What a `Recorder` takes note of: storages, what operators move, and what the pieces of a model do."""
+"""The observations of a `Recorder`: storages, operators that move memory, and pieces of a model."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Made:
     """A storage that an operator made.
 
     Attributes:
-        storage: Held, so that no other gets its address.
-        piece: In which it was made.
-        part: How it is divided.
+        storage: The storage, kept alive so that no other gets its address.
+        piece: Piece in which it was made.
+        part: How tensor parallelism divides it.
         width: Bytes of an element.
-        name: Of the operator.
+        name: Name of the operator.
         result_of: The part of the product whose result it is, COLUMNS for attention's; None for others.
     """
 
@@ -40,7 +40,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A call of an operator that memory bounds; elements of its largest tensor, and bytes."""
+    """A call of an operator that memory bounds: the elements of its largest tensor, and its bytes."""
 
     name: str
     part: Part
@@ -50,17 +50,18 @@ class Moved:
 
 @dataclass(slots=True)
 class Piece:
-    """What was heard of one piece of a model, of the whole batch but for products and attention.
+    """The observations of one piece of a model, for the whole batch except products and attention.
 
     Attributes:
-        operations: In the order of forward.
+        operations: Operations, in the order of forward.
         backward: Passes of backward.
-        saved: By address, the storages that forward keeps.
+        saved: Storages that forward keeps, by address.
         scores: Sizes of the scores that attention wrote.
         stream: The block's input.
         tables: Parameters that are looked up.
-        parameters: By name, of those that the piece is the first to use, the part of the product that does.
-        experts: Of these, the experts'.
+        parameters: For each parameter that the piece is the first to use, by name, the part of the product
+            that uses it.
+        experts: Names of the experts' parameters among these.
     """
 
     operations: list[Product | Attention | Moved] = field(default_factory=list)

@@ -1,19 +1,19 @@
-"""Listens to a model's operators while it runs on fake tensors, and sums them up.
+"""Observe a model's operators while it runs on fake tensors, and sum them up.
 
 Each storage that an operator makes has a `Part`, which says how tensor parallelism would divide it. It
-follows from how the tensor came about, by Megatron's scheme (Shoeybi et al. 2019, arXiv:1909.08053): what the
-model is given is STREAM; a product of STREAM with a weight divides the weight's COLUMNS, and so its result; a
-product of that with a weight divides the ROWS, and its sum over ranks is STREAM again. Attention's result is
-divided by heads. Any other operator gives what the largest of its tensors is; where two are as large, the
-stream wins. What no input and no random number has gone into depends on positions alone. In a mixture of
+follows from the tensor's origin, by Megatron's scheme (Shoeybi et al. 2019, arXiv:1909.08053): the model's
+input is STREAM; a product of STREAM with a weight divides the weight's COLUMNS, and so its result; a product
+of that with a weight divides the ROWS, and its sum over ranks is STREAM again. Attention's result is divided
+by heads. The result of any other operator has the Part of its largest tensor; if two are equally large,
+STREAM wins. A tensor that depends on no input and no random number depends only on positions. In a mixture of
 experts all is WHOLE.
 
-In backward the scheme holds the other way round. There an operator counts with the piece whose forward made
-the node that autograd is at: autograd numbers its nodes, and a piece's numbers follow one another.
+In backward the scheme is reversed. There an operator counts with the piece whose forward made the node that
+autograd runs: autograd numbers its nodes, and the numbers of a piece are consecutive.
 
-Attention that is not fused is two products of activations, the second with what the first gave. It becomes
-one `Attention`, and the passes over its scores are part of it. A mask that depends on positions alone is
-taken to be the causal one.
+Attention that is not fused is two products of activations; the second takes the first one's result. It
+becomes one `Attention`, and the passes over its scores are part of it. A mask that depends only on positions
+is taken to be the causal one.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _STRONGER = (Part.STREAM, Part.COLUMNS, Part.WHOLE)
 
 
 class Recorder(TorchDispatchMode):
-    """See the top of the file.
+    """Record a model's operators; see the top of the file.
 
     Args:
-        pieces: How many the model has.
-        samples: In the batch that goes through it.
-        parameters: The model's.
-        inputs: What it is given.
+        pieces: Number of pieces of the model.
+        samples: Number of samples in the batch that goes through it.
+        parameters: The model's parameters, by name.
+        inputs: The model's inputs.
 
     Attributes:
-        pieces: What was heard of each.
+        pieces: The observations of each piece.
         made: Storages by address.
         reused: Names of parameters that a later piece used again.
     """
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         self._names = {address(parameter): name for name, parameter in parameters.items()}
         self._inputs = {address(each) for each in inputs}
         self._owners: dict[str, int] = {}
-        self._first: Sizes | None = None  # of the last product of activations, if its result is not used yet
+        self._first: Sizes | None = None  # last product of activations, if its result is not used yet
         self._in_experts = False
         self._current = 0
         self._starts = [0]
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
     # -- what the tracer tells -----------------------------------------------------------------------
 
     def enter(self, piece: int, stream: Tensor | None = None) -> None:
-        """From here on operators belong to a piece, whose input is `stream` whatever made it."""
+        """Count the following operators with this piece, whose input is `stream` whatever made it."""
         self._current = piece
         self._starts.append(_get_sequence_nr())
         self._entered.append(piece)
@@ -95,21 +95,21 @@ class Recorder(TorchDispatchMode):
             made.part = Part.STREAM
 
     def enter_experts(self) -> None:
-        """From here on operators belong to a mixture of experts."""
+        """Count the following operators with a mixture of experts."""
         self._in_experts = True
 
     def leave_experts(self) -> None:
-        """The mixture is done."""
+        """End the mixture of experts."""
         self._in_experts = False
 
     def experts(self, rows: Tensor, weight: Tensor, result: Tensor) -> None:
-        """A product `[rows, in]` of each expert's share of rows with its own of `[experts, out, in]`."""
+        """Record a product `[rows, in]` of each expert's share of rows with its `[experts, out, in]`."""
         sizes = Sizes(rows, weight, len(rows), weight.shape[-1], weight.shape[-2], len(weight))
         self._hear_product("experts", sizes, Part.STREAM)
         self.made[address(result)].result_of = Part.STREAM
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Forward keeps a tensor: what is an activation counts with the first piece that needs it."""
+        """Note that forward keeps a tensor; an activation counts with the first piece that needs it."""
         where = address(tensor)
         made = self.made.get(where)
         if made is not None and made.elements > 1:
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
     # -- what operators tell -------------------------------------------------------------------------
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        """Calls the operator, and takes note of it."""
+        """Call the operator, and record it."""
         named = named or {}
         result = function(*arguments, **named)
         if function.namespace != "prim":
@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
         self.pieces[self._current].operations.append(self._product(weight, sizes, part))
 
     def _hear_scores(self, name: str, sizes: Sizes) -> None:
-        """A product of activations: the first half of attention that is not fused, or the second."""
+        """Record a product of activations: the first or the second half of attention that is not fused."""
         piece, heads = self.pieces[self._current], max(1, sizes.copies // self._samples)
         first, self._first = self._first, None
         if first is not None and (first.copies, first.outputs) == (sizes.copies, sizes.inputs):
@@ -250,7 +250,7 @@ class Recorder(TorchDispatchMode):
         self.pieces[piece].backward.append(Moved(name, part, elements, read + written))
 
     def _hear_lookup(self, given: list[Tensor]) -> None:
-        """A look-up in a parameter: divided if what is looked up is of the sample, a position's if not."""
+        """Record a look-up in a parameter: divided if its index depends on the sample, else a position's."""
         table = self._names.get(address(given[0]))
         if table is not None and len(given) > 1:
             owner = self.pieces[self._owners[table]]
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
         return Product(_last(name), each, sizes.inputs, outputs, part, copies)
 
     def _use(self, tensor: Tensor) -> str | None:
-        """The name of the parameter that a tensor is, which counts with the piece that uses it first."""
+        """Return the name of the parameter that a tensor is; it counts with the piece that uses it first."""
         name = self._names.get(address(tensor))
         if name is not None:
             owner = self._owners.setdefault(name, self._current)
@@ -288,18 +288,18 @@ class Recorder(TorchDispatchMode):
         return Part.POSITIONS if made is None else made.part
 
     def _largest(self, tensors: Sequence[Tensor]) -> Part:
-        """What the largest of tensors is that are no parameters; the strongest of those that are as large."""
+        """Return the Part of the largest tensor that is no parameter; of equals, the strongest."""
         sizes: dict[Part, int] = {}
         for each in tensors:
             if address(each) not in self._names:
                 part = self._part(each)
                 sizes[part] = max(sizes.get(part, 0), each.numel())
-        sizes.pop(Part.POSITIONS, None)  # with anything of a sample it becomes that
+        sizes.pop(Part.POSITIONS, None)  # positions combined with a sample's tensor are the sample's
         part = max(sizes, key=lambda part: (sizes[part], -_STRONGER.index(part)), default=Part.POSITIONS)
         return Part.STREAM if self._in_experts and part is not Part.POSITIONS else part
 
     def _piece_of(self, node: Any) -> int:
-        """The piece whose forward made a node; gradients' sums come with the last one that did."""
+        """Return the piece whose forward made a node; sums of gradients count with the last such piece."""
         number = node._sequence_nr()
         if number < _NO_NUMBER:
             self._current = self._entered[bisect_right(self._starts, number) - 1]
@@ -311,18 +311,18 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """That reading or writing a tensor moves: what is expanded is there once."""
+    """Return the bytes that reading or writing a tensor moves; an expanded tensor counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _plain(name: str) -> str:
-    """`aten::_to_copy`, `ToCopy` and `to_copy_` are one."""
+    """Return one name for `aten::_to_copy`, `ToCopy` and `to_copy_`."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.rpartition("::")[2])
     return words.strip("_").lower()
 
 
 def _last(name: str) -> str:
-    """Return the name of the module that has a parameter, or of the parameter where experts have several."""
+    """Return the name of the module that has a parameter; for experts with several, of the parameter."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 

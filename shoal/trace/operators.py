@@ -1,4 +1,4 @@
-"""Torch's operators by what they are: products, attention, and those that move nothing."""
+"""Torch's operators by kind: products, attention, and those that move no memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ATTENTIONS: frozenset[Any] = frozenset(
     }
 )
 EXPENSIVE: frozenset[Any] = (PRODUCTS | ATTENTIONS) - {_aten.baddbmm.default, _aten.convolution.default}
-"""Whose results recompute=selective keeps."""
+"""Operators whose results recompute=selective keeps."""
 
 FREE: frozenset[Any] = frozenset(
     {
@@ -54,10 +54,10 @@ FREE: frozenset[Any] = frozenset(
         _aten.new_empty_strided.default,
     }
 )
-"""Those that give new memory, and move no byte. Views are free as well, and known by their results."""
+"""Operators that return new memory and move no byte. Views are free as well, and known by their results."""
 
 COPIES: frozenset[Any] = frozenset({_aten._to_copy.default, _aten.clone.default})
-"""Those that give the same values in other memory, maybe of another type."""
+"""Operators that return equal values in other memory, maybe of another type."""
 
 LOOKUPS: frozenset[Any] = frozenset(
     {
@@ -68,14 +68,14 @@ LOOKUPS: frozenset[Any] = frozenset(
         _aten.nll_loss_forward.default,
     }
 )
-"""Those that read of their first tensor as much as they write."""
+"""Operators that read as much of their first tensor as they write."""
 
 
 class Sizes(NamedTuple):
     """Sizes of a product `[rows, inputs] x [inputs, outputs]`, or of `copies` of it that share the rows.
 
     Attributes:
-        left: What is multiplied: the operator's operand that has the rows.
+        left: The operand that has the rows.
         right: The matrix, or matrices.
     """
 
@@ -88,10 +88,10 @@ class Sizes(NamedTuple):
 
 
 def product_of(operator: Any, arguments: Sequence[Any], result: Tensor) -> Sizes:
-    """The sizes of one of `PRODUCTS`.
+    """Return the sizes of one of `PRODUCTS`.
 
-    A convolution has a row for each place where its kernel is put: of the result, and where it is transposed
-    of what comes in.
+    A convolution has a row for each position of its kernel: positions in the result, or in the input if it is
+    transposed.
     """
     if operator is _aten.convolution.default:
         image, kernel = arguments[0], arguments[1]
@@ -108,7 +108,7 @@ def product_of(operator: Any, arguments: Sequence[Any], result: Tensor) -> Sizes
 
 
 def bias_of(operator: Any, arguments: Sequence[Any]) -> Tensor | None:
-    """What one of `PRODUCTS` adds to its result; None for nothing."""
+    """Return the tensor that one of `PRODUCTS` adds to its result; None if there is none."""
     if operator is _aten.convolution.default:
         bias: Tensor | None = arguments[2]
         return bias
@@ -116,7 +116,7 @@ def bias_of(operator: Any, arguments: Sequence[Any]) -> Tensor | None:
 
 
 def argument(operator: Any, arguments: Sequence[Any], named: dict[str, Any], name: str) -> Any:
-    """The argument of that name in a call of an operator; its default if the call does not give it."""
+    """Return the argument with this name in a call of an operator, or its default if it is not given."""
     if name in named:
         return named[name]
     for index, each in enumerate(operator._schema.arguments):

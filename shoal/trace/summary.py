@@ -1,4 +1,4 @@
-"""From what a `Recorder` observed of a model to its Workload."""
+"""Make a model's Workload from the observations of a `Recorder`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["summarise"]
 def summarise(
     recorder: Recorder, name: str, parameters: Mapping[str, Tensor], samples: int, dtype: torch.dtype
 ) -> Workload:
-    """The Workload of one sample.
+    """Return the Workload of one sample.
 
     Args:
-        recorder: That observed a forward and a backward.
-        name: Of the model.
-        parameters: By name.
-        samples: In the batch that was traced.
-        dtype: That computes.
+        recorder: Recorder that observed a forward and a backward.
+        name: Name of the model.
+        parameters: The model's parameters, by name.
+        samples: Number of samples in the traced batch.
+        dtype: Type that computes.
     """
     pieces = recorder.pieces
     used = {each for piece in pieces for each in piece.parameters}
@@ -58,7 +58,7 @@ def summarise(
 
 
 def _unread(recorder: Recorder, number: int) -> Iterator[Made]:
-    """Results of products and attention that a block's backward does not read."""
+    """Yield results of products and attention that a block's backward does not read."""
     saved = recorder.pieces[number].saved
     for where, made in recorder.made.items():
         if made.piece == number and made.result_of is not None and where not in saved and made.elements > 1:
@@ -79,7 +79,7 @@ class _Summary:
         self._width = width
 
     def block(self, kind: str, unread: Sequence[Made]) -> Block:
-        """The piece, an embedding, layer or end; of a layer with the results that backward does not read."""
+        """Return the piece as a block: embedding, layer or end; a layer includes the results left unread."""
         is_layer = kind == "layer"
         operations = tuple(self._operations())
         has_embedding = any(self._piece.parameters[table] is Part.COLUMNS for table in self._piece.tables)
@@ -106,7 +106,7 @@ class _Summary:
         return Parameters(whole, divided, experts)
 
     def _operations(self) -> Iterator[Operation]:
-        """In the order of forward; all passes of a name and part in the place of the first."""
+        """Yield operations in forward order; all passes of one name and part at the place of the first."""
         calls: dict[tuple[str, Part], tuple[list[Moved], list[Moved]]] = {}
         ways: tuple[Sequence[object], ...] = (self._piece.operations, self._piece.backward)
         for way, observed in enumerate(ways):
@@ -124,7 +124,7 @@ class _Summary:
     def _pass(self, forward: list[Moved], backward: list[Moved]) -> Pass:
         calls = forward or backward
         elements = max(1, sum(each.elements for each in calls))
-        # What bytes would be if elements that compute had two.
+        # The bytes if elements that compute had two bytes each.
         forward_bytes, backward_bytes = (
             2 / self._width * sum(each.nbytes for each in way) / elements for way in (forward, backward)
         )
@@ -158,5 +158,5 @@ class _Summary:
         return Saved(name, made.elements / self._times(made.part), part, keep, width)
 
     def _times(self, part: Part) -> int:
-        """How many samples the elements that were observed are of."""
+        """Return the number of samples whose elements were observed together."""
         return 1 if part is Part.POSITIONS else self._samples

@@ -1,9 +1,9 @@
-"""A Workload of any module, by running it on fake tensors, which have shapes but neither memory nor values.
+"""Trace any module into a Workload, on fake tensors: these have shapes, but no memory and no values.
 
-A copy of the module with fake parameters runs forward and backward once, on the given inputs. What its
-operators are, `Recorder` hears; what forward keeps for backward, autograd's hooks tell. Pieces are the
-module's blocks (`find_blocks`), what runs before them, and what runs after. Experts are taken to get even
-loads, and to drop nothing.
+A copy of the module with fake parameters runs forward and backward once, on the given inputs. `Recorder`
+observes its operators; autograd's hooks show what forward keeps for backward. Pieces are the module's blocks
+(`find_blocks`), the operators before them, and those after. Experts are assumed to get even loads and to drop
+nothing.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def trace(
     precision: str = "bf16",
     device: torch.device | str = "cpu",
 ) -> Workload:
-    """The work of a module on samples like those of `inputs`. It takes no memory and leaves the module alone.
+    """Return the work of a module on samples like `inputs`. It takes no memory, and the module stays as is.
 
     Args:
-        module: Any; the meta device will do. Its mode, training or not, counts.
-        inputs: What its forward gets: a tensor, a tuple of arguments, or a mapping of named ones. The first
-            dim of the first tensor counts samples, and what follows from inputs grows with it.
-        loss: From what the module returns to a scalar; None for the sum of what it returns.
+        module: Any module; the meta device will do. Its mode, training or not, counts.
+        inputs: Inputs of its forward: a tensor, a tuple of arguments, or a mapping of named ones. The first
+            dim of the first tensor counts samples; tensors computed from inputs grow with it.
+        loss: A function from the module's output to a scalar; None for the sum of the output.
         precision: bf16 or fp32, the type of the weights that compute and of floating inputs. Trace with the
-            one to plan for: what is fp32 all the same then stays apart.
-        device: The kind of device whose kernels are meant, such as "cuda"; torch has to be built for it.
+            one to plan for: tensors that are fp32 in any case are then known separately.
+        device: The kind of device whose kernels are meant, such as "cuda"; torch must be built for it.
 
     Raises:
-        ModelError: The inputs hold no tensor, the precision is unknown, or what the module does depends on
-            values, or fails.
+        ModelError: The inputs hold no tensor, the precision is unknown, the module's operations depend on
+            values, or the module fails.
     """
     if precision not in _DTYPES:
         raise ModelError(
@@ -131,7 +131,7 @@ def _fake_inputs(
 
 
 def _attach(recorder: Recorder, model: nn.Module, blocks: list[nn.Module]) -> None:
-    """Tells the recorder where blocks and experts begin and end."""
+    """Tell the recorder where blocks and experts begin and end."""
 
     def enter(piece: int, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         stream = next((each for each in (*arguments, *named.values()) if isinstance(each, Tensor)), None)
@@ -149,7 +149,7 @@ def _attach(recorder: Recorder, model: nn.Module, blocks: list[nn.Module]) -> No
 
 
 def _listen_to_experts(recorder: Recorder, mixture: Mixture) -> None:
-    """Multiplies without asking how many rows each expert has, which nobody knows."""
+    """Replace the experts' products by ones that need no counts of rows, which are not known here."""
 
     def enter(module: nn.Module, arguments: Any) -> None:
         recorder.enter_experts()
@@ -168,7 +168,7 @@ def _listen_to_experts(recorder: Recorder, mixture: Mixture) -> None:
 
 
 class _Even(torch.autograd.Function):
-    """Results and gradients of `multiply_by_experts`, in shape alone."""
+    """Give the results and gradients of `multiply_by_experts`, in shape only."""
 
     @staticmethod
     def forward(context: Any, recorder: Recorder, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

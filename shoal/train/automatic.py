@@ -1,4 +1,4 @@
-"""`plan = "auto"`: the Plan that the planner would choose for this model on these ranks."""
+"""`plan = "auto"`: choose the planner's Plan for this model on these ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from shoal.workload import Workload, transformer_shape
 __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan"]
 
 AUTOMATIC = "auto"
-"""What a configuration says in place of a Plan."""
+"""The word in a configuration that stands for the planner's choice of a Plan."""
 
 _LOOKED_AT = 20  # degrees, of which the first that the model can be laid out by is taken
 
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """A Plan that was predicted to be quicker than the one that is taken, and why it is not taken."""
+    """A Plan that was predicted to be quicker than the chosen one, and the reason why it was not chosen."""
 
     plan: Plan
     reason: str
@@ -41,12 +41,12 @@ class PassedOver:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """How a configuration is trained.
+    """The Plan and the Cluster with which a configuration is trained.
 
     Attributes:
-        plan: With all its degrees and the micro-batch settled.
+        plan: The Plan, with all its degrees and its micro-batch fixed.
         cluster: The machines, with as many devices as the Plan has ranks; None if nothing names them.
-        passed_over: Where the Plan was chosen, those before it in the ranking.
+        passed_over: If the Plan was chosen, the Plans before it in the ranking.
     """
 
     plan: Plan
@@ -55,17 +55,17 @@ class Resolved:
 
 
 def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Resolved:
-    """The best Plan for the configuration's model, batch and sequences.
+    """Return the best Plan for the configuration's model, batch and sequences.
 
     Args:
         config: The configuration.
-        ranks: How many there are.
-        cluster: The machines; None for what is known of this host's GPUs, or a laptop.
+        ranks: Number of ranks.
+        cluster: The machines; None for this host: its GPUs if these are known, or a laptop.
 
     Raises:
         ConfigError: The model's work cannot be traced.
         ClusterError: The host's GPUs are unknown.
-        PlanError: No Plan for so many ranks is legal, or fits.
+        PlanError: No Plan for this many ranks is legal, or none fits.
     """
     model = build_model(config, "meta" if ":" not in config.model else "cpu")
     found = _this_host(config, ranks) if cluster is None else cluster
@@ -83,9 +83,9 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
 
 
 def _workload(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Workload:
-    """The work of the model: a transformer of Shoal's is known by its shape, any other is traced.
+    """Return the workload of the model: a Shoal transformer's from its shape, any other's from a trace.
 
-    It is traced in the precision that Plans for the cluster have: the one that the device is fastest in.
+    The trace uses the precision of Plans for the cluster: the one in which the device is fastest.
     """
     if isinstance(model, Transformer):
         shape = transformer_shape(model.config.model_dump(), config.model).replace(seq=config.sequence)

@@ -1,8 +1,8 @@
 """Buffers that training changes, such as BatchNorm's statistics.
 
-Each rank's follow its own data. A step that is left out must not have changed them, so those that change are
-copied before each step. Which these are is seen in the first step, before which all are copied, and later by
-torch's count of changes; it does not count what BatchNorm's kernels do, so statistics are always among them.
+These follow each rank's own data. A step that is left out must not change them, so buffers that change are
+copied before each step. The first step, before which all are copied, shows which ones change; later torch's
+count of changes shows it. That count misses changes by BatchNorm's kernels, so statistics are always copied.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["ChangingBuffers"]
 
 @final
 class ChangingBuffers:
-    """Remembers the buffers that steps change, and can put them back.
+    """Remember the buffers that steps change, and restore them on request.
 
     Args:
-        model: Whose.
+        model: The model that has the buffers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +42,7 @@ class ChangingBuffers:
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
 
     def begin_step(self) -> None:
-        """Copies those that are known to change."""
+        """Copy the buffers that are known to change."""
         held = {place: self._at(place) for place in range(len(self._places))}
         self._versions = {
             place: (buffer, buffer._version) for place, buffer in held.items() if buffer is not None
@@ -51,7 +51,7 @@ class ChangingBuffers:
         self._before = {place: buffer.clone() for place in chosen if (buffer := held[place]) is not None}
 
     def end_step(self) -> None:
-        """Learns which the step changed."""
+        """Learn which buffers the step changed."""
         for place, (buffer, version) in self._versions.items():
             is_counted = self._at(place) is not buffer or buffer._version != version
             if is_counted or (self._is_first and not torch.equal(buffer, self._before[place])):
@@ -60,7 +60,7 @@ class ChangingBuffers:
         self._before.clear()
 
     def put_back(self) -> None:
-        """Undoes what the step did to them, before `end_step`."""
+        """Undo the step's changes of buffers, before `end_step`."""
         for place, before in self._before.items():
             module, name = self._places[place]
             original = self._versions[place][0]
@@ -69,7 +69,7 @@ class ChangingBuffers:
 
     @torch.no_grad()
     def average(self, axis: Axis) -> None:
-        """Gives those of floating type that change the mean over the ranks of an axis, which all call it."""
+        """Set changing floating buffers to their mean over the ranks of an axis, which all call it."""
         chosen = [self._at(place) for place in sorted(self._changing)]
         floating = [buffer for buffer in chosen if buffer is not None and buffer.is_floating_point()]
         if axis.size == 1 or not floating:

@@ -28,9 +28,9 @@ __all__ = [
 
 
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion", "muon")
-"""Those that have a name of their own."""
+"""Optimizers with a name of their own."""
 SCHEDULES = ("cosine", "constant-then-decay")
-"""As well."""
+"""Schedules with a name of their own."""
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _Limit = Annotated[
@@ -43,43 +43,47 @@ class _Section(BaseModel):
 
 
 class OptimizerConfig(_Section):
-    """The optimizer, its learning rate, clipping, and how many steps may be skipped."""
+    """The optimizer, its learning rate, clipping, and the number of steps that may be skipped."""
 
     name: str = "adamw"
     """adamw, sgd, adafactor, lion or muon, or a factory `package.module:function` that is called with groups
-    of parameters, `lr` and `options`, as the classes of `torch.optim` are."""
+    of parameters, `lr` and `options`, like the classes of `torch.optim`.
+    """
     options: dict[str, Any] = {}
-    """More arguments of the optimizer, such as { momentum = 0.9 } of sgd."""
+    """More arguments of the optimizer, such as { momentum = 0.9 } for sgd."""
     whole: bool = False
-    """Whether an optimizer that a factory gives needs whole parameters, where sharding leaves a rank rows of
-    them; then one rank makes the step of each. Adafactor and muon always get whole ones."""
+    """Whether a factory's optimizer needs whole parameters. If sharding leaves a rank rows of them, one rank
+    then makes the step of each parameter. Adafactor and muon always get whole parameters.
+    """
     learning_rate: float = Field(default=2e-3, gt=0)
     """The highest learning rate, for a batch of `reference_batch`."""
     scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the learning rate grows with batch / reference_batch."""
+    """Growth of the learning rate with batch / reference_batch."""
     reference_batch: int = Field(default=16, gt=0)
-    """The batch that `learning_rate` was found for."""
+    """The batch that `learning_rate` was chosen for."""
     schedule: str = "cosine"
-    """After warm-up: cosine, which is half of one; or constant-then-decay, with a linear decay at the end.
-    Or `package.module:function`, which is called with a step from 0 and the number of steps, and gives the
-    share of the highest learning rate; then there is no other warm-up."""
+    """The schedule after warm-up: cosine, which is half of one; or constant-then-decay, with a linear decay
+    at the end. Or `package.module:function`, which is called with a step from 0 and the number of steps, and
+    returns the share of the highest learning rate; then there is no other warm-up.
+    """
     warmup: int = Field(default=50, ge=0)
     """Steps in which the learning rate grows linearly from zero."""
     decay: float = Field(default=0.2, ge=0, le=1)
-    """Share of all steps that decay, with constant-then-decay."""
+    """Share of all steps in which the rate decays, with constant-then-decay."""
     final: float = Field(default=0.1, ge=0, le=1)
     """The last learning rate, as a share of the highest."""
     betas: tuple[_Decay, _Decay] = (0.9, 0.95)
     """Decay of adamw's averages of gradients and of their squares."""
     eps: float = Field(default=1e-8, gt=0)
-    """What adamw adds to the root of the squares."""
+    """Number that adamw adds to the root of the squares."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decay of matrices, decoupled in adamw and lion; vectors, such as norms and biases, do not decay."""
     clip: _Limit = 1.0
-    """Largest norm of the whole gradient; off for none."""
+    """Largest norm of the whole gradient; "off" for no limit."""
     skip: int = Field(default=10, ge=0)
-    """How many steps in a row may be left out because the loss or the gradient is not finite; one more ends
-    the training. 0 ends it at the first."""
+    """Number of steps in a row that may be left out because the loss or the gradient is not finite; one more
+    ends the training. 0 ends it at the first.
+    """
 
     @field_validator("schedule")
     @classmethod
@@ -97,64 +101,67 @@ class OptimizerConfig(_Section):
 
 
 class ValidationConfig(_Section):
-    """When the loss on held-out data is measured; always at the end."""
+    """When to measure the loss on held-out data; always at the end."""
 
     every: int = Field(default=100, ge=0)
-    """Steps between; 0 is at the end only."""
+    """Steps between validations; 0 validates only at the end."""
     samples: int = Field(default=256, gt=0)
-    """How many samples of the validation split, from its beginning."""
+    """Number of samples of the validation split, from its beginning."""
 
 
 class CheckpointConfig(_Section):
-    """When the state is saved; always at the end."""
+    """When to save the state; always at the end."""
 
     every: int = Field(default=100, ge=0)
-    """Steps between; 0 is at the end only."""
+    """Steps between checkpoints; 0 saves only at the end."""
     keep: int = Field(default=2, gt=0)
-    """How many are kept. The last one that verifies is never deleted."""
+    """Number of checkpoints to keep. The last one that verifies is never deleted."""
 
 
 class RecordConfig(_Section):
-    """What a run writes about itself."""
+    """The files that a run writes about itself."""
 
     timeline: bool = True
     """Whether spans are recorded."""
     tensorboard: bool = False
     """Whether scalars are written for TensorBoard too (extra `tensorboard`)."""
     live: int = Field(default=20, gt=0)
-    """Steps between two lines of progress, where there is no terminal."""
+    """Steps between two lines of progress, if there is no terminal."""
 
 
 class TrainConfig(_Section):
-    """A training run."""
+    """The configuration of a training run."""
 
     model: str = "tiny"
     """A preset, `package.module:function`, or `hf:PATH`."""
     model_options: dict[str, Any] = {}
     """Changes to the preset, or arguments of the function."""
     model_folder: str = ""
-    """Where the modules of `package.module:function`, of the model, the optimizer and the schedule, are
-    looked for first: the folder that the run began in."""
+    """Folder in which modules of `package.module:function` are looked for first, for the model, the optimizer
+    and the schedule: the folder that the run began in.
+    """
     data: DataConfig = DataConfig()
-    """What text."""
+    """The text to train on."""
     plan: str = ""
-    """A Plan's text form, or auto for the one that is predicted to be quickest. Without `dp` in it, all ranks
-    that the other degrees leave are data parallel."""
+    """A Plan's text form, or auto for the Plan that is predicted to be quickest. Without `dp` in it, all
+    ranks that the other degrees leave are data parallel.
+    """
     cluster: str = ""
-    """The machines, a preset or a file of `shoal probe`: what plan = "auto" is chosen for (the nearest preset
-    if empty), and what `shoal report` predicts the run on."""
+    """The machines: a preset or a file of `shoal probe`. plan = "auto" is chosen for them (for the nearest
+    preset if empty), and `shoal report` predicts the run on them.
+    """
     batch: int = Field(default=16, gt=0)
     """Sequences in one optimizer step, over all ranks."""
     sequence: int = Field(default=256, gt=0)
     """Tokens in a sequence."""
     steps: int = Field(default=600, gt=0)
-    """Optimizer steps in all."""
+    """Total number of optimizer steps."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Fixes the first weights, the order of samples and dropout."""
+    """Seed of the first weights, the order of samples and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What ranks compute on; auto is CUDA where the host has any."""
+    """Device of the ranks; auto is CUDA if the host has it."""
     timeout: float = Field(default=600.0, gt=0, le=10_000_000)
-    """Seconds after which a collective that not all ranks came to fails."""
+    """Seconds after which a collective fails if not all ranks have joined it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning rate."""
     validation: ValidationConfig = ValidationConfig()
@@ -168,12 +175,13 @@ class TrainConfig(_Section):
 def load_config(
     file: Path | None = None, settings: Sequence[str] = (), base: dict[str, Any] | None = None
 ) -> TrainConfig:
-    """Puts a configuration together; what comes later wins.
+    """Build a configuration from its sources; later ones win.
 
     Args:
-        file: TOML.
-        settings: `key=value`, keys dotted as in `optimizer.learning_rate=1e-3`; values as in TOML, and what
-            is not TOML is text. A table changes the keys that it holds; `{}` puts back the defaults of all.
+        file: A TOML file.
+        settings: `key=value`, with dotted keys as in `optimizer.learning_rate=1e-3`. Values are as in TOML;
+            what is not TOML is text. A table changes the keys that it holds; `{}` restores the defaults of
+            all.
         base: A configuration to start from, such as that of a run that is resumed.
 
     Raises:
@@ -201,7 +209,7 @@ def load_config(
 
 
 def describe_config(config: TrainConfig) -> str:
-    """The whole configuration in a few lines, one for each section."""
+    """Return the whole configuration in a few lines, one for each section."""
     values = config.model_dump(mode="json")
     sections = {key: value for key, value in values.items() if isinstance(getattr(config, key), BaseModel)}
     plain = {key: value for key, value in values.items() if key not in sections}
@@ -238,7 +246,7 @@ def _value(text: str) -> Any:
 def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
-        # An empty table is how one says "none of these": merged, it would say nothing.
+        # An empty table means "none of these"; merged, it would have no effect.
         both = value != {} and isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
@@ -265,7 +273,7 @@ def _config_error(error: ValidationError) -> ConfigError:
 
 
 def _path_of(location: Sequence[int | str]) -> list[str]:
-    """The key that pydantic found wrong, without what it adds behind it for types that are alternatives."""
+    """Return the key that pydantic found wrong, without what it adds to it for alternative types."""
     path: list[str] = []
     model: Any = TrainConfig
     for part in map(str, location):

@@ -1,4 +1,4 @@
-"""Losses, and whatever else is asked for, over samples that are not trained on."""
+"""Measure losses, and whatever else is asked for, on samples that are not trained on."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from shoal.train.micro_batch import Reader
 __all__ = ["Evaluation", "evaluate"]
 
 Evaluation = Callable[[Any, Any], Any]
-"""From the model's output and the targets to a mean over those elements that the loss is a mean over."""
+"""A function from the model's output and the targets to a mean over the elements that the loss averages."""
 
-_EPOCH = -1  # of what such samples draw at random, which is the same each time
+_EPOCH = -1  # epoch of held-out samples: their random draws are equal each time
 
 
 def evaluate(
@@ -33,20 +33,20 @@ def evaluate(
     microbatch: int,
     device: torch.device,
 ) -> dict[str, float]:
-    """The means over the first `count` samples, of the loss and of functions; dropout is off.
+    """Return the means over the first `count` samples, of the loss and of functions; dropout is off.
 
-    Every rank calls it, and gets the same.
+    Every rank calls it, and gets equal values.
 
     Args:
         parallel: The model.
-        samples: What is held out.
-        count: How many of them; all if there are fewer.
-        reader: Makes microbatch-batches of them.
-        functions: By the name of what they give. With a batch that is a mapping and holds its loss, they get
-            the mapping in place of the targets.
-        seed: The run's.
+        samples: Held-out samples.
+        count: Number of samples to use; all if there are fewer.
+        reader: Makes micro-batches of them.
+        functions: Functions by the name of their result. If a batch is a mapping that holds its loss, they
+            get the mapping in place of the targets.
+        seed: The run's seed.
         microbatch: Samples of one forward of one rank.
-        device: What this rank computes on.
+        device: Device on which this rank computes.
     """
     count = min(count, len(samples))
     dp = parallel.axes.dp
@@ -55,7 +55,7 @@ def evaluate(
     was_training = parallel.module.training
     parallel.module.eval()
     with torch.no_grad(), parallel.unchanged():
-        # Every rank runs as many forwards, since sharded weights are gathered in each of them.
+        # Every rank runs equally many forwards, since each of them gathers sharded weights.
         for start in range(0, count, dp.size * microbatch):
             first = start + dp.index * microbatch
             held = max(0, min(count - first, microbatch))

@@ -1,4 +1,4 @@
-"""Executing a job on one rank: build, train step by step, save, tell."""
+"""Execute a job on one rank: build, train step by step, save, report."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ __all__ = ["choose_device", "execute"]
 
 
 def choose_device(config: TrainConfig, local_rank: int) -> torch.device:
-    """What a rank computes on: all ranks of a host on a GPU each, or all on the CPU.
+    """Return the device that a rank computes on: on each host, one GPU per rank, or the CPU for all.
 
     Raises:
         ConfigError: There is no GPU for this rank, though the configuration asks for one, or other ranks of
@@ -71,12 +71,12 @@ def choose_device(config: TrainConfig, local_rank: int) -> torch.device:
 
 
 def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
-    """Trains, as one rank of `world`.
+    """Train, as one rank of `world`.
 
     Args:
-        choose: Gives the job. Rank 0's counts, and the other ranks are told it.
+        choose: Returns the job. Only rank 0's result is used; the other ranks receive it.
         world: The ranks.
-        stop: Whether this process was asked to stop.
+        stop: Says whether this process was asked to stop.
 
     Returns:
         The exit code: 0, or `EXIT_STOPPED` if a signal stopped the run and its state is saved.
@@ -102,7 +102,7 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
 
 @final
 class _Execution:
-    """A job on one rank, from its first step here to its last."""
+    """The execution of a job on one rank, from its first step here to its last."""
 
     def __init__(self, job: Job, world: World, device: torch.device, coordinator: Coordinator) -> None:
         self._job = job
@@ -136,7 +136,7 @@ class _Execution:
             sequence=self._config.sequence,
         )
         self._validation = corpus.samples("validation", self._config.sequence)
-        # What must be the same when the run goes on, for each sample to be seen once an epoch.
+        # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
         self._data = {
             "fingerprint": corpus.fingerprint,
             "sequence": self._config.sequence,
@@ -145,7 +145,7 @@ class _Execution:
         self._loggers = self._open_loggers()
 
     def run(self, stop: StopSignal) -> int:
-        """Trains to the last step, or until stopped; gives the exit code."""
+        """Train to the last step, or until stopped; return the exit code."""
         try:
             self._take_up()
             stop.heed()
@@ -158,7 +158,7 @@ class _Execution:
                     self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
-            self._recorder.close()  # for the summary, which reads the timelines of all ranks
+            self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
             if self._is_first:
@@ -174,8 +174,7 @@ class _Execution:
             self._loggers.close()
 
     def _step(self, stop: StopSignal) -> StepResult:
-        """Makes a step. Where too many were skipped, the state behind them is saved: a resume does not meet
-        them again."""
+        """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
         try:
             result = self._trainer.step(stop=stop.received is not None)
         except TrainingError:
@@ -207,16 +206,16 @@ class _Execution:
         return path
 
     def _take_up(self) -> None:
-        """Takes up the state that the job resumes from, if any, and describes the run as it now is."""
+        """Load the state that the job resumes from, if any, and describe the run as it is now."""
         resume = self._job.resume
         if resume is not None:
             self._load_newest(resume)
-        # Only now, so that a configuration that does not fit the run leaves it as it was.
+        # Only now, so that a configuration that does not fit the run leaves it unchanged.
         if self._is_first:
             self._run.describe(self._resolved())
 
     def _resolved(self) -> dict[str, Any]:
-        """The run's description, with the stages that the model was cut into."""
+        """Return the run's description, with the stages that the model was cut into."""
         now = {**self._described, "plan": str(self._trainer.parallel.plan)}
         if not self._job.goes_on:
             return now
@@ -225,7 +224,7 @@ class _Execution:
         return {**now, "created": before["created"], "since_step": since}
 
     def _load_newest(self, resume: Resume) -> None:
-        """Loads the checkpoint that was named, or the newest sound one."""
+        """Load the named checkpoint, or the newest sound one."""
         path = resume.checkpoint
         if path is None:
             path = latest(resume.run.checkpoints, self._coordinator, self._say)
@@ -283,7 +282,7 @@ class _Execution:
         )
 
     def _prepare_data(self) -> Corpus:
-        """Tokenizes once a host: the first rank there does it, the others find it done."""
+        """Tokenize once per host: the first rank there does it, the others find it done."""
         if self._world.local_rank == 0:
             prepare(self._config.data)
         self._meet()
@@ -305,7 +304,7 @@ class _Execution:
         return Loggers(writers, say=self._live.say)
 
     def _meet(self) -> None:
-        """Returns once all ranks have come here."""
+        """Return once all ranks have come here."""
         self._coordinator.all_gather_object(None)
 
     def _say(self, text: str) -> None:
@@ -314,7 +313,7 @@ class _Execution:
 
 
 def _since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
-    """The first step of a run as it is laid out now, from which a report counts; None for all steps."""
+    """Return the first step under the present layout, from which a report counts; None for all steps."""
     settings = ("plan", "world_size", "tokens_per_step", "device")
     is_same = all(before.get(name) == now[name] for name in settings)
     since: int | None = before.get("since_step")
@@ -322,7 +321,7 @@ def _since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
 
 
 def _passed_over_text(passed_over: Sequence[PassedOver]) -> str:
-    """What plan = "auto" would have taken before the Plan that it took, each reason once."""
+    """Return the Plans that plan = "auto" passed over, each reason once."""
     first = {each.reason: each for each in reversed(passed_over)}
     lines = [f"\npassed over, though predicted to be quicker: {each}" for each in reversed(first.values())]
     if len(passed_over) > len(first):
@@ -335,7 +334,7 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _build_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """A preset is built without memory, for `parallelize` to fill; others as their makers build them."""
+    """Build the model: presets without memory, which `parallelize` fills; others as their makers do."""
     if ":" in config.model:
         torch.manual_seed(config.seed)
         return build_model(config, device)

@@ -1,4 +1,4 @@
-"""A job: a configuration and the run that it becomes, and what can be refused before any rank starts."""
+"""A job: a configuration and its run, with the checks that are made before any rank starts."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Where a run takes up a state that was saved.
+    """The saved state from which a run continues.
 
     Attributes:
-        run: The run that saved it: the same that goes on, or the one that a new run begins from.
-        checkpoint: The checkpoint that was named; None for the newest sound one, if the run has any.
+        run: The run that saved it: the one that goes on, or the one that a new run begins from.
+        checkpoint: The named checkpoint; None for the newest sound one, if the run has any.
     """
 
     run: Run
@@ -52,15 +52,15 @@ class Resume:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What every rank is told.
+    """The description of a run that every rank receives.
 
     Attributes:
         config: The configuration as it was given.
         plan: The configuration's Plan, resolved for the ranks and the batch.
         path: The run's directory.
-        resume: Where it takes up a state; None for a run that begins anew.
-        cluster: The machines that predictions of it are for; None if nothing names them.
-        passed_over: Plans that would have been quicker, and cannot be trained.
+        resume: The state from which it continues; None for a run that begins anew.
+        cluster: The machines for its predictions; None if nothing names them.
+        passed_over: Plans that would have been quicker, but cannot be trained.
     """
 
     config: TrainConfig
@@ -72,18 +72,18 @@ class Job:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run is one that was there before."""
+        """Whether the run existed before."""
         return self.resume is not None and self.resume.run.path == self.path
 
 
 def choose_ranks(config: TrainConfig, asked: int | None) -> int:
-    """How many ranks to start on this machine.
+    """Return the number of ranks to start on this machine.
 
-    What was asked for; else as many as a Plan that names `dp` needs; else one for each GPU, or for each core,
-    but no more than can share the batch evenly.
+    It is the number asked for; otherwise the number that a Plan with `dp` needs; otherwise one for each GPU,
+    or for each core, but no more than can share the batch evenly.
 
     Raises:
-        ConfigError: No rank was asked for.
+        ConfigError: `asked` is less than 1.
         PlanError: The configuration's Plan is wrong.
     """
     if asked is not None:
@@ -106,18 +106,18 @@ def choose_ranks(config: TrainConfig, asked: int | None) -> int:
 
 
 def resolve(config: TrainConfig, ranks: int, before: Run | None = None) -> Resolved:
-    """What the configuration's Plan and cluster are on so many ranks.
+    """Return the configuration's Plan and Cluster for this many ranks.
 
     Args:
         config: The configuration.
-        ranks: How many there are.
-        before: The run that goes on. Where its configuration named the same cluster, the description that it
-            recorded counts, and no file needs to be there still.
+        ranks: Number of ranks.
+        before: The run that goes on. If its configuration named the same cluster, the description that it
+            recorded is used, and the cluster's file need not exist any more.
 
     Raises:
-        PlanError: The Plan does not fit the ranks or the batch, or none does that could be chosen.
-        ClusterError: The cluster is unknown, or cannot have so many devices.
-        UserError: A Plan is to be chosen, and the model's work is not known.
+        PlanError: The Plan does not fit the ranks or the batch, or no Plan that fits can be chosen.
+        ClusterError: The cluster is unknown, or cannot have this many devices.
+        UserError: A Plan must be chosen, and the model's work is not known.
     """
     cluster = _cluster_of(config, before)
     if cluster is not None and cluster.devices != ranks:
@@ -145,20 +145,20 @@ def _named_plan(config: TrainConfig, ranks: int) -> Plan:
 
 
 def _ranks_beside_dp(settings: Mapping[str, Any]) -> int:
-    """How many ranks the other degrees of a Plan make."""
+    """Return the product of the other degrees of a Plan."""
     return Plan(**{degree: settings[degree] for degree in ("tp", "pp", "cp") if degree in settings}).ranks
 
 
 def find_resume(given: str | None, directory: Path | None) -> Resume | None:
-    """What a run is to go on from.
+    """Return the state from which a run is to go on.
 
     Args:
         given: None for nothing; "auto" for the run in `directory`, or the newest in `runs/`, if there is one;
-            else the path of a run or of one of its checkpoints.
+            otherwise the path of a run or of one of its checkpoints.
         directory: The directory that was asked for, if one was.
 
     Raises:
-        RunError: The path is neither.
+        RunError: The path is neither a run nor a checkpoint.
     """
     if given is None:
         return None
@@ -180,10 +180,10 @@ def find_resume(given: str | None, directory: Path | None) -> Resume | None:
 
 
 def choose_path(directory: Path | None, resume: Resume | None, config: TrainConfig) -> Path:
-    """The directory of the run: of the one that goes on, or a new one, which may begin from a checkpoint.
+    """Return the run's directory: that of the run that goes on, or a new one, maybe from a checkpoint.
 
     Raises:
-        RunError: A new run's directory is there already; or the run would go on from a checkpoint that is not
+        RunError: A new run's directory exists already; or the run would go on from a checkpoint that is not
             its newest, and so have two futures.
     """
     if resume is not None and (directory is None or directory.resolve() == resume.run.path.resolve()):
@@ -207,9 +207,9 @@ def choose_path(directory: Path | None, resume: Resume | None, config: TrainConf
 
 
 def nothing_left_to_do(job: Job) -> str:
-    """Says that the run has made all the steps that it is to make; empty if there are steps to make.
+    """Return a message if the run has made all its steps; empty if there are steps to make.
 
-    Reads the checkpoint in full: one that is corrupt does not count, and its steps are made again.
+    Reads the checkpoint in full: a corrupt one does not count, and its steps are made again.
     """
     if job.resume is None or not job.goes_on:
         return ""
@@ -224,13 +224,13 @@ def nothing_left_to_do(job: Job) -> str:
 
 
 def _saved_at_the_end(job: Job, resume: Resume) -> list[Path]:
-    """The checkpoints that a job may take up and that leave it no steps to make, newest first."""
+    """Return the checkpoints that a job may load and that leave it no steps to make, newest first."""
     found = checkpoints(resume.run.checkpoints) if resume.checkpoint is None else [resume.checkpoint]
     return [path for path in found if step_of(path) >= job.config.steps]
 
 
 def _require_steps_to_make(job: Job) -> None:
-    """Refuses a new run that begins at its end."""
+    """Refuse a new run that begins at its end."""
     if job.resume is not None and not job.goes_on and (found := _saved_at_the_end(job, job.resume)):
         made = step_of(found[0])
         raise ConfigError(
@@ -241,10 +241,10 @@ def _require_steps_to_make(job: Job) -> None:
 
 
 def check(job: Job) -> Corpus:
-    """Refuses what would fail in the ranks: data, model, or both together; prepares the data on the way.
+    """Refuse what would fail in the ranks: data, model, or both together; return the prepared data.
 
     Raises:
-        UserError: Something cannot work.
+        UserError: Some part cannot work.
     """
     config = job.config
     _require_steps_to_make(job)
@@ -269,7 +269,7 @@ def check(job: Job) -> Corpus:
 def _require_fit(
     config: TrainConfig, corpus: Corpus, vocabulary: int, context: int | None, option: str
 ) -> None:
-    """Refuses tokens and sequences that the model does not take; its `option` sets the context."""
+    """Refuse tokens and sequences that the model does not take; its `option` sets the context."""
     if corpus.tokenizer.vocab_size > vocabulary:
         raise ModelError(
             f"the model {config.model} has a vocabulary of {vocabulary}, and the tokenizer "

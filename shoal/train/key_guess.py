@@ -1,4 +1,4 @@
-"""Which key of the configuration is meant by one that does not exist."""
+"""Guess which key of the configuration was meant by one that does not exist."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _ALSO_KNOWN_AS = {
 
 
 def guess_key(given: str, keys: Sequence[str]) -> str:
-    """The text " (did you mean 'x'?)" for the key that is meant, or "" where none is likely.
+    """Return the text " (did you mean 'x'?)" for the most likely key, or "" if none is likely.
 
-    The last part of a dotted key says what is meant, the section only where it is looked for first: by the
-    names that other trainers use, then by the same name elsewhere, then by spelling.
+    The last part of a dotted key decides; the section only says where to look first. Matches are tried in
+    this order: names that other trainers use, an equal name elsewhere, similar spelling.
 
     Args:
         given: The key, dotted.
-        keys: All keys that there are, dotted, sections among them.
+        keys: All valid keys, dotted, including sections.
     """
     section, _, name = given.rpartition(".")
     known = [key for key, others in _ALSO_KNOWN_AS.items() if name.lower() in others and key in keys]

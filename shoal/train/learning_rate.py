@@ -14,11 +14,11 @@ from shoal.train.config import OptimizerConfig
 __all__ = ["RateCourse", "Schedule", "learning_rate", "scaled_peak"]
 
 Schedule = Callable[[int], float]
-"""From the number of a step, from 0, to the share of the highest learning rate."""
+"""A function from the number of a step, from 0, to the share of the highest learning rate."""
 
 
 def scaled_peak(config: OptimizerConfig, batch: int) -> float:
-    """The highest learning rate for a batch of `batch` sequences.
+    """Return the highest learning rate for a batch of `batch` sequences.
 
     Linear: Goyal et al., arXiv:1706.02677. Square root, for Adam: Malladi et al., arXiv:2205.10287.
     """
@@ -28,11 +28,12 @@ def scaled_peak(config: OptimizerConfig, batch: int) -> float:
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, steps: int, batch: int) -> float:
-    """The learning rate of step number `step`, from 0, of `steps`, by one of the schedules that have a name.
+    """Return the learning rate of step number `step`, from 0, of `steps`, under a named schedule.
 
-    It grows linearly over the warm-up, reaching its peak at the first step behind it, and ends at
-    `final` x peak with the last step: by half a cosine (Loshchilov and Hutter, arXiv:1608.03983), or
-    constant until the last `decay` of all steps, which are linear (Hägele et al., arXiv:2405.18392).
+    It grows linearly over the warm-up, reaches its peak at the first step after it, and ends at `final` x
+    peak with the last step. Between, it falls by half a cosine (Loshchilov and Hutter, arXiv:1608.03983), or
+    stays constant until the last `decay` of all steps and then falls linearly (Hägele et al.,
+    arXiv:2405.18392).
     """
     peak = scaled_peak(config, batch)
     if step < config.warmup:
@@ -52,16 +53,16 @@ def learning_rate(config: OptimizerConfig, *, step: int, steps: int, batch: int)
 
 @final
 class RateCourse:
-    """Sets the learning rates of an optimizer's groups, step by step.
+    """Set the learning rates of an optimizer's groups, step by step.
 
-    A group whose factory gave it a learning rate of its own keeps the ratio to the others.
+    A group with a learning rate of its own from its factory keeps its ratio to the others.
 
     Args:
-        optimizer: As its factory made it: each group has its highest learning rate.
-        config: Names the schedule.
-        steps: Optimizer steps in all.
+        optimizer: The optimizer as its factory made it: each group has its highest learning rate.
+        config: The configuration that names the schedule.
+        steps: Total number of optimizer steps.
         batch: Samples in a step.
-        schedule: In place of what the configuration names.
+        schedule: Schedule to use instead of the one that the configuration names.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RateCourse:
             self._schedule = lambda step: named(step, steps)
 
     def set(self, step: int) -> float:
-        """Sets the learning rates of step number `step`, from 0; gives that of a group of the usual rate."""
+        """Set the learning rates of step number `step`, from 0; return the usual groups' rate."""
         if self._schedule is not None:
             rate = self._peak * float(self._schedule(step))
         else:

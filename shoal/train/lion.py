@@ -12,16 +12,16 @@ __all__ = ["Lion"]
 
 @final
 class Lion(torch.optim.Optimizer):
-    """Moves each element by the learning rate, against the sign of an average of its gradients.
+    """Move each element by the learning rate, against the sign of an average of its gradients.
 
     With the gradient g and its average m: `p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)`,
-    then `m = beta2 * m + (1 - beta2) * g`. Element by element, so any part of a parameter may be given.
+    then `m = beta2 * m + (1 - beta2) * g`. It works element by element, so it takes any part of a parameter.
 
     Args:
-        params: As the optimizers of torch take them.
-        lr: Three to ten times less than AdamW's, as the paper says.
-        betas: Decay of the average, in the step and in what is kept.
-        weight_decay: Decoupled; three to ten times AdamW's.
+        params: Parameters or groups, as torch optimizers take them.
+        lr: Learning rate; three to ten times less than AdamW's, as the paper says.
+        betas: Decay of the average, in the step and in the stored average.
+        weight_decay: Decoupled weight decay; three to ten times AdamW's.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Makes a step with the gradients that are there."""
+        """Make a step with the present gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

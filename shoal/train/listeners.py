@@ -1,4 +1,4 @@
-"""Those who are told what a Trainer does: its Run, and the functions of the user."""
+"""Receivers of a Trainer's events: its Run, and the functions of the user."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Listeners"]
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Tells of steps, validations and checkpoints.
+    """Report steps, validations and checkpoints.
 
     Attributes:
-        record: Of the Run; None without one.
-        on_step: What the user gave; None if nothing.
-        on_validation: As well.
-        on_save: As well.
+        record: Record of the Run; None without one.
+        on_step: The user's function for steps; None if there is none.
+        on_validation: The user's function for validations; None if there is none.
+        on_save: The user's function for checkpoints; None if there is none.
     """
 
     record: RunRecord | None
@@ -30,23 +30,23 @@ class Listeners:
     on_save: Callable[[Path], object] | None
 
     def begin_step(self) -> None:
-        """Before a step.
+        """Check, before a step, that the Run may be written.
 
         Raises:
-            RunError: The directory of the Run holds a run, of which no checkpoint was loaded.
+            RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
         if self.record is not None:
             self.record.require_loaded()
 
     def stepped(self, result: StepResult) -> None:
-        """A step was made or skipped."""
+        """Report that a step was made or skipped."""
         if self.record is not None:
             self.record.log(result.step, result.values())
         if self.on_step is not None:
             self.on_step(result)
 
     def validated(self, step: int, values: Mapping[str, float]) -> None:
-        """Values were measured on held-out samples, the loss among them."""
+        """Report values that were measured on held-out samples, among them the loss."""
         if self.record is not None:
             names = {name: "validation_loss" if name == "loss" else name for name in values}
             self.record.log(step, {names[name]: value for name, value in values.items()})
@@ -54,23 +54,23 @@ class Listeners:
             self.on_validation(step, values)
 
     def saved(self, path: Path) -> None:
-        """A checkpoint was saved."""
+        """Report that a checkpoint was saved."""
         if self.on_save is not None:
             self.on_save(path)
 
     def loaded(self, step: int) -> None:
-        """A checkpoint was loaded, made after so many steps."""
+        """Report that a checkpoint was loaded, made after this many steps."""
         if self.record is not None:
             self.record.loaded(step)
 
     def close(self) -> None:
-        """Writes what is still buffered."""
+        """Write what is still buffered."""
         if self.record is not None:
             self.record.close()
 
     @property
     def checkpoints(self) -> Path:
-        """The Run's directory of checkpoints.
+        """Return the Run's directory of checkpoints.
 
         Raises:
             ConfigError: There is no Run.

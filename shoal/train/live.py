@@ -1,4 +1,4 @@
-"""What a run tells the person before it: a live line, and a summary at the end."""
+"""The terminal output of a run: a live line, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["LiveLine", "summary"]
 
 
 class LiveLine:
-    """Progress: one line that is written over on a terminal, else a line every so many steps.
+    """Show progress: on a terminal one line that is overwritten, else a new line every few steps.
 
     Args:
-        steps: In all.
-        every: Steps between two lines where there is no terminal.
-        stream: Where to; by default stderr, where messages go.
+        steps: Total number of steps.
+        every: Steps between two lines if there is no terminal.
+        stream: Stream to write to; by default stderr, as for messages.
     """
 
     def __init__(self, steps: int, every: int, stream: TextIO | None = None) -> None:
@@ -37,7 +37,7 @@ class LiveLine:
         self._shown = False
 
     def show(self, result: StepResult) -> None:
-        """Tells of a step."""
+        """Show a step."""
         now = time.monotonic()
         if self._begin is None:
             self._begin = (result.step, now)
@@ -55,19 +55,19 @@ class LiveLine:
         self._shown = self._overwrite
 
     def say(self, text: str) -> None:
-        """Writes a line of its own, without tearing the live one."""
+        """Write a line of its own, without tearing the live one."""
         self._write(("\r\x1b[K" if self._shown else "") + f"{text}\n")
         self._shown = False
 
     def _write(self, text: str) -> None:
-        """A terminal that is gone, or a full disk behind a redirection, does not stop the run."""
+        """Write text; a terminal that is gone, or a full disk behind a redirection, does not stop the run."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
             self._stream.flush()
 
 
 def summary(run: Run) -> str:
-    """What came of a run, for its end."""
+    """Return a summary of a run, for its end."""
     metrics = run.metrics()
     trained = [values for values in metrics if "loss" in values]
     validated = [values for values in metrics if values.get("validation_loss") is not None]

@@ -1,4 +1,4 @@
-"""A configuration whose paths hold in any folder, so that a run can be resumed and sampled from anywhere."""
+"""A configuration with paths valid in any folder, so that a run can be resumed and sampled from anywhere."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HUGGING_FACE = "hf:"
 
 
 def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> TrainConfig:
-    """The configuration with absolute paths.
+    """Return the configuration with absolute paths.
 
-    What does not exist stays as it was given, for the error that will name it.
+    A path that does not exist stays as given, for the error that will name it.
 
     Args:
-        config: As it was given in the current folder.
+        config: The configuration as given in the current folder.
         before: The configuration of the run that is resumed, whose paths are absolute.
     """
     data = config.data
@@ -49,11 +49,11 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
 
 
 def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
-    """Builds the model of a configuration; modules are looked for in `model_folder` first, from now on.
+    """Build the model of a configuration; from now on modules are searched in `model_folder` first.
 
     Raises:
-        ModelError: As of `shoal.models.build`.
-        MissingExtraError: As there.
+        ModelError: As from `shoal.models.build`.
+        MissingExtraError: As from `shoal.models.build`.
     """
     if config.model_folder and config.model_folder not in sys.path[:1]:
         sys.path.insert(0, config.model_folder)
@@ -72,20 +72,20 @@ def _model_folder(config: TrainConfig, before: Mapping[str, Any]) -> str:
 
 
 def _named_functions(config: Mapping[str, Any]) -> set[str]:
-    """What of a configuration is `package.module:function`."""
+    """Return the values of a configuration that are `package.module:function`."""
     optimizer = config.get("optimizer", {})
     named = (config.get("model", ""), optimizer.get("name", ""), optimizer.get("schedule", ""))
     return {text for text in named if ":" in text and not text.startswith(_HUGGING_FACE)}
 
 
 def _absolute(text: str) -> str:
-    """The absolute path of a file or folder that is there; else the text, which may be no path."""
+    """Return the absolute path of a file or folder that exists; any other text unchanged."""
     path = Path(text).expanduser()
     return str(path.absolute()) if text and path.exists() and not _is_word(text) else text
 
 
 def _is_word(text: str) -> bool:
-    """Whether it has a meaning of its own, whatever files there are."""
+    """Return whether the text has a meaning of its own, whatever files exist."""
     return text in ("stdlib", "bytes") or text.startswith("ids:")
 
 

@@ -1,4 +1,4 @@
-"""What the user's data gives for one forward, and what of it the model gets, and the loss.
+"""One forward's batch from the user's data: the model's inputs, the targets, and the loss.
 
 ===========================  ==============================  =======================================
 a batch that is              the model gets                  the loss is
@@ -10,14 +10,14 @@ a mapping without `labels`   the mapping, by keywords        the output's, or `l
 anything else                it                              the output's, or `loss(output, it)`
 ===========================  ==============================  =======================================
 
-The first of a pair is given by keywords if it is a mapping, as several arguments if it is a tuple or a list.
-The `loss` of pairs is `next_token_loss` by default.
+If the first of a pair is a mapping, it is passed by keywords; if it is a tuple or a list, as several
+arguments. The `loss` of pairs is `next_token_loss` by default.
 
-A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. Where
-a Plan cuts these, the labels are shifted here, and `next_token_loss` gives the same loss of the parts.
+A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. If a
+Plan cuts these, the labels are shifted here, and `next_token_loss` computes an equal loss from the parts.
 
-How many elements a mean loss is taken over: targets of integers count where they are not -100, all others one
-for each sample; `counted` says otherwise.
+The number of elements in a mean loss: integer targets count if they are not -100; with all other targets each
+sample counts as one. `counted` overrides this.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from shoal.parallel import Parallel
 __all__ = ["Counted", "Loss", "MicroBatch", "Reader"]
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""From the model's output and the targets to the mean loss of a micro-batch."""
+"""A function from the model's output and the targets to the mean loss of a micro-batch."""
 
 Counted = Callable[[Any], Any]
-"""From the targets, or from a batch that is a mapping, to how many elements its mean loss is taken over."""
+"""A function from the targets, or a batch that is a mapping, to the number of elements in its mean loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward sees.
+    """The input of one forward.
 
     Attributes:
-        arguments: What the model gets by place.
-        named: What it gets by keywords.
-        targets: What the loss gets beside the output; None if the output holds its loss.
-        loss: Of the output and the targets; None if the output holds its loss.
-        counted: How many elements the mean loss is taken over.
-        may_differ: Whether another micro-batch may count otherwise.
+        arguments: Positional arguments of the model.
+        named: Keyword arguments of the model.
+        targets: Argument of the loss beside the output; None if the output holds its loss.
+        loss: Function of the output and the targets; None if the output holds its loss.
+        counted: Number of elements in the mean loss.
+        may_differ: Whether another micro-batch may count another number.
     """
 
     arguments: tuple[Any, ...]
@@ -68,7 +68,7 @@ class MicroBatch:
 
     @property
     def first(self) -> torch.Tensor | None:
-        """The first tensor that the model gets: `input_ids`, if one is called so."""
+        """Return the first tensor that the model gets: `input_ids`, if there is one."""
         ids = self.named.get("input_ids")
         if isinstance(ids, torch.Tensor):
             return ids
@@ -76,7 +76,7 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Elements of that tensor."""
+        """Number of elements of that tensor."""
         return 0 if self.first is None else self.first.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -90,7 +90,7 @@ class MicroBatch:
         )
 
     def mean_loss(self, output: Any) -> torch.Tensor:
-        """The mean loss over what counts.
+        """Return the mean loss over the elements that count.
 
         Raises:
             ModelError: The output should hold its loss, and does not.
@@ -109,12 +109,12 @@ class MicroBatch:
 
 @final
 class Reader:
-    """Makes MicroBatches of what data gives.
+    """Make MicroBatches from batches of data.
 
     Args:
-        model: Before it is laid over ranks.
-        loss: What the user gave.
-        counted: As well.
+        model: The model, before it is laid over ranks.
+        loss: The user's loss; None for the default.
+        counted: The user's count of elements; None for the default.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, counted: Counted | None) -> None:
@@ -125,12 +125,12 @@ class Reader:
         self._takes = inspect.signature(model.forward)
 
     def read(self, batch: Any, parallel: Parallel, samples: int, *, all_count: bool) -> MicroBatch:
-        """The micro-batch, cut to this rank's part of the sequences.
+        """Return the micro-batch, cut to this rank's part of the sequences.
 
         Args:
-            batch: What the data gave, on the host.
+            batch: A batch of the data, on the host.
             parallel: The model as it is laid over the ranks.
-            samples: How many samples it holds.
+            samples: Number of samples that it holds.
             all_count: Whether the data says that no target is -100.
 
         Raises:
@@ -197,7 +197,7 @@ class Reader:
     def _one_input(
         self, arguments: tuple[Any, ...], named: dict[str, Any], loss: Loss | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A pipeline's stages get one argument."""
+        """Return the inputs as one argument, as a pipeline's stages need."""
         given = [*arguments, *named.values()]
         if len(given) == 1 and loss is not None:
             return (given[0],), {}
@@ -214,7 +214,7 @@ class Reader:
         )
 
     def _count(self, batch: Any, targets: Any, loss: Loss | None) -> float | None:
-        """How many elements count; None if each sample does."""
+        """Return how many elements count; None if each sample counts as one."""
         if self._counted is not None:
             return float(self._counted(batch if isinstance(batch, Mapping) else targets))
         counted = targets
@@ -234,7 +234,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    """Whether it is a model of transformers that predicts each label from the tokens before it."""
+    """Return whether it is a model of transformers that predicts each label from the tokens before it."""
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "loss_type") or getattr(config, "is_encoder_decoder", False):
         return False

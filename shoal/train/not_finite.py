@@ -1,4 +1,4 @@
-"""Steps that are left out: why, in one sentence for all ranks, and how many may be."""
+"""Steps that are left out: the reason, in one sentence for all ranks, and the number allowed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MOST_NAMED = 8
 
 @dataclass(slots=True)
 class Skips:
-    """How many steps were left out.
+    """The number of steps that were left out.
 
     Attributes:
-        limit: How many may be, one after another.
-        total: In all.
-        in_a_row: Since the last step that was made.
+        limit: Allowed number, one after another.
+        total: Number in total.
+        in_a_row: Number since the last step that was made.
     """
 
     limit: int
@@ -37,15 +37,15 @@ class Skips:
     in_a_row: int = 0
 
     def note(self, reason: str) -> None:
-        """Notes a step, with why it was left out; empty if it was made."""
+        """Note a step and the reason why it was left out; empty if it was made."""
         self.total += bool(reason)
         self.in_a_row = self.in_a_row + 1 if reason else 0
 
     def require_progress(self, step: int, reason: str) -> None:
-        """Ends the training once too many were left out.
+        """End the training once too many steps were left out.
 
         Raises:
-            TrainingError: They were. Counting begins anew, for a state that goes on behind them.
+            TrainingError: Too many were. Counting begins anew, for a state that goes on after them.
         """
         if self.in_a_row <= self.limit:
             return
@@ -67,15 +67,15 @@ def explain_not_finite(
     microbatch: int,
     coordinator: Coordinator,
 ) -> str:
-    """What was not finite; all ranks call it together, with gradients as backward left them, or clipped.
+    """Return what was not finite; all ranks call it together, with gradients from backward, clipped or not.
 
     Args:
         parallel: The model.
-        passed: What the step's forwards gave.
-        norm: Of the gradient.
-        loader: Knows which samples there were.
-        position: Where the batch begins in all data.
-        names: Of all parameters, in the model's order.
+        passed: Results of the step's forwards.
+        norm: Norm of the gradient.
+        loader: Loader that knows which samples the step had.
+        position: Position of the batch's first sample in all data.
+        names: Names of all parameters, in the model's order.
         microbatch: Samples of one forward of one rank.
         coordinator: All ranks.
     """
@@ -121,7 +121,7 @@ def _sentence(loss: float, norm: float, samples: list[int], graded: list[str], w
 
 
 def _suspects(loader: Loader[Any], start: int, count: int) -> list[int]:
-    """The samples of a micro-batch whose loss is not finite: those with values that are not, or all."""
+    """Return the samples of a micro-batch whose loss is not finite: those with such values, or else all."""
     indices = loader.indices(start, count)
     held = [
         int(index)

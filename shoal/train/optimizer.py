@@ -1,4 +1,4 @@
-"""From a configuration to the optimizer of what a rank owns."""
+"""Build the optimizer of a rank's parameters from a configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.train.lion import Lion
 __all__ = ["OptimizerFactory", "build_optimizer", "groups_by_decay", "require_factories"]
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-"""Called with groups of parameters, `lr` and more by name, as the classes of `torch.optim` are.
+"""Makes an optimizer; called like the classes of `torch.optim`, with groups of parameters, `lr` and options.
 
 A group is `{"params": [(name, parameter), ...], "weight_decay": ...}`; torch's base class takes the names
 apart and keeps them in the group as `param_names`."""
@@ -34,22 +34,23 @@ _MAKERS: Mapping[str, OptimizerFactory] = {
 assert _MAKERS.keys() == set(OPTIMIZERS)
 
 _OF_WHOLE_PARAMETERS = ("adafactor", "muon")
-"""Those whose update of an element depends on the rows and columns around it."""
+"""Optimizers whose update of an element depends on the rows and columns around it."""
 
 
 def build_optimizer(
     parallel: Parallel, config: OptimizerConfig, batch: int, factory: OptimizerFactory | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer over what this rank owns.
+    """Return the optimizer of this rank's parameters.
 
     Args:
         parallel: The model.
-        config: Names the optimizer, and gives its arguments.
+        config: Configuration that names the optimizer, and has its arguments.
         batch: Samples in an optimizer step, by which the learning rate may be scaled.
-        factory: Makes it in place of what the configuration names; `config.options` are its arguments too.
+        factory: Makes the optimizer instead of the one that the configuration names; `config.options` are its
+            arguments too.
 
     Raises:
-        ConfigError: The factory raised, or gave no optimizer.
+        ConfigError: The factory raised, or did not return an optimizer.
         LayoutError: The optimizer needs whole parameters, and the Plan cuts them by tp or ep.
     """
     called = config.name if factory is None else getattr(factory, "__name__", repr(factory))
@@ -69,7 +70,7 @@ def build_optimizer(
     except Exception as error:
         raise ConfigError(
             f"the optimizer {called} raised {type(error).__name__}: {error}",
-            possible="what is called as torch.optim.SGD(groups, lr=...) is, with optimizer.options",
+            possible="a factory that is called like torch.optim.SGD(groups, lr=...), with optimizer.options",
             change="correct optimizer.options, or the factory",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -82,10 +83,10 @@ def build_optimizer(
 
 
 def require_factories(config: OptimizerConfig) -> None:
-    """Refuses a configuration that names what cannot be imported.
+    """Refuse a configuration that names an object which cannot be imported.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: It names one.
     """
     for spec in (config.name, config.schedule):
         if ":" in spec:
@@ -112,9 +113,9 @@ def _of_adamw(config: OptimizerConfig) -> dict[str, Any]:
 def _muon(
     parallel: Parallel, make: OptimizerFactory, config: OptimizerConfig, arguments: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """Muon of matrices, and AdamW of all else: vectors, what has three dims or more, embeddings, the head.
+    """Return Muon for matrices, and AdamW for the rest: vectors, three dims or more, embeddings, the head.
 
-    Both have the same learning rate. By default Muon scales it so that its updates are as large as AdamW's.
+    Both have one learning rate. By default Muon scales it so that its updates are as large as AdamW's.
     """
     others = _embeddings_and_head(parallel.module)
     is_matrix = {owned.name: len(owned.shape) == 2 and owned.name not in others for owned in parallel.owned}
@@ -132,7 +133,7 @@ def _muon(
 
 
 def _embeddings_and_head(model: nn.Module) -> frozenset[str]:
-    """The weights of embeddings, and of the head of a model that says which it is."""
+    """Return the weights of embeddings, and of the head if the model names it."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     layout = getattr(model, "tensor_layout", None)
     if isinstance(model, Transformer):
@@ -141,13 +142,13 @@ def _embeddings_and_head(model: nn.Module) -> frozenset[str]:
         layers.append(model.get_submodule(layout.head))
     elif callable(output := getattr(model, "get_output_embeddings", None)):
         layers.append(output())
-    # A stage of a pipeline lacks layers of the others.
+    # A pipeline stage lacks layers of the other stages.
     held = {id(weight) for layer in layers if (weight := getattr(layer, "weight", None)) is not None}
     return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in held)
 
 
 def groups_by_decay(owned: Sequence[Owned], decay: float) -> list[dict[str, Any]]:
-    """The groups of an optimizer: matrices, which decay, and vectors, which do not; none is empty."""
+    """Return the groups of an optimizer: matrices, which decay, and vectors, which do not; none is empty."""
 
     def named(is_matrix: bool) -> Sequence[tuple[str, torch.nn.Parameter]]:
         return [(each.name, each.parameter) for each in owned if (len(each.shape) >= 2) is is_matrix]

@@ -23,13 +23,13 @@ __all__ = ["Passed", "Passes"]
 
 @dataclass(slots=True)
 class Passed:
-    """What the forwards and backwards of a step gave.
+    """The results of a step's forwards and backwards.
 
     Attributes:
-        loss: Mean over all of the batch that counts; NaN if nothing does.
+        loss: Mean over all elements of the batch that count; NaN if none does.
         stop: Whether a rank asked to stop.
         tokens: Elements of the inputs, on this rank.
-        losses: By micro-batch, the mean loss of those that count, where this rank computed it.
+        losses: For each micro-batch that counts, its mean loss, if this rank computed it.
     """
 
     loss: float = 0.0
@@ -40,16 +40,16 @@ class Passed:
 
 @final
 class Passes:
-    """Makes the forwards and backwards of steps.
+    """Run the forwards and backwards of steps.
 
     Args:
         parallel: The model.
-        loader: Deals out the samples.
-        reader: Makes micro-batches of what the data gives.
-        recorder: Where spans go.
+        loader: Distributes the samples over ranks.
+        reader: Makes micro-batches of batches of data.
+        recorder: Recorder of spans.
         microbatch: Samples of one forward of one rank.
         workers: Processes that prepare data.
-        device: What this rank computes on.
+        device: Device on which this rank computes.
 
     Raises:
         PlanError: The batch cannot be shared evenly.
@@ -79,12 +79,12 @@ class Passes:
         parallel.set_micro_batches(self._count)
 
     def run(self, position: int, *, stop: bool) -> Passed:
-        """Leaves the gradient of a batch at what the ranks own.
+        """Leave the gradient of a batch at the ranks' owned parameters.
 
         Args:
-            position: Where the batch begins in all data: that of the batch before, and its size more, unless
-                `close` was called between.
-            stop: That this rank was asked to stop.
+            position: Position of the batch's first sample in all data. It must follow the batch before,
+                unless `close` was called between.
+            stop: Whether this rank was asked to stop.
         """
         passed = Passed()
         micro_batches, weights = self._take(self._open_feed(position), passed)
@@ -98,7 +98,7 @@ class Passes:
         return passed
 
     def close(self) -> None:
-        """Ends what prepares data; the next step begins it anew."""
+        """End the processes that prepare data; the next step starts them anew."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None
@@ -118,7 +118,7 @@ class Passes:
         return self._feed
 
     def _take(self, feed: Iterator[Any], passed: Passed) -> tuple[Iterator[MicroBatch], Weights | None]:
-        """This rank's micro-batches of the step, one by one, or all if they have to be counted before."""
+        """Return this rank's micro-batches of the step: one by one, or all if they must be counted first."""
 
         def micro_batches() -> Iterator[MicroBatch]:
             for _ in range(self._count):
@@ -145,7 +145,7 @@ class Passes:
         position: int,
         stop: bool,
     ) -> torch.Tensor:
-        """Forward and backward of one micro-batch after another; the sum over ranks of loss and stop."""
+        """Run one micro-batch after another; return the sum over ranks of loss and stop."""
         sent: list[tuple[torch.Tensor, Pending]] = []
 
         def forward(number: int, here: MicroBatch) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Passes:
             return self._share(weights, passed, number, here, self._parallel(*here.arguments, **here.named))
 
         def report(loss: torch.Tensor) -> None:
-            """Sends the report behind the last backward, to be there when that ends."""
+            """Send the report beside the last backward, so that it has arrived when that ends."""
             told = torch.stack([loss, torch.tensor(float(stop), device=self._device)])
             sent.append((told, self._parallel.axes.world.all_reduce(told, "report")))
 
@@ -176,7 +176,7 @@ class Passes:
         position: int,
         stop: bool,
     ) -> torch.Tensor:
-        """Forward and backward in the order of the Plan's schedule; the sum over ranks of loss and stop."""
+        """Run forwards and backwards in the schedule's order; return the sum over ranks of loss and stop."""
 
         def pairs() -> Iterator[tuple[Any, Any]]:
             for number, micro_batch in enumerate(micro_batches):
@@ -197,7 +197,7 @@ class Passes:
     def _share(
         self, weights: Weights | None, passed: Passed, number: int, micro_batch: MicroBatch, output: Any
     ) -> torch.Tensor:
-        """What a micro-batch adds to the mean loss over the micro-batches of all ranks."""
+        """Return what a micro-batch adds to the mean loss over the micro-batches of all ranks."""
         loss = micro_batch.mean_loss(output)
         if weights is None:
             passed.losses[number] = loss.detach()
@@ -208,7 +208,7 @@ class Passes:
         return loss * weights.of(number).to(loss.dtype)
 
     def _set_dropout(self, position: int, number: int, inputs: Any) -> None:
-        """Fixes dropout's masks by the place of the samples of micro-batch `number` in all data."""
+        """Fix dropout's masks by the position of micro-batch `number`'s samples in all data."""
         if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
             return
         dp = self._parallel.axes.dp

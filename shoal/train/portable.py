@@ -1,7 +1,7 @@
-"""Saving the training of a loop of one's own, and taking it up under any Plan.
+"""Save the training of a user's own loop, and load it under any Plan.
 
-`shoal.save` and `shoal.load` write and read the checkpoints of the Trainer, without what is the loop's own
-affair: its course through the data, and random generators.
+`shoal.save` and `shoal.load` write and read the checkpoints of the Trainer, without the parts that belong to
+the loop itself: its position in the data, and random generators.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_lo
 __all__ = ["load", "load_training", "save", "save_training"]
 
 _OWN = "own"
-"""Where the caller's state is, in that of the checkpoint."""
+"""Key of the caller's state, in the checkpoint's state."""
 
 
 def save(
@@ -47,24 +47,24 @@ def save(
     step: int | None = None,
     **state: Any,
 ) -> Path:
-    """Saves the model, its buffers and the optimizer; all ranks call it together.
+    """Save the model, its buffers and the optimizer; all ranks call it together.
 
     The checkpoint is a directory `step-N` in `directory`, which becomes complete by one rename. Each rank
-    writes what it has, each element once. Random generators are not saved.
+    writes its part, and each element is written once. Random generators are not saved.
 
     Args:
-        directory: Of checkpoints, on a file system that all ranks see; made where absent.
+        directory: Directory of checkpoints, on a file system that all ranks see; made if absent.
         parallel: The model.
-        optimizer: Of its parameters; several are one as `shoal.parallel.Together`.
-        step: The N; by default one more than that of the newest checkpoint in `directory`.
-        state: What else to keep, as JSON can say it; rank 0's is kept.
+        optimizer: Optimizer of its parameters; join several as `shoal.parallel.Together`.
+        step: The number N; by default one more than that of the newest checkpoint in `directory`.
+        state: Further values to keep, as JSON; rank 0's are kept.
 
     Returns:
-        The directory of the checkpoint, the same on every rank.
+        The directory of the checkpoint, equal on every rank.
 
     Raises:
-        CheckpointError: On all ranks alike: it could not be written, the optimizer keeps what a checkpoint
-            cannot hold, or the state is not JSON.
+        CheckpointError: On all ranks: it could not be written, the optimizer has state that a checkpoint
+            cannot hold, or `state` is not JSON.
     """
     folder, coordinator = Path(directory), _all_ranks()
     if step is None:
@@ -78,21 +78,21 @@ def save(
 def load(
     path: str | PathLike[str], parallel: Parallel, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Takes up what `save` saved, on any number of ranks under any Plan; all ranks call it together.
+    """Load a checkpoint of `save`, on any number of ranks under any Plan; all ranks call it together.
 
-    Hashes are verified first; a corrupt checkpoint is passed over with a warning, if there is an older one.
+    Hashes are verified first; a corrupt checkpoint is skipped with a warning, if there is an older one.
 
     Args:
-        path: The directory of checkpoints, of which the newest sound one is taken, or a checkpoint.
+        path: A checkpoint, or a directory of checkpoints, of which the newest sound one is loaded.
         parallel: The model. Gradients are forgotten.
-        optimizer: Made as the one that was saved; its state is replaced, and the settings of its groups, such
-            as learning rates, are what they were. None leaves the optimizer's state out.
+        optimizer: An optimizer made like the saved one. Its state is replaced, and the settings of its
+            groups, such as learning rates, are restored. None leaves the optimizer's state out.
 
     Returns:
-        The state that was kept with it, and `step`.
+        The `state` that was saved, and `step`.
 
     Raises:
-        CheckpointError: On all ranks alike: there is no sound checkpoint, or it does not fit the model or the
+        CheckpointError: On all ranks: there is no sound checkpoint, or it does not fit the model or the
             optimizer.
     """
     coordinator = _all_ranks()
@@ -121,16 +121,16 @@ def save_training(
     coordinator: Coordinator,
     of_rank: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """Saves a checkpoint of a model, its buffers and its optimizer.
+    """Save a checkpoint of a model, its buffers and its optimizer.
 
     Args:
-        directory: Of checkpoints.
+        directory: Directory of checkpoints.
         step: Optimizer steps made.
         parallel: The model.
-        optimizer: Its name is kept with the state.
-        state: A JSON object to keep with it.
+        optimizer: The optimizer; its name is kept with the state.
+        state: A JSON object to keep with the checkpoint.
         coordinator: All ranks.
-        of_rank: More that is this rank's own, by name.
+        of_rank: Further tensors of this rank only, by name.
 
     Raises:
         CheckpointError: It could not be written; training can go on.
@@ -156,18 +156,19 @@ def load_training(
     coordinator: Coordinator,
     of_rank: Mapping[str, torch.Tensor],
 ) -> bool:
-    """Takes up a model, its buffers and its optimizer, which any number of ranks may have saved.
+    """Load a model, its buffers and its optimizer, which any number of ranks may have saved.
 
     Args:
-        checkpoint: What was saved.
+        checkpoint: The checkpoint to load.
         parallel: The model.
-        optimizer: Forgets the state that it has.
-        layout: What the checkpoint's state says alike if it was saved on the same ranks under the same Plan.
+        optimizer: The optimizer; its present state is dropped.
+        layout: Entries of the checkpoint's state that are equal if it was saved on equal ranks under an equal
+            Plan.
         coordinator: All ranks.
-        of_rank: Filled with what was saved under these names as this rank's own, if the layout is the same.
+        of_rank: Tensors to fill with those that this rank saved under these names, if the layout is equal.
 
     Returns:
-        Whether the layout is the same, so that each rank got its own.
+        Whether the layout is equal, so that each rank got its own tensors.
 
     Raises:
         CheckpointError: It does not fit the model or the optimizer.
@@ -196,7 +197,7 @@ def load_training(
 
 
 def _require_fit(checkpoint: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses an optimizer that is not as that which was saved."""
+    """Refuse an optimizer that differs from the saved one."""
     _require_same(checkpoint, state, optimizer)
     if optimizer is not None and len(state["settings"]) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -219,7 +220,7 @@ def _require_same(
 def _of_rank(
     rank: int, buffers: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]
 ) -> list[Piece]:
-    """What is a rank's own."""
+    """Return the pieces of one rank only."""
     held = {f"buffer/{name}": tensor for name, tensor in buffers.items()} | dict(others)
     return [Piece.whole(f"rank/{rank}/{name}", tensor.detach()) for name, tensor in held.items()]
 
@@ -234,7 +235,7 @@ def _next_step(directory: Path) -> int:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group holds beside parameters, where JSON can say it."""
+    """Return the settings of a group, without parameters, as far as JSON can hold them."""
     settings = {}
     for key, value in group.items():
         if isinstance(value, torch.Tensor) and value.dim() == 0:

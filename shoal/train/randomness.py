@@ -1,4 +1,4 @@
-"""The random generators that a model may draw from: seeds, and states as tensors of fixed size."""
+"""The random generators that a model may use: seeds, and states as tensors of fixed size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["begin_anew", "random_state", "set_random_state"]
 
 
 def begin_anew(seed: int, step: int, place: int) -> None:
-    """Seeds all generators from what a run knows under any Plan.
+    """Seed all generators from values that a run knows under any Plan.
 
     Args:
-        seed: The run's.
+        seed: The run's seed.
         step: Optimizer steps made.
-        place: This rank's place among those with other data. Ranks with the same data, as those of tp and pp,
-            are seeded alike: what they compute of the same hidden states, such as dropout, has to agree.
+        place: Index of this rank among those with other data. Ranks with equal data, such as those of tp and
+            pp, get equal seeds: their results for one hidden state, such as dropout, must agree.
     """
     key = key_of(seed, step, place)
     seed_generators(key)
@@ -28,7 +28,7 @@ def begin_anew(seed: int, step: int, place: int) -> None:
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """The states of torch's generators (CPU, and CUDA's current device if any), Python's and numpy's."""
+    """Return the states of the generators of torch (CPU, current CUDA device if any), Python and numpy."""
     state = {"cpu": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -36,7 +36,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(state: dict[str, torch.Tensor]) -> None:
-    """Puts back what `random_state` gave."""
+    """Restore a result of `random_state`."""
     torch.set_rng_state(state["cpu"])
     version, *words = state["python"][:-2].tolist()
     has_gauss, gauss = state["python"][-2:].tolist()

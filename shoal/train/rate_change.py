@@ -1,4 +1,4 @@
-"""What a resumed run tells of its learning rate, where another course of it was asked for."""
+"""A resumed run's message about its learning rate, if another course of it was asked for."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _JUMP = 1.1  # a larger ratio of two rates is no detail of the course
 
 
 def rate_change_of(run: Run, now: TrainConfig, made: int) -> str:
-    """Says how the learning rate of a run goes on that is resumed; empty where its course is as it was.
+    """Describe how the learning rate of a resumed run goes on; empty if its course is unchanged.
 
     Args:
         run: The run as it was.
         now: The configuration that it goes on with.
-        made: How many steps were made.
+        made: Number of steps made.
     """
     rates = {values["step"]: values.get("learning_rate") for values in run.metrics()}
     return describe_rate_change(load_config(base=run.description["config"]), now, made, rates.get(made))
 
 
 def describe_rate_change(before: TrainConfig, now: TrainConfig, made: int, last: float | None = None) -> str:
-    """Says how the learning rate goes on, and how it could; empty where its course is as it was.
+    """Describe how the learning rate goes on, and how it could; empty if its course is unchanged.
 
     Args:
         before: The configuration that the run had.
         now: The configuration that it goes on with.
-        made: How many steps were made.
-        last: The learning rate of the last of them, if it was recorded.
+        made: Number of steps made.
+        last: Learning rate of the last step made, if it was recorded.
     """
     changes = _changes(before, now)
     if last is None:
@@ -61,7 +61,7 @@ def _rate(config: TrainConfig, step: int) -> float:
 
 
 def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
-    """What the learning rate follows from and that changed, in words."""
+    """Return the changed settings that determine the learning rate, in words."""
     pairs = {
         f"optimizer.{name}": (getattr(before.optimizer, name), getattr(now.optimizer, name))
         for name in _COURSE
@@ -73,9 +73,9 @@ def _changes(before: TrainConfig, now: TrainConfig) -> list[str]:
 
 
 def _settings_to_go_on_from(rate: float, config: TrainConfig, made: int) -> tuple[str, float] | None:
-    """Settings under which the next rate is `rate` and falls at the end, with the last one; None if none do.
+    """Return settings with `rate` as the next rate and a fall at the end, and the last rate; None if none.
 
-    The rate stays constant up to a linear decay, which is how a run can be made longer again and again
+    The rate stays constant up to a linear decay. By this a run can be extended again and again
     (Hägele et al., arXiv:2405.18392).
     """
     factor = scaled_peak(config.optimizer, config.batch) / config.optimizer.learning_rate

@@ -1,4 +1,4 @@
-"""From a run to the model that it trained, on one device."""
+"""Load the model that a run trained, on one device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["load_model"]
 
 
 def load_model(path: Path, say: Callable[[str], object]) -> tuple[nn.Module, TrainConfig]:
-    """The model of a run as its newest sound checkpoint has it, on the CPU in fp32.
+    """Return the model of a run from its newest sound checkpoint, on the CPU in fp32.
 
     Args:
         path: The run, or one of its checkpoints.
-        say: Told of each corrupt checkpoint that is passed over.
+        say: Called with a message for each corrupt checkpoint that is skipped.
 
     Returns:
         The model and the run's configuration.
 
     Raises:
-        RunError: The path is not of a run.
+        RunError: The path is not a run's.
         CheckpointError: There is no sound checkpoint.
     """
     is_checkpoint = (path / "manifest.json").is_file()

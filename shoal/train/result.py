@@ -1,4 +1,4 @@
-"""What one optimizer step did."""
+"""The result of one optimizer step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["StepResult"]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one optimizer step did.
+    """The result of one optimizer step.
 
     Attributes:
-        step: Its number, from 1.
+        step: Number of the step, from 1.
         loss: Mean over the batch, before the step.
-        gradient_norm: Of the whole gradient, before clipping.
-        learning_rate: That the step was made with.
+        gradient_norm: Norm of the whole gradient, before clipping.
+        learning_rate: Learning rate of the step.
         tokens: Elements of the inputs, over all ranks.
         seconds: Wall time.
         stop: Whether a rank asked to stop.
-        skipped: Why the step was left out, the weights being those before it; empty if it was made.
+        skipped: Why the step was left out, so that weights stay unchanged; empty if it was made.
     """
 
     step: int
@@ -32,7 +32,7 @@ class StepResult:
     skipped: str = ""
 
     def values(self) -> dict[str, float]:
-        """What a run's metrics keep of it."""
+        """Return the values that a run's metrics keep."""
         return {
             "loss": self.loss,
             "gradient_norm": self.gradient_norm,

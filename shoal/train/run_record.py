@@ -1,4 +1,4 @@
-"""What a Trainer of the library leaves in a Run, for `shoal report` to explain."""
+"""The Run that a Trainer of the library writes, for `shoal report` to explain."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["RunRecord", "describe_device", "describe_versions"]
 
 
 def describe_device(device: torch.device, plan: Plan) -> dict[str, Any]:
-    """What ranks compute on, as run.json has it."""
+    """Return the description in run.json of the ranks' devices."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     peak = peak_flops(name, plan.precision) if device.type == "cuda" else None
     return {"type": device.type, "name": name, "peak_flops": peak}
 
 
 def describe_versions() -> dict[str, str]:
-    """What a run was made with, as run.json has it."""
+    """Return the versions in run.json that a run was made with."""
     return {"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()}
 
 
@@ -40,16 +40,17 @@ class RunRecord:
     """The Run of a Trainer: rank 0 describes it and writes metrics, each rank its Timeline.
 
     Args:
-        path: A directory that is absent or empty, or the Run that a checkpoint will be loaded of.
-        coordinator: The ranks, which make it together.
-        model: Before it is laid over ranks.
-        device: What this rank computes on.
-        settings: What else the description shall hold.
-        recorder: Where spans go if not into the Run.
+        path: A directory that is absent or empty, or the directory of a Run of which a checkpoint will be
+            loaded.
+        coordinator: The ranks, which make the Run together.
+        model: The model, before it is laid over ranks.
+        device: Device on which this rank computes.
+        settings: Further settings for the description.
+        recorder: Recorder of spans, if they do not go into the Run.
 
     Attributes:
         run: The Run.
-        recorder: Where spans go.
+        recorder: Recorder of spans.
 
     Raises:
         RunError: On all ranks: the directory holds something else, or cannot be made.
@@ -77,14 +78,14 @@ class RunRecord:
         self._metrics = MetricsWriter(self.run.metrics_file, say=say) if coordinator.rank == 0 else None
 
     def settle(self, plan: Plan) -> None:
-        """Says what the Plan is, now that the model is laid out by it."""
+        """Note the final Plan, once the model is laid out by it."""
         self._described |= {"plan": str(plan)}
         self._described["device"] = describe_device(self._device, plan)
         if self._coordinator.rank == 0 and not self._goes_on:
             self.run.describe(self._described)
 
     def loaded(self, step: int) -> None:
-        """Says that the Run goes on from a checkpoint, made after step number `step`."""
+        """Note that the Run goes on from a checkpoint, made after step number `step`."""
         if self._goes_on and self._coordinator.rank == 0:
             before = self.run.description
             is_same = all(
@@ -95,7 +96,7 @@ class RunRecord:
         self._goes_on = False
 
     def require_loaded(self) -> None:
-        """Refuses to begin anew where there is a Run.
+        """Refuse to begin anew if there is a Run already.
 
         Raises:
             RunError: The directory held a Run, and no checkpoint was loaded.
@@ -108,19 +109,19 @@ class RunRecord:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes values of a step."""
+        """Write values of a step."""
         if self._metrics is not None:
             self._metrics.log(step, values)
 
     def close(self) -> None:
-        """Writes what is still buffered."""
+        """Write what is still buffered."""
         if self._owns_recorder:
             self.recorder.close()
         if self._metrics is not None:
             self._metrics.close()
 
     def _open_together(self) -> bool:
-        """Whether the Run was there before; rank 0 makes it otherwise."""
+        """Return whether the Run existed before; if not, rank 0 makes it."""
         outcome: bool | ShoalError = False
         if self._coordinator.rank == 0:
             try:

@@ -1,4 +1,4 @@
-"""Saving what training consists of, and taking it up again: the model, the optimizer, random generators."""
+"""Save and load the state of training: the model, the optimizer, random generators."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["SavedTraining"]
 
 @final
 class SavedTraining:
-    """Saves and loads the training of a model by an optimizer; all ranks call it together.
+    """Save and load the training of a model by an optimizer; all ranks call it together.
 
     Args:
         parallel: The model.
-        optimizer: As it was made: what its groups hold is kept where it changes.
-        plan: As checkpoints tell it; the same text on the same ranks is the same layout.
-        seed: The run's.
+        optimizer: The optimizer as it was made: later changes of its groups' settings are saved.
+        plan: The Plan's text, as checkpoints record it; equal text on equal ranks means an equal layout.
+        seed: The run's seed.
         coordinator: All ranks.
     """
 
@@ -46,12 +46,12 @@ class SavedTraining:
         self._settings = _settings_of(optimizer)
 
     def save(self, directory: Path, step: int, state: Mapping[str, Any]) -> Path:
-        """Saves a checkpoint.
+        """Save a checkpoint.
 
         Args:
-            directory: Of checkpoints.
+            directory: Directory of checkpoints.
             step: Optimizer steps made.
-            state: A JSON object to keep with it.
+            state: A JSON object to keep with the checkpoint.
 
         Raises:
             CheckpointError: It could not be written; training can go on.
@@ -72,10 +72,10 @@ class SavedTraining:
         )
 
     def require_savable(self) -> None:
-        """Refuses an optimizer that keeps what a checkpoint cannot hold; it has made a step.
+        """Refuse an optimizer with state that a checkpoint cannot hold; it has made a step.
 
         Raises:
-            CheckpointError: It does.
+            CheckpointError: It has such state.
         """
         attempt_together(
             self._coordinator,
@@ -84,10 +84,10 @@ class SavedTraining:
         )
 
     def load(self, checkpoint: Path) -> Mapping[str, Any]:
-        """Takes up a checkpoint, which any number of ranks under any Plan may have saved.
+        """Load a checkpoint, which any number of ranks under any Plan may have saved.
 
         Returns:
-            The state that was kept with it.
+            The state that was saved with it.
 
         Raises:
             CheckpointError: It does not fit the model or the optimizer.
@@ -112,7 +112,7 @@ class SavedTraining:
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What the groups hold beside parameters and learning rates, where JSON can say it.
+    """Return the groups' settings without parameters and learning rates, as far as JSON can hold them.
 
     Some optimizers keep counts and estimates there.
     """

@@ -8,7 +8,7 @@ optimizer-number/KEY/NAME    a state that is a number of Python
 rank/R/buffer/NAME           a buffer that differs between ranks, for a resume under the same Plan
 rank/R/random.KIND           the states of random generators, as well
 
-What a parameter has in the optimizer's state is found there, not known: any optimizer's is kept.
+State is found in the optimizer, not known beforehand: any optimizer's state is kept.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _ELEMENTS, _TENSOR, _NUMBER = "optimizer", "optimizer-tensor", "optimizer-number
 
 
 def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> list[Piece]:
-    """What this rank writes: together the ranks write each element once.
+    """Return the pieces that this rank writes; together the ranks write each element once.
 
-    Replicas hold the same; each of them writes a part, of about the same size.
+    Replicas hold equal values; each of them writes a part of about equal size.
 
     Raises:
-        CheckpointError: The optimizer keeps what a checkpoint cannot hold.
+        CheckpointError: The optimizer has state that a checkpoint cannot hold.
     """
     pieces = [
         _part(owned, f"model/{owned.name}", owned.parameter)
@@ -61,10 +61,10 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer | None) 
 
 
 def optimizer_pieces(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Piece]:
-    """What this rank writes of an optimizer's state.
+    """Return the pieces of an optimizer's state that this rank writes.
 
     Raises:
-        CheckpointError: The optimizer keeps what a checkpoint cannot hold.
+        CheckpointError: The optimizer has state that a checkpoint cannot hold.
     """
     return [
         piece
@@ -77,18 +77,18 @@ def optimizer_pieces(parallel: Parallel, optimizer: torch.optim.Optimizer) -> li
 
 @dataclass(slots=True)
 class ToLoad:
-    """What this rank reads.
+    """The pieces that this rank reads.
 
     Attributes:
-        pieces: Into the memory where training keeps it, or into memory of their own.
-        after: What is to be done when they were read.
+        pieces: Pieces, to be read into the memory where training keeps them or into new memory.
+        after: Functions to call after the pieces were read.
     """
 
     pieces: list[Piece] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
 
     def add_part(self, owned: Owned, path: str, tensor: torch.Tensor) -> None:
-        """Adds a tensor that is laid out as what this rank owns of a parameter."""
+        """Add a tensor that is laid out like this rank's part of a parameter."""
         held = local_part(tensor).detach()
         read = held.contiguous()
         self.pieces.append(_part(owned, path, read))
@@ -96,13 +96,13 @@ class ToLoad:
             self.after.append(partial(held.copy_, read))
 
     def finish(self) -> None:
-        """To be called when the pieces were read."""
+        """Do the remaining work; call it when the pieces were read."""
         for action in self.after:
             action()
 
 
 def pieces_to_load(parallel: Parallel) -> ToLoad:
-    """What this rank reads of the model."""
+    """Return the pieces of the model that this rank reads."""
     wanted = ToLoad()
     for owned in parallel.owned:
         if owned.start < owned.stop:
@@ -115,11 +115,11 @@ def pieces_to_load(parallel: Parallel) -> ToLoad:
 def optimizer_to_load(
     parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, TensorRecord]
 ) -> ToLoad:
-    """Gives the optimizer a state as it was saved, without its values, which are to be read.
+    """Give the optimizer a state like the saved one; its values are then to be read.
 
     Args:
         parallel: The model.
-        optimizer: Forgets what it has.
+        optimizer: The optimizer; its present state is dropped.
         saved: The tensors of the checkpoint.
     """
     by_name: dict[str, list[tuple[str, str, TensorRecord]]] = {}
@@ -142,7 +142,7 @@ def _add_state(
     places: Sequence[Owned],
     by_name: Mapping[str, Sequence[tuple[str, str, TensorRecord]]],
 ) -> None:
-    """Adds the state of parameters that lie at `places`."""
+    """Add the state of parameters that lie at `places`."""
     on_device = {
         parameter: bool(group.get("fused") or group.get("capturable"))
         for group in optimizer.param_groups
@@ -173,7 +173,7 @@ def _as_number(state: dict[str, Any], key: str) -> None:
 
 
 def fixed_pieces(model: nn.Module) -> list[Piece]:
-    """What of a model on one device is saved but not trained."""
+    """Return the pieces of a model on one device that are saved but not trained."""
     frozen = [
         Piece.whole(f"fixed/{name}", parameter.detach())
         for name, parameter in model.named_parameters()
@@ -202,7 +202,7 @@ def _digest(buffer: torch.Tensor) -> bytes:
 
 
 def _pieces_of_state(owned: Owned, state: Mapping[str, Any]) -> Iterator[Piece]:
-    """List what is saved once for a parameter: the owner of its first element writes it."""
+    """Yield the pieces that are saved once per parameter: the owner of its first element writes them."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and local_part(value).shape == owned.local.shape:
             yield _part(owned, f"{_ELEMENTS}/{key}/{owned.name}", value)
@@ -236,7 +236,7 @@ def _is_whole(owned: Owned) -> bool:
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a model that belong to its state, by name."""
+    """Return the buffers of a model that belong to its state, by name."""
     passing = {
         f"{prefix}.{name}".removeprefix(".")
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -261,7 +261,7 @@ def _region(part: Owned | Frozen) -> Region | None:
 
 
 def _share(owned: Sequence[Owned]) -> list[Owned]:
-    """Deals out what several ranks own alike, the largest first, each to the sharer that has least."""
+    """Assign parameters that ranks share: the largest first, each to the sharer with the least."""
     held: dict[Axis, list[int]] = {}
     mine = []
     for candidate in sorted(owned, key=lambda item: item.start - item.stop):

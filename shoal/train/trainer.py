@@ -38,36 +38,37 @@ __all__ = ["Trainer"]
 
 @final
 class Trainer:
-    """Trains a model on data under a Plan. All ranks make one and call its methods together.
+    """Train a model on data under a Plan. All ranks make a Trainer and call its methods together.
 
     On a CPU the process keeps the memory that tensors free: see `shoal.collectives.keep_freed_memory`.
 
     A step whose loss or gradient is not finite is left out: weights, the optimizer's state and buffers stay
-    as they were, and the next step takes the next batch. `optimizer.skip` says how many in a row.
+    unchanged, and the next step takes the next batch. `optimizer.skip` limits how many in a row.
 
-    Buffers that follow a rank's own data, as BatchNorm's statistics do, differ between ranks. A checkpoint
-    keeps each rank's and restores them under the same Plan; under another all ranks begin with those of one.
-    `synchronise_buffers` gives all ranks their mean after each step.
+    Buffers that follow a rank's own data, such as BatchNorm's statistics, differ between ranks. A checkpoint
+    keeps each rank's buffers and restores them under the same Plan; under another Plan all ranks begin with
+    those of one rank. `synchronise_buffers` gives all ranks their mean after each step.
 
     Args:
-        model: As `shoal.parallelize` takes it.
+        model: A model that `shoal.parallelize` takes.
         data: Samples, or a map-style dataset. `shoal.train.micro_batch` says what a batch may be.
         plan: A Plan or its text form.
         batch: Samples in one optimizer step, over all ranks.
-        steps: Optimizer steps in all, which the learning rate's course needs to know.
-        loss: From the model's output and the targets to the mean loss of a micro-batch. By default the loss
-            in the output if batches are mappings, else `shoal.models.next_token_loss`.
-        optimizer: The optimizer, its learning rate, clipping, and how many steps may be skipped.
-        make_optimizer: In place of the optimizer that `optimizer` names; called as `torch.optim.SGD` is, with
-            groups of named parameters, `lr`, and `optimizer.options`.
-        schedule: In place of the schedule that `optimizer` names: from the number of a step, from 0, to the
-            share of the highest learning rate.
-        counted: From the targets of a micro-batch, or from the micro-batch if it is a mapping, to how many
-            elements its mean loss is over. By default integers count that are not -100, others one a sample.
-        seed: Fixes the order of samples, what they and the model draw at random, and the first weights of a
-            model on the meta device.
-        device: What this rank computes on.
-        recorder: Where spans go.
+        steps: Total number of optimizer steps, which the learning rate's course depends on.
+        loss: A function from the model's output and the targets to the mean loss of a micro-batch. By default
+            the loss in the output if batches are mappings, otherwise `shoal.models.next_token_loss`.
+        optimizer: The optimizer, its learning rate, clipping, and the number of steps that may be skipped.
+        make_optimizer: Makes the optimizer, instead of the one that `optimizer` names; called like
+            `torch.optim.SGD`, with groups of named parameters, `lr`, and `optimizer.options`.
+        schedule: A schedule instead of the one that `optimizer` names: a function from the number of a step,
+            from 0, to the share of the highest learning rate.
+        counted: A function from the targets of a micro-batch, or from the micro-batch if it is a mapping, to
+            the number of elements in its mean loss. By default integer targets count that are not -100; with
+            others, each sample counts as one.
+        seed: Determines the order of samples, the random numbers of data and model, and the first weights of
+            a model on the meta device.
+        device: Device on which this rank computes.
+        recorder: Recorder of spans.
         sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
         workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
@@ -77,10 +78,10 @@ class Trainer:
 
     Attributes:
         parallel: The model as it is laid over the ranks.
-        optimizer: Over what this rank owns.
-        step_count: Optimizer steps made, those that were skipped included.
-        position: Samples consumed, over all ranks; the state of the data.
-        skips: How many steps were skipped.
+        optimizer: The optimizer of this rank's parameters.
+        step_count: Number of optimizer steps made, including skipped ones.
+        position: Samples consumed, over all ranks: the state of the data.
+        skips: Counts of skipped steps, in total and in a row.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
@@ -166,19 +167,19 @@ class Trainer:
 
     @property
     def coordinator(self) -> Coordinator:
-        """All ranks, as checkpoints see them."""
+        """All ranks, as checkpoints need them."""
         return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
 
     def step(self, *, stop: bool = False) -> StepResult:
-        """Makes one optimizer step, or skips it if its loss or its gradient is not finite.
+        """Make one optimizer step, or skip it if its loss or its gradient is not finite.
 
         Args:
-            stop: That this rank was asked to stop; all ranks learn of it in the result.
+            stop: Whether this rank was asked to stop; the result tells all ranks.
 
         Raises:
             TrainingError: More steps in a row were skipped than `optimizer.skip` allows. The step counts as
-                skipped all the same: a state that is saved now goes on behind it.
-            RunError: The directory of the Run holds a run, of which no checkpoint was loaded.
+                skipped nevertheless: a state saved now goes on after it.
+            RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
         self._listeners.begin_step()
         began = time.perf_counter()
@@ -210,19 +211,20 @@ class Trainer:
         return result
 
     def validate(self, samples: Any, count: int) -> float:
-        """The mean loss over the first `count` samples; dropout is off."""
+        """Return the mean loss over the first `count` samples; dropout is off."""
         return self.evaluate(samples, count)["loss"]
 
     def evaluate(
         self, samples: Any, count: int, functions: Mapping[str, Evaluation] | None = None
     ) -> dict[str, float]:
-        """The mean `loss` over the first `count` samples, and the means of functions; dropout is off.
+        """Return the mean `loss` over the first `count` samples, and the means of functions; dropout is off.
 
         Args:
             samples: Samples, or a map-style dataset.
-            count: How many; all if there are fewer.
-            functions: By name, from the model's output and the targets to a mean over the elements that
-                count. A batch that is a mapping and gives the loss itself takes the targets' place.
+            count: Number of samples to use; all if there are fewer.
+            functions: Functions by name, from the model's output and the targets to a mean over the elements
+                that count. If a batch is a mapping that holds its loss, they get the mapping in place of the
+                targets.
         """
         with self._recorder.span(Kind.VALIDATION):
             values = evaluate(
@@ -239,11 +241,11 @@ class Trainer:
         return values
 
     def save(self, directory: Path | None = None, extra: Mapping[str, Any] | None = None) -> Path:
-        """Saves a checkpoint of the state into a directory of checkpoints.
+        """Save a checkpoint of the state into a directory of checkpoints.
 
         Args:
-            directory: On a file system that all ranks see; by default that of the Run.
-            extra: A JSON object to keep with it.
+            directory: A directory on a file system that all ranks see; by default the Run's.
+            extra: A JSON object to keep with the checkpoint.
 
         Raises:
             CheckpointError: It could not be written; training can go on.
@@ -263,22 +265,22 @@ class Trainer:
         return path
 
     def require_savable(self) -> None:
-        """To be called after a step, so that no save later on fails for what the optimizer is.
+        """Check, after a step, that the optimizer's state can be saved later.
 
         Raises:
-            CheckpointError: The optimizer keeps what a checkpoint cannot hold.
+            CheckpointError: The optimizer has state that a checkpoint cannot hold.
         """
         self._saved.require_savable()
 
     def load(self, checkpoint: Path) -> Mapping[str, Any]:
-        """Takes up the state of a checkpoint, which any number of ranks under any Plan may have saved.
+        """Load the state of a checkpoint, which any number of ranks under any Plan may have saved.
 
-        Under the same Plan training goes on bitwise as it would have. Under another, torch's, numpy's and
-        Python's generators, which Shoal's own models do not use, begin anew from the run's seed and the step;
-        and buffers that differed between ranks begin with those of one.
+        Under the same Plan training goes on bitwise as it would have. Under another Plan, torch's, numpy's
+        and Python's generators, which Shoal's own models do not use, are seeded anew from the run's seed and
+        the step; buffers that differed between ranks begin with those of one rank.
 
         Returns:
-            What was kept with it.
+            The `extra` that was saved with it.
 
         Raises:
             CheckpointError: It does not fit the model or the optimizer.
@@ -291,12 +293,12 @@ class Trainer:
         return state
 
     def close(self) -> None:
-        """Ends what prepares data, which another step would begin anew, and the record of the Run."""
+        """End the processes that prepare data (another step restarts them), and close the Run's record."""
         self._passes.close()
         self._listeners.close()
 
     def _update(self, passed: Passed) -> tuple[float, bool]:
-        """Steps the optimizer if all is finite; gives the gradient's norm, and whether it was."""
+        """Step the optimizer if all values are finite; return the gradient's norm, and whether they were."""
         clip = self.config.clip
         norm = self.parallel.gradient_norm() if clip is None else self.parallel.clip_gradients(clip)
         is_finite = math.isfinite(passed.loss) and math.isfinite(norm)
@@ -306,7 +308,7 @@ class Trainer:
         return norm, is_finite
 
     def _leave_out(self, passed: Passed, norm: float) -> str:
-        """Undoes what the step did; gives the reason."""
+        """Undo the step's changes; return the reason."""
         reason = explain_not_finite(
             self.parallel,
             passed,

@@ -1,10 +1,10 @@
-"""How much each micro-batch's mean loss counts for in the gradient of a step.
+"""The weight of each micro-batch's mean loss in the gradient of a step.
 
-The loss of a batch is the mean over all its elements that count: those of all micro-batches, on all ranks
-with other data. Each micro-batch gives the mean over its own. Gradients are averaged over micro-batches and
-ranks, so a micro-batch's mean is multiplied by `its count x micro-batches x ranks / the count of all`: by
-exactly 1 where all count alike. The counts are summed in one all-reduce of a number, which is under way
-during the first forward.
+The loss of a batch is the mean over all its elements that count, in all micro-batches, on all ranks with
+other data. Each micro-batch gives the mean over its own elements. Gradients are averaged over micro-batches
+and ranks, so a micro-batch's mean is multiplied by `its count x micro-batches x ranks / the count of all`:
+exactly 1 if all counts are equal. The counts are summed in one all-reduce of a number, which runs during the
+first forward.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Weights:
     """The factors of a step's micro-batches.
 
     Args:
-        counts: Of this rank's micro-batches.
-        data: The ranks with other data, which all make one.
-        device: Where losses are.
+        counts: Counts of this rank's micro-batches.
+        data: The ranks with other data, each of which makes a Weights.
+        device: Device of the losses.
     """
 
     def __init__(self, counts: Sequence[float], data: Axis, device: torch.device) -> None:
@@ -38,12 +38,12 @@ class Weights:
         self._is_there = False
 
     def of(self, number: int) -> torch.Tensor:
-        """The factor of a micro-batch, fp64; it has to count at all."""
+        """Return the factor of a micro-batch, fp64; at least one of its elements must count."""
         return self._counts[number] * self._means / self.total
 
     @property
     def total(self) -> torch.Tensor:
-        """How many elements count in the whole batch."""
+        """Return the number of elements that count in the whole batch."""
         if not self._is_there:
             self._pending.wait()
             self._is_there = True
@@ -51,10 +51,10 @@ class Weights:
 
 
 def nothing_of(output: Any, loss: torch.Tensor) -> torch.Tensor:
-    """A loss of zero, whose backward goes through the model with zeros.
+    """Return a loss of zero, whose backward goes through the model with zeros.
 
-    If nothing counts, the mean is 0 / 0, and its gradients may be too. The backward is needed all the same:
-    other ranks wait for what is communicated in it.
+    If no element counts, the mean is 0 / 0, and its gradients may be too. The backward is needed
+    nevertheless: other ranks wait for its communication.
     """
     ends = [each for each in tensors_in(output) if each.requires_grad and each is not loss]
     if not ends and hasattr(output, "logits"):

@@ -1,7 +1,8 @@
-"""Hold predictions to measurements: tables of training steps, layers and collectives, published or one's own.
+"""Compare predictions with measurements: tables of training steps, layers and collectives.
 
-`validate` reads a table and returns a Comparison for each row, `accuracy_of` sums them up. `read_table`,
-`read_layers` and `read_collectives` read the three kinds of tables. Imports no torch.
+The tables may be published or your own. `validate` reads a table and returns a Comparison for each row,
+`accuracy_of` sums them up. `read_table`, `read_layers` and `read_collectives` read the three kinds of tables.
+Imports no torch.
 """
 
 from shoal.validate.accuracy import Accuracy, Comparison, accuracy_of

@@ -1,4 +1,4 @@
-"""How near predictions come to measurements: single errors, and what they are over many rows."""
+"""The accuracy of predictions: the error of one, and statistics over many."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Comparison:
     """One quantity, measured and predicted.
 
     Attributes:
-        line: Of the table.
-        family: Of the row.
-        name: What was measured, such as a model on so many devices.
+        line: Line of the table.
+        family: Family of the row.
+        name: The thing measured, such as a model on so many devices.
         quantity: "step", "memory", "forward", "backward", or a collective.
-        plan: What the prediction is for, where it is for a Plan; the best one where the row leaves some open.
-        measured: In seconds, or of memory in bytes.
-        predicted: The same.
+        plan: The Plan of the prediction, if it has one; the best one if the row leaves some settings open.
+        measured: Measured seconds, or bytes of memory.
+        predicted: Predicted seconds, or bytes of memory.
         fitted: Whether constants may have been fitted to the row.
     """
 
@@ -35,19 +35,19 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Error of the prediction over what was measured: above 0 if it was predicted too long."""
+        """Error relative to the measurement: above 0 if the prediction is too large."""
         return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accuracy:
-    """Errors of some predictions, as shares of what was measured.
+    """Errors of several predictions, as shares of the measurements.
 
     Attributes:
-        rows: How many.
-        median: Of the absolute errors.
-        mean: Of the absolute errors.
-        ninth_decile: What nine in ten absolute errors are below.
+        rows: Number of predictions.
+        median: Median of the absolute errors.
+        mean: Mean of the absolute errors.
+        ninth_decile: The value that nine in ten absolute errors are below.
         bias: Mean of the errors with their signs.
     """
 
@@ -59,7 +59,7 @@ class Accuracy:
 
 
 def accuracy_of(comparisons: Iterable[Comparison]) -> Accuracy | None:
-    """The errors of some predictions together; None if there are none."""
+    """Return the accuracy of these predictions; None if there are none."""
     errors = [each.error for each in comparisons]
     if not errors:
         return None
@@ -74,5 +74,5 @@ def accuracy_of(comparisons: Iterable[Comparison]) -> Accuracy | None:
 
 
 def _ninth_decile(values: Sequence[float]) -> float:
-    """By linear interpolation between the values, as numpy does."""
+    """Return the ninth decile, by linear interpolation between the values, as numpy does."""
     return quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]

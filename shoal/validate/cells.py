@@ -1,8 +1,8 @@
-"""Tables of measurements as CSV files: columns found by name, cells read, and what is wrong named.
+"""Tables of measurements as CSV files: find columns by name, read cells, and name what is wrong.
 
-Tables come from many hands: a cell that was not filled in may say so in words (`BLANKS`), a whole number may
-be written as 8.0 and a word in capitals. The error of a row that cannot be used is given to a `Refuse`, which
-raises it (`strictly`) or keeps it, and the rows after it are read all the same.
+Tables come from many authors: an empty cell may say so in words (`BLANKS`), a whole number may be written as
+8.0, and a word in capitals. The error of a row that cannot be used is passed to a `Refuse`. It raises the
+error (`strictly`), or keeps it so that later rows are still read.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from shoal.errors import DataError, UserError, nearest
 __all__ = ["BLANKS", "Refuse", "Row", "Table", "count", "measured", "strictly", "word"]
 
 BLANKS = frozenset(["", "-", "?", "n/a", "na", "nan", "null"])
-"""What a cell holds, whatever its case, if it holds nothing."""
+"""The content of an empty cell, in any case."""
 
 Refuse = Callable[[UserError], None]
-"""What is done with the error of a row that cannot be used."""
+"""The handler of the error of a row that cannot be used."""
 
 _T = TypeVar("_T")
 
 
 def strictly(error: UserError) -> None:
-    """Refuses a row by raising its error, so that no row after it is read."""
+    """Refuse a row by raising its error, so that no later row is read."""
     raise error
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The cells of one line that were asked for.
+    """The requested cells of one line.
 
     Attributes:
-        line: Of the file.
-        path: Of the file.
-        values: By column; None where the cell is blank or the column absent.
+        line: Line of the file.
+        path: Path of the file.
+        values: Values by column; None if the cell is blank or the column absent.
     """
 
     line: int
@@ -49,11 +49,11 @@ class Row:
     values: Mapping[str, Any]
 
     def __getitem__(self, column: str) -> Any:
-        """The value of a cell."""
+        """Return the value of a cell."""
         return self.values[column]
 
     def refuse(self, wrong: str, *, possible: str, change: str = "correct the row") -> NoReturn:
-        """Raises a DataError that names the line."""
+        """Raise a DataError that names the line."""
         raise DataError(f"line {self.line} of {self.path} {wrong}", possible=possible, change=change)
 
     def located(self, error: UserError) -> UserError:
@@ -67,9 +67,9 @@ class Table:
     """A CSV file.
 
     Attributes:
-        path: Of the file.
-        columns: Names in its first line.
-        lines: Of the file, with their cells by column.
+        path: Path of the file.
+        columns: Names in the first line.
+        lines: Line numbers, with the cells of each line by column.
     """
 
     path: Path
@@ -78,10 +78,10 @@ class Table:
 
     @classmethod
     def open(cls, path: str | Path) -> Table:
-        """Reads a file.
+        """Read a file.
 
         Raises:
-            DataError: It is missing, unreadable, no text, or empty.
+            DataError: It is missing, unreadable, not text, or empty.
         """
         path = Path(path)
         try:
@@ -113,17 +113,19 @@ class Table:
         refuse: Refuse,
         instead: Mapping[str, str] = MappingProxyType({}),
     ) -> Iterator[_T]:
-        """What `make` makes of each row, its cells read; of rows that it refuses nothing.
+        """Yield the result of `make` for each row, with its cells read; skip rows that are refused.
 
         Args:
-            readers: By column, what makes a value of a cell or raises a ValueError that says what it wants.
+            readers: For each column, a function that reads a cell or raises a ValueError that names the valid
+                values.
             optional: Columns that may be absent, and whose cells may be blank.
-            make: From a row, or raises a UserError.
-            refuse: Is given the error of each row that cannot be used.
-            instead: By column, another one: cells of the first may be blank where those of the other are not.
+            make: Makes a result from a row, or raises a UserError.
+            refuse: Called with the error of each row that cannot be used.
+            instead: For a column, an alternative column: cells of the first may be blank if the other's are
+                filled.
 
         Raises:
-            DataError: A column is missing or there twice.
+            DataError: A column is missing or appears twice.
         """
         twice = [name for name in readers if self.columns.count(name) > 1]
         if twice:
@@ -171,7 +173,7 @@ class Table:
 
 
 def count(cell: str) -> int:
-    """Reads a whole number of at least 1, which may be written as 8.0."""
+    """Read a whole number of at least 1, which may be written as 8.0."""
     whole, _, fraction = cell.partition(".")
     if not (whole.isdecimal() and int(whole) > 0) or fraction.strip("0"):
         raise ValueError("a whole number of at least 1")
@@ -179,7 +181,7 @@ def count(cell: str) -> int:
 
 
 def measured(cell: str) -> float:
-    """Reads a number above 0."""
+    """Read a number above 0."""
     wanted = "a number above 0"
     try:
         value = float(cell)
@@ -191,7 +193,7 @@ def measured(cell: str) -> float:
 
 
 def word(*possible: str) -> Callable[[str], str]:
-    """What reads one of these words, whatever their case, or any text if there are none."""
+    """Return a reader of one of these words, in any case, or of any text if there are none."""
     known = {each.lower(): each for each in possible}
 
     def read(cell: str) -> str:
@@ -208,5 +210,5 @@ def _is_blank(cell: str) -> bool:
 
 
 def _stripped(cells: Mapping[str | None, Any]) -> dict[str, str]:
-    """By column; what a line has beyond the columns is left out."""
+    """Return the cells by column, without those beyond the columns."""
     return {name: value.strip() for name, value in cells.items() if name is not None}

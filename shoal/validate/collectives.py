@@ -1,4 +1,4 @@
-"""Tables of timed collectives, as nccl-tests prints them: one row is a size on a machine."""
+"""Tables of timed collectives, as nccl-tests prints them: one row is one size on one machine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, 
 __all__ = ["COLUMNS", "LEAST_BYTES", "USUAL_NODE", "MeasuredCollective", "read_collectives"]
 
 LEAST_BYTES = 64 * 1024
-"""Smaller buffers are left out: what they take is the library's protocols for tiny messages."""
+"""Smaller buffers are left out: their times measure the library's protocols for tiny messages."""
 
 USUAL_NODE = 8
-"""Devices of a node, where a table tells of some within one."""
+"""Devices of a node, if a table has devices within one node."""
 
 _ALGORITHMS = {r"\bRing\b": "ring", r"^(algo=)?NVLS": "switch"}
-"""What notes say of runs whose algorithm was forced."""
+"""The algorithm that a note names, if it was forced."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
 def _bytes(cell: str) -> int:
-    """Reads a size; nccl-tests prints 0 where a buffer is too small for its ranks."""
+    """Read a size; nccl-tests prints 0 if a buffer is too small for its ranks."""
     return 0 if cell == "0" else count(cell)
 
 
 def _stated(cell: str) -> int | None:
-    """A count; None where the source leaves it to be guessed, such as "16?"."""
+    """Read a count; return None if the source is not sure of it, such as "16?"."""
     return None if cell.endswith("?") else count(cell)
 
 
@@ -46,24 +46,25 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "time_us": measured,
     "note": str,
 }
-"""The columns of a table, and what reads their cells. Further columns are ignored."""
+"""The columns of a table, with a reader for their cells. Further columns are ignored."""
 
 _OPTIONAL = frozenset(("nodes", "ranks", "time_us", "note"))
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        line: Of the file.
-        settings: Its cells but for what was measured, as text.
-        collective: Its name.
-        platform: The machine, in words.
-        cluster: The same, of the presets.
-        nbytes: As nccl-tests counts: the whole buffer.
-        algorithm: That was forced, as shoal.cost.collectives.network names it; None for the library's choice.
-        seconds: Measured.
+        line: Line of the file.
+        settings: Its cells without the measurements, as text.
+        collective: Name of the collective.
+        platform: The machine, as the table names it.
+        cluster: The machine, as a preset Cluster.
+        nbytes: Bytes of the whole buffer, as nccl-tests counts.
+        algorithm: The forced algorithm, as shoal.cost.collectives.network names it; None for the library's
+            choice.
+        seconds: Measured seconds.
     """
 
     line: int
@@ -77,15 +78,15 @@ class MeasuredCollective:
 
 
 def read_collectives(path: str | Path, refuse: Refuse = strictly) -> list[MeasuredCollective]:
-    """Reads a table of timed collectives; leaves out small buffers, and rows that do not say who took part.
+    """Read a table of timed collectives; skip small buffers, and rows that do not say which ranks took part.
 
     Args:
-        path: Of the file.
-        refuse: Is given the errors of rows that cannot be used.
+        path: Path of the file.
+        refuse: Called with the errors of rows that cannot be used.
 
     Raises:
         DataError: The file is missing, lacks a column, or has a cell that cannot be read.
-        ClusterError: A row names a machine that is not known.
+        ClusterError: A row names an unknown machine.
     """
     found = Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse)
     return [each for each in found if each is not None]
@@ -109,7 +110,7 @@ def _measured(row: Row) -> MeasuredCollective | None:
 
 
 def _cluster(row: Row) -> Cluster:
-    """The preset that the platform names, or one with the device that it names."""
+    """Return the preset that the platform names, or one with the device that it names."""
     platform, ranks = row["platform"], row["ranks"]
     preset = matching("nodes", platform) or platform.lower().replace(" ", "-")
     try:

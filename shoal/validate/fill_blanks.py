@@ -1,10 +1,11 @@
-"""The Plan that a row of a table means: where it leaves settings open, what its authors will have chosen.
+"""The Plan of a row that leaves settings open: the one that its authors most likely chose.
 
-That is the quickest Plan that fits. There may be thousands, so they are not all timed. A Plan waits with
-what its pipeline takes at least, whatever its sharding. When that is the least of all, the Plan is either
-too large, and waits anew with the next recompute, which takes longer; or it fits, and waits with all of its
-step's seconds. The first of these to be the least is the quickest. Where not even the smallest micro-batch
-fits with the most recompute, no larger one is tried.
+This is the quickest Plan that fits. There may be thousands, so not all are timed. Each Plan first waits in a
+heap with a lower bound on its time, from its pipeline, for any sharding. When its bound is the least of all,
+there are two cases. If the Plan is too large, it waits again with the next recompute policy, which takes
+longer; if it fits, it waits again with the full seconds of its step. The first Plan with full seconds to be
+the least is the quickest. If even the smallest micro-batch does not fit with the most recompute, no larger
+one is tried.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ __all__ = ["fill_blanks"]
 
 
 def fill_blanks(row: Measured, costs: Costs, memories: Memories) -> SettledPlan:
-    """The quickest of a row's Plans that fit; if none fits, the quickest of all.
+    """Return the quickest of a row's Plans that fit; if none fits, the quickest of all.
 
     Args:
-        row: Of a table.
-        costs: Of its workload on its cluster.
-        memories: The same.
+        row: A row of a table.
+        costs: Costs of the row's workload on its cluster.
+        memories: Memory of the row's workload on its cluster.
     """
     if len(row.plans) == 1 and len(row.recomputes) == 1:
         return _bucketed(row.plans[0], costs)
@@ -57,10 +58,10 @@ def fill_blanks(row: Measured, costs: Costs, memories: Memories) -> SettledPlan:
 
 
 def _bucketed(plan: SettledPlan, costs: Costs) -> SettledPlan:
-    """With buckets that suit the links: no table states their size."""
+    """Return the Plan with buckets that suit the links: no table states their size."""
     return plan.replace(bucket=usual_bucket(costs.cluster, plan))
 
 
 def _least(plan: SettledPlan, row: Measured, costs: Costs) -> float:
-    """Seconds that a step takes at least, whatever its sharding."""
+    """Return a lower bound on the seconds of a step, for any sharding."""
     return costs.pipeline(plan, plan.microbatches_of(row.batch)).total

@@ -1,9 +1,9 @@
 """Tables of the times of one transformer layer, such as Table 4 of arXiv:2205.05198.
 
-What was measured is told in words: `config` has the shape and layout as `h=6144 a=64 s=2048 mbs=4 TP=8` and
-ends with the device; `experiment` says "sequence" where the stream is split along the sequence, and "full" or
+The settings are given in words: `config` has the shape and layout as `h=6144 a=64 s=2048 mbs=4 TP=8` and ends
+with the device. `experiment` says "sequence" if the stream is split along the sequence, and "full" or
 "selective recompute". The layer is one of Megatron's GPT in 16 bit: four times as wide inside, with dropout,
-its attention not fused.
+and with attention that is not fused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "backward_ms": measured,
     "config": word(),
 }
-"""The columns of a table, and what reads their cells. Further columns are ignored."""
+"""The columns of a table, with a reader for their cells. Further columns are ignored."""
 
 _CONFIGURATION = re.compile(r"(?P<name>\w+)=(?P<value>\d+)")
 _WANTED = ("h", "a", "s", "mbs", "tp")
@@ -34,16 +34,16 @@ _WANTED = ("h", "a", "s", "mbs", "tp")
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLayer:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        line: Of the file.
-        name: The experiment.
-        shape: Of a model of one such layer.
-        device: Its name.
-        layout: Of the layer.
-        forward: Seconds.
-        backward: Seconds, what is recomputed included.
+        line: Line of the file.
+        name: Name of the experiment.
+        shape: Shape of a model of one such layer.
+        device: Name of the device.
+        layout: Layout of the layer.
+        forward: Measured seconds of forward.
+        backward: Measured seconds of backward, including recompute.
     """
 
     line: int
@@ -56,7 +56,7 @@ class MeasuredLayer:
 
 
 def read_layers(path: str | Path, refuse: Refuse = strictly) -> list[MeasuredLayer]:
-    """Reads a table of layer times; `refuse` is given the errors of rows that cannot be used.
+    """Read a table of layer times; call `refuse` with the errors of rows that cannot be used.
 
     Raises:
         DataError: The file is missing, lacks a column, or has a cell that cannot be read.

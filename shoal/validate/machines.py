@@ -1,8 +1,9 @@
-"""The machine that a row of a table names, as far as it says.
+"""The machine that a row of a table names, as far as it is named.
 
-A Plan's precision is that of weights and of what moves. Products may compute in another: in tf32 with weights
-in fp32, in fp8 with weights in bf16. They then run at that type's peak, and a tile begins and ends in as many
-seconds as in 16 bit; attention and passes over memory take as long as they do in the Plan's precision.
+A Plan's precision is that of weights and of communication. Products may compute in another type: in tf32 with
+weights in fp32, in fp8 with weights in bf16. They then run at that type's peak, and a tile takes as many
+seconds to begin and end as in 16 bit. Attention and passes over memory take as long as in the Plan's
+precision.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from shoal.validate.steps import Measured
 __all__ = ["machine_of", "published_cluster"]
 
 _FP8_REACHED = 0.94
-"""What products in fp8 reach of their peak, over what those in bf16 reach of theirs: the median of H100,
-H200, GH200, B200, B300 and GB200 (stas00/ml-engineering, compute/accelerator)."""
+"""The share of their peak that products in fp8 reach, relative to the share in bf16: the median of H100,
+H200, GH200, B200, B300 and GB200 (stas00/ml-engineering, compute/accelerator).
+"""
 
 
 def machine_of(row: Measured) -> Cluster:
-    """The Cluster that a row was measured on.
+    """Return the Cluster that a row was measured on.
 
     Raises:
-        ClusterError: Its device is not known, does not compute what the row says, or its nodes are not whole.
+        ClusterError: Its device is unknown, does not compute in the row's type, or its nodes are not whole.
     """
     cluster = published_cluster(row.line, row.device, row.plans[0].ranks, row.devices_per_node, row.network)
     return cluster.replace(device=_computing(cluster.device, row.products, row.line))
@@ -33,7 +35,7 @@ def machine_of(row: Measured) -> Cluster:
 def published_cluster(
     line: int, device: str, devices: int, devices_per_node: int | None, network: float | None
 ) -> Cluster:
-    """As `Cluster.assemble`, with errors that name a line of a table."""
+    """Return a Cluster as `Cluster.assemble` does, with errors that name a line of a table."""
     try:
         return Cluster.assemble(device, devices, devices_per_node, network)
     except ClusterError as error:
@@ -43,7 +45,7 @@ def published_cluster(
 
 
 def _computing(device: Device, products: str, line: int) -> Device:
-    """The device with the rates of its products in that type in place of those in the Plan's precision."""
+    """Return the device with the rates of this type of products in place of the Plan's precision."""
     if products not in device.peak:
         raise ClusterError(
             f"line {line}: {device.name} has no known rate of products in {products}",

@@ -1,4 +1,4 @@
-"""Predictions beside measurements, row by row, of tables of steps, of layers and of collectives."""
+"""Predictions beside measurements, row by row, for tables of steps, layers and collectives."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _Row = TypeVar("_Row")
 
 
 def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
-    """Predicts every row of a table, whose columns tell what it has: steps, layers or collectives.
+    """Predict every row of a table; its columns say whether it has steps, layers or collectives.
 
     Args:
-        path: Of the table.
-        refuse: Is given the error of each row that cannot be predicted: a cell that cannot be read, a layout
-            that no Plan describes, a device that is not known.
+        path: Path of the table.
+        refuse: Called with the error of each row that cannot be predicted: an unreadable cell, a layout that
+            no Plan describes, or an unknown device.
 
     Raises:
         DataError: The table cannot be read, or lacks a column.
-        UserError: What `refuse` raises.
+        UserError: An error that `refuse` raises.
     """
     columns = Table.open(path).columns
     if "forward_ms" in columns:
@@ -59,20 +59,20 @@ def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
 
 
 def is_fitted(row: Measured | MeasuredCollective) -> bool:
-    """Whether constants may be fitted to a row; the other half only tells how well they do.
+    """Return whether constants may be fitted to a row; the other half of the rows only tests them.
 
-    By the SHA-256 of the row's settings: what was measured has no part in it, and rows that ask for the same
+    The SHA-256 of the row's settings decides. Measurements do not enter, and rows that ask for the same
     prediction are in the same half.
     """
     return hashlib.sha256(row.settings.encode()).digest()[0] % 2 == 0
 
 
 def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterator[Comparison]:
-    """Compare every row's step and memory, where these were measured.
+    """Compare every row's step and memory, if these were measured.
 
     Args:
-        rows: Of a table.
-        refuse: Is given the errors of rows whose machine is not known.
+        rows: Rows of a table.
+        refuse: Called with the errors of rows whose machine is unknown.
     """
     known: dict[object, tuple[Costs, Memories]] = {}
 
@@ -111,7 +111,7 @@ def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparis
 def _each(
     rows: Iterable[_Row], compare: Callable[[_Row], Iterable[Comparison]], refuse: Refuse
 ) -> Iterator[Comparison]:
-    """The comparisons of all rows but those that raise a UserError."""
+    """Yield the comparisons of all rows except those that raise a UserError."""
     for row in rows:
         try:
             compared = list(compare(row))
@@ -160,7 +160,7 @@ def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
 
 
 def _is_per_operator(row: Measured) -> bool:
-    """Whether a selective recompute is torchtitan's, which shards as zero3 does, and fuses attention."""
+    """Return whether a selective recompute is torchtitan's, which shards like zero3 and fuses attention."""
     return (
         row.shape.fused_attention
         and tuple(row.recomputes) == ("selective",)
@@ -169,9 +169,9 @@ def _is_per_operator(row: Measured) -> bool:
 
 
 def published_workload(row: Measured) -> Workload:
-    """What the row's model does, with the recompute that its authors mean.
+    """Return the workload of the row's model, with the recompute that its authors mean.
 
-    Programs that shard by FSDP recompute by torch's own function; others by one that makes all again.
+    Programs that shard by FSDP recompute by torch's own function; others recompute the whole block.
     """
     workload = workload_of(row.shape)
     if not _is_fsdp(row):

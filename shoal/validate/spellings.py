@@ -1,7 +1,7 @@
-"""What tables from other hands call the things for which this package has one word each.
+"""The names that tables by other authors use for the words of this package.
 
-Case, spaces and punctuation are no matter: "ZeRO-3", "zero_3" and "Zero 3" are one. What a row has is kept in
-the words of the table's schema, which say more than a Plan's: a row in fp16 is not one in bf16.
+Case, spaces and punctuation do not matter: "ZeRO-3", "zero_3" and "Zero 3" are equal. A row keeps the words
+of the table's schema, which distinguish more than a Plan's: a row in fp16 is not one in bf16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SHARDING_NAMES: Mapping[str, tuple[str, ...]] = {
     "zero3": ("3", "stage 3", "fsdp", "fsdp1", "fsdp2", "full_shard"),
     "hsdp": ("hybrid_shard", "hybrid sharding", "hybrid"),
 }
-"""Which states data-parallel ranks share out; hsdp: as zero3, but within each node."""
+"""Names of shardings: the states that data-parallel ranks share; hsdp is zero3 within each node."""
 
 RECOMPUTES: Mapping[str, tuple[str, ...]] = {
     "none": ("no", "off", "false", "0", "no ac"),
@@ -29,7 +29,7 @@ RECOMPUTES: Mapping[str, tuple[str, ...]] = {
         *("gradient checkpointing", "full recompute", "full uniform", "full block", "uniform", "block"),
     ),
 }
-"""What backward computes again."""
+"""Names of recompute policies."""
 
 ATTENTIONS: Mapping[str, tuple[str, ...]] = {
     "flash": (
@@ -40,7 +40,7 @@ ATTENTIONS: Mapping[str, tuple[str, ...]] = {
     ),
     "unfused": ("standard", "naive", "eager", "math", "core", "local", "vanilla", "baddbmm", "no flash"),
 }
-"""Whether scores are written to memory."""
+"""Names of attention kernels: whether scores are written to memory."""
 
 PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("bfloat16", "mixed", "mixed precision", "amp", "16", "bf16 mixed", "bf16 amp", "bf16/fp32"),
@@ -49,17 +49,17 @@ PRECISIONS: Mapping[str, tuple[str, ...]] = {
     "tf32": ("tensorfloat32", "tensor float 32"),
     "fp8": ("float8", "fp8 mixed", "fp8 hybrid", "fp8/bf16", "bf16/fp8", "mxfp8", "te fp8"),
 }
-"""What products compute in."""
+"""Names of the type that products compute in."""
 
 
 def spelled(words: Mapping[str, tuple[str, ...]]) -> Callable[[str], str]:
-    """What reads a cell as one of these words, given what else each is called."""
+    """Return a function that reads a cell as one of these words, given the other names of each."""
     known = {_bare(each): word for word, others in words.items() for each in (word, *others)}
 
     def read(cell: str) -> str:
         found = known.get(_bare(cell))
         if found is None:
-            raise ValueError(f"one of {', '.join(words)}, or what these are usually called")
+            raise ValueError(f"one of {', '.join(words)}, or a usual name of one of these")
         return found
 
     return read

@@ -1,4 +1,4 @@
-"""Tables of measured training steps, such as those that papers publish: one row is a model on a machine."""
+"""Tables of measured training steps, such as papers publish: one row is one model on one machine."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _flag(cell: str) -> int:
 
 
 def _degree(cell: str) -> int:
-    """A count of ways to divide, of which 0 and none mean that there is no division."""
+    """Read a count of ways to divide; 0 and none mean that there is no division."""
     return 1 if cell.lower() in ("0", "0.0", "none") else count(cell)
 
 
 def _rate(cell: str) -> float:
-    """A number above 0, or 0 for no network at all."""
+    """Read a number above 0, or 0 for no network at all."""
     return 0.0 if cell in ("0", "0.0") else measured(cell)
 
 
@@ -70,7 +70,7 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "step_s": measured,
     "memory_gib": measured,
 }
-"""The columns of a table, and what reads their cells. Further columns are ignored."""
+"""The columns of a table, with a reader for their cells. Further columns are ignored."""
 
 _DEGREES = ("tp", "pp", "dp", "cp")
 _OPTIONAL = frozenset(
@@ -80,40 +80,41 @@ _OPTIONAL = frozenset(
         *("sharding", "recompute", "sequence_parallel", "precision", "attention", "memory_gib"),
     ]
 )
-"""Columns that may be absent, and whose cells may be blank: not stated."""
+"""Columns that may be absent, and whose cells may be blank: the value is not stated."""
 
 _INSTEAD = {"step_s": "memory_gib"}
-"""Where the second is filled in, the first may be blank."""
+"""Columns that may be blank if the second column is filled in."""
 
 _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib")
 
-_MICROBATCHES = (1, 2, 4, 8, 16)  # what is tried where a row does not say
+_MICROBATCHES = (1, 2, 4, 8, 16)  # values to try if a row states none
 _SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
-"""What is tried where a row does not say; to cut gradients alone takes no less time than not to."""
+"""Shardings to try if a row states none; to cut only gradients takes no less time than not to."""
 
-_VIRTUALS = (1, 2, 4)  # where not even the pipeline's degree is said
+_VIRTUALS = (1, 2, 4)  # values to try if the row does not even state pp
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        line: Of the file, for messages.
-        settings: Its cells but for names and measurements, as text: equal for rows that ask for the same
+        line: Line of the file, for messages.
+        settings: Its cells without names and measurements, as text; equal for rows that ask for the same
             prediction.
-        family: Rows of one source.
-        shape: Of the model.
-        device: Its name.
-        devices_per_node: In a node; None if not said.
-        network: Bytes/s of a node's network interfaces together, one direction; None if not said.
-        products: What products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
-        plans: Every Plan that the row's settings allow, with the least recompute of these: one, unless some
-            are blank. All have as many ranks.
-        recomputes: What they allow for recompute, the least first: each takes longer than the one before.
+        family: Name of the rows from one source.
+        shape: Shape of the model.
+        device: Name of the device.
+        devices_per_node: Devices in a node; None if not stated.
+        network: Bytes/s of a node's network interfaces together, one direction; None if not stated.
+        products: Type that products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
+        plans: Every Plan that the row's settings allow, with the least recompute of these. There is one,
+            unless some settings are blank. All have equally many ranks.
+        recomputes: Recompute policies that the settings allow, the least first: each takes longer than the
+            one before.
         batch: Samples of a step.
-        seconds: Of a step, measured; None if not said.
-        memory: Bytes of the device that has most, measured; None if not said.
+        seconds: Measured seconds of a step; None if not stated.
+        memory: Measured bytes of the device that has most; None if not stated.
     """
 
     line: int
@@ -132,14 +133,14 @@ class Measured:
 
 
 def read_table(path: str | Path, refuse: Refuse = strictly) -> list[Measured]:
-    """Reads a table of measured steps.
+    """Read a table of measured steps.
 
     Args:
-        path: Of the file.
-        refuse: Is given the errors of rows that cannot be used.
+        path: Path of the file.
+        refuse: Called with the errors of rows that cannot be used.
 
     Raises:
-        DataError: The file is missing, lacks a column, has a cell that cannot be read, or a row that no Plan
+        DataError: The file is missing, lacks a column, has an unreadable cell, or has a row that no Plan
             describes.
     """
     return list(Table.open(path).read(COLUMNS, _OPTIONAL, _measured, refuse, _INSTEAD))
@@ -167,7 +168,7 @@ def _measured(row: Row) -> Measured:
 
 
 def _network(row: Row) -> float | None:
-    """Bytes/s of a node's interfaces; a single node needs none."""
+    """Return the bytes/s of a node's interfaces; a single node needs none."""
     gigabits = row["network_gbps_per_node"]
     if gigabits == 0 and row["num_devices"] > (row["devices_per_node"] or row["num_devices"]):
         row.refuse(
@@ -178,7 +179,7 @@ def _network(row: Row) -> float | None:
 
 
 def _shape(row: Row) -> ModelShape:
-    """The model; what is not said of it is as in most models of its kind, GPT's or Llama's."""
+    """Return the model's shape; unstated settings are as in most models of its kind, GPT's or Llama's."""
     hidden = row["hidden"]
     heads = row["heads"] or max(1, hidden // (128 if hidden >= 2048 else 64))
     gated = row["gated_mlp"]
@@ -207,7 +208,7 @@ def _shape(row: Row) -> ModelShape:
 
 
 def _plans(row: Row, recompute: str) -> list[SettledPlan]:
-    """What the row says; each blank setting takes every value that is legal."""
+    """Return the Plans that the row allows; each blank setting takes every value that is legal."""
     plans, refusals = [], []
     for settings in _settings(row):
         try:
@@ -226,7 +227,7 @@ def _plans(row: Row, recompute: str) -> list[SettledPlan]:
 
 
 def _sharded(row: Row, plan: SettledPlan) -> list[SettledPlan]:
-    """The Plan with every sharding that may be meant; hsdp shares states out within each node."""
+    """Return the Plan with every sharding that may be meant; hsdp shards states within each node."""
     if row["sharding"] == "hsdp":
         within = (row["devices_per_node"] or plan.ranks) // (plan.tp * plan.cp)
         is_split = 1 < within < plan.dp and plan.dp % within == 0
@@ -236,7 +237,7 @@ def _sharded(row: Row, plan: SettledPlan) -> list[SettledPlan]:
 
 
 def _settings(row: Row) -> Iterator[dict[str, Any]]:
-    """The fields of every Plan that may be meant, but for sharding and recompute, which any of them takes."""
+    """Yield the fields of every Plan that may be meant, except sharding and recompute, which are free."""
     for degrees in _degrees(row):
         sizes, virtuals = _sizes(row, degrees["dp"]), _virtuals(row, degrees["pp"])
         for microbatch, virtual in itertools.product(sizes, virtuals):
@@ -252,7 +253,7 @@ def _settings(row: Row) -> Iterator[dict[str, Any]]:
 
 
 def _degrees(row: Row) -> list[dict[str, int]]:
-    """Every way to give devices to the degrees that a row leaves open: tp within a node, and the least cp."""
+    """Return all ways to give devices to the degrees that a row leaves open: tp within a node, least cp."""
     devices, batch = row["num_devices"], row["global_batch"]
     in_node = min(devices, row["devices_per_node"] or devices)
     tps = [row["tp"]] if row["tp"] else [size for size in divisors(_shape(row).heads) if size <= in_node]
@@ -269,7 +270,7 @@ def _degrees(row: Row) -> list[dict[str, int]]:
 
 
 def _of_context(row: Row, cp: int, others: Iterable[tuple[int, int]]) -> list[dict[str, int]]:
-    """The degrees with this cp and one of these pairs of tp and pp that fit the devices and the batch."""
+    """Return the degrees with this cp and one of these pairs of tp and pp that fit devices and batch."""
     found = []
     for tp, pp in others:
         dp = row["num_devices"] // (tp * pp * cp) if row["dp"] is None else row["dp"]
@@ -279,14 +280,14 @@ def _of_context(row: Row, cp: int, others: Iterable[tuple[int, int]]) -> list[di
 
 
 def _sizes(row: Row, dp: int) -> Sequence[int]:
-    """Micro-batches."""
+    """Return the micro-batches to try."""
     if row["microbatch"] is not None:
         return (row["microbatch"],)
     return [size for size in _MICROBATCHES if row["global_batch"] // dp % size == 0]
 
 
 def _virtuals(row: Row, pp: int) -> Sequence[int]:
-    """Stages of a rank."""
+    """Return the numbers of stages of a rank to try."""
     if row["virtual_stages"] is not None:
         return (row["virtual_stages"],)
     if pp == 1 or row["layers"] % pp:
@@ -296,7 +297,7 @@ def _virtuals(row: Row, pp: int) -> Sequence[int]:
 
 
 def _tensor(row: Row, tp: int) -> str:
-    """How tensor parallelism communicates: no table states overlap, which takes no longer than none."""
+    """Return how tensor parallelism communicates: no table states overlap, and overlap is not slower."""
     if tp == 1:
         return "sequence"
     return "plain" if row["sequence_parallel"] == 0 else "async"

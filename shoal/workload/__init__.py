@@ -1,8 +1,8 @@
-"""The work of a model, which a layout divides and a device takes time for. Imports no torch.
+"""The work of a model, for a layout to divide and a device to do. Imports no torch.
 
-`Workload` is made of `Block`s, and these of operations: `Product`, `Attention`, `Pass`. `workload_of` makes
-one of a `ModelShape`, such as `shape("llama3-8b")`; `shoal.models` traces one from any module. The cost
-model and the planner call it.
+A `Workload` consists of `Block`s, and these of operations: `Product`, `Attention`, `Pass`. `workload_of`
+makes one from a `ModelShape`, such as `shape("llama3-8b")`; `shoal.trace` makes one from any module. The cost
+model and the planner use it.
 """
 
 from shoal.workload.model_shape import Latent, ModelShape

@@ -1,7 +1,7 @@
-"""The first and the last piece of a transformer: what becomes of its inputs, and the loss.
+"""The first and the last piece of a transformer: the embedding of its inputs, and its head and loss.
 
-Tokens are looked up, patches of an image are multiplied. The end is a norm, the head's product and the loss;
-of BERT, whose layers end in a norm, a product and a norm before the head, and a product for the sentence.
+Tokens are looked up, patches of an image are multiplied. The end is a norm, the head's product and the loss.
+BERT's layers end in a norm; its end is a product and a norm before the head, and a product for the sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SENTENCES = 2  # kinds of tokens, and answers to whether two sentences follow
 
 
 def embedding_of(shape: ModelShape) -> Block:
-    """Piece 0."""
+    """Return piece 0: the embedding."""
     hidden = shape.hidden
     stream = float(shape.seq * hidden)
     positions = 0 if shape.rotary else shape.seq * hidden
@@ -47,7 +47,7 @@ def embedding_of(shape: ModelShape) -> Block:
 
 
 def end_of(shape: ModelShape) -> Block:
-    """The last piece."""
+    """Return the last piece: the end."""
     rows, hidden = shape.tokens_of_loss, shape.hidden
     stream, logits = float(shape.seq * hidden), float(rows * shape.vocab)
     norm = hidden * (2 if shape.biases else 1)

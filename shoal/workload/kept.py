@@ -1,28 +1,27 @@
-"""What a transformer's forward keeps for backward, one operator after another.
+"""The tensors that a transformer's forward keeps for backward, operator by operator.
 
-As Korthikanti et al. count (arXiv:2205.05198, section 4), and for what torch's kernels keep. With n tokens of
-a sample, H hidden, A heads and K key-value heads of width D, F the feed-forward width, these are elements:
+The counts follow Korthikanti et al. (arXiv:2205.05198, section 4) and torch's kernels. With n tokens of a
+sample, H hidden, A heads and K key-value heads of width D, F the feed-forward width, the elements are:
 
     norm          LayerNorm: input n H, mean and deviation 2 n. RMSNorm: input n H and root n if fused, and if
                   not, in fp32 input n H, quotient n H and root n. Both: output n H, for products after it
     attention     query n A D, key and value n K D each, output n A D; log-sum-exp n A if fused, and if not
                   probabilities n n A, and with dropout as many again and their mask
-    rotary        where a layer makes tables of its own, 4 D n in fp32, once for all samples: cosine and sine,
+    rotary        if a layer makes tables of its own, 4 D n in fp32, once for all samples: cosine and sine,
                   for queries and for keys
     feed-forward  gated: gate, silu(gate), up, and the product of the last two, n F each; else up and gelu(up)
-    dropout       a mask of a byte for each of n H
+    dropout       a mask of one byte for each of n H
 
-Of k experts for each token, with E to choose from, the feed-forward layer keeps that of k n rows, and
+With k experts for each token, out of E, the feed-forward layer keeps its tensors for k n rows, and
 
-    of a choice   H read, H written, H in its token's order; its token, and its place in that order, 8 bytes
+    each choice   H read, H written, H in its token's order; its token, and its place in that order, 8 bytes
                   each; its weight
-    of a token    in fp32 E logits and E probabilities, the logits' log-sum-exp
-    router        in fp32 what it multiplies: n H in the place of the norm's output, and in bf16 a copy of its
-                  weight, E H
-    of a sample   E, the share that each expert gets
+    each token    in fp32 E logits and E probabilities, the logits' log-sum-exp
+    router        in fp32 its input, n H, in place of the norm's output; in bf16 a copy of its weight, E H
+    each sample   E, the share that each expert gets
 
-Under recompute=selective results of products and of attention stay; those of the last product of attention
-and of the feed-forward layer, which no backward reads, stay too.
+Under recompute=selective the results of products and of attention stay. Those of the last product of
+attention and of the feed-forward layer stay too, although no backward reads them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _INT64 = 8
 
 
 def kept_by_layer(shape: ModelShape) -> Iterator[Saved]:
-    """Bytes that a layer keeps for backward."""
+    """Yield the tensors that a layer keeps for backward."""
     stream = float(shape.seq * shape.hidden)
     yield Saved("input", stream, Part.STREAM, Keep.ALWAYS if is_fused(shape) else Keep.START)
     yield from kept_by_norm(shape)
@@ -61,12 +60,12 @@ def kept_by_layer(shape: ModelShape) -> Iterator[Saved]:
 
 
 def is_fused(shape: ModelShape) -> bool:
-    """Whether a norm keeps its input as it is: LayerNorm is one kernel everywhere."""
+    """Return whether a norm keeps its input unchanged: LayerNorm is one kernel everywhere."""
     return shape.fused_passes or shape.biases
 
 
 def kept_by_norm(shape: ModelShape, keep: Keep = Keep.REST) -> Iterator[Saved]:
-    """Bytes that a norm keeps, besides its output, and its input where that stays as it is."""
+    """Yield the tensors that a norm keeps, besides its output, and its input if that stays unchanged."""
     tokens, stream = float(shape.seq), float(shape.seq * shape.hidden)
     if shape.biases:
         yield Saved("mean and deviation", 2 * tokens, Part.STREAM, keep, _FP32)
@@ -114,7 +113,7 @@ def _feed_forward(shape: ModelShape, rows: int, width: int, part: Part) -> Itera
 def _experts(shape: ModelShape) -> Iterator[Saved]:
     tokens, choices, experts = float(shape.seq), float(shape.choices), shape.experts
     stream = tokens * shape.hidden
-    both = bool(shape.shared_experts)  # which read the norm's output as it is
+    both = bool(shape.shared_experts)  # both read the norm's output unchanged
     yield Saved("router's input", stream, Part.STREAM, Keep.REST, _FP32, copied=both)
     weight = float(experts * shape.hidden)
     yield Saved("router's weight", weight, Part.POSITIONS, Keep.REST, _FP32, copied=True)

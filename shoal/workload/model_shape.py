@@ -1,4 +1,4 @@
-"""The shape of a transformer: sizes, and which of the field's variants it is made of."""
+"""The shape of a transformer: its sizes and its variants."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _OBJECTIVES = ("next-token", "masked", "classes")
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Attention whose queries, keys and values come of narrow ones (DeepSeek-V2, arXiv:2405.04434).
+    """Attention whose queries, keys and values are computed from narrow ones (DeepSeek-V2, arXiv:2405.04434).
 
     Attributes:
-        query: Width of what queries come of.
-        keys: Width of what keys and values come of.
-        rotary: Width that is turned by position, beside the shape's `width`; keys share one for all heads.
+        query: Width of the tensor from which queries are computed.
+        keys: Width of the tensor from which keys and values are computed.
+        rotary: Width that is rotated by position, beside the shape's `width`; all heads share it for keys.
     """
 
     query: int
@@ -31,7 +31,7 @@ class ModelShape:
     """The shape of a transformer.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         layers: Number of blocks.
         hidden: Width of the hidden state.
         ffn: Width inside the feed-forward layer.
@@ -40,26 +40,27 @@ class ModelShape:
         vocab: Number of tokens.
         seq: Tokens of a sample.
         gated: Whether the feed-forward layer has a gate (SwiGLU), or one activation (GELU).
-        rotary: Whether positions turn queries and keys; else they are a table that is added.
-        layer_tables: Whether each layer makes tables of angles of its own, as Shoal's transformer does.
-        biases: Whether products have biases, and norms are LayerNorm, with biases too, and not RMSNorm.
+        rotary: Whether queries and keys are rotated by position; if not, a table of positions is added.
+        layer_tables: Whether each layer makes its own tables of angles, as Shoal's transformer does.
+        biases: Whether products have biases, and norms are LayerNorm with biases; if not, norms are RMSNorm.
         dropout: Whether training drops elements of the stream.
         tied: Whether the head's weight is the embedding's.
-        causal: Whether a token attends to those before it only.
-        fused_attention: Whether no scores are written to memory.
+        causal: Whether a token attends only to those before it.
+        fused_attention: Whether attention writes no scores to memory.
         fused_passes: Whether one kernel does a pass over memory, as on GPUs. On CPUs torch's RMSNorm, SwiGLU
-            and rotary embedding are several operators each, and RMSNorm's keep what is between in fp32.
+            and rotary embedding are several operators each, and RMSNorm's keep their intermediate results in
+            fp32.
         head_dim: Width of a head; None for hidden / heads.
-        latent: How queries, keys and values come about; None for directly.
-        experts: In each feed-forward layer; 0 for a dense model.
-        experts_per_token: Of them, that a token goes to.
+        latent: Narrow tensors that queries, keys and values are computed from; None for the hidden state.
+        experts: Experts in each feed-forward layer; 0 for a dense model.
+        experts_per_token: Number of experts that a token goes to.
         expert_ffn: Width inside one expert; None for `ffn`.
-        shared_experts: That every token goes to besides.
-        dense_layers: The first ones, which have no experts.
-        capacity: An expert takes at most this many times an even share of choices; None for all of them.
+        shared_experts: Number of further experts that every token goes to.
+        dense_layers: Number of first layers, which have no experts.
+        capacity: Limit on an expert's choices, as a multiple of an even share; None for no limit.
         renormalize: Whether the weights of a token's experts are divided by their sum.
-        objective: "next-token"; "masked", as BERT: tokens that were masked and whether two sentences follow;
-            or "classes", as ViT: of the first token alone, from `vocab` many.
+        objective: "next-token"; "masked", as in BERT: predict masked tokens, and whether two sentences follow
+            one another; or "classes", as in ViT: predict from the first token one of `vocab` classes.
         patch: Numbers in a patch of an image, which a product embeds; 0 for tokens, which are looked up.
     """
 
@@ -122,7 +123,7 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Key and value heads."""
+        """Number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
@@ -132,12 +133,12 @@ class ModelShape:
 
     @property
     def tokens_of_loss(self) -> int:
-        """Tokens of a sample that the loss is about: of masked ones 15 %, as BERT's authors mask."""
+        """Tokens of a sample that count in the loss: with masked tokens 15 %, as BERT's authors mask."""
         return {"next-token": self.seq, "masked": round(0.15 * self.seq), "classes": 1}[self.objective]
 
     @property
     def expert_width(self) -> int:
-        """Inside one expert."""
+        """Width inside one expert."""
         return self.expert_ffn or self.ffn
 
     @property

@@ -1,7 +1,7 @@
-"""What a device does in a block for one sample: products, attention, passes over memory.
+"""The operations of a block for one sample: products, attention, passes over memory.
 
-Counts are of one sample (a sequence), of the whole model: a layout divides them. Backward follows from
-forward: of a product two products, of attention two and a half times its own, of a pass what it says.
+Counts are for one sample (a sequence), for the whole model: a layout divides them. Backward follows from
+forward: a product has two products, attention two and a half times its forward, a pass its own count.
 """
 
 from __future__ import annotations
@@ -13,36 +13,38 @@ __all__ = ["Attention", "Keep", "Operation", "Part", "Pass", "Product", "Saved"]
 
 
 class Part(Enum):
-    """How tensor parallelism divides something over its ranks."""
+    """How tensor parallelism divides a tensor or operation over its ranks."""
 
     STREAM = "stream"
-    """The hidden state between layers: divided along the sequence, or with tensor=plain whole on each."""
+    """Like the hidden state between layers: divided along the sequence, or with tensor=plain whole on each
+    rank.
+    """
     COLUMNS = "columns"
-    """Of a product: its outputs are divided. Of what such products give: always divided."""
+    """For a product, its outputs are divided. The results of such products are always divided."""
     ROWS = "rows"
-    """Of a product: its inputs are divided, and its results added up over the ranks."""
+    """For a product, its inputs are divided, and its results added up over the ranks."""
     WHOLE = "whole"
-    """Not at all: each rank does it for its whole samples."""
+    """Not divided: each rank computes it for its whole samples."""
     POSITIONS = "positions"
-    """By position alone, such as a table of angles: there once, however many samples a rank has."""
+    """Depends only on position, such as a table of angles: there is one for any number of samples."""
 
 
 class Keep(Enum):
-    """Under which `recompute` forward keeps a tensor for backward; the value is those settings."""
+    """The `recompute` settings under which forward keeps a tensor for backward; the value holds them."""
 
     ALWAYS = ("none", "selective", "full")
-    """What is never computed again."""
+    """Tensors that are never computed again."""
     START = ("selective", "full")
-    """A block's input where backward itself reads a copy of it: what the block is computed again from."""
+    """A block's input, if backward reads a copy of it: the block is computed again from it."""
     RESULTS = ("none", "selective")
     """Results of products and attention that backward reads, or others of the same size in their place."""
     SELECTIVE = ("selective",)
-    """Results of products that backward does not read: selective goes by the kind of operator."""
+    """Results of products that backward does not read: selective decides by the kind of operator."""
     REST = ("none",)
-    """What is cheap to compute again."""
+    """Tensors that are cheap to compute again."""
 
     def under(self, recompute: str) -> bool:
-        """Whether it is kept with that setting: none, selective or full."""
+        """Return whether it is kept with this setting: none, selective or full."""
         return recompute in self.value
 
 
@@ -51,13 +53,14 @@ class Product:
     """A matrix product with a weight, `[rows, inputs] x [inputs, outputs]`.
 
     Attributes:
-        name: Such as "query" or "up".
-        rows: Of one sample; with `copies`, all rows that the copies share.
-        inputs: Width of what is multiplied.
+        name: Name, such as "query" or "up".
+        rows: Rows of one sample; with `copies`, all rows that the copies share.
+        inputs: Width of the input.
         outputs: Width of the result.
-        part: COLUMNS or ROWS where tensor parallelism divides the weight; STREAM where each rank has the
-            whole weight for its part of the stream, as of experts, of which ep divides the copies; or WHOLE.
-        copies: Experts: each has a weight of its own and an equal share of the rows; 1 for a plain product.
+        part: COLUMNS or ROWS if tensor parallelism divides the weight; STREAM if each rank has the whole
+            weight for its part of the stream, as for experts, whose copies ep divides; or WHOLE.
+        copies: Number of experts, each with a weight of its own and an equal share of the rows; 1 for a plain
+            product.
     """
 
     name: str
@@ -80,17 +83,17 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Scaled products of queries with keys, and of what softmax makes of them with values.
+    """Scaled products of queries with keys, and of softmax's result with values.
 
     Attributes:
         length: Tokens of the sample.
         heads: Query heads.
         kv_heads: Key and value heads.
-        key_width: Of a head's queries and keys.
-        value_width: Of a head's values.
-        causal: Whether a token attends to those before it only.
-        fused: Whether one kernel does it, which keeps no `[length, length]` scores.
-        name: Of the operation.
+        key_width: Width of a head's queries and keys.
+        value_width: Width of a head's values.
+        causal: Whether a token attends only to those before it.
+        fused: Whether one kernel computes it, which keeps no `[length, length]` scores.
+        name: Name of the operation.
     """
 
     length: int
@@ -113,12 +116,12 @@ class Pass:
     """An operation that memory bounds: norms, activations, residual sums, dropout, the loss.
 
     Attributes:
-        name: Such as "norm".
-        elements: That one sample has, in the whole model.
-        forward: Bytes that forward reads and writes for each, where the type that computes has two.
-        backward: The same of backward.
+        name: Name, such as "norm".
+        elements: Elements of one sample, in the whole model.
+        forward: Bytes that forward reads and writes per element, if the type that computes has two bytes.
+        backward: Bytes that backward reads and writes per element, counted likewise.
         part: Any but ROWS.
-        kernels: That do it where nothing is compiled, in forward; backward has as many.
+        kernels: Number of its forward kernels if nothing is compiled; backward has equally many.
     """
 
     name: str
@@ -137,13 +140,13 @@ class Saved:
     """A tensor that forward keeps for backward.
 
     Attributes:
-        name: What it is.
-        elements: Of one sample, in the whole model.
+        name: Name of the tensor.
+        elements: Elements of one sample, in the whole model.
         part: STREAM, COLUMNS or WHOLE. ROWS for the result of a product that is divided by rows: with tp > 1
-            that is a partial sum, which nobody keeps.
-        keep: Under which recompute.
-        width: Bytes of an element; None for those of the type that computes.
-        copied: Whether it is a copy of what is kept already, of which there is none where `width` computes.
+            this is a partial sum, which is not kept.
+        keep: The recompute settings under which it is kept.
+        width: Bytes of an element; None for the type that computes.
+        copied: Whether it is a copy in another type of a kept tensor; there is no copy if `width` computes.
     """
 
     name: str
@@ -154,7 +157,7 @@ class Saved:
     copied: bool = False
 
     def nbytes(self, width: int) -> float:
-        """Bytes of one sample, where an element that computes has `width` bytes."""
+        """Return the bytes of one sample, if an element that computes has `width` bytes."""
         if self.copied and self.width == width:
             return 0.0
         return self.elements * (width if self.width is None else self.width)

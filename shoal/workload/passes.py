@@ -1,9 +1,9 @@
-"""Passes over memory: what norms, activations, rotary embedding, sums and the loss read and write.
+"""Passes over memory: the bytes of norms, activations, rotary embedding, sums and the loss.
 
-Bytes are those of an element of 16 bits, two for each time that it is read or written. On GPUs one kernel
-does a pass. On cores (`fused_passes` is False) torch does it by one operator after another, each of which
-reads and writes memory: RMSNorm's forward squares, takes the mean, multiplies by the root and by the weight.
-A test counts the bytes of all operators that run.
+Bytes are for an element of 16 bits: two for each time that it is read or written. On GPUs one kernel does a
+pass. On cores (`fused_passes` is False) torch runs one operator after another, each of which reads and writes
+memory: RMSNorm's forward squares, takes the mean, multiplies by the root and by the weight. A test counts the
+bytes of all operators that run.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = [
 
 
 def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> Pass:
-    """A norm over the last dim; LayerNorm is one kernel everywhere."""
+    """Return the pass of a norm over the last dim; LayerNorm is one kernel everywhere."""
     if shape.fused_passes or shape.biases:
         return Pass("norm", elements, 4, 8, part)
     return Pass("norm", elements, 14, 48, part, kernels=10)
 
 
 def rotary_pass(shape: ModelShape, elements: float) -> Pass:
-    """Turns queries and keys; by operators: a roll, two products, their sum, and the tables of angles."""
+    """Return the pass that rotates queries and keys; unfused: a roll, two products, their sum, the tables."""
     if shape.fused_passes:
         return Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
     return Pass("rotary", elements, 18, 22, Part.COLUMNS, kernels=20)
 
 
 def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:
-    """Between the feed-forward layer's products."""
+    """Return the pass between the feed-forward layer's products."""
     if not shape.gated:
         return Pass("gelu", elements, 4, 6, part)
     if shape.fused_passes:
@@ -48,20 +48,20 @@ def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:
 
 
 def sum_pass(shape: ModelShape, elements: float) -> Pass:
-    """Adds a branch to the stream; backward adds the branch's gradient to the stream's."""
+    """Return the pass that adds a branch to the stream; backward adds its gradient to the stream's."""
     if shape.dropout:
         return Pass("dropout and sum", elements, 7, 5, Part.STREAM)
     return Pass("sum", elements, 6, 2 if shape.fused_passes else 6, Part.STREAM)
 
 
 def joined_gradients(shape: ModelShape, elements: float, products: int) -> Iterator[Pass]:
-    """Adds up the gradients of what several products read; with fused kernels the products are one."""
+    """Yield passes that add gradients of products with a common input; with fused kernels these are one."""
     if not shape.fused_passes and products > 1:
         yield Pass("gradients' sum", elements, 0, 6 * (products - 1), Part.WHOLE)
 
 
 def dispatch_passes(shape: ModelShape, rows: int) -> Iterator[Pass]:
-    """Sorts rows by expert, and adds up what comes back; by operators, also joins what experts made."""
+    """Yield passes that sort rows by expert and add results up; unfused, also join the experts' results."""
     routed, inside = float(rows * shape.hidden), float(rows * shape.expert_width)
     if shape.fused_passes:
         yield Pass("dispatch", routed, 8, 8, Part.STREAM, kernels=4)
@@ -71,7 +71,7 @@ def dispatch_passes(shape: ModelShape, rows: int) -> Iterator[Pass]:
 
 
 def loss_pass(shape: ModelShape, logits: float) -> Pass:
-    """Cross-entropy, with the logits in fp32 besides where they are computed in 16 bits."""
+    """Return the pass of cross-entropy; logits computed in 16 bits are copied to fp32."""
     if shape.fused_passes:
         return Pass("loss", logits, 14, 10, Part.COLUMNS, kernels=4)
     return Pass("loss", logits, 6, 10, Part.COLUMNS, kernels=3)

@@ -1,4 +1,4 @@
-"""Shapes by name: of published models (`presets.toml`), and Shoal's own (`shoal/models/presets.toml`)."""
+"""Shapes by name: published models' (`presets.toml`), and Shoal's own (`shoal/models/presets.toml`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["shape", "shape_names", "transformer_shape"]
 
 
 def shape(name: str) -> ModelShape:
-    """The shape of a known model, by its name.
+    """Return the shape of a known model, by its name.
 
     Raises:
-        ModelError: There is none.
+        ModelError: No model has this name.
     """
     own, published = _own(), _published()
     if name in own:
@@ -33,16 +33,16 @@ def shape(name: str) -> ModelShape:
 
 
 def shape_names() -> tuple[str, ...]:
-    """Every shape's name: Shoal's own, then those of published models."""
+    """Return every shape's name: Shoal's own, then those of published models."""
     return (*_own(), *(name for name in _published() if name != "families"))
 
 
 def transformer_shape(fields: Mapping[str, Any], name: str = "transformer") -> ModelShape:
-    """The shape of Shoal's transformer.
+    """Return the shape of Shoal's transformer.
 
     Args:
-        fields: Those of a `TransformerConfig`; absent ones have its defaults.
-        name: Of the shape.
+        fields: Fields of a `TransformerConfig`; absent ones have their defaults.
+        name: Name of the shape.
     """
     return ModelShape(
         name=name,

@@ -1,6 +1,6 @@
-"""A Workload as JSON, so that a model that was traced in one place is planned in another.
+"""A Workload as JSON, so that a model can be traced in one place and planned in another.
 
-Every block stands once, in `blocks`; `pieces` says by number which is where. Numbers come back as they were.
+Every block is written once, in `blocks`; `pieces` gives their order by number. Numbers are read back exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def to_json(workload: Workload) -> str:
-    """The text of a Workload."""
+    """Return the text of a Workload."""
     blocks = list(dict.fromkeys(workload.pieces))
     numbers = {block: number for number, block in enumerate(blocks)}
     plain = {each.name: getattr(workload, each.name) for each in fields(Workload) if each.name not in _PIECES}
@@ -37,10 +37,10 @@ def to_json(workload: Workload) -> str:
 
 
 def from_json(text: str) -> Workload:
-    """The Workload of such a text.
+    """Return the Workload of a text from `to_json`.
 
     Raises:
-        ModelError: It is not such a text.
+        ModelError: The text is not one.
     """
     try:
         read = json.loads(text)
@@ -52,13 +52,13 @@ def from_json(text: str) -> Workload:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(
             f"the text is no Workload: {type(error).__name__}: {error}",
-            possible=f"what to_json of this version writes, format {_FORMAT}",
+            possible=f"a text that to_json of this version wrote, format {_FORMAT}",
             change="trace the model again",
         ) from None
 
 
 def _written(value: Any) -> Any:
-    """A dataclass as a mapping without its defaults; an operation says which it is."""
+    """Return a dataclass as a mapping without its defaults; an operation also has its kind."""
     if isinstance(value, Part | Keep):
         return value.name.lower()
     if isinstance(value, tuple):

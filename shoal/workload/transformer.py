@@ -1,14 +1,13 @@
-"""The Workload that follows from a transformer's shape.
+"""The Workload of a transformer, computed from its shape.
 
-With n tokens of a sample, H hidden, A heads of width D, K key-value heads, F the feed-forward width, these
-are a layer's operations:
+With n tokens of a sample, H hidden, A heads of width D, K key-value heads, F the feed-forward width, a
+layer's operations are:
 
-    products    query n H (A D), key and value n H (K D) each, output n (A D) H; up n H F, gate n H F where
+    products    query n H (A D), key and value n H (K D) each, output n (A D) H; up n H F, gate n H F if
                 gated, down n F H; with E experts, of which each token goes to k: the router n H E, and up,
-                gate, down with k n rows over E weights, and of the shared ones as of a dense layer
+                gate, down with k n rows over E weights; shared experts count as a dense layer
     attention   n, A, K, D
-    passes      norms, rotary embedding, residual sums, the feed-forward's activation, and where the model has
-                it dropout
+    passes      norms, rotary embedding, residual sums, the feed-forward's activation, and dropout if any
 
 `shoal.workload.passes` has the bytes of passes.
 """
@@ -35,7 +34,7 @@ __all__ = ["workload_of"]
 
 
 def workload_of(shape: ModelShape) -> Workload:
-    """The work of a transformer of that shape."""
+    """Return the workload of a transformer of this shape."""
     layer = _layer(shape)
     dense = _layer(shape.replace(experts=0, shared_experts=0)) if shape.dense_layers else layer
     return Workload(
@@ -112,7 +111,7 @@ def _attention(shape: ModelShape) -> Iterator[Operation]:
 
 
 def _latent_attention(shape: ModelShape, latent: Latent) -> Iterator[Operation]:
-    """The narrow products are whole on each rank; each rank widens to its own heads."""
+    """Yield the operations of latent attention: ranks have the narrow products whole, then their heads."""
     tokens, heads, width = shape.seq, shape.heads, shape.width
     yield Product("query, narrow", tokens, shape.hidden, latent.query)
     yield Product("key, value, narrow", tokens, shape.hidden, latent.keys + latent.rotary)

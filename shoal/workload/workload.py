@@ -1,4 +1,4 @@
-"""The Workload: what a model makes devices do, block by block, without saying where."""
+"""The Workload: the operations of a model, block by block, for any machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Block", "Parameters", "Workload"]
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Numbers of parameters, by how they are divided.
+    """Numbers of parameters, by how parallelism divides them.
 
     Attributes:
-        whole: Each rank of tp has all of them: norms, a router.
-        divided: Over tp.
-        experts: Over ep.
+        whole: Parameters that each rank of tp has whole: norms, a router.
+        divided: Parameters divided over tp.
+        experts: Parameters divided over ep.
     """
 
     whole: int = 0
@@ -26,18 +26,18 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.whole + self.divided + self.experts
 
     def __add__(self, other: Parameters) -> Parameters:
-        """Kind by kind."""
+        """Return the sum, kind by kind."""
         return Parameters(
             self.whole + other.whole, self.divided + other.divided, self.experts + other.experts
         )
 
 
 class _Hashed:
-    """Keeps the hash of what does not change; costs are looked up by blocks."""
+    """An object that caches its hash, as it does not change; costs are looked up by blocks."""
 
     __slots__ = ("_hash",)
     _hash: int
@@ -48,14 +48,14 @@ class Block(_Hashed):
     """A piece of a model: its embedding, a layer, or its end.
 
     Attributes:
-        name: Such as "block" or "end".
-        operations: In the order of forward.
-        parameters: Its own; a tied weight counts where it is first.
-        saved: What forward keeps for backward.
+        name: Name, such as "block" or "end".
+        operations: Operations, in the order of forward.
+        parameters: Parameters of this block; a tied weight counts in the first block that has it.
+        saved: Tensors that forward keeps for backward.
         routed: Elements that one sample's tokens send to experts, and get back: choices x hidden.
-        joins: How often its forward adds up over the ranks of tp, the stream being whole or divided.
-        tables: Parameters that are looked up rather than multiplied.
-        remade: Share of the products that a selective recompute makes again; Shoal's makes none.
+        joins: Number of times that forward adds up over the ranks of tp, with the stream whole or divided.
+        tables: Number of parameters that are looked up and not multiplied.
+        remade: Share of the products that a selective recompute computes again; 0 for Shoal's.
         stops_early: Whether a full recompute ends with the last result that backward reads, as torch's does.
     """
 
@@ -92,11 +92,11 @@ class Block(_Hashed):
 
     @property
     def attentions(self) -> Iterator[Attention]:
-        """Its attention operations."""
+        """Yield its attention operations."""
         return (each for each in self.operations if isinstance(each, Attention))
 
     def kept(self, recompute: str, width: int) -> float:
-        """Bytes that forward of one sample keeps for backward on one device.
+        """Return the bytes that forward of one sample keeps for backward on one device.
 
         Args:
             recompute: none, selective or full.
@@ -107,18 +107,19 @@ class Block(_Hashed):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model at work on samples of one length.
+    """The work of a model on samples of one length.
 
     Attributes:
-        name: Of the model.
+        name: Name of the model.
         length: Tokens of a sample.
         hidden: Width of the hidden state, which goes from block to block.
         embedding: Piece 0.
-        layers: The blocks between, in order. Equal ones are one object, which costs are computed of once.
+        layers: The blocks between, in order. Equal ones are one object, whose costs are computed once.
         end: The last piece: norm, head and loss.
         tied: Whether the head's weight is the embedding's.
-        heads: Key and value heads that tp and Ulysses have to divide among ranks, and heads; 0 if not known.
-        experts: That ep divides; 0 for none.
+        heads, kv_heads: Query heads, and key and value heads, that tp and Ulysses must divide among ranks; 0
+            if not known.
+        experts: Number of experts that ep divides; 0 for none.
     """
 
     name: str
@@ -134,7 +135,7 @@ class Workload:
 
     @property
     def pieces(self) -> tuple[Block, ...]:
-        """Embedding, layers, end: what stages are made of."""
+        """Embedding, layers, end: the pieces of stages."""
         return (self.embedding, *self.layers, self.end)
 
     @property

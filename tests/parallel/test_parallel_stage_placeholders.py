@@ -108,5 +108,5 @@ class Returning(Tuples):
 def test_a_part_that_the_forward_comes_to_again_on_another_stage_is_refused():
     layout = StageLayout(("words", "norm"), "inner.layers", ("out",))
     stages, _ = cut(Returning, ONE_EACH, (2, 1, 2, 2), layout)
-    with pytest.raises(ModelError, match="piece 0 of a model is come to behind others"):
+    with pytest.raises(ModelError, match="the forward reaches piece 0 of a model after others that"):
         train_stages(stages)

@@ -227,7 +227,7 @@ def test_more_stages_than_blocks_are_refused_with_what_is_possible(split):
 
 
 def test_what_is_no_cost_and_no_placement_is_refused():
-    with pytest.raises(PlanError, match="not what a piece can cost"):
+    with pytest.raises(PlanError, match="cannot be the cost of a piece"):
         split_by_cost([Cost(1, 1), Cost(float("nan"), 1), Cost(1, 1)], 1)
     with pytest.raises(PlanError, match="one of 3 stages, and there are 2"):
         split_by_cost(costs_of([1] * 6), 2, (0, 1, 0))

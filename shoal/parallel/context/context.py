@@ -1,16 +1,17 @@
 """Context parallelism: each rank holds a part of every sequence, and attention reaches over all parts.
 
-All layers but attention treat each position by itself, so they need nothing. Attention is replaced by
-`ring_attention` or `ulysses_attention`, which communicate, and rotary embedding is told which positions the
-rank holds. Activations of a rank fall with cp. Parameters are whole on every rank, and each rank's gradients
-are those of its positions: they are averaged over this axis as over the data-parallel ones.
+All layers except attention treat each position by itself, so they need no change. Attention is replaced by
+`ring_attention` or `ulysses_attention`, which communicate, and rotary embedding gets the positions that the
+rank holds. A rank's activations shrink in proportion to cp. Parameters are whole on every rank. Each rank's
+gradients come from its own positions: they are averaged over this axis as over the data-parallel ones.
 
-A model of one's own says where it attends and counts positions by attributes of its modules: one that is
-`causal_attention` of `shoal.models.transformer` is replaced by attention over ranks, one that is
-`positions_from_zero` by the positions of the rank. Hugging Face's are told otherwise.
+A user's model marks where it attends and where it counts positions by attributes of its modules: the
+attribute `causal_attention` of `shoal.models.transformer` is replaced by attention over ranks, and the
+attribute `positions_from_zero` by the positions of the rank. Hugging Face's models are changed by other
+means.
 
-Ring attention takes any number of heads, and hides its communication behind the computation if parts are
-long; Ulysses sends less, all of it exposed, and wants at least as many heads as ranks.
+Ring attention takes any number of heads, and hides its communication behind computation if parts are long.
+Ulysses sends less, all of it exposed, and needs at least as many heads as ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ _ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def context_parallel(model: nn.Module, axis: Axis, attention: str) -> None:
-    """Has the model's attention reach over the ranks of an axis, in place.
+    """Make the model's attention reach over the ranks of an axis, in place.
 
-    From then on the model takes each rank's part of a batch, as `local_sequence` cuts it, and all ranks of
-    the axis run it together.
+    After this the model takes each rank's part of a batch, as `local_sequence` cuts it, and all ranks of the
+    axis run it together.
 
     Args:
         model: A module whose attention is a replaceable `causal_attention`, or Hugging Face's.
@@ -75,7 +76,7 @@ def context_parallel(model: nn.Module, axis: Axis, attention: str) -> None:
 def require_context(
     model: nn.Module, size: int, attention: str, tp: int = 1, sequence: int | None = None
 ) -> None:
-    """Checks that a model's attention can reach over `size` ranks, where each has one in `tp` of its heads.
+    """Check that a model's attention can reach over `size` ranks, if each has one in `tp` of its heads.
 
     Args:
         model: Any module.
@@ -112,11 +113,11 @@ def require_context(
 
 
 def _attributes(model: nn.Module, function: Callable[..., Tensor]) -> Iterator[tuple[nn.Module, str]]:
-    """The attributes of a model's modules that are a function: the module of each, and its name."""
+    """Yield the module and the name of each attribute that is this function."""
     for module in model.modules():
         yield from ((module, name) for name, value in list(vars(module).items()) if value is function)
 
 
 def _positions(part: int, device: torch.device, *, axis: Axis, attention: str) -> Tensor:
-    """The positions of this rank, which holds `part` of them."""
+    """Return the positions of this rank, which holds `part` of them."""
     return POSITIONS[attention](part * axis.size, axis.size, axis.index, device)

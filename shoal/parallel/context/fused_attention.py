@@ -1,10 +1,10 @@
 """Attention of one block of queries to one block of keys, with the log-sum-exp that joins blocks.
 
-torch's fused kernels have operators that give the log-sum-exp of each row of scores with the output, and
-operators for the backward that take both. A row's output over several blocks of keys is the mean of its
-outputs, weighted by the exponentials of their log-sum-exps; a block's backward is right with the output and
-log-sum-exp of the whole row (FlashAttention: Dao et al. 2022, arXiv:2205.14135; FlashAttention-2:
-arXiv:2307.08691). Where no kernel is there for the device, dtype or head size, plain products do it.
+torch's fused kernels have operators that return the log-sum-exp of each row of scores together with the
+output, and operators for backward that take both. A row's output over several blocks of keys is the mean of
+its outputs, weighted by the exponentials of their log-sum-exps. A block's backward is correct if it gets the
+output and log-sum-exp of the whole row (FlashAttention: Dao et al. 2022, arXiv:2205.14135; FlashAttention-2:
+arXiv:2307.08691). If no kernel supports the device, dtype or head size, plain products are used.
 
 Shapes, here and below: query and output `[batch, heads, queries, head_dim]`, key and value
 `[batch, kv_heads, keys, head_dim]` where `kv_heads` divides `heads`, log-sum-exp `[batch, heads, queries]`.
@@ -41,27 +41,27 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(self, operands: Operands, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """Gives output and log-sum-exp of query, key and value."""
+        """Return output and log-sum-exp of query, key and value."""
 
     @abstractmethod
     def backward(
         self, gradient: Tensor, operands: Operands, output: Tensor, logsumexp: Tensor, *, causal: bool
     ) -> Operands:
-        """Gives the gradients of query, key and value.
+        """Return the gradients of query, key and value.
 
         Args:
-            gradient: Of the whole rows' output.
+            gradient: Gradient of the whole rows' output.
             operands: Query, key and value, as in forward.
-            output: Of the whole rows, over all blocks of keys.
-            logsumexp: Of the whole rows.
-            causal: As in forward.
+            output: Output of the whole rows, over all blocks of keys.
+            logsumexp: Log-sum-exp of the whole rows.
+            causal: As given to forward.
         """
 
 
 def kernel_for(operands: Operands, *, causal: bool) -> Kernel:
-    """A fused kernel that takes this query, key and value, if there is one.
+    """Return a kernel for this query, key and value: a fused one if there is one, otherwise `PlainProducts`.
 
-    Any kernel's backward takes any kernel's results.
+    Any kernel's backward takes the results of any kernel's forward.
     """
     query, key, value = operands
     if query.device.type == "cpu" and query.numel() and key.numel():
@@ -137,7 +137,7 @@ class FlashOnCuda(Kernel):
 
 @final
 class EfficientOnCuda(Kernel):
-    """The kernel of xFormers, also of fp32. It knows no shared keys, and pads the log-sum-exp to 32 rows."""
+    """The kernel of xFormers, also for fp32: without shared keys, log-sum-exp padded to 32 rows."""
 
     def forward(self, operands: Operands, *, causal: bool) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
@@ -175,7 +175,7 @@ class EfficientOnCuda(Kernel):
 
 @final
 class PlainProducts(Kernel):
-    """The definition, for some rows at a time, so that scores take memory in proportion to `keys` alone."""
+    """The definition, some rows at a time: the memory of scores grows only with `keys`."""
 
     def __init__(self, rows: int = 256) -> None:
         self._rows = rows
@@ -217,12 +217,12 @@ class PlainProducts(Kernel):
         )
 
     def _tiles(self, query: Tensor) -> list[tuple[int, Tensor]]:
-        """The queries some rows at a time, each with its first row's number."""
+        """Return the queries, some rows at a time, each with its first row's number."""
         return [(number * self._rows, rows) for number, rows in enumerate(query.split(self._rows, 2))]
 
 
 def _scores(rows: Tensor, key: Tensor, first: int, *, causal: bool) -> Tensor:
-    """Scaled scores of some rows of the queries, which begin at row `first`."""
+    """Return the scaled scores of some rows of the queries, which begin at row `first`."""
     scores = rows.to(key.dtype) @ key.mT / math.sqrt(rows.shape[-1])
     if not causal:
         return scores
@@ -235,12 +235,12 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _repeat(tensor: Tensor, heads: int) -> Tensor:
-    """Keys or values once for every query head."""
+    """Return the keys or values, repeated for every query head."""
     shared_by = heads // tensor.shape[1]
     return tensor if shared_by == 1 else tensor.repeat_interleave(shared_by, 1)
 
 
 def _sum_shared(gradient: Tensor, kv_heads: int) -> Tensor:
-    """The gradient of what `_repeat` was given."""
+    """Return the gradient of the input of `_repeat`."""
     shared_by = gradient.shape[1] // kv_heads
     return gradient if shared_by == 1 else gradient.unflatten(1, (kv_heads, shared_by)).sum(2)

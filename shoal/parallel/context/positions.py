@@ -1,8 +1,9 @@
-"""Which positions of a sequence a rank of the context axis holds.
+"""The positions of a sequence that a rank of the context axis holds.
 
-Ulysses wants contiguous parts. In a ring these would give the last rank most of the work, since a position
-attends to those before it only. There the sequence is cut into twice as many chunks as ranks, and rank i
-holds chunk i and, counted from the end, chunk i again ("zigzag": Llama 3, arXiv:2407.21783, section 3.3.2).
+Ulysses needs contiguous parts. In a ring these would give the last rank most of the work, since a position
+attends only to those before it. So a ring cuts the sequence into twice as many chunks as ranks, and rank i
+holds chunk i from the beginning and chunk i from the end ("zigzag": Llama 3, arXiv:2407.21783, section
+3.3.2).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class Positions(Protocol):
     """A way to cut a sequence."""
 
     def __call__(self, seq: int, size: int, index: int, device: torch.device | None = None) -> Tensor:
-        """The positions that a rank holds, in the order in which it holds them.
+        """Return the positions that a rank holds, in the order in which it holds them.
 
         Args:
             seq: Length of the whole sequence.
             size: Number of ranks that it is cut over.
-            index: Which of them.
-            device: Where the result lies.
+            index: Index of the rank.
+            device: Device of the result.
 
         Returns:
             `[seq / size]`, int64.
@@ -50,14 +51,14 @@ class Positions(Protocol):
 
 
 def contiguous_positions(seq: int, size: int, index: int, device: torch.device | None = None) -> Tensor:
-    """The parts one after another; see `Positions`."""
+    """Return part `index` of equal, contiguous parts; see `Positions`."""
     _require_divisible(seq, size, 1)
     part = seq // size
     return torch.arange(index * part, (index + 1) * part, device=device)
 
 
 def zigzag_positions(seq: int, size: int, index: int, device: torch.device | None = None) -> Tensor:
-    """Chunk `index` from the beginning, then chunk `index` from the end; see `Positions`."""
+    """Return chunk `index` from the beginning, then chunk `index` from the end; see `Positions`."""
     _require_divisible(seq, size, 2)
     chunk = seq // (2 * size)
     within = torch.arange(chunk, device=device)
@@ -65,17 +66,17 @@ def zigzag_positions(seq: int, size: int, index: int, device: torch.device | Non
 
 
 POSITIONS: Mapping[str, Positions] = {"ring": zigzag_positions, "ulysses": contiguous_positions}
-"""How each way of context parallelism, as a Plan names it, wants the sequence cut."""
+"""The cut of the sequence for each kind of context parallelism, by its name in a Plan."""
 
 
 def local_sequence(tensor: Tensor, axis: Axis, attention: str, *, dim: int = 1) -> Tensor:
-    """This rank's part of a tensor that all ranks of the axis have, such as the tokens of a batch.
+    """Return this rank's part of a tensor that all ranks of the axis have, such as the tokens of a batch.
 
-    Tokens and targets are cut alike, after the targets were shifted by one: a rank's parts need not be
+    Tokens and targets are cut alike, after the targets were shifted by one: a rank's chunks need not be
     neighbours.
 
     Args:
-        tensor: Of any shape; `seq` along `dim`.
+        tensor: A tensor of any shape with `seq` along `dim`.
         axis: The context axis.
         attention: A name in `POSITIONS`.
         dim: The dim that is cut.
@@ -93,28 +94,28 @@ def local_sequence(tensor: Tensor, axis: Axis, attention: str, *, dim: int = 1) 
 
 
 def require_sequence(seq: int, size: int, attention: str) -> None:
-    """Checks that sequences of `seq` tokens can be cut over `size` ranks.
+    """Check that sequences of `seq` tokens can be cut over `size` ranks.
 
     Raises:
-        PlanError: They cannot.
+        PlanError: They cannot be cut into equal parts.
     """
     if size > 1:
         POSITIONS[attention](seq, size, 0, torch.device("meta"))
 
 
 def residual_positions(part: int, axes: Axes, attention: str, device: torch.device) -> Tensor:
-    """Where the tokens of this rank's residual stream stand in their samples.
+    """Return the positions, in their samples, of the tokens of this rank's residual stream.
 
     Args:
-        part: How many of a sample's tokens this rank has between blocks.
-        axes: Of which `sequence` splits the stream.
+        part: Number of a sample's tokens that this rank has between blocks.
+        axes: The Plan's axes, of which `sequence` splits the stream.
         attention: A name in `POSITIONS`.
-        device: Where the result lies.
+        device: Device of the result.
 
     Returns:
         `[part]`, int64.
     """
-    splits = axes.sequence.size // axes.cp.size  # by tensor parallelism, of what context parallelism leaves
+    splits = axes.sequence.size // axes.cp.size  # parts that tp makes of cp's part
     held = POSITIONS[attention](part * axes.sequence.size, axes.cp.size, axes.cp.index, device)
     return held.chunk(splits)[axes.tp.index if splits > 1 else 0]
 

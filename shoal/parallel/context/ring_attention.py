@@ -1,22 +1,22 @@
-"""Causal attention over a sequence that is spread over ranks, by keys and values that go round a ring.
+"""Causal attention over a sequence spread over ranks: keys and values go round a ring.
 
-Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889. Each rank keeps its queries. Keys
-and values are sent on to the next rank while the block that is there is attended to, `cp - 1` times; outputs
-of the blocks are joined by their log-sum-exp. In backward keys and values go round again, and the gradients
-of each travel after them and end at the rank that it came from: `cp - 1` times as well.
+Liu et al., "Ring Attention with Blockwise Transformers", arXiv:2310.01889. Each rank keeps its queries. A
+rank sends keys and values on to the next rank while it attends to them, `cp - 1` times; the outputs of the
+blocks are joined by their log-sum-exp. In backward keys and values go round again. Their gradients follow
+them and end at the rank that the block came from: `cp - 1` times as well.
 
-The sequence is cut as `zigzag_positions` says: rank i of n holds chunks i and 2n - 1 - i of 2n. So what comes
-from an earlier rank has one chunk that every query here sees, and one that none sees; of what comes from a
-later rank only the later queries see anything, and they see all. Every step but the first is half a block, of
-equal work on all ranks, and no step needs a mask but the first, which is a causal block as any other
-(balancing: Brandon et al., "Striped Attention", arXiv:2311.09431).
+The sequence is cut as in `zigzag_positions`: rank i of n holds chunks i and 2n - 1 - i of 2n. A block from an
+earlier rank has one chunk that every query here sees, and one that none sees; a block from a later rank is
+seen only by the later queries, and they see all of it. Every step except the first is half a block, with
+equal work on all ranks. No step needs a mask except the first, which is an ordinary causal block (balancing:
+Brandon et al., "Striped Attention", arXiv:2311.09431).
 
-Each rank sends `2 (cp - 1)` times the elements of its keys in forward, and `4 (cp - 1)` in backward, where
-gradients travel in fp32. Beside its own part of everything it holds two other parts of keys and values, and
-in backward of their gradients.
+Each rank sends `2 (cp - 1)` times the elements of its keys in forward, and `4 (cp - 1)` times in backward,
+where gradients travel in fp32. In addition to its own part it holds two other parts of keys and values, and
+in backward two of their gradients.
 
-What forward computes is one operator to whoever looks on, so that selective recompute keeps its two results,
-output and log-sum-exp, and neither those of each block nor a second round of the ring.
+The forward is one operator to autograd and to recompute. So selective recompute keeps its two results, output
+and log-sum-exp; it keeps no results of single blocks, and needs no second round of the ring.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ __all__ = ["ring_attention"]
 
 
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
-    """Causal attention to the whole sequence; all ranks of the axis call it together.
+    """Return causal attention to the whole sequence; all ranks of the axis call it together.
 
     Args:
         query: `[batch, heads, seq / cp, head_dim]`: this rank's part, as `zigzag_positions` cuts it.
         key: `[batch, kv_heads, seq / cp, head_dim]`, where `kv_heads` divides `heads`.
-        value: As well.
+        value: `[batch, kv_heads, seq / cp, head_dim]`.
         axis: The context axis, of cp ranks.
 
     Returns:
@@ -55,12 +55,12 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Ten
 
 
 _AXIS: ContextVar[Axis] = ContextVar("_AXIS")
-"""What `_attend` communicates over: an operator takes tensors and numbers alone."""
+"""The axis for `_attend`: an operator's arguments can only be tensors and numbers."""
 
 
 @torch.library.custom_op("shoal::ring_attention", mutates_args=())
 def _attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """This rank's part of output and log-sum-exp."""
+    """Return this rank's part of output and log-sum-exp."""
     axis = _AXIS.get()
     joined: _Joined | None = None
     for source, (keys, values) in _round(torch.stack((key, value)), axis):
@@ -112,7 +112,8 @@ class _RingAttention(torch.autograd.Function):
             if source == axis.index:
                 of_pair = torch.stack(of_columns).to(wide)
                 continue
-            # The first to attend to a block begins the sum of its gradients, which then follows it.
+            # The first rank to attend to a block begins the sum of its gradients, which then follows the
+            # block.
             travelling = key.new_zeros((2, *key.shape), dtype=wide) if sent is None else sent.arrived()
             travelling[0, :, :, columns] += of_columns[0]
             travelling[1, :, :, columns] += of_columns[1]
@@ -125,9 +126,9 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _round(pair: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
-    """Keys and values `[2, ...]` of every rank, each with the rank's index, this rank's first.
+    """Yield keys and values `[2, ...]` of every rank, each with the rank's index; this rank's come first.
 
-    The next are on their way while one is being used.
+    The next ones travel while one is being used.
     """
     for step in range(axis.size - 1):
         received = torch.empty_like(pair)
@@ -139,7 +140,7 @@ def _round(pair: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
 
 
 def _seen(source: int, index: int, part: int) -> tuple[slice, slice]:
-    """Which queries of rank `index` see which keys of rank `source`; parts have `part` positions."""
+    """Return which queries of rank `index` see which keys of rank `source`; parts have `part` positions."""
     half = part // 2
     if source == index:
         return slice(0, part), slice(0, part)
@@ -157,7 +158,7 @@ class _Joined:
         self.logsumexp = logsumexp
 
     def add(self, output: Tensor, logsumexp: Tensor, rows: slice) -> None:
-        """Joins what these rows made of another block; a row's two weights add up to 1."""
+        """Join these rows' result for another block; a row's two weights add up to 1."""
         before, sums = self.output[:, :, rows], self.logsumexp[:, :, rows]
         before.lerp_(output.to(before.dtype), (logsumexp - sums).sigmoid()[..., None])
         sums.copy_(torch.logaddexp(sums, logsumexp))
@@ -165,14 +166,14 @@ class _Joined:
 
 @final
 class _Sent:
-    """Gradients that were sent to the next rank, in exchange for those of the rank before."""
+    """Gradients sent to the next rank, and received from the previous rank."""
 
     def __init__(self, gradients: Tensor, axis: Axis) -> None:
-        self._gradients = gradients  # held until they are there
+        self._gradients = gradients  # keep them until the peer has them
         self._received = torch.empty_like(gradients)
         self._pending: Pending = axis.shift(self._received, gradients, "key and value gradients")
 
     def arrived(self) -> Tensor:
-        """What came, once it is there."""
+        """Wait, and return the received gradients."""
         self._pending.wait()
         return self._received

@@ -1,11 +1,12 @@
-"""Causal attention over a sequence that is spread over ranks, by exchanging heads for positions.
+"""Causal attention over a sequence spread over ranks: all-to-alls exchange heads for positions.
 
 Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509. An all-to-all gives each rank some of the heads for the
-whole sequence, any kernel attends to them, and another all-to-all brings each rank all heads of its part of
-the sequence. Backward does the same in reverse. Each rank sends `(cp - 1) / cp` of the elements of its query,
-key, value and output, in forward and in backward.
+whole sequence, any kernel computes their attention, and another all-to-all brings each rank all heads of its
+part of the sequence. Backward does this in reverse. Each rank sends `(cp - 1) / cp` of the elements of its
+query, key, value and output, in forward and in backward.
 
-Heads need not divide evenly. A rank gets the key heads that its query heads see, so one may go to several.
+Heads need not divide evenly. A rank gets the key heads that its query heads see, so several ranks may get
+one.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ __all__ = ["require_heads", "ulysses_attention"]
 
 
 def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
-    """Causal attention to the whole sequence; all ranks of the axis call it together.
+    """Return causal attention to the whole sequence; all ranks of the axis call it together.
 
     Args:
         query: `[batch, heads, seq / cp, head_dim]`: this rank's part, as `contiguous_positions` cuts it.
         key: `[batch, kv_heads, seq / cp, head_dim]`, where `kv_heads` divides `heads`.
-        value: As well.
+        value: `[batch, kv_heads, seq / cp, head_dim]`.
         axis: The context axis, of cp ranks.
 
     Returns:
@@ -52,10 +53,10 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
 
 
 def require_heads(heads: int, size: int) -> None:
-    """Checks that `size` ranks can share out so many query heads.
+    """Check that `size` ranks can share this many query heads.
 
     Raises:
-        PlanError: They cannot.
+        PlanError: There are fewer heads than ranks.
     """
     if heads < size:
         raise PlanError(
@@ -78,7 +79,7 @@ class _Share:
         self.rows = sum(self.row_counts)
 
     def as_seen(self, keys: Tensor, shared_by: int) -> Tensor:
-        """Keys or values of this share, repeated if not all are seen by equally many of its query heads."""
+        """Return this share's keys or values, repeated if its query heads do not see them equally often."""
         if self.kv_heads == 1 or (self.queries.start % shared_by == self.queries.stop % shared_by == 0):
             return keys
         numbers = [
@@ -92,7 +93,7 @@ class _Share:
 
 
 def _shares(heads: int, kv_heads: int, size: int) -> list[_Share]:
-    """Each rank's share, as equal as can be."""
+    """Return each rank's share, as equal as possible."""
     shared_by = heads // kv_heads
     shares = []
     for index in range(size):
@@ -103,7 +104,7 @@ def _shares(heads: int, kv_heads: int, size: int) -> list[_Share]:
 
 @final
 class _ToHeads(torch.autograd.Function):
-    """All heads of some positions become some heads of all positions, in one exchange."""
+    """Exchange all heads of some positions for some heads of all positions, in one all-to-all."""
 
     @staticmethod
     def forward(
@@ -140,7 +141,7 @@ class _ToHeads(torch.autograd.Function):
 
 @final
 class _ToPositions(torch.autograd.Function):
-    """Some heads of all positions become all heads of some positions."""
+    """Exchange some heads of all positions for all heads of some positions."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, axis: Axis, shares: list[_Share]) -> Tensor:
@@ -154,12 +155,12 @@ class _ToPositions(torch.autograd.Function):
 
 
 def _exchange_for_heads(parts: Sequence[Tensor], axis: Axis, rows: list[int]) -> Tensor:
-    """Sends heads away and gets the positions that are not here.
+    """Send heads to other ranks and receive the other positions of this rank's heads.
 
     Args:
         parts: Each `[batch, some heads, seq / cp, head_dim]`, in the order of the ranks that they go to.
         axis: The context axis.
-        rows: How many heads go to each rank.
+        rows: Number of heads that go to each rank.
 
     Returns:
         This rank's heads, `[batch, rows[index], seq, head_dim]`.
@@ -174,7 +175,7 @@ def _exchange_for_heads(parts: Sequence[Tensor], axis: Axis, rows: list[int]) ->
 
 
 def _exchange_for_positions(heads: Tensor, axis: Axis, rows: list[int]) -> Tensor:
-    """The reverse: `[batch, rows[index], seq, head_dim]` to `[batch, sum(rows), seq / cp, head_dim]`."""
+    """Do the reverse: `[batch, rows[index], seq, head_dim]` to `[batch, sum(rows), seq / cp, head_dim]`."""
     mine = rows[axis.index]
     parts: Tensor = heads.unflatten(2, (axis.size, -1))
     sent = parts.permute(2, 1, 0, 3, 4).flatten(0, 1)

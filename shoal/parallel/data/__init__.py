@@ -1,1 +1,1 @@
-"""Data parallelism: buckets of parameters, when gradients are reduced, and a file for each sharding."""
+"""Data parallelism: buckets of parameters, the reduction of gradients, and a file for each sharding."""

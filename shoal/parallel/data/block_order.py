@@ -1,17 +1,17 @@
-"""The order in which ranks come to a model's blocks: the same on all, whatever each of them runs.
+"""Visit a model's blocks in one order on all ranks, whichever blocks each rank runs.
 
-Ranks that communicate for each block have to do so in one order, but a rank may leave out a block that others
-run, and its loss may reach other parameters. So a walk goes over all blocks, from the first to the last in a
-forward, and from the last to the first in a backward. Where a rank comes to a block further on, the walk
-passes those between; what is left of them when the forward or the backward ends, it passes then.
+Ranks that communicate for each block must do so in one order, but a rank may leave out a block that others
+run, and its loss may reach other parameters. So a walk visits all blocks, from the first to the last in a
+forward, and from the last to the first in a backward. If a rank jumps to a later block, the walk passes the
+blocks between. When the forward or the backward ends, it passes the remaining ones.
 
-A rank that comes to a block which the walk has passed begins the next walk, as a second forward does, so all
-ranks must make as many walks. How often a block is run in succession is each rank's own affair.
+A rank that runs a block which the walk has already passed begins the next walk, as a second forward does, so
+all ranks must make equally many walks. Each rank may run a block several times in succession.
 
-A rank comes to a block where the block is called. A forward may also call the block's children and not the
-block, or read a weight of it from elsewhere: it comes to the block there. What is read from elsewhere has no
-output whose backward would tell that it is needed, so the block is then pinned: it is there until backward
-ends.
+A rank comes to a block when the block is called. A forward may also call the block's children and not the
+block, or read one of its weights from elsewhere: then it comes to the block at that point. A weight that is
+read from elsewhere has no output whose backward would show when it is needed, so the block is pinned: its
+weights stay until backward ends.
 """
 
 from __future__ import annotations
@@ -30,29 +30,30 @@ from shoal.parallel.access import watch, watch_calls
 __all__ = ["NO_BACKWARD", "BlockOrder", "Visits", "in_backward"]
 
 NO_BACKWARD = -1
-"""What autograd gives as the current graph task outside of backward."""
+"""Autograd's current graph task outside of backward."""
 
 
 def _nothing(*_: int) -> None:
-    """What is done where nothing is to be done."""
+    """Do nothing; the default visit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Visits:
-    """What is done on the way; blocks are given by their index.
+    """The functions that a walk calls; each gets the index of a block.
 
     Attributes:
-        begin_forward: Before the model.
-        come_forward: Before a block is run or passed.
-        leave_forward: When the walk goes on from a block.
-        end_forward: After the model; the walk has come to the last block, and not left it.
-        begin_backward: Before the first block of a backward.
-        come_backward: Before the backward of a block is run or passed.
-        leave_backward: When the walk goes on from a block; for the number of blocks, from what follows them.
-        settle: After `leave_backward`, if no more gradients come from there in this backward.
-        recompute: Before a block is run again within backward, by the user's own recomputation.
-        pin: A weight of a block is used while no module of the block runs.
-        use_root: A weight of no block is used while the model's forward does not run.
+        begin_forward: Called before the model.
+        come_forward: Called before a block is run or passed.
+        leave_forward: Called when the walk goes on from a block.
+        end_forward: Called after the model; the walk has come to the last block and not left it.
+        begin_backward: Called before the first block of a backward.
+        come_backward: Called before the backward of a block is run or passed.
+        leave_backward: Called when the walk goes on from a block; the number of blocks stands for the part
+            after them.
+        settle: Called after `leave_backward`, if no more gradients of this block come in this backward.
+        recompute: Called before a block is run again within backward, by the user's own recomputation.
+        pin: Called when a weight of a block is used while no module of the block runs.
+        use_root: Called when a weight of no block is used while the model's forward does not run.
     """
 
     begin_forward: Callable[[], None] = _nothing
@@ -69,30 +70,30 @@ class Visits:
 
 
 class BlockOrder:
-    """Follows a model by hooks, and makes the visits.
+    """Follow a model by hooks, and call the visits.
 
-    Autograd runs what was computed last first. So when it comes to what a block gave, it has left all that
-    was computed after that block.
+    Autograd first runs the backward of what was computed last. So when it reaches a block's output, it has
+    left all that was computed after that block.
 
     Args:
         model: The whole model.
-        blocks: In forward order.
-        visits: What is done on the way.
+        blocks: Its blocks, in forward order.
+        visits: The functions to call.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], visits: Visits) -> None:
         self._end = len(blocks)
         self._visits = visits
         self._forward_at = -1
-        self._forwards = 0  # of the model, one within another
-        self._running = [0] * self._end  # modules of a block, one within another
+        self._forwards = 0  # open forwards of the model, nested
+        self._running = [0] * self._end  # running modules of each block, nested
         self._outside: set[int] = set()  # modules of no block, used while the model's forward did not run
         self._backward_at = self._end
         self._backward = NO_BACKWARD
-        self._walks = 0  # with gradients, in the forwards since the last backward
+        self._walks = 0  # walks with gradients since the last backward
         self._walks_back = 0
         self._is_open = False  # a forward runs, or has run since the last backward
-        # torch.compile makes what a model computes quicker; the communication it is to leave as it is.
+        # torch.compile shall compile the model's computation and leave its communication as it is.
         model.register_forward_pre_hook(torch.compiler.disable(self._before_model))
         model.register_forward_hook(torch.compiler.disable(self._after_model))
         model.register_forward_hook(torch.compiler.disable(self._leave_model), always_call=True)
@@ -113,7 +114,7 @@ class BlockOrder:
                     watch_calls(module, self._use_of_root(number))
 
     def end_backward(self) -> None:
-        """Passes what is left; to be called at the end of every backward."""
+        """Pass the remaining blocks; call it at the end of every backward."""
         if self._backward == NO_BACKWARD:  # none of the blocks had a part in it
             self._begin_backward()
         self._walk_back(-1)
@@ -121,7 +122,7 @@ class BlockOrder:
         self._is_open = False
 
     def clear(self) -> None:
-        """Forgets a backward that did not end, and the forwards before it."""
+        """Forget a backward that did not end, and the forwards before it."""
         self._backward = NO_BACKWARD
         self._walks = self._walks_back = 0
         self._running = [0] * self._end
@@ -146,7 +147,7 @@ class BlockOrder:
         return come
 
     def _use(self, index: int, *, is_read: bool = False) -> None:
-        """A module of a block is called, or a weight of it read, in whatever forward."""
+        """Note that a module of a block is called, or one of its weights read, in any forward."""
         if self._running[index]:
             return
         if any(self._running):  # another block uses this one, and must not be left meanwhile
@@ -191,7 +192,7 @@ class BlockOrder:
         self._walk(index)
 
     def _begin_outside(self) -> None:
-        """Begins another walk, which the model's own forward may have begun already."""
+        """Begin another walk, unless the model's own forward has begun it."""
         if self._forwards and self._forward_at < 0:
             return
         self._begin_walk()
@@ -263,12 +264,12 @@ class BlockOrder:
 
 
 def _before_backward_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Has `hook` called when backward comes to any of the tensors in `output`."""
+    """Call `hook` when backward comes to any of the tensors in `output`."""
     graded = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if graded:
         register_multi_grad_hook(graded, hook, mode="any")
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward in this thread, as where something is computed again."""
+    """Return whether autograd runs a backward in this thread, for example during recompute."""
     return torch._C._current_graph_task_id() != NO_BACKWARD

@@ -1,8 +1,8 @@
-"""The blocks of a model, and how its parameters fall to them.
+"""The blocks of a model, and the block to which each parameter belongs.
 
-A block is one of a model's repeated parts, such as a transformer layer. Its parameters are used in its own
-forward and nowhere else, which is what allows them to be gathered just before it. All other parameters belong
-to the root, and are there for the whole of a forward.
+A block is one of a model's repeated parts, such as a transformer layer. Its parameters are used only in its
+own forward, so they can be gathered just before it. All other parameters belong to the root, and stay for the
+whole of a forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Run:
 
     Attributes:
         block: Index of the block, or None for the root.
-        parameters: In the order in which the model registers them.
+        parameters: The parameters, in the order in which the model registers them.
     """
 
     block: int | None
@@ -34,7 +34,7 @@ class Run:
 
 
 def parameter_runs(model: nn.Module, blocks: Sequence[nn.Module], names: Container[str]) -> list[Run]:
-    """Cuts a model's parameters of these names, in order, into runs that belong to one block or to the root.
+    """Cut the parameters with these names, in order, into runs that belong to one block or to the root.
 
     A parameter that several blocks use, or a block and the root, belongs to the root.
     """
@@ -54,11 +54,11 @@ def parameter_runs(model: nn.Module, blocks: Sequence[nn.Module], names: Contain
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters for one bucket.
+    """The parameters of one bucket.
 
     Attributes:
         blocks: Indices of the blocks that they belong to; empty for the root.
-        parameters: In the order in which backward is expected to complete them.
+        parameters: The parameters, in the order in which backward is expected to complete them.
     """
 
     blocks: tuple[int, ...]
@@ -66,7 +66,7 @@ class Group:
 
 
 def groups_by_size(runs: Sequence[Run], capacity: int) -> list[Group]:
-    """Groups of about `capacity` bytes, in backward order; blocks may share one, the root keeps its own."""
+    """Return groups of about `capacity` bytes in backward order; blocks may share one, the root never."""
     groups = []
     for is_root, neighbours in itertools.groupby(reversed(runs), key=lambda run: run.block is None):
         items = [(run.block, named) for run in neighbours for named in reversed(run.parameters)]
@@ -79,7 +79,7 @@ def groups_by_size(runs: Sequence[Run], capacity: int) -> list[Group]:
 
 
 def groups_by_block(runs: Sequence[Run]) -> list[Group]:
-    """One group a run, in backward order."""
+    """Return one group for each run, in backward order."""
     return [
         Group(() if run.block is None else (run.block,), tuple(reversed(run.parameters)))
         for run in reversed(runs)

@@ -1,10 +1,9 @@
 """A bucket of parameters: the weights that compute, and the rows of them that this rank owns.
 
 weights    [elements], the type that computes; the model's parameters are views of it
-master     this rank's rows, fp32; what the optimizer changes. Where the weights are fp32 too and stay in
-memory,
-           they are rows of the weights, else they have memory of their own. Of parameters that are not
-           trained they have the type that computes.
+master     this rank's rows, fp32; the optimizer changes them. If the weights are fp32 too and stay in
+           memory, they are rows of the weights; otherwise they have memory of their own. Rows of parameters
+           that are not trained have the type that computes.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ class Bucket:
     """Parameters that are gathered, reduced and sharded together.
 
     Args:
-        name: How the Timeline names the bucket's collectives.
+        name: Name of the bucket's collectives in the Timeline.
         parameters: The model's parameters, in the order of the buffer; all trained, or none.
-        family: What to communicate over; the bucket is cut into one shard per rank of `family.shard`.
+        family: The ranks to communicate with; the bucket is cut into one shard per rank of `family.shard`.
         dtype: Type of the weights that compute.
         resident: Whether the weights stay in memory; if not, they begin dropped.
         fill: Gives the first values.
-        cuts: By name, of the parameters of which this rank has a block.
+        cuts: This rank's block of each parameter that tp or ep cuts, by name.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Bucket:
             [(name, tuple(each.shape), memory_order(each)) for name, each in parameters], family.shard.size
         )
 
-        # What is dropped at times has to be ordinary memory, which can be emptied.
+        # Weights that are sometimes dropped need ordinary memory, which can be emptied.
         allocate = new_buffer if resident else torch.empty
         elements, device = self.layout.elements, self.parameters[0].device
         kept = torch.float32 if self.trains else dtype  # the type of the master
@@ -90,15 +89,15 @@ class Bucket:
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights are what owners have without a gather: they are in the same memory."""
+        """Whether the weights are up to date without a gather: they lie in the owners' memory."""
         return self._shares_memory and self.family.shard.size == 1
 
     def parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """This rank's rows of every parameter in a buffer `[elements]`."""
+        """Return this rank's rows of every parameter in a buffer `[elements]`."""
         return self.layout.parts(buffer, self.family.shard.index)
 
     def start_gather(self) -> None:
-        """Begins to bring the weights up to date with every shard's master."""
+        """Begin to update the weights from every shard's master."""
         self.finish_gather()
         if self.dropped:
             storage = self.weights.untyped_storage()
@@ -110,16 +109,16 @@ class Bucket:
         self._gathering = self._striped.all_gather(self.weights, self.name)
 
     def finish_gather(self) -> None:
-        """Waits for a gather that was begun, if one was."""
+        """Wait for a gather that was begun, if there is one."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     def drop_weights(self) -> None:
-        """Frees the weights; until the next gather the model's parameters read as NaN.
+        """Free the weights; until the next gather the model's parameters read as NaN.
 
-        The storage is emptied rather than replaced: what autograd saved of it are views, which are right
-        again once the weights are back.
+        The storage is emptied and not replaced: autograd saved views of it, and they are valid again once the
+        weights are back.
         """
         self.finish_gather()
         for parameter in self.parameters:
@@ -128,7 +127,7 @@ class Bucket:
         self.dropped = True
 
     def _copied(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parts in memory of their own, in one tensor."""
+        """Return copies of the parts, as views of one new tensor."""
         if not parts:
             return []
         packed = parts[0].new_zeros(self.layout.packed_elements)

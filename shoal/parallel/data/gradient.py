@@ -1,4 +1,4 @@
-"""When the gradients of buckets are reduced: while backward still runs."""
+"""The reduction of buckets' gradients while backward still runs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ __all__ = ["GradientReduction"]
 
 
 class GradientReduction:
-    """Reduces buckets while backward still runs, in an order that is the same on every rank.
+    """Reduce buckets while backward still runs, in an order that is equal on every rank.
 
-    Each parameter's hook adds its gradient to the bucket's sum. When a reduction may start is up to the
-    strategy: `reduce_complete` for `on_complete`, or `reduce` at places that all ranks come to. At the end of
-    backward the buckets that are left, with parameters that the loss did not depend on, are reduced too, and
-    all are waited for.
+    Each parameter's hook adds its gradient to the bucket's sum. The strategy decides when a reduction may
+    start: `reduce_complete` for `on_complete`, or `reduce` at places that all ranks come to. At the end of
+    backward the remaining buckets, whose parameters the loss did not all depend on, are reduced too, and all
+    reductions are waited for.
 
     Args:
-        buckets: In the order in which backward is expected to complete them.
-        finish: What becomes of a bucket's sum: `GradientSum.give`, or `GradientSum.give_and_free`.
+        buckets: The buckets, in the order in which backward is expected to complete them.
+        finish: Hands over a bucket's sum: `GradientSum.give`, or `GradientSum.give_and_free`.
         on_complete: Called when all of a bucket's gradients of one backward are there.
-        before_end: Called when backward ends, before what is left is reduced.
+        before_end: Called when backward ends, before the remaining buckets are reduced.
         on_end: Called at the end of every backward.
         waits: Whether a bucket's reduction is waited for when the second one after it begins, so that its
-            memory is free early. Not where ranks that reduce together also meet within a backward: one that
-            waits for a bucket which another only starts at the end would never come to the meeting.
+            memory is free early. It must be False if ranks that reduce together also synchronise within a
+            backward: a rank that waits for a bucket which another starts only at the end would never reach
+            that point.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class GradientReduction:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Within it, backward adds to the sums and reduces nothing."""
+        """Make backward add to the sums and reduce nothing, while this context lasts."""
         self._paused = True
         try:
             yield
@@ -80,12 +81,12 @@ class GradientReduction:
             self._paused = False
 
     def start(self) -> None:
-        """Begins to reduce what backwards within `pause` added up."""
+        """Begin to reduce the sums that backwards within `pause` added up."""
         for gradient_sum in self._sums:
             gradient_sum.start_reduction()
 
     def finish(self) -> None:
-        """Ends what `start` began."""
+        """End the reductions that `start` began."""
         for gradient_sum in self._sums:
             gradient_sum.continue_reduction()
         for gradient_sum in self._sums:
@@ -93,17 +94,17 @@ class GradientReduction:
         self._on_end()
 
     def clear(self) -> None:
-        """Forgets all gradients of backwards that were not reduced."""
+        """Forget all gradients of backwards that were not reduced."""
         for gradient_sum in self._sums:
             gradient_sum.clear()
         self._reset()
         self._backward = NO_BACKWARD
 
     def begin(self) -> None:
-        """To be called within a backward that all ranks make, which then reduces even without a gradient.
+        """Begin a backward that all ranks make; it then reduces even without a gradient here.
 
         Raises:
-            TrainingError: A backward before it did not end.
+            TrainingError: The previous backward did not end.
         """
         current = torch._C._current_graph_task_id()
         if current != self._backward:
@@ -117,16 +118,16 @@ class GradientReduction:
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def reduce_complete(self) -> None:
-        """Starts the buckets whose gradients are all there, up to the first that lacks one."""
+        """Start the buckets whose gradients are all there, up to the first that lacks one."""
         while self._next < len(self._sums) and self._missing[self._next] == 0:
             self.reduce([self._next])
             self._next += 1
 
     def reduce(self, positions: Iterable[int]) -> None:
-        """Starts those buckets, by position, that this backward has not; gradients not there count as zero.
+        """Start these buckets, by position, unless started in this backward; missing gradients count as zero.
 
-        The sum over the shards of the bucket started before each has had time to complete, and so has the sum
-        over the replicas of the one before that, whose buffer may be freed.
+        The shard sum of the bucket started before each has had time to complete, and so has the replica sum
+        of the one before that, whose buffer may be freed.
         """
         for position in () if self._paused else positions:
             if self._is_started[position]:
@@ -140,9 +141,9 @@ class GradientReduction:
             self._is_started[position] = True
 
     def reduce_early(self, positions: Sequence[int]) -> None:
-        """Starts those buckets, by position, that in the first backward were complete here on every rank.
+        """Start these buckets, by position, if in the first backward they were complete here on every rank.
 
-        Where in backward the gradients of the root's parameters are there is not known before.
+        The place in backward at which the root's gradients are complete is not known before that.
         """
         if self._early is not None:
             self.reduce(self._early)
@@ -150,7 +151,8 @@ class GradientReduction:
             self._complete_here = {position: self._missing[position] == 0 for position in positions}
 
     def _hook(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
-        # What a parameter's hooks hold is not seen by the garbage collector, and must not hold the parameter.
+        # The garbage collector does not see what a parameter's hooks hold; so they must not hold the
+        # parameter.
         reference = weakref.ref(self)
 
         def ready(_: torch.Tensor) -> None:
@@ -191,7 +193,7 @@ class GradientReduction:
         self._on_end()
 
     def _agree(self, position: int, is_complete: bool) -> bool:
-        """Whether it is so on all ranks that reduce the bucket."""
+        """Return whether this is true on all ranks that reduce the bucket."""
         bucket = self._sums[position].bucket
         others = torch.tensor(float(not is_complete), device=bucket.weights.device)
         bucket.family.reduce.all_reduce(others, bucket.name).wait()

@@ -1,8 +1,8 @@
 """The gradients of a bucket: summed over micro-batches in one flat buffer, then over ranks.
 
 Autograd leaves each parameter's gradient at the parameter. `GradientSum` moves it into the bucket's fp32
-buffer, once, and where types allow makes the gradient a view of the buffer, so that later micro-batches add
-to it in place.
+buffer once. If types allow, it makes the gradient a view of the buffer, so that later micro-batches add to it
+in place.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ __all__ = ["GradientSum"]
 
 
 class GradientSum:
-    """The sum of one bucket's gradients, `[elements]` in fp32, and for how many ranks each is one.
+    """The sum of one bucket's gradients, `[elements]` in fp32, and the number of ranks that have each.
 
-    A parameter of which a rank has no gradient counts as zero there. One of which no rank has any gets none:
-    its optimizer's step must leave it as it is. Only a rank that lacks one has to look.
+    A parameter without a gradient on this rank counts as zero. A parameter without a gradient on any rank
+    gets none: its optimizer's step must leave it unchanged. Only a rank that lacks a gradient has to look at
+    these numbers.
 
     Args:
-        bucket: The parameters that the gradients are of.
+        bucket: The bucket whose gradients are summed.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -33,18 +34,18 @@ class GradientSum:
         self._views: list[torch.Tensor] = []
         self._held = [False] * len(bucket.parameters)  # the sum has a gradient of this parameter
         self._scaled = [False] * len(bucket.parameters)
-        self._missing: list[int] = []  # of which this rank has no gradient
+        self._missing: list[int] = []  # parameters without a gradient on this rank
         self._carried: list[torch.Tensor | None] = []
         self._replicated: torch.Tensor | None = None
         self._is_over_replicas = False
         self._pending: Pending | None = None
 
     def add(self, index: int, factor: float = 1.0) -> None:
-        """Moves the gradient that autograd left at parameter `index` into the sum.
+        """Move the gradient that autograd left at parameter `index` into the sum.
 
         Args:
-            index: Which parameter.
-            factor: What the sum is then multiplied by; cheapest here, while it is in the cache.
+            index: Index of the parameter.
+            factor: Factor on the sum afterwards; cheapest here, while the sum is in the cache.
         """
         if not any(self._held):
             self._begin()
@@ -64,16 +65,16 @@ class GradientSum:
         self._scaled[index] = factor != 1.0
 
     def start_reduction(self) -> None:
-        """Begins to sum over the ranks that hold the bucket's shards.
+        """Begin to sum over the ranks that hold the bucket's shards.
 
-        Sums that had no part in the last backward are multiplied by the family's factor here.
+        Sums without a gradient from the last backward are multiplied by the family's factor here.
         """
         if not any(self._held):
             self._begin()
         assert self._buffer is not None
         self._missing = []
         for index, view in enumerate(self._views):
-            # A whole bucket's view may hold the average of a backward before, which is to be added to.
+            # A whole bucket's view may hold the average of an earlier backward, to which this one is added.
             if not self._held[index] and self.bucket.parameters[index].grad is not view:
                 view.zero_()
                 self._missing.append(index)
@@ -85,7 +86,7 @@ class GradientSum:
         self._pending = self.bucket.gradients.reduce_scatter(self._buffer, self.bucket.name)
 
     def continue_reduction(self, *, may_wait: bool = True) -> None:
-        """Once this rank's part is summed over the shards, begins to sum it over the replicas.
+        """Begin to sum this rank's part over the replicas, once it is summed over the shards.
 
         Args:
             may_wait: Whether to wait for the sum over the shards, if there is more than one.
@@ -99,12 +100,12 @@ class GradientSum:
         replicate = self.bucket.family.replicate
         summed = self._buffer
         if replicate.size > 1 and self.bucket.layout.shards > 1:
-            # Only this rank's rows; one after another they are one message.
+            # Only this rank's rows; packed one after another they make one message.
             summed = self._replicated = self._packed_parts()
         self._pending = replicate.all_reduce(summed, self.bucket.name)
 
     def clear(self) -> None:
-        """Forgets what was summed, as if no backward had been."""
+        """Forget the sums, as if no backward had been."""
         if self._pending is not None:
             self._pending.wait()
         self._pending = None
@@ -115,14 +116,14 @@ class GradientSum:
         self._detach()
 
     def give(self) -> None:
-        """Waits for the sum, and makes this rank's part of it the gradients of what it owns."""
+        """Wait for the sum, and make this rank's part the gradients of its owned parameters."""
         for index, part in self._finish():
             self.bucket.owned[index].give(self._with_carried(index, part))
         if not self.bucket.whole:
             self._detach()
 
     def give_and_free(self) -> None:
-        """Waits for the sum, adds this rank's part of it to the gradients of what it owns, frees the rest."""
+        """Wait for the sum, add this rank's part to the gradients of its owned parameters, free the rest."""
         if self.bucket.whole:  # the part is all of it
             self.give()
             return
@@ -135,9 +136,10 @@ class GradientSum:
     def _begin(self) -> None:
         layout, owned = self.bucket.layout, self.bucket.owned
         if not self.bucket.whole:
-            # They are None after zero_grad(); otherwise the caller wants them added to, as autograd does.
+            # They are None after zero_grad(); otherwise the caller wants this sum added to them, as autograd
+            # does.
             self._carried = [each.gradient for each in owned]
-            if self._buffer is not None:  # in which they lie, and which is about to be overwritten
+            if self._buffer is not None:  # they lie in it, and it is about to be overwritten
                 self._carried = [None if each is None else each.clone() for each in self._carried]
             for each in owned:
                 each.give(None)
@@ -147,7 +149,7 @@ class GradientSum:
             self._views = layout.views(self._buffer)
 
     def _with_carried(self, index: int, part: torch.Tensor) -> torch.Tensor:
-        """Adds the gradient of before, and what a penalty left at the owned part in this backward."""
+        """Add the earlier gradient, and one that a penalty left at the owned part in this backward."""
         if self.bucket.whole:
             return part
         for other in (self._carried[index], self.bucket.owned[index].gradient):
@@ -157,12 +159,12 @@ class GradientSum:
         return part
 
     def _presence(self) -> torch.Tensor:
-        """How many ranks have a gradient `[shards, parameters]`; once reduced, in this rank's row."""
+        """Return how many ranks have each gradient, `[shards, parameters]`; reduced in this rank's row."""
         assert self._buffer is not None
         return self._buffer[self.bucket.layout.elements :].view(-1, len(self._views))
 
     def _packed_parts(self) -> torch.Tensor:
-        """This rank's rows of the sums, and which there are, in a tensor of their own."""
+        """Return a copy of this rank's rows of the sums, and which gradients are present."""
         assert self._buffer is not None
         layout, index = self.bucket.layout, self.bucket.family.shard.index
         packed = self._buffer.new_zeros(layout.packed_elements + len(self._views))
@@ -171,7 +173,7 @@ class GradientSum:
         return packed
 
     def _finish(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Waits for the sum; the index of each parameter that has a gradient, with this rank's rows of it."""
+        """Wait for the sum; yield the index of each parameter with a gradient, and this rank's rows of it."""
         assert self._buffer is not None
         assert self._pending is not None
         self._pending.wait()
@@ -187,7 +189,7 @@ class GradientSum:
         else:
             parts = self._views if self.bucket.whole else layout.parts(self._buffer, index)
             presence = self._presence()[index]
-        # The first and the last stage add up what they share: there a gradient is one on both.
+        # The first and the last stage add up their shared gradients: a gradient on one counts on both.
         absent: set[int] = set()
         if self._missing and self.bucket.family.tied_ranks is None:
             counts = presence[self._missing].tolist()

@@ -1,6 +1,6 @@
 """The reference: after backward, one all-reduce per parameter, waited for at once.
 
-No buckets, no overlap, no buffers: slow, and easy to believe. The tests hold every strategy against it.
+No buckets, no overlap, no buffers: slow and simple. The tests compare every strategy with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["naive"]
 
 
 def naive(setup: Setup) -> Strategy:
-    """Every rank holds the whole state; gradients are averaged one by one when backward has ended."""
+    """Return the strategy with whole state on every rank, and gradients averaged singly after backward."""
     return _Naive(setup)
 
 
@@ -39,7 +39,7 @@ class _Naive(Strategy):
             first = torch.empty(parameter.shape, device=parameter.device)
             setup.fill(name, first)
             parameter.data = first
-            # A hook that held this would hold the parameter too, unseen by the garbage collector.
+            # A hook that held this object would hold the parameter too, unseen by the garbage collector.
             ready: weakref.WeakMethod[Callable[[torch.Tensor], None]] = weakref.WeakMethod(self._ready)
             parameter.register_post_accumulate_grad_hook(partial(_call, ready))
 
@@ -67,7 +67,7 @@ class _Naive(Strategy):
 
     @property
     def stale(self) -> None:
-        """See `Strategy.stale`. The model's own parameters are what the optimizer changes."""
+        """See `Strategy.stale`. The optimizer changes the model's own parameters."""
 
     def start_step(self) -> None:
         """See `Strategy.start_step`."""
@@ -101,7 +101,7 @@ class _Naive(Strategy):
         return nullcontext()
 
     def clear(self) -> None:
-        """See `Strategy.clear`. They are the parameters' own."""
+        """See `Strategy.clear`. The gradients are those of the model's own parameters."""
 
     def changed(self) -> None:
         """See `Strategy.changed`."""

@@ -1,7 +1,7 @@
 """Replicated data parallel, ZeRO-1 and ZeRO-2: every rank computes with whole weights.
 
-Gradients are summed in buckets, and a bucket's reduction runs while backward goes on (Li et al., "PyTorch
-Distributed", arXiv:2006.15704). What a rank keeps of the rest tells the three apart:
+Gradients are summed in buckets, and a bucket's reduction runs during backward (Li et al., "PyTorch
+Distributed", arXiv:2006.15704). The three differ in the state that a rank keeps:
 
     none     all: a bucket is all-reduced over the replicas (the mesh's axis `shard` has one rank)
     zero1    a shard of the optimizer's state: a bucket is reduce-scattered, so that each rank has the sum of
@@ -9,9 +9,9 @@ Distributed", arXiv:2006.15704). What a rank keeps of the rest tells the three a
     zero2    a shard of the sums as well: each bucket's sum is freed as soon as it is reduced, and so each
              micro-batch is reduced
 
-none and zero1 send 2 P (d - 1) / d elements a rank and step, however many micro-batches; zero2 reduces as
-often as there are. Hybrid: the shard's sums are then all-reduced over the replicas. ZeRO: Rajbhandari et al.,
-arXiv:1910.02054.
+none and zero1 send 2 P (d - 1) / d elements per rank and step, for any number of micro-batches; zero2 reduces
+once per micro-batch. Hybrid: the shard's sums are then all-reduced over the replicas. ZeRO: Rajbhandari et
+al., arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["resident"]
 
 
 def resident(setup: Setup, sharding: Sharding) -> Strategy:
-    """The strategy of a sharding that does not cut weights."""
+    """Return the strategy of a sharding that does not cut weights."""
     return _ResidentWeights(setup, sums_stay=not sharding.reduces_each_micro_batch)
 
 
@@ -43,7 +43,7 @@ class _ResidentWeights(Strategy):
     """Whole weights on every rank, in buckets: gradients reduced in backward, weights gathered in forward.
 
     Args:
-        setup: What every strategy is given.
+        setup: The model, its axes and its settings.
         sums_stay: Whether sums are kept whole over micro-batches, and reduced once; if not, each micro-batch
             is reduced.
     """
@@ -147,10 +147,10 @@ class _ResidentWeights(Strategy):
 
 
 def _may_wait(axes: Axes, *, sums_stay: bool) -> bool:
-    """Whether reductions are waited for within a backward.
+    """Return whether a backward waits for its reductions.
 
-    That frees memory which does not stay anyway, and has sums over replicas begin early. Ranks that meet
-    within a backward, over cp or ep, must not.
+    Waiting frees temporary memory, and lets sums over replicas begin early. Ranks that synchronise within a
+    backward, over cp or ep, must not wait.
     """
     dense = axes.dense
     gains = not sums_stay or (dense.shard.size > 1 and dense.replicate.size > 1)

@@ -1,4 +1,4 @@
-"""What a data-parallel strategy is given, and what it offers to the one who trains with it."""
+"""The input and the interface of a data-parallel strategy."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ __all__ = ["Setup", "Strategy"]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a strategy is given.
+    """The input of a strategy.
 
     Attributes:
         model: The whole model; its parameters' first values come from `fill`.
         blocks: Its repeated parts, in forward order.
-        axes: What to communicate over.
+        axes: The axes to communicate over.
         dtype: Type of the weights that compute.
         bucket: Bytes at which a bucket is closed.
         fill: Gives the first values.
-        cuts: Of the parameters of which this rank has a block, which one; by name.
+        cuts: This rank's block of each parameter that tp or ep cuts, by name.
         narrowed: Names of the parameters that are whole on every rank of `axes.tp`, each of which computes
             with a part.
         experts: Names of the parameters of experts, of which this rank has some.
         tied: Names of the parameters that the first and the last pipeline stage share, on different ranks.
         lent: Names of the parameters that another stage of this rank uses too.
         in_fp32: Names of the parameters that compute in fp32 whatever `dtype` is.
-        names: Names of the model's parameters that the strategy is for; None for all.
-        entry: The module whose forward is that of all these parameters; None for the model.
+        names: Names of the parameters that the strategy manages; None for all.
+        entry: The module whose forward uses all these parameters; None for the model.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def named(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """The parameters that the strategy is for."""
+        """Return the parameters that the strategy manages, with their names."""
         return [
             (name, parameter)
             for name, parameter in self.model.named_parameters()
@@ -67,11 +67,11 @@ class Setup:
 
     @property
     def families(self) -> Sequence[tuple[Family, frozenset[str]]]:
-        """What trained parameters are kept over, with the names of these parameters."""
+        """Return the family of each kind of trained parameters, with the names of these parameters."""
         return [(family, names) for family, _, names in self._kinds(are_trained=True)]
 
     def _kinds(self, *, are_trained: bool) -> Sequence[tuple[Family, torch.dtype, frozenset[str]]]:
-        """What parameters are kept over, and the type that they compute in, with their names."""
+        """Return the family and compute type of each kind of parameters, with their names."""
         kinds: dict[tuple[Family, torch.dtype], set[str]] = {}
         for name, parameter in self.named:
             if parameter.requires_grad == are_trained and parameter.is_floating_point():
@@ -79,12 +79,12 @@ class Setup:
         return [(family, dtype, frozenset(names)) for (family, dtype), names in kinds.items()]
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type that a parameter computes in."""
+        """Return the type that a parameter computes in."""
         return torch.float32 if name in self.in_fp32 else self.dtype
 
     @property
     def frozen(self) -> Sequence[Frozen]:
-        """What this rank has of the parameters that are not trained and not in buckets: all of them."""
+        """Return the parameters that are neither trained nor in buckets; this rank has all of each."""
         return [
             self._frozen(name, parameter) for name, parameter in self.named if not parameter.requires_grad
         ]
@@ -92,14 +92,15 @@ class Setup:
     def buckets(
         self, grouped: Callable[[Sequence[Run]], Sequence[Group]], *, resident: bool, are_trained: bool = True
     ) -> list[tuple[Group, Bucket]]:
-        """Parameters in buckets, each of one family and type, in the order in which backward ends them.
+        """Return buckets of one family and type each, in the order in which backward completes them.
 
-        A bucket ends with its parameter that the model registers first, and forward uses first.
+        The last parameter of a bucket is the one that the model registers first and that forward uses first.
 
         Args:
             grouped: Makes the groups of a family.
             resident: See `Bucket`.
-            are_trained: Whether of the parameters that are trained, or of the floating ones that are not.
+            are_trained: Whether to take the trained parameters; if not, the floating ones that are not
+                trained.
         """
         groups = [
             (family, dtype, group)
@@ -146,34 +147,34 @@ class Setup:
 
 
 class Strategy(ABC):
-    """A way to share the states of training among data-parallel ranks.
+    """A way to share the state of training among data-parallel ranks.
 
-    After a backward, the gradients of what each rank owns are averages over all data-parallel ranks; in a
-    forward, the weights are what all owners' optimizers made of them.
+    After a backward, the gradients of each rank's owned parameters are averages over all data-parallel ranks.
+    In a forward, the weights are those that the owners' optimizers made.
     """
 
     @property
     @abstractmethod
     def owned(self) -> Sequence[Owned]:
-        """What this rank's optimizer changes."""
+        """Return the parts of parameters that this rank's optimizer changes."""
 
     @property
     @abstractmethod
     def frozen(self) -> Sequence[Frozen]:
-        """What this rank has of the parameters that are not trained."""
+        """Return this rank's parts of the parameters that are not trained."""
 
     @property
     @abstractmethod
     def stale(self) -> str | None:
-        """Why the model's own parameters are not what their owners have; None if they are."""
+        """Return why the model's own parameters differ from their owners'; None if they do not."""
 
     @abstractmethod
     def start_step(self) -> None:
-        """Begins what the first forward of a step will wait for; not needed, as that would begin it too."""
+        """Begin the gathers for the first forward of a step; optional, as that forward would begin them."""
 
     @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
-        """Within it, backward adds to the gradients and communicates no more than the strategy must."""
+        """Make backward add to the gradients, with as little communication as the strategy allows."""
 
     @property
     @abstractmethod
@@ -182,28 +183,28 @@ class Strategy(ABC):
 
     @abstractmethod
     def hold(self) -> AbstractContextManager[None]:
-        """Within it, backward adds to the gradients and communicates none, whatever memory that takes."""
+        """Make backward add to the gradients without communication, at any cost in memory."""
 
     @abstractmethod
     def start_reduction(self) -> None:
-        """Begins to reduce what backwards within `hold` added up."""
+        """Begin to reduce the gradients that backwards within `hold` added up."""
 
     @abstractmethod
     def finish_reduction(self) -> None:
-        """Ends what `start_reduction` began, as a backward would."""
+        """End the reductions that `start_reduction` began, as a backward would."""
 
     @abstractmethod
     def gathered(self) -> AbstractContextManager[None]:
-        """Within it, every parameter of the model is whole and up to date."""
+        """Keep every parameter of the model whole and up to date while this context lasts."""
 
     @abstractmethod
     def unchanged(self) -> AbstractContextManager[None]:
-        """Within it nobody changes what is owned, so that weights need not be gathered in every forward."""
+        """Promise that owned parameters do not change within it, so that forwards need not gather weights."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forgets gradients that were accumulated and not yet given to what is owned."""
+        """Forget accumulated gradients that were not yet given to the owned parameters."""
 
     @abstractmethod
     def changed(self) -> None:
-        """To be called when owned parameters were changed other than after a backward."""
+        """Note that owned parameters were changed other than after a backward; callers must report this."""

@@ -1,4 +1,4 @@
-"""Bringing weights that stay in memory up to date after their owners have changed."""
+"""Update of weights that stay in memory, after their owners have changed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["WeightUpdate"]
 
 
 class WeightUpdate:
-    """Gathers every bucket's weights in a forward, overlapped with it.
+    """Gather every bucket's weights during a forward.
 
-    What changes the owners' parts cannot be seen: optimizers and users write into them in many ways. So every
-    forward begins with a gather, as FSDP2's does, but for those between which nobody has reason to write: the
-    micro-batches of a step, and whatever runs within `unchanged`.
+    Writes to the owners' parts cannot be observed: optimizers and users make them in many ways. So every
+    forward begins with a gather, as in FSDP2. Exceptions are forwards between which nobody has reason to
+    write: the micro-batches of a step, and those within `unchanged`.
 
-    All gathers start when the model's forward begins, or before it by `start`, and each is waited for where a
-    weight of its bucket is used first. Weights may also be used outside of the model's forward, by another
-    method of it. Then a pass over the model begins where a module is used that has been used before.
+    All gathers start when the model's forward begins, or earlier by `start`. Each is waited for at the first
+    use of a weight of its bucket. Another method of the model may also use weights outside its forward. Then
+    a new pass over the model begins when a module is used a second time.
 
     Args:
-        entry: The module whose forward is that of all the buckets' parameters.
+        entry: The module whose forward uses all the buckets' parameters.
         model: The model that owns them.
-        blocks: Its repeated parts; all of a block is waited for where the block is called, so that a block
-            that is compiled has one place to wait.
-        buckets: In forward order.
+        blocks: Its repeated parts. All weights of a block are waited for when the block is called, so that a
+            compiled block has one place to wait.
+        buckets: The buckets, in forward order.
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class WeightUpdate:
     ) -> None:
         self._buckets = [bucket for bucket in buckets if not bucket.is_current]
         self._is_fresh = False  # gathered, and nobody has had reason to write since
-        self._is_used = False  # by a forward since it was gathered, without a backward after it
+        self._is_used = False  # a forward has used it since its gather, without a backward
         self._under_way = False
         self._unchanged = 0
-        self._forwards = 0  # of the model, one within another
+        self._forwards = 0  # open forwards of the model, nested
         self._seen: set[int] = set()
         if not self._buckets:
             return
@@ -63,21 +63,21 @@ class WeightUpdate:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether all weights are what their owners had when these were last likely to change."""
+        """Whether all weights equal their owners' as of the last likely change of these."""
         return not self._buckets or (self._is_fresh and not self._under_way)
 
     def mark(self) -> None:
-        """Says that the owners' parts have changed, or are about to."""
+        """Note that the owners' parts have changed, or are about to."""
         self._finish()
         self._is_fresh = self._is_used = False
 
     def keep(self) -> None:
-        """Says that a backward has ended after which the owners' parts do not change yet."""
+        """Note that a backward has ended after which the owners' parts do not change yet."""
         self._is_used = False
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Within it the owners' parts do not change."""
+        """Promise that the owners' parts do not change while this context lasts."""
         self._unchanged += 1
         try:
             yield
@@ -85,12 +85,12 @@ class WeightUpdate:
             self._unchanged -= 1
 
     def refresh(self) -> None:
-        """Brings all weights up to date now."""
+        """Update all weights now."""
         self._gather()
         self._finish()
 
     def start(self) -> None:
-        """Starts the gathers, if somebody may have written since the last ones."""
+        """Start the gathers, if somebody may have written since the last ones."""
         if not self._is_fresh or (self._is_used and not self._unchanged):
             self._gather()
 
@@ -118,7 +118,7 @@ class WeightUpdate:
         if in_backward():
             return
         self._forwards -= 1
-        self._finish()  # what this forward left out
+        self._finish()  # weights that this forward did not use
         self._is_used = True
 
     def _is_forward_open(self) -> bool:
@@ -135,7 +135,7 @@ class WeightUpdate:
         return wait
 
     def _outside(self, number: int) -> None:
-        """A module is used while the model's own forward is not running."""
+        """Note that a module is used while the model's own forward does not run."""
         if in_backward():
             return
         if number in self._seen:
@@ -146,6 +146,6 @@ class WeightUpdate:
 
 
 def _own(modules: Iterable[nn.Module], bucket_of: Mapping[nn.Parameter, Bucket]) -> list[Bucket]:
-    """The buckets of the modules' own parameters."""
+    """Return the buckets of the modules' own parameters."""
     held = (each for module in modules for each in module._parameters.values() if each is not None)
     return list(dict.fromkeys(bucket_of[each] for each in held if each in bucket_of))

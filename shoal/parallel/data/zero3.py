@@ -1,14 +1,15 @@
 """ZeRO-3: parameters are sharded too (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 3).
 
-The communications: a block's weights are all-gathered before its forward and freed after it, all-gathered
-again before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends
-3 P (d - 1) / d elements for each micro-batch. The gather of the next block runs while one block computes. The
-last block of a forward is the first of backward, and stays; the root's parameters stay for the whole of both.
-Those that another pipeline stage of the rank uses too, as a tied embedding in a V, stay from one forward of
+Communication: a block's weights are all-gathered before its forward and freed after it, all-gathered again
+before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends 3 P (d - 1) /
+d elements for each micro-batch. The gather of the next block runs while one block computes. The last block of
+a forward is the first of backward, so its weights stay; the root's parameters stay for the whole of both.
+Weights that another pipeline stage of the rank uses too, such as a tied embedding in a V schedule, stay from
+one forward of their own stage to the next: the other stage finds them there and gathers nothing.
 their own stage to the next: the other stage finds them there, and gathers nothing.
 
-All ranks gather every block and reduce its gradients at the same places, also a rank that leaves the block
-out or has no gradient of some of its parameters (`block_order.py`).
+All ranks gather every block and reduce its gradients at the same places, even a rank that leaves the block
+out or lacks gradients of some of its parameters (`block_order.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["zero3"]
 
 
 def zero3(setup: Setup) -> Strategy:
-    """Weights are there only while a block computes with them."""
+    """Return the strategy that keeps weights in memory only while a block computes with them."""
     return _ShardedWeights(setup)
 
 
@@ -97,7 +98,7 @@ class _ShardedWeights(Strategy):
         return None if self._held_open else "are there only while a forward or a backward needs them"
 
     def unchanged(self) -> AbstractContextManager[None]:
-        """See `Strategy.unchanged`. Weights are gathered in every forward all the same."""
+        """See `Strategy.unchanged`. Every forward gathers weights nevertheless."""
         return nullcontext()
 
     def start_step(self) -> None:
@@ -133,7 +134,7 @@ class _ShardedWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
-        self._drop_all()  # what a forward left may be from before the optimizer's step
+        self._drop_all()  # remaining weights may be from before the optimizer's step
         self._held_open += 1
         try:
             self._gather(self._buckets)
@@ -190,14 +191,14 @@ class _ShardedWeights(Strategy):
 
     def _settle(self, block: int) -> None:
         if block in self._read:
-            return  # where in backward its gradients are complete is not known: they are reduced at its end
+            return  # unknown when its gradients are complete: the end of backward reduces them
         if block < len(self._blocks):
             self._reduction.reduce(self._positions[block])
         else:
             self._reduction.reduce_early(self._positions[block])
 
     def _end_backward(self) -> None:
-        from_other_stage = self._on_hold and not self._is_walking_back  # with a gradient of what is lent
+        from_other_stage = self._on_hold and not self._is_walking_back  # lent parameters got a gradient
         if not from_other_stage:
             self._order.end_backward()
         self._is_walking_back = False

@@ -2,13 +2,13 @@
 
 Rank i of an axis of size n keeps experts `[i * experts / n, (i + 1) * experts / n)`. Its tokens are its own,
 as in data parallelism. In every forward an all-to-all takes the rows of its tokens' choices to the ranks that
-keep the experts, which multiply them, and a second one brings the results back; backward runs the same pair
-the other way round. How many rows go where differs, and only the rank that sends them knows it, so counts go
-first. The sum over a token's choices is made where the token lives, in the order it has on one device.
+keep the experts, which multiply them, and a second one brings the results back; backward runs this pair in
+reverse. The number of rows per destination varies, and only the sending rank knows it, so counts are sent
+first. The sum over a token's choices is computed on the token's rank, in the order it has on one device.
 
 The router is replicated. A sample's tokens may lie on several ranks (context parallelism, or the sequence
-parallelism of tensor parallelism); then its choices are counted over these, for the balance loss and for a
-capacity.
+parallelism of tensor parallelism). Then its choices are counted over these ranks, for the balance loss and
+for a capacity.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from shoal.plan import divisors
 __all__ = ["cut_experts", "exchange_with_experts", "expert_parallel", "require_experts"]
 
 Positions = Callable[[int, torch.device], Tensor]
-"""From the number of local positions and a device to where these lie in the sample, `[seq]`, int64."""
+"""From a number of local positions and a device, gives their places in the sample, `[seq]`, int64."""
 
 
 def expert_parallel(
     model: nn.Module, axis: Axis, sequence_axis: Axis | None = None, positions: Positions | None = None
 ) -> None:
-    """Makes every `Mixture` of a model give its rows to experts on all ranks of an axis.
+    """Make every `Mixture` of a model give its rows to experts on all ranks of an axis.
 
-    The caller cuts the parameters: at each forward `gate`, `up` and `down` of a `Mixture` hold the experts of
-    this rank alone, as `cut_experts` says. All ranks of the axes run the same forwards in the same order.
+    The caller cuts the parameters: at each forward `gate`, `up` and `down` of a `Mixture` hold only the
+    experts of this rank, as `cut_experts` says. All ranks of the axes run the same forwards in the same
+    order.
 
-    Their gradients are sums over what all ranks of the axis computed, each from the loss of its own tokens.
-    So where all other gradients are averages over n data-parallel ranks, sums over the ranks that keep the
-    same experts are to be divided by n as well, not by the number of summands.
+    The experts' gradients are sums over the computation of all ranks of the axis, each from the loss of its
+    own tokens. Other gradients are averages over n data-parallel ranks. So sums over the ranks that keep the
+    same experts must be divided by n as well, and not by the number of summands.
 
     Args:
         model: A model with at least one `Mixture`, or any if the axis has one rank.
         axis: The ranks that together keep all experts; of size 1 if each keeps all.
         sequence_axis: The ranks that hold parts, of equal length, of the same samples; None if each holds
             whole samples.
-        positions: Where this rank's part of a sample lies in it; by default the i-th part is rank i's.
+        positions: Positions of this rank's part of a sample; by default the i-th part is rank i's.
 
     Raises:
-        ModelError: The axis has several ranks, and the model no `Mixture`.
-        PlanError: The axis does not divide its experts.
+        ModelError: The axis has several ranks, and the model has no `Mixture`.
+        PlanError: The axis does not divide the number of experts.
     """
     require_experts(model, axis.size)
     for mixture in _mixtures(model):
@@ -71,11 +72,11 @@ def expert_parallel(
 
 
 def require_experts(model: nn.Module, size: int) -> None:
-    """Checks that a model's experts can be laid over so many ranks.
+    """Check that a model's experts can be laid over this many ranks.
 
     Raises:
         ModelError: The model has no `Mixture`.
-        PlanError: They do not divide.
+        PlanError: The experts do not divide over the ranks.
     """
     mixtures = _mixtures(model)
     if not mixtures and size > 1:
@@ -98,7 +99,7 @@ def _mixtures(model: nn.Module) -> list[Mixture]:
 
 
 def cut_experts(model: nn.Module, axis: Axis) -> dict[str, Cut]:
-    """This rank's block of every expert parameter, by name; they divide, as `require_experts` says."""
+    """Return this rank's block of every expert parameter, by name; the experts must divide evenly."""
     cuts = {}
     for name, module in model.named_modules():
         if not isinstance(module, Mixture):
@@ -120,13 +121,13 @@ def exchange_with_experts(
     axis: Axis,
     multiply: Multiply = multiply_by_experts,
 ) -> Tensor:
-    """`run_experts` for rows of all experts, with the weights of this rank's alone.
+    """Compute `run_experts` for rows of all experts, with the weights of this rank's experts only.
 
     Args:
         rows: `[rows, hidden]`, sorted by expert.
-        counts: `[experts]`, int64: how many of this rank's rows each expert gets.
-        gate: `[experts / size, ffn, hidden]`, and `up` as well.
-        up: See `gate`.
+        counts: `[experts]`, int64: the number of this rank's rows for each expert.
+        gate: `[experts / size, ffn, hidden]`.
+        up: `[experts / size, ffn, hidden]`.
         down: `[experts / size, hidden, ffn]`.
         axis: The ranks that together keep all experts.
         multiply: See `run_experts`.
@@ -137,7 +138,7 @@ def exchange_with_experts(
     arriving = torch.empty_like(counts)
     axis.all_to_all(arriving, counts, "expert counts").wait()
     by_rank = torch.stack((counts, arriving)).view(2, axis.size, -1)
-    # The one time that the host has to know: lengths are arguments of the collective.
+    # The one point at which the host must know the counts: lengths are arguments of the collective.
     sent, received = by_rank.sum(-1).tolist()
     way = _Way(axis, sent, received, _by_expert(by_rank[1], sum(received)))
     arrived = _ToExperts.apply(rows, way)
@@ -148,13 +149,13 @@ def exchange_with_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Where rows go.
+    """The route of rows between ranks.
 
     Attributes:
-        axis: The ranks that exchange them.
-        sent: How many go to each rank, in the order in which they lie.
-        received: How many come from each.
-        order: `[rows]`: at each place by expert, which of the rows that came.
+        axis: The ranks that send each other rows.
+        sent: Number of rows that go to each rank, in the order in which they lie.
+        received: Number of rows that come from each rank.
+        order: `[rows]`: for each place in the order by expert, the index of the received row.
     """
 
     axis: Axis
@@ -163,7 +164,7 @@ class _Way:
     order: Tensor
 
     def go(self, rows: Tensor, name: str) -> Tensor:
-        """The rows of all ranks that are for this rank's experts, sorted by expert."""
+        """Send the rows to their experts; return the rows for this rank's experts, sorted by expert."""
         arrived = _new_rows(len(self.order), rows)
         self.axis.all_to_all(
             arrived, rows.contiguous(), name, received_rows=self.received, sent_rows=self.sent
@@ -171,7 +172,7 @@ class _Way:
         return arrived.index_select(0, self.order)
 
     def come_back(self, rows: Tensor, name: str) -> Tensor:
-        """What `go` did, undone."""
+        """Send rows back to their ranks: the inverse of `go`."""
         returning = _new_rows(len(self.order), rows).index_copy_(0, self.order, rows)
         back = _new_rows(sum(self.sent), rows)
         self.axis.all_to_all(back, returning, name, received_rows=self.sent, sent_rows=self.received).wait()
@@ -179,7 +180,7 @@ class _Way:
 
 
 class _ToExperts(torch.autograd.Function):
-    """Rows go to experts; in backward their gradients come back."""
+    """Send rows to experts; in backward return their gradients."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor, way: _Way) -> Tensor:
@@ -193,7 +194,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _FromExperts(torch.autograd.Function):
-    """Results come back from experts; in backward their gradients go to these."""
+    """Return results from experts; in backward send their gradients to the experts."""
 
     @staticmethod
     def forward(context: Any, results: Tensor, way: _Way) -> Tensor:
@@ -207,7 +208,7 @@ class _FromExperts(torch.autograd.Function):
 
 
 def _by_expert(arriving: Tensor, rows: int) -> Tensor:
-    """From counts `[rank, local expert]` of rows sorted by these, the order `[rows]` that sorts by expert."""
+    """Return the order `[rows]` by expert, from counts `[rank, local expert]` of rows sorted by these."""
     experts = torch.arange(arriving.shape[1], device=arriving.device).repeat(arriving.shape[0])
     return experts.repeat_interleave(arriving.flatten(), output_size=rows).argsort(stable=True)
 
@@ -226,10 +227,10 @@ def _sum_counts(counts: Tensor, *, axis: Axis) -> Tensor:
 def _keep_of_whole_samples(
     chosen: Tensor, experts: int, capacity: float, *, axis: Axis, positions: Positions
 ) -> Tensor:
-    """`within_capacity` for parts of samples: every rank sees all choices, decides, and takes its part."""
+    """Apply `within_capacity` to parts of samples: every rank decides over all choices, takes its part."""
     batch, seq, per_token = chosen.shape
     parts = chosen.new_empty(axis.size, batch + 1, seq, per_token)
-    # A row of positions goes with the choices.
+    # A row of positions is sent with the choices.
     parts[axis.index, :batch] = chosen
     parts[axis.index, batch] = positions(seq, chosen.device)[:, None]
     axis.all_gather(parts.view(-1), "choices of samples").wait()

@@ -1,14 +1,14 @@
 """The layout of Hugging Face's causal models, from the plan for tensor parallelism in their configuration.
 
-`config.base_model_tp_plan` says of layers, by patterns of names, how transformers itself would split them:
+`config.base_model_tp_plan` says, by patterns of layer names, how transformers itself would split layers:
 "colwise" by outputs, "rowwise" by inputs. Norms of each head stay whole, and each rank has a part of their
-gradient. What a layout cannot say is refused: other ways to split, and other parameters that work on a
-rank's own heads or features. So is what would make a rank's copy of the residual stream differ from the
-others'.
+gradient. Anything that a layout cannot express is refused: other ways to split, and other parameters that
+work on a rank's own heads or features. Dropout that would make the ranks' copies of the residual stream
+differ is refused too.
 
-The embedding and the head are split by the vocabulary where they do nothing but look up and multiply, and
-the `logits` of the model's output are `SplitLogits` then. Else they stay whole on every rank, and only
-`tensor=plain` works: logits of a part of the sequence would be of no use.
+The embedding and the head are split by the vocabulary if they only look up and multiply; then the `logits` of
+the model's output are `SplitLogits`. Otherwise they stay whole on every rank, and only `tensor=plain` works:
+logits of a part of the sequence would be of no use.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ __all__ = ["fit_heads", "has_tensor_plan", "layout_of_hugging_face", "splits_att
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _NORMS_OF_HEADS = "replicated_with_grad_allreduce"
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-_HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # of heads, and of other tasks
+_HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # in attention, and for other tasks
 
 
 def has_tensor_plan(model: nn.Module) -> bool:
-    """Whether a model has a configuration as those of transformers; they need not be installed."""
+    """Return whether a model has a configuration like those of transformers, which need not be installed."""
     return hasattr(getattr(model, "config", None), "base_model_tp_plan")
 
 
 def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
-    """The layout that a causal model's own plan for tensor parallelism gives; the model is not changed.
+    """Return the layout given by a causal model's own plan for tensor parallelism; do not change the model.
 
     Args:
-        model: One of transformers, such as `LlamaForCausalLM`, for which `has_tensor_plan`.
+        model: A model of transformers, such as `LlamaForCausalLM`, for which `has_tensor_plan`.
 
     Returns:
         A layout that names each attention and each feed-forward layer that is split.
 
     Raises:
-        PlanError: The model has no plan, or one that a layout cannot say.
+        PlanError: The model has no plan, or one that a layout cannot express.
     """
     config: Any = model.config
     splits, partial = {}, []
@@ -70,9 +70,9 @@ def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
 
 
 def fit_heads(module: nn.Module, split: Split, size: int) -> None:
-    """Has attention of transformers repeat a rank's keys and values as often as its queries need.
+    """Make attention of transformers repeat a rank's keys and values as often as its queries need.
 
-    With fewer heads of keys and values than ranks, that is less often than on one device.
+    If there are fewer heads of keys and values than ranks, this is less often than on one device.
     """
     if hasattr(module, "num_key_value_groups") and splits_attention(split):
         heads, kv_heads = split.columns["q_proj"] // size, max(1, split.columns["k_proj"] // size)
@@ -80,12 +80,12 @@ def fit_heads(module: nn.Module, split: Split, size: int) -> None:
 
 
 def splits_attention(split: Split) -> bool:
-    """Whether it is attention that is split so."""
+    """Return whether this is the split of an attention layer."""
     return split.columns.keys() >= set(_ATTENTION)
 
 
 def _vocabulary(model: Any, config: Any) -> tuple[str | None, str | None]:
-    """The names of the embedding and the head, each if it can be split; of a shared weight both or none."""
+    """Return the names of embedding and head, each if it can be split; both or none if they are tied."""
     modules = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     looks_up = type(embedding) is nn.Embedding and embedding.padding_idx is None and not embedding.max_norm
@@ -97,10 +97,10 @@ def _vocabulary(model: Any, config: Any) -> tuple[str | None, str | None]:
 
 
 def _planned(model: Any, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The plan's word for each child, by name of the module that holds it. In the plan `*` is a number.
+    """Return, by name of a module, the plan's word for each of its children. In the plan `*` is a number.
 
-    What a plan says of the embedding and the head is left out: `_vocabulary` looks at these. Some releases of
-    transformers name the embedding when weights are tied, others never do.
+    Entries for the embedding and the head are left out: `_vocabulary` looks at these. Some releases of
+    transformers name the embedding if weights are tied, others never do.
     """
     prefix = getattr(model, "base_model_prefix", "")
     base = f"{prefix}." if prefix and hasattr(model, prefix) else ""
@@ -136,7 +136,7 @@ def _attention(model: nn.Module, name: str, module: Any, columns: list[str], row
 
 
 def _norms_of_heads(model: nn.Module, name: str, module: Any, norms: list[str]) -> list[str]:
-    """The names of the parameters of norms that treat each head alike."""
+    """Return the names of the parameters of norms that treat each head alike."""
     names = []
     for norm in norms:
         for parameter, value in getattr(module, norm).named_parameters():
@@ -169,14 +169,14 @@ def _require_known(model: nn.Module, name: str, styles: Mapping[str, str]) -> No
 
 
 def _require_all_split(model: nn.Module, name: str, module: nn.Module, split: set[str]) -> None:
-    """Anything else in the module sees a rank's own heads or features, and has a part of a gradient."""
+    """Refuse other parameters in the module: they see a rank's own heads, and get a part of a gradient."""
     for parameter, _ in module.named_parameters():
         if parameter.split(".")[0] not in split:
             raise _refused(model, f"{name}.{parameter} works on what is split, and would be trained wrongly")
 
 
 def _require_no_dropout(model: nn.Module, config: Any) -> None:
-    """Ranks draw masks of their own, which only attention may: there they have different heads."""
+    """Refuse dropout outside attention: ranks draw different masks. In attention their heads differ too."""
     rates = {
         f"config.{name}": value
         for name, value in vars(config).items()

@@ -1,17 +1,17 @@
 """Hugging Face's causal models on a part of every sequence, as tensor and context parallelism give them.
 
-These models count positions along what the embedding gives, and make attention's mask for as many.
+These models count positions along the embedding's output, and make attention's mask of that length.
 
-Where tensor parallelism splits the residual stream, attention still sees the whole sequence. So the model
-gets what the embedding gave, in its place among zeros, for as long as it makes masks and positions by its
-length, and the first block takes it out again. Attention takes the shape of its heads from its input: it gets
-a stand-in of the whole sequence's shape, for which its split layers take the part. Nothing is communicated
-for any of this. In a pipeline each stage does the same: what stands in place of the embedding gives a part of
-the sequence too, and what stands in place of the first block takes it.
+If tensor parallelism splits the residual stream, attention still sees the whole sequence. So the model gets
+the embedding's output among zeros, of the whole length, while it makes masks and positions by that length.
+The first block takes the rank's part out again. Attention takes the shape of its heads from its input, so it
+gets a stand-in with the whole sequence's shape, and its split layers take the real part. None of this
+communicates. In a pipeline each stage does so: the placeholder of the embedding gives a part of the sequence
+too, and the placeholder of the first block takes it out.
 
-Context parallelism gives a model the positions of its part in place of those that it would count, and its
-attention modules one function in place of their own, by transformers' registry of attention functions. No
-mask is made then, so that only plain causal attention is right; all else is refused.
+Context parallelism gives a model the positions of its part, instead of those that it would count, and gives
+its attention modules one other function, by transformers' registry of attention functions. No mask is made
+then, so that only plain causal attention is right; all else is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _REGISTERED = "shoal"
 _ALONG_THE_SEQUENCE = (nn.Conv1d, nn.RNNBase)
 _ATTENDED = ("full_attention", "sliding_attention")
 _COUNTED = ("dynamic", "longrope")  # ways of rotary embedding that depend on the length of what comes in
-_NO_CHANGE = {  # what attention may be told beside its scale, and that changes nothing of its result
+_NO_CHANGE = {  # arguments of attention that leave its result unchanged
     "cache_position",
     "num_items_in_batch",
     "position_ids",
@@ -59,12 +59,12 @@ _NO_CHANGE = {  # what attention may be told beside its scale, and that changes 
 
 
 def split_stream(model: Any, layout: TensorLayout, axes: Axes) -> None:
-    """Has the blocks work on this rank's part of the sequence, in place.
+    """Make the blocks work on this rank's part of the sequence, in place.
 
     Args:
-        model: One of transformers to which tensor parallelism was applied, with `sequence` or `async`.
-        layout: How it is split.
-        axes: The Plan's.
+        model: A model of transformers to which tensor parallelism was applied, with `sequence` or `async`.
+        layout: The layout by which it is split.
+        axes: The Plan's axes.
     """
     model.base_model.register_forward_pre_hook(partial(_embedded, axis=axes.tp), with_kwargs=True)
     find_blocks(model.base_model)[0].register_forward_pre_hook(
@@ -81,14 +81,14 @@ def attend_over_ranks(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     positions: Callable[[int, torch.device], Tensor],
 ) -> None:
-    """Has a model's attention reach over the ranks that hold parts of a sequence, in place.
+    """Make a model's attention reach over the ranks that hold parts of a sequence, in place.
 
     Args:
-        model: One of transformers, for which `require_attention` passes.
+        model: A model of transformers, for which `require_attention` passes.
         size: Number of the ranks.
         attend: Causal attention of query `[batch, heads, seq / size, head_dim]` to keys and values
             `[batch, kv_heads, seq / size, head_dim]`.
-        positions: Gives the positions `[seq / size]` that this rank holds, from their number and a device.
+        positions: Gives the positions `[seq / size]` that this rank holds, given `seq / size` and a device.
     """
     from transformers import AttentionInterface
 
@@ -102,26 +102,26 @@ def attend_over_ranks(
 
 
 def refuse_labels(model: nn.Module) -> None:
-    """Has a model refuse to compute its own loss, which is wrong of split logits and of split sequences."""
+    """Make a model refuse to compute its own loss, wrong for split logits and for split sequences."""
     model.register_forward_pre_hook(_require_no_labels, with_kwargs=True)
 
 
 def use_no_cache(model: Any) -> None:
-    """Has a model keep no keys and values: training never reads them, and recompute would add them twice."""
+    """Make a model keep no keys and values: training never reads them, and recompute would add them twice."""
     model.config.use_cache = False
 
 
 def query_heads(model: Any) -> int:
-    """Number of query heads of each attention layer."""
+    """Return the number of query heads of each attention layer."""
     heads: int = model.config.num_attention_heads
     return heads
 
 
 def require_attention(model: Any) -> None:
-    """Checks that a model's attention can reach over ranks, and that nothing else looks along a sequence.
+    """Check that a model's attention can reach over ranks, and that nothing else looks along a sequence.
 
     Raises:
-        ModelError: It cannot, or something does.
+        ModelError: Its attention cannot, or something else looks along a sequence.
     """
     config = model.config
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
@@ -145,14 +145,14 @@ def require_attention(model: Any) -> None:
 
 
 def require_window(config: Any, sequence: int) -> None:
-    """Checks that attention sees all of a sequence that is spread over ranks.
+    """Check that attention sees all of a sequence that is spread over ranks.
 
     Args:
-        config: The model's.
+        config: The model's configuration.
         sequence: Tokens in the whole sequence.
 
     Raises:
-        PlanError: It sees a shorter window alone.
+        PlanError: Attention sees only a shorter window.
     """
     kinds = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
@@ -166,7 +166,7 @@ def require_window(config: Any, sequence: int) -> None:
 
 
 def _rotary_kinds(config: Any) -> list[str]:
-    """The kinds of rotary embedding that a configuration names, of all layers or by kind of layer."""
+    """Return the kinds of rotary embedding that a configuration names, for all layers or by kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     each = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
     return [str(value["rope_type"]) for value in each if "rope_type" in value]
@@ -174,7 +174,7 @@ def _rotary_kinds(config: Any) -> list[str]:
 
 @final
 class _StandIn:
-    """What an attention module gets in place of this rank's part of the sequence.
+    """The input of an attention module instead of this rank's part of the sequence.
 
     Args:
         size: Number of ranks that the sequence is split over.
@@ -186,7 +186,7 @@ class _StandIn:
         self._whole: Tensor | None = None
 
     def put_before(self, module: nn.Module, split: Split) -> None:
-        """Has the module see the stand-in, and its split layers what it stands for."""
+        """Give the module the stand-in, and give its split layers the part that it stands for."""
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
         module.register_forward_hook(self._leave)
         for child in split.columns:
@@ -198,7 +198,7 @@ class _StandIn:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         part: Tensor = args[0] if args else named["hidden_states"]
         batch, length, width = part.shape
-        # Not a number: it would be seen if anything but the split layers read it.
+        # NaN: a read by anything but the split layers shows in the result.
         whole = part.new_full((), math.nan).expand(batch, length * self._size, width)
         self._part, self._whole = part, whole
         return ((whole, *args[1:]), named) if args else (args, {**named, "hidden_states": whole})
@@ -213,7 +213,7 @@ class _StandIn:
 def _embedded(
     module: Any, args: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gives a base model its part of the sequence among zeros, `[batch, seq, hidden]`, in place of tokens."""
+    """Give a base model its part of the sequence among zeros, `[batch, seq, hidden]`, instead of tokens."""
     tokens = args[0] if args else named.get("input_ids")
     if tokens is None:  # it was given something of the whole sequence that is embedded
         return args, named
@@ -228,7 +228,7 @@ def _embedded(
 def _own_part(
     module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Takes out of what a block is given what `_embedded` put in."""
+    """Take this rank's part out of a block's input, which `_embedded` padded with zeros."""
     if args:
         return (_part(args[0], axis), *args[1:]), named
     return args, {**named, "hidden_states": _part(named["hidden_states"], axis)}
@@ -246,7 +246,7 @@ def _hold_positions(
     size: int,
     positions: Callable[[int, torch.device], Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gives a base model the positions of its part."""
+    """Give a base model the positions of its part."""
     for name in ("attention_mask", "position_ids", "past_key_values"):
         if named.get(name) is not None:
             raise ModelError(
@@ -280,7 +280,7 @@ def _registered(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it; all but query, key, value and scale must be as in causal attention.
+    """Compute attention as transformers calls it; all options but the scale must be causal attention's.
 
     Returns:
         `[batch, seq, heads, head_dim]`, and no weights.

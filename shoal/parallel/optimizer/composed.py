@@ -1,4 +1,4 @@
-"""Optimizers whose step is made by others, which have the state."""
+"""Optimizers that delegate their step to other optimizers, which hold the state."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shoal.parallel.owned import Owned
 __all__ = ["Composed", "OptimizerPart", "copy_settings", "loss_of", "parts_of", "title_of"]
 
 OptimizerPart = tuple[Optimizer, Sequence[Owned]]
-"""An optimizer that has a state, and what this rank has of the parameters that the state is of.
+"""An optimizer with a state, and this rank's parts of the parameters that the state belongs to.
 
-`Owned.parameter` is the key of the state there."""
+`Owned.parameter` is the key of the optimizer's state."""
 
 
 class Composed(Optimizer, ABC):
-    """An optimizer that is used like any other, and leaves its step to others.
+    """An optimizer that is used like any other, and delegates its step to others.
 
-    `param_groups` count: their settings are given to those others before each step. `state` and
-    `state_dict()` show what the others have on this rank, which a rank with the same Plan can load.
+    The settings in `param_groups` are passed to those others before each step. `state` and `state_dict()`
+    show the others' state on this rank, which a rank with the same Plan can load.
 
     Args:
-        groups: As the optimizers of torch take them.
-        defaults: Settings of groups that do not say otherwise.
+        groups: Parameters or groups, as torch optimizers take them.
+        defaults: Settings of groups that do not set them.
     """
 
     def __init__(self, groups: Any, defaults: dict[str, Any]) -> None:
@@ -39,36 +39,36 @@ class Composed(Optimizer, ABC):
     @property
     @abstractmethod
     def title(self) -> str:
-        """The names of the optimizers that make the step."""
+        """Return the names of the optimizers that make the step."""
 
     @abstractmethod
     def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
-        """The optimizers that make the step, each with what this rank has of its parameters."""
+        """Return the optimizers that make the step, each with this rank's part of its parameters."""
 
     @abstractmethod
     def show(self) -> None:
-        """Makes `state` that of the optimizers that make the step."""
+        """Show in `state` the state of the optimizers that make the step."""
 
     @abstractmethod
     def take(self) -> None:
-        """Gives these optimizers the `state` that was loaded."""
+        """Pass these optimizers the `state` that was loaded."""
 
 
 def parts_of(optimizer: Optimizer, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
-    """The optimizers that have the state of `optimizer`: itself, as a rule, with what this rank owns."""
+    """Return the optimizers that hold the state of `optimizer`, usually itself, with their parameters."""
     return optimizer.parts(owned) if isinstance(optimizer, Composed) else [(optimizer, owned)]
 
 
 def title_of(optimizer: Optimizer) -> str:
-    """The name of an optimizer, or of those that make its step."""
+    """Return the name of an optimizer, or of the ones that make its step."""
     return optimizer.title if isinstance(optimizer, Composed) else type(optimizer).__name__
 
 
 def copy_settings(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Gives groups all that other groups hold beside parameters.
+    """Copy all that `source` groups hold, except parameters, to `target` groups.
 
     Raises:
-        LayoutError: They are not as many.
+        LayoutError: The numbers of groups differ.
     """
     if len(source) != len(target):
         raise LayoutError(
@@ -81,7 +81,7 @@ def copy_settings(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """What a closure that an optimizer's step was given gives, with gradients."""
+    """Return the result of the closure that an optimizer's step was given, computed with gradients."""
     if closure is None:
         return None
     with torch.enable_grad():

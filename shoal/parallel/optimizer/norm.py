@@ -14,12 +14,12 @@ __all__ = ["gradient_norm", "scale_gradients"]
 
 
 def gradient_norm(owned: Sequence[Owned], parts: Axis, device: torch.device) -> float:
-    """The Euclidean norm of the whole gradient; the same on every rank.
+    """Return the Euclidean norm of the whole gradient; equal on every rank.
 
     Args:
-        owned: What this rank has of the parameters.
+        owned: This rank's parts of the parameters.
         parts: The ranks that together hold one whole state.
-        device: Where to sum.
+        device: Device on which to sum.
     """
     graded = [(each.gradient, each.family.copies) for each in owned if each.gradient is not None]
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -35,7 +35,7 @@ def gradient_norm(owned: Sequence[Owned], parts: Axis, device: torch.device) -> 
 
 
 def scale_gradients(owned: Sequence[Owned], factor: float) -> None:
-    """Multiplies this rank's part of the gradient."""
+    """Multiply this rank's part of the gradient by `factor`."""
     gradients = [each.gradient for each in owned if each.gradient is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)

@@ -1,4 +1,4 @@
-"""What optimizers do to the parameters of a model that is laid over ranks."""
+"""Checks and notifications of optimizer steps on a model that is laid over ranks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Sh
 """Names of optimizers whose update of an element depends on others of its parameter."""
 
 _NOT_OF_DTENSORS = {("torch", "Adafactor"), ("torch", "Muon"), ("transformers", "Adafactor")}
-"""Packages and names of those that cannot compute with all DTensors, or stop at an error of theirs."""
+"""Packages and names of optimizers that fail with some DTensors, because of limits or errors of their own."""
 
 
 def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callable[[], None]) -> None:
-    """Refuses steps that would train nothing or train wrongly, and tells of other steps.
+    """Refuse steps that would train nothing or train wrongly, and report all other steps.
 
-    Refused are an optimizer that was made before its model was laid out, and one that needs whole parameters
-    and has parts of them.
+    A step is refused if the optimizer was made before its model was laid out, or if it needs whole parameters
+    and has only parts of them.
 
     Args:
         module: The model.
-        owned: What optimizers may change.
-        changed: Called after a step of an optimizer that has some of it; a bound method, not kept alive.
+        owned: The parameters that optimizers may change.
+        changed: Called after a step of an optimizer that has some of `owned`; a bound method, not kept alive.
     """
     given = {each.parameter for each in owned}
     for name, parameter in module.named_parameters():
@@ -52,7 +52,7 @@ def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callab
 
 
 def _part_of(owned: Owned) -> tuple[str, str]:
-    """What an optimizer is given of the parameter, and the parameter's name."""
+    """Return which part of the parameter the optimizer has, and the parameter's name."""
     if owned.cut is not None:
         return "a block", owned.name
     return ("rows" if owned.family.shard.size > 1 else ""), owned.name
@@ -76,7 +76,7 @@ def _require_whole(optimizer: Optimizer) -> None:
 
 
 class _Told:
-    """Who is told of a parameter's changes; nobody of those of a copy.
+    """The function to call after a parameter's changes; a copy of the parameter has none.
 
     Args:
         method: Gives the method to call, or None once its object is gone.

@@ -1,10 +1,10 @@
-"""Parameters that ranks share by rows, brought whole to one rank each and back.
+"""Parameters shared by rows: gather each whole on one rank, and return its rows to all.
 
-Each parameter has one owner among the ranks that share it: dealt out by elements, the largest first, each to
-the rank that has least. Before an optimizer's step every rank sends its rows of the gradient and of the value
-to the owner, after it the owner sends every rank its rows of the new value. With P elements in all over d
-ranks, a rank sends 2 P (d - 1) / d^2 elements before the step and P (d - 1) / d^2 after it, in one all-to-all
-each, and has room for 2 P / d elements meanwhile.
+Each parameter has one owner among the ranks that share it. Parameters are assigned in order of size, the
+largest first, each to the rank with the fewest elements so far. Before an optimizer's step every rank sends
+its rows of the gradient and of the value to the owner; after it the owner sends every rank its rows of the
+new value. With P elements in total over d ranks, a rank sends 2 P (d - 1) / d^2 elements before the step and
+P (d - 1) / d^2 after it, each in one all-to-all, and needs memory for 2 P / d elements meanwhile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ class Owners:
     """The parameters that the ranks of one axis share, each with its owner.
 
     Args:
-        axis: The ranks.
-        shared: What this rank has of the parameters; the same parameters in the same order on every rank.
+        axis: The ranks that share the parameters.
+        shared: This rank's parts of the parameters; every rank gives the same parameters in the same order.
 
     Attributes:
-        shared: As given.
-        wholes: What stands for all of each; on its owner it has values between `collect` and `give_back`.
+        shared: The argument `shared`.
+        wholes: A tensor for all of each parameter; on its owner it has values between `collect` and
+            `give_back`.
     """
 
     def __init__(self, axis: Axis, shared: Sequence[Owned]) -> None:
@@ -50,11 +51,11 @@ class Owners:
         self._taking_part: list[tuple[Owned, nn.Parameter]] = []
 
     def is_mine(self, owned: Owned) -> bool:
-        """Whether this rank is the owner."""
+        """Return whether this rank is the owner."""
         return self._owner.get(owned.name) == self._axis.index
 
     def collect(self) -> None:
-        """Gives the `wholes` that are this rank's their values and gradients, of what has a gradient."""
+        """Fill the `wholes` that this rank owns with values and gradients, if they have a gradient."""
         self._taking_part = [
             pair for pair in zip(self.shared, self.wholes, strict=True) if pair[0].gradient is not None
         ]
@@ -80,7 +81,7 @@ class Owners:
         self._send(sent, here, into, there, "whole parameters")
 
     def give_back(self) -> None:
-        """Gives every rank its rows of the values, and forgets the whole ones."""
+        """Send every rank its rows of the values, and free the whole ones."""
         mine = self._owned_by(self._axis.index)
         sent = [
             self._rows(owned, whole.data, rank).reshape(-1)
@@ -94,7 +95,7 @@ class Owners:
             whole.data = self._absent.expand(owned.shape)
 
     def _owned_by(self, rank: int) -> list[tuple[Owned, nn.Parameter]]:
-        """Those that take part in the step and have this owner."""
+        """Return the parameters that take part in the step and have this owner."""
         return [pair for pair in self._taking_part if self._owner[pair[0].name] == rank]
 
     def _send(
@@ -105,7 +106,7 @@ class Owners:
         received_rows: Sequence[int],
         name: str,
     ) -> None:
-        """Sends parts, in the order of the ranks that get them, and puts what comes where it belongs."""
+        """Send parts, in the order of the receiving ranks, and put the received parts into `into`."""
         empty = self._absent.new_empty(0)
         received = self._absent.new_empty(sum(received_rows))
         sent = torch.cat([empty, *parts])
@@ -120,13 +121,13 @@ class Owners:
         return whole[rows.start : rows.stop]
 
     def _elements_here(self) -> list[int]:
-        """Elements that this rank has of what each rank is the owner of."""
+        """For each rank, return the number of elements here of parameters that it owns."""
         return [
             sum(owned.local.numel() for owned, _ in self._owned_by(rank)) for rank in range(self._axis.size)
         ]
 
     def _elements_there(self) -> list[int]:
-        """Elements that each rank has of what this rank is the owner of."""
+        """For each rank, return the number of its elements of parameters that this rank owns."""
         size, mine = self._axis.size, self._owned_by(self._axis.index)
         return [
             sum(len(part_of_rows(each.shape[0], size, rank)) * math.prod(each.shape[1:]) for each, _ in mine)

@@ -24,10 +24,10 @@ __all__ = ["Together"]
 
 @final
 class Together(Composed):
-    """Steps several optimizers, with the groups of all of them, one after another.
+    """Step several optimizers one after another; its groups are those of all of them.
 
     Args:
-        optimizers: Of different parameters.
+        optimizers: The optimizers; no two may have the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -41,10 +41,10 @@ class Together(Composed):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step of each.
+        """Make a step of each optimizer.
 
         Raises:
-            LayoutError: A group was added since it was made.
+            LayoutError: A group was added after construction.
         """
         loss = loss_of(closure)
         copy_settings(self.param_groups, self._groups)

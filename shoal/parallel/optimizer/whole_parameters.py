@@ -1,8 +1,8 @@
-"""Optimizers that need whole parameters, where ranks have rows of them.
+"""Optimizers that need whole parameters, for models whose ranks have rows of them.
 
 Muon makes a matrix orthogonal, Adafactor takes means over its rows and columns and the norm of all of it:
-neither can make its step of a part. The step of each parameter is made by one of the ranks that share it
-(`owners.py`), with its state there alone.
+neither can make its step from a part of a parameter. So one of the ranks that share a parameter makes its
+step and keeps its state (`owners.py`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ __all__ = ["WholeParameters"]
 
 @final
 class WholeParameters(Composed):
-    """Steps another optimizer on whole parameters, as on one device, under every sharding.
+    """Step another optimizer on whole parameters, as on one device, under every sharding.
 
-    Where ranks share a parameter by rows, one of them gets all of its gradient and value, makes the step and
-    gives every rank its rows back. With P elements of four bytes over d ranks, a rank sends
-    12 P (d - 1) / d^2 bytes a step, and keeps the state of P / d elements.
+    If ranks share a parameter by rows, one of them gets its whole gradient and value, makes the step and
+    returns to every rank its rows. With P elements of four bytes over d ranks, a rank sends 12 P (d - 1) /
+    d^2 bytes a step, and keeps the state of P / d elements.
 
         muon = WholeParameters(parallel, matrices, torch.optim.Muon, lr=0.02)
 
     Args:
         parallel: The model.
-        params: Parameters of it, or groups of them, as the optimizers of torch take them.
+        params: Parameters of the model, or groups of them, as torch optimizers take them.
         make: Makes the optimizer, such as `torch.optim.Muon`; called with groups, and the options.
-        options: As `make` takes them.
+        options: Options of `make`.
 
     Raises:
-        LayoutError: Tensor or expert parallelism cuts one of the parameters, or one is not of `parallel`.
+        LayoutError: Tensor or expert parallelism cuts one of the parameters, or one does not belong to
+            `parallel`.
     """
 
     def __init__(
@@ -74,10 +75,10 @@ class WholeParameters(Composed):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step with the gradients that are there; all ranks call it.
+        """Make a step with the present gradients; all ranks call it.
 
         Raises:
-            LayoutError: A group was added since it was made.
+            LayoutError: A group was added after construction.
         """
         loss = loss_of(closure)
         copy_settings(self.param_groups, self._optimizer.param_groups)
@@ -94,7 +95,7 @@ class WholeParameters(Composed):
         return loss
 
     def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
-        """See `Composed.parts`: all of the parameters of which this rank makes the step."""
+        """See `Composed.parts`: all of each parameter whose step this rank makes."""
         wholes = [
             replace(
                 each,
@@ -125,7 +126,7 @@ class WholeParameters(Composed):
     def _wholes(
         self, given: Sequence[nn.Parameter], owned_of: dict[nn.Parameter, Owned]
     ) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Each parameter with the tensor that stands for all of it."""
+        """Yield each parameter with the tensor that holds all of it."""
         shared = {
             owned.parameter: whole
             for owners in self._owners
@@ -145,7 +146,7 @@ def _is_shared(owned: Owned) -> bool:
 
 
 def _with_params(group: dict[str, Any], whole_of: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
-    """A group with the whole parameters, and their names if it has any."""
+    """Return a group with the whole parameters, and their names if it has any."""
     params: list[Any] = [whole_of[parameter] for parameter in group["params"]]
     settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     if "param_names" in group:
@@ -158,7 +159,7 @@ def _require_uncut(parallel: Parallel, parameter: nn.Parameter, owned_of: dict[n
     if owned is None:
         raise LayoutError(
             f"WholeParameters was given a parameter of shape {list(parameter.shape)} that is not the model's",
-            possible="those of parameters() and named_parameters() of what shoal.parallelize returned",
+            possible="parameters() and named_parameters() of the object that shoal.parallelize returned",
             change="take these",
         )
     if owned.cut is not None:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: how a model is cut into stages, and the loop that runs a schedule's table."""
+"""Pipeline parallelism: the cut of a model into stages, and the loop that runs a schedule's table."""

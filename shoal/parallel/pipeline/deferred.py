@@ -1,17 +1,17 @@
-"""Gradients of weights that are put off: a backward in two halves, for zero-bubble schedules.
+"""Deferred gradients of weights: a backward in two halves, for zero-bubble schedules.
 
-The backward of a product `y = x w` is two products: the gradient of `x`, for which the stage before waits,
-and that of `w`, which nobody needs before the optimizer's step. `split_backward` computes the first for a
-whole stage and keeps what the second needs, which is each layer's input and the gradient of its output; `run`
+The backward of a product `y = x w` is two products: the gradient of `x`, for which the previous stage waits,
+and the gradient of `w`, which nobody needs before the optimizer's step. `split_backward` computes the first
+for a whole stage and keeps what the second needs: each layer's input and the gradient of its output. `run`
 computes the second later (Qi et al. 2024, "Zero bubble pipeline parallelism", arXiv:2401.10241).
 
-Only products are put off, which is where the work is: the layers given to `put_off_products`. Gradients of
-norms and embeddings are computed in the first half. `run` is a backward of its own, so the hooks that find a
-gradient complete are called in it, layer by layer in backward's order, and each gradient is freed as soon as
-it is added up.
+Only products are deferred, as most of the work is there: the layers given to `put_off_products`. Gradients of
+norms and embeddings are computed in the first half. `run` is a backward of its own, so the hooks that detect
+a complete gradient are called in it, layer by layer in backward's order, and each gradient is freed as soon
+as it is added up.
 
-From the first half to the second, memory holds the operands of the products that were put off, for each row
-`in + out` numbers, or `in + sum(out_i)` if several products have one input:
+Between the two halves, memory holds the operands of the deferred products: for each row `in + out` numbers,
+or `in + sum(out_i)` if several products share one input:
 
     product                    rows of a micro-batch                               numbers for each
     linear layer               tokens                                              in + out
@@ -19,8 +19,8 @@ From the first half to the second, memory holds the operands of the products tha
       of experts                 capacity drops; with ep those that arrived here
     router of experts          tokens; fp32 whatever the precision is              hidden + experts
 
-A layer that puts its products off hides its weights from autograd: a plain backward gives them no gradient.
-Recompute is done once, in the first half.
+A layer that defers its products hides its weights from autograd: a plain backward gives them no gradient.
+Recompute runs once, in the first half.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ Compute = Callable[[], Sequence[Tensor | None]]
 
 @final
 class WeightGradients:
-    """The half of one stage's backward of one micro-batch that was put off."""
+    """The deferred half of one stage's backward of one micro-batch."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Compute, *tuple[Tensor, ...]]] = []
 
     def add(self, compute: Compute, weights: Sequence[Tensor]) -> None:
-        """Puts off what gives the gradients of these weights, parameters or views of such."""
+        """Defer the computation of the gradients of these weights: parameters, or views of parameters."""
         self._parts.append((compute, *weights))
 
     def run(self) -> None:
-        """Adds the gradients to those of the parameters, as a backward does; to be called once."""
+        """Add the gradients to those of the parameters, as a backward does; call it once."""
         parts, self._parts = self._parts, []
         roots = []
         while parts:  # The engine takes the newest node first. Nothing here keeps what it is to free.
@@ -76,10 +76,10 @@ class WeightGradients:
 
 @final
 class Deferral:
-    """Where the layers of a rank leave their weights' gradients while a backward runs.
+    """The collector of the weight gradients that a rank's layers defer during a backward.
 
     Attributes:
-        is_on: Whether forwards get a backward that puts off.
+        is_on: Whether forwards get a backward that defers.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Deferral:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it nothing is put off: for a forward, and its backward, that is to be a plain one."""
+        """Defer nothing while it lasts: for a forward whose backward is to be a plain one."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -97,7 +97,7 @@ class Deferral:
 
     @contextmanager
     def collect(self) -> Iterator[WeightGradients]:
-        """Within it, backward leaves the weights' gradients in what this gives."""
+        """Collect the weights' gradients that backward defers, in the object that this yields."""
         assert self._open is None
         self._open = collected = WeightGradients()
         try:
@@ -106,10 +106,10 @@ class Deferral:
             self._open = None
 
     def put_off(self, compute: Compute, weights: Sequence[Tensor]) -> None:
-        """Called in a layer's backward in place of computing the gradients of its weights.
+        """Defer the gradients of a layer's weights; the layer's backward calls it instead of computing them.
 
         Raises:
-            TrainingError: The backward is a plain one, in which they would be lost.
+            TrainingError: The backward is a plain one, in which the gradients would be lost.
         """
         if self._open is None:
             raise TrainingError("a backward of a stage began outside of `split_backward`")
@@ -119,16 +119,16 @@ class Deferral:
 def split_backward(
     deferral: Deferral, output: Tensor | GradientEdge | None, gradient: Tensor | None
 ) -> WeightGradients:
-    """The first half of a stage's backward, after which the stage's input has its gradient.
+    """Run the first half of a stage's backward; afterwards the stage's input has its gradient.
 
     Args:
-        deferral: What the stage's layers were given to.
+        deferral: The Deferral of the stage's layers.
         output: The stage's hidden state `[batch, seq, hidden]`, or its loss, or the edge of either; None if
             it depends on nothing that is trained.
-        gradient: Of the output; None for a loss.
+        gradient: Gradient of the output; None for a loss.
 
     Returns:
-        What gives the weights their gradients.
+        The second half, which computes the weights' gradients.
     """
     with deferral.collect() as weights:
         if output is not None:
@@ -137,11 +137,11 @@ def split_backward(
 
 
 def put_off_products(module: nn.Module, deferral: Deferral) -> None:
-    """Makes the products of a module leave their weights' gradients to a deferral.
+    """Make the products of a module defer their weights' gradients.
 
-    That is each `nn.Linear` whose `forward` is its class's own, each `Conv1D` of transformers, router and
-    experts of each `Mixture`, laid over ranks or not, and the method `unembed` of a model whose head is its
-    embedding's weight.
+    The products are: each `nn.Linear` whose `forward` is its class's own; each `Conv1D` of transformers;
+    router and experts of each `Mixture`, laid over ranks or not; and the method `unembed` of a model whose
+    head is its embedding's weight.
     """
     layers: list[Any] = list(module.modules())
     for layer in layers:
@@ -160,17 +160,17 @@ def put_off_products(module: nn.Module, deferral: Deferral) -> None:
 
 
 def deferred_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
-    """`F.linear`, whose backward leaves the gradients of weight and bias to a deferral.
+    """Compute `F.linear`, with a backward that defers the gradients of weight and bias.
 
     Args:
         hidden: `[..., in]`.
         weight: `[out, in]`, a parameter or a view of one.
         bias: `[out]`, or None.
-        deferral: See above.
+        deferral: The Deferral that collects the gradients.
 
     Returns:
-        `[..., out]`. Where autograd would not come by, as the input needs no gradient, under autocast, and
-        while the deferral is off, it is the plain product with a plain backward.
+        `[..., out]`. It is the plain product with a plain backward if autograd would not run this backward:
+        the input needs no gradient, autocast is on, or the deferral is off.
     """
     if not _can_put_off(hidden, (weight,), deferral):
         return F.linear(hidden, weight, bias)
@@ -181,13 +181,13 @@ def deferred_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, deferra
 def deferred_experts(
     rows: Tensor, counts: Tensor, weights: Sequence[Tensor], deferral: Deferral
 ) -> tuple[Tensor, ...]:
-    """`multiply_by_experts`, whose backward leaves the gradients of the weights to a deferral.
+    """Compute `multiply_by_experts`, with a backward that defers the gradients of the weights.
 
     Args:
         rows: `[rows, in]`, sorted by expert.
         counts: `[experts]`, int64: how many rows each expert has.
         weights: `[experts, out_i, in]` each; those that are not trained get no gradient.
-        deferral: See above.
+        deferral: The Deferral that collects the gradients.
 
     Returns:
         `[rows, out_i]` for each weight; computed as a plain product when `deferred_linear` would.
@@ -224,9 +224,9 @@ def _unembed(model: Any, deferral: Deferral, hidden: Tensor) -> Tensor:
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """Weight and bias come in a tuple, which autograd does not look into.
+    """Compute a linear layer. Weight and bias come in a tuple, which autograd does not look into.
 
-    Were they inputs with a gradient of None, their hooks would be called in the first half as well.
+    If they were inputs with a gradient of None, their hooks would be called in the first half as well.
     """
 
     @staticmethod
@@ -258,7 +258,7 @@ def _linear_gradients(
 
 
 class _DeferredExperts(torch.autograd.Function):
-    """Weights come in a tuple, as in `_DeferredLinear`."""
+    """Compute experts. Weights come in a tuple, as in `_DeferredLinear`."""
 
     @staticmethod
     def forward(
@@ -285,7 +285,7 @@ def _expert_gradients(
 
 
 class _Later(torch.autograd.Function):
-    """Stands behind some weights in a graph, and computes their gradients when backward comes by."""
+    """A node behind some weights in a graph; computes their gradients when backward reaches it."""
 
     @staticmethod
     def forward(ctx: Any, compute: Compute, *weights: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What the pieces of a model hold on a rank: the states of training, and activations.
+"""The memory that the pieces of a model take on a rank: states of training, and activations.
 
-What exists for a moment alone is not counted: buffers of collectives, gathered weights, the gradients of
-logits. Of the activations only those of Shoal's transformers are known, by formula; those of other models
-count as nothing, so that their states alone must fit.
+Short-lived memory is not counted: buffers of collectives, gathered weights, the gradients of logits.
+Activations are known only for Shoal's transformers, by formula; those of other models count as nothing, so
+that only their states must fit.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["Batch", "with_memory"]
 
 
 class Batch(NamedTuple):
-    """What an optimizer step sees.
+    """The samples and tokens of an optimizer step.
 
     Attributes:
-        samples: Over all ranks.
-        sequence: Tokens of each.
+        samples: Samples over all ranks.
+        sequence: Tokens of each sample.
     """
 
     samples: int
     sequence: int
 
     def microbatch(self, plan: Plan) -> int:
-        """Samples of one forward of one rank.
+        """Return the samples of one forward of one rank.
 
         Raises:
             PlanError: The batch does not divide into the Plan's micro-batches.
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
         return SettledPlan.of(plan, self.samples).microbatch
 
     def micro_batches(self, plan: Plan) -> int:
-        """Forwards of one rank.
+        """Return the number of forwards of one rank.
 
         Raises:
             PlanError: See `microbatch`.
@@ -63,22 +63,22 @@ def with_memory(
     batch: Batch | None,
     cuts: Mapping[str, Cut] = MappingProxyType({}),
 ) -> list[Cost]:
-    """The costs of pieces with what these hold on a rank.
+    """Return the costs of pieces, with the memory that these take on a rank.
 
     Args:
-        costs: Of each piece: the embedding, the blocks, the end.
+        costs: Costs of each piece: the embedding, the blocks, the end.
         model: The whole model; the meta device will do.
-        layout: Names its pieces.
-        plan: Lays it out.
-        batch: What a step sees; None if nobody knows. Then activations count as nothing.
-        cuts: Of the parameters that tensor parallelism splits, the block of a rank; by name.
+        layout: The layout that names the model's pieces.
+        plan: The Plan that lays it out.
+        batch: Samples and tokens of a step; None if unknown. Then activations count as nothing.
+        cuts: A rank's block of each parameter that tensor parallelism splits, by name.
 
     Raises:
         PlanError: The batch does not divide into the Plan's micro-batches.
     """
     names = list(parameters_by_piece(model, layout))
     if plan.placement[0] == plan.placement[-1]:
-        names[-1] -= names[0]  # what is tied is there once
+        names[-1] -= names[0]  # count a tied parameter once
     states = _states(model, plan, cuts)
     kept = _activations(model, plan, batch, len(costs))
     return [
@@ -88,7 +88,7 @@ def with_memory(
 
 
 def _states(model: nn.Module, plan: Plan, cuts: Mapping[str, Cut]) -> dict[str, float]:
-    """By parameter, the bytes of its states on a rank."""
+    """Return the bytes of a parameter's states on a rank, by parameter."""
     shards = plan.shards * plan.cp
     frozen = 2.0 if plan.precision == "bf16" else 4.0
     experts = {
@@ -109,10 +109,10 @@ def _states(model: nn.Module, plan: Plan, cuts: Mapping[str, Cut]) -> dict[str, 
 
 
 def _activations(model: nn.Module, plan: Plan, batch: Batch | None, pieces: int) -> list[float]:
-    """By piece, the bytes that it keeps of a micro-batch."""
+    """Return the bytes that each piece keeps of a micro-batch."""
     if batch is None or not isinstance(model, Transformer):
         return [0.0] * pieces
-    # Norms as on a CPU, where they keep most.
+    # Norms as on a CPU, where they keep most memory.
     shape = transformer_shape(model.config.model_dump()).replace(seq=batch.sequence, fused_passes=False)
     workload = workload_of(shape)
     layout = Layout.of(SettledPlan.of(plan, batch.samples))

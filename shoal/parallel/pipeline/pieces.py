@@ -1,4 +1,4 @@
-"""Which pieces of a model each pipeline stage has, as a Plan says."""
+"""The pieces of a model that each pipeline stage has, as a Plan says."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = ["Pieces", "Room", "cut_pieces"]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the stages of a rank have to fit into.
+    """The memory that the stages of a rank must fit into.
 
     Attributes:
         limit: Bytes that a rank may hold.
-        batch: What a step sees; None if nobody knows. Then states alone have to fit.
-        cuts: Of the parameters that tensor parallelism splits, the block of a rank; by name.
+        batch: Samples and tokens of a step; None if unknown. Then only states must fit.
+        cuts: A rank's block of each parameter that tensor parallelism splits, by name.
     """
 
     limit: float
@@ -44,12 +44,13 @@ class Pieces:
     """A model cut into stages.
 
     Attributes:
-        layout: Names the pieces.
+        layout: The layout that names the pieces.
         blocks: The model's blocks, which are pieces 1 to their number.
         ranges: The pieces of each stage.
-        placement: By stage, where along the axis `pp` the rank is that holds it.
-        tied: Names of what the first and the last stage share, if these are on different ranks.
-        times: How long each stage takes, by its computed costs.
+        placement: By stage, the index along the axis `pp` of the rank that holds it.
+        tied: Names of the parameters that the first and the last stage share, if these are on different
+            ranks.
+        times: Times of each stage, from its computed costs.
     """
 
     layout: StageLayout
@@ -61,15 +62,15 @@ class Pieces:
 
     @property
     def split(self) -> str:
-        """The number of blocks of each stage, as the Plan's `split` writes them."""
+        """Return the number of blocks of each stage, as the Plan's `split` writes them."""
         return "-".join(str(len(self.blocks_of(stage))) for stage in range(len(self.ranges)))
 
     def of(self, index: int) -> dict[int, range]:
-        """The stages of one rank of the axis `pp`, with their pieces."""
+        """Return the stages of one rank of the axis `pp`, with their pieces."""
         return {stage: self.ranges[stage] for stage, holder in enumerate(self.placement) if holder == index}
 
     def holder_of(self, model: nn.Module, name: str) -> int:
-        """Where along the axis `pp` the rank is that has a buffer of the model; the first, if all do."""
+        """Return the index along `pp` of the rank that has a buffer of the model; 0 if all have it."""
         parts = parts_by_piece(model, self.layout)
         for stage, pieces in enumerate(self.ranges):
             if any(name.startswith(f"{part}.") for piece in pieces for part in parts[piece]):
@@ -77,23 +78,23 @@ class Pieces:
         return self.placement[0]
 
     def blocks_of(self, stage: int) -> list[nn.Module]:
-        """The blocks of a stage, in order."""
+        """Return the blocks of a stage, in order."""
         return [self.blocks[piece - 1] for piece in self.ranges[stage] if 1 <= piece <= len(self.blocks)]
 
 
 def cut_pieces(
     model: nn.Module, plan: Plan, layout: StageLayout | None = None, room: Room | None = None
 ) -> Pieces:
-    """Cuts a model as the Plan's `split` says; the model is not changed.
+    """Cut a model as the Plan's `split` says; the model is not changed.
 
     Args:
         model: The whole model; the meta device will do.
-        plan: With pp > 1.
-        layout: Names the pieces; by default as Shoal knows them.
-        room: What a split by cost has to fit into; None if it need not.
+        plan: A Plan with pp > 1.
+        layout: The layout that names the pieces; by default the one that Shoal knows.
+        room: Memory that a split by cost must fit into; None for no limit.
 
     Raises:
-        ModelError: Nothing says how the model is cut, or the layout does not fit it.
+        ModelError: No layout is known for the model, or the layout does not fit it.
         PlanError: The split does not fit the model, or the stages do not fit the room.
     """
     layout = stages_of(model) if layout is None else layout
@@ -126,13 +127,14 @@ def _split_by_cost(costs: Sequence[Cost], plan: Plan, room: Room | None) -> tupl
         return split_by_cost(costs, plan.stages, plan.placement)
     held = None
     if room.batch is not None:
-        # One that is found for the stages' times needs the split; for equal times it holds about as much.
+        # A schedule that is found for the stages' times needs the split; one for equal times holds about as
+        # much.
         held = plan.schedule_for(room.batch.micro_batches(plan)).held_by_stage
     return split_by_cost(costs, plan.stages, plan.placement, room.limit, held=held)
 
 
 def _with_modules(split: Sequence[int], layout: StageLayout) -> tuple[int, ...]:
-    """The split with a block in the first and the last stage where embedding or end have no modules."""
+    """Return the split with a block in the first and the last stage, if embedding or end have no modules."""
     counts = list(split)
     if not layout.embed:
         _lend(counts)
@@ -144,7 +146,7 @@ def _with_modules(split: Sequence[int], layout: StageLayout) -> tuple[int, ...]:
 
 
 def _lend(counts: list[int]) -> None:
-    """Gives the first stage a second piece if it has one, from the first stage behind it that has two."""
+    """Give the first stage a second piece if it has one: from the next stage that has two."""
     if counts[0] == 1:
         lender = next(stage for stage, count in enumerate(counts) if count > 1)
         counts[0] += 1

@@ -1,16 +1,16 @@
 """The pipeline's runtime: one loop that executes any schedule's table on the stages of a rank.
 
 The table says which forward or backward comes next. Between its actions stand the sends and receives that
-`transfers` derives from it, in an order in which even blocking ones would end; here both are only begun at
-their place, and travel beside the next action. What autograd needs of a micro-batch is kept from a stage's
-forward to its backward; of the output that is sent on nothing is kept but its place in the graph.
+`transfers` derives from it, in an order that would complete even with blocking ones. Here both only begin at
+their place, and run beside the next action. Autograd's state of a micro-batch is kept from a stage's forward
+to its backward; of the output that is sent on, only its node in the graph is kept.
 
-Shapes are told once: before the first step a forward without data goes through the stages, and from then on
-both sides of each boundary know what crosses it.
+Shapes are exchanged once: before the first step a forward without data goes through the stages. After that
+both sides of each boundary know the shape of its messages.
 
 Gradients are reduced over the data-parallel ranks once a stage's last backward of the step is done and its
-message is under way, while other stages still compute; with zero2 and zero3, which keep no whole sums, in
-every backward.
+message is sent, while other stages still compute. zero2 and zero3 keep no whole sums, and reduce in every
+backward.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from shoal.timeline import Kind
 __all__ = ["Loss", "MicroBatch", "Pipeline", "StageEntry", "StageHere"]
 
 MicroBatch = tuple[Any, Tensor]
-"""What the model gets, and the targets of its output."""
+"""The model's input, and the targets of its output."""
 
 Loss = Callable[[Any, Tensor], Tensor]
-"""From the model's output and the targets to the mean loss of a micro-batch."""
+"""A function from the model's output and the targets to the mean loss of a micro-batch."""
 
 _MOST_UNSENT = 4  # messages under way before the oldest is waited for: they hold memory
 
 
 @final
 class StageEntry(nn.Module):
-    """A stage as a module whose forward is its own: several stages share the model's.
+    """A stage as a module with its own forward; several stages share the model's.
 
     Args:
-        stage: It.
+        stage: The stage.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -69,9 +69,9 @@ class StageHere:
     """A stage of this rank.
 
     Attributes:
-        entry: Runs it.
-        strategy: What shares its states among data-parallel ranks.
-        deferral: Where its layers leave the gradients of weights; None if no backward is in two.
+        entry: The module that runs the stage.
+        strategy: The strategy that shares its states among data-parallel ranks.
+        deferral: Where its layers defer the gradients of weights; None if no backward is in two halves.
     """
 
     entry: StageEntry
@@ -79,13 +79,13 @@ class StageHere:
     deferral: Deferral | None
 
     def plainly(self) -> AbstractContextManager[None]:
-        """For a forward and its backward that is not in two halves."""
+        """Defer nothing within it: for a forward whose backward is not in two halves."""
         return nullcontext() if self.deferral is None else self.deferral.off()
 
 
 @dataclass(slots=True)
 class _Kept:
-    """What a stage keeps of a micro-batch from its forward to the end of its backward."""
+    """A micro-batch's data that a stage keeps from its forward to the end of its backward."""
 
     hidden: Tensor | None
     output: GradientEdge | None
@@ -94,7 +94,7 @@ class _Kept:
 
 @final
 class _Data:
-    """The micro-batches of a step, each there from its first forward on this rank to its last."""
+    """The micro-batches of a step, each kept from its first forward on this rank to its last."""
 
     def __init__(self, source: Iterator[MicroBatch], uses: int) -> None:
         self._source = source
@@ -103,12 +103,12 @@ class _Data:
         self._taken = 0
 
     def peek(self) -> Any:
-        """What the model gets of the first micro-batch."""
+        """Return the model's input of the first micro-batch."""
         self._fetch(0)
         return self._held[0][0][0]
 
     def use(self, number: int) -> MicroBatch:
-        """One micro-batch, which goes with the last of its uses."""
+        """Return one micro-batch, and drop it with the last of its uses."""
         self._fetch(number)
         micro_batch, left = self._held.pop(number)
         if left > 1:
@@ -122,16 +122,16 @@ class _Data:
 
 
 _Key = tuple[Payload, int, int]
-"""What a message holds, the stage that waits for it, and the micro-batch."""
+"""The content of a message, the stage that waits for it, and the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Program:
-    """What this rank does in a step of so many micro-batches.
+    """The work of this rank in a step of a number of micro-batches.
 
     Attributes:
-        steps: One after another.
-        last: By stage, the last action that gives its weights gradients.
+        steps: The steps, in order.
+        last: By stage, the last action that adds to the gradients of its weights.
         halved: Stages and micro-batches whose backward is in two halves.
     """
 
@@ -142,15 +142,15 @@ class _Program:
 
 @final
 class Pipeline:
-    """Executes a Plan's schedule on this rank.
+    """Execute a Plan's schedule on this rank.
 
     Args:
-        plan: With pp > 1.
-        stages: Those that the schedule places on this rank.
-        times: How long each stage of the whole pipeline takes, for a schedule that is found for it.
+        plan: A Plan with pp > 1.
+        stages: The stages that the schedule places on this rank.
+        times: Times of each stage of the whole pipeline, for a schedule that is found from them.
         axis: The ranks that hold the other stages of the same samples.
-        recorder: Where spans go.
-        device: Where the stages are.
+        recorder: Recorder of spans.
+        device: Device of the stages.
     """
 
     def __init__(
@@ -183,19 +183,19 @@ class Pipeline:
         loss: Loss,
         prepare: Callable[[int, Any], None] = lambda number, inputs: None,
     ) -> Tensor:
-        """Makes forward and backward of all micro-batches of a step.
+        """Run forward and backward of all micro-batches of a step.
 
         Args:
-            micro_batches: Equally large ones; each is taken when it is first needed.
-            count: How many are taken.
+            micro_batches: Micro-batches of equal size; each is taken when it is first needed.
+            count: Number of micro-batches to take.
             loss: See `Loss`.
-            prepare: Called before each forward with the micro-batch's number and what the model gets.
+            prepare: Called before each forward with the micro-batch's number and the model's input.
 
         Returns:
             The mean loss over the micro-batches; 0 on a rank without the last stage.
 
         Raises:
-            PlanError: The schedule cannot be made for so many.
+            PlanError: The schedule cannot be made for this number of micro-batches.
         """
         self.clear()
         program = self._program_for(count)
@@ -238,15 +238,15 @@ class Pipeline:
         return total
 
     def forward(self, inputs: Any) -> Any:
-        """The model's output where the last stage is, None elsewhere; without gradients."""
+        """Return the model's output on the last stage's rank, None on others; without gradients."""
         return self._chain.forward(inputs)
 
     def broadcast(self, output: Any) -> Tensor:
-        """A tensor of the last stage's rank, on every rank of the axis; others give None."""
+        """Return a tensor of the last stage's rank on every rank of the axis; other ranks pass None."""
         return self._chain.broadcast(output)
 
     def clear(self) -> None:
-        """Forgets what a step left that an error ended."""
+        """Forget the state of a step that an error ended."""
         self._here.clear()
         self._coming.clear()
         self._going.clear()
@@ -262,7 +262,7 @@ class Pipeline:
         return self._programs[count]
 
     def _add_up_twins(self) -> None:
-        """Sums the gradients of what the first and the last stage share, which each has from its own use."""
+        """Sum the gradients of parameters that the first and the last stage share; each has its own part."""
         for here in self._stages.values():
             for owned in here.strategy.owned:
                 gradient = owned.gradient
@@ -274,7 +274,7 @@ class Pipeline:
     def _forward(
         self, action: Action, inputs: Any, loss: Callable[[Any], Tensor], total: Tensor, *, is_halved: bool
     ) -> None:
-        """Adds the micro-batch's part of the loss to the total on the last stage."""
+        """Run a forward; on the last stage add the micro-batch's part of the loss to the total."""
         here = self._stages[action.stage]
         entry = here.entry
         hidden = None if entry.stage.is_first else self._take(Payload.ACTIVATION, action)
@@ -293,7 +293,7 @@ class Pipeline:
             self._here[Payload.ACTIVATION, action.stage + 1, action.microbatch] = output.detach()
 
     def _backward(self, action: Action, *, is_last: bool) -> None:
-        """The whole backward, or that of the input alone."""
+        """Run the whole backward, or its half for the input."""
         here = self._stages[action.stage]
         kept = self._kept.pop((action.stage, action.microbatch))
         gradient = None if here.entry.stage.is_last else self._take(Payload.GRADIENT, action)
@@ -325,7 +325,7 @@ class Pipeline:
 
     @contextmanager
     def _reducing(self, stage: int, *, is_last: bool) -> Iterator[None]:
-        """Within it backward reduces the stage's gradients if its strategy keeps no sums of them."""
+        """Reduce the stage's gradients in backward within it, if its strategy keeps no sums of them."""
         strategy = self._stages[stage].strategy
         with ExitStack() as stack:
             stack.enter_context(self._held(but=None if strategy.keeps_sums else stage))
@@ -334,7 +334,7 @@ class Pipeline:
 
     @contextmanager
     def _held(self, but: int | None = None) -> Iterator[None]:
-        """Within it backward reduces no gradients, but for those of one stage."""
+        """Reduce no gradients in backward within it, except those of one stage."""
         with ExitStack() as stack:
             for number, here in self._stages.items():
                 if number != but:
@@ -355,7 +355,7 @@ class Pipeline:
             self._going.popleft()[1].wait()
 
     def _take(self, payload: Payload, action: Action) -> Tensor:
-        """What came for an action from another rank, or was made here."""
+        """Return the tensor for an action, received from another rank or made here."""
         key = payload, action.stage, action.microbatch
         if key in self._here:
             return self._here.pop(key)
@@ -365,7 +365,7 @@ class Pipeline:
 
 
 def _name_of(payload: Payload, stage: int, microbatch: int) -> str:
-    """Name a message alike on both ranks: what is sent, and the action that waits for it."""
+    """Return a message's name, equal on both ranks: what is sent, and the action that waits for it."""
     what = "activation" if payload is Payload.ACTIVATION else "gradient"
     return f"{what}:{stage}{payload.value}{microbatch}"
 

@@ -1,4 +1,4 @@
-"""A pipeline's stages run one after another for one micro-batch, without gradients."""
+"""One micro-batch through a pipeline's stages, one after another, without gradients."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _HEADER = 10  # numbers that tell a form: which type, how many dims, and up to e
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Shape and type of a tensor that is not there yet."""
+    """Shape and type of a tensor that does not exist yet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def new(self, device: torch.device) -> Tensor:
-        """A tensor of this form, whose content is not defined."""
+        """Return a tensor of this form, with undefined content."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class Entry(Protocol):
-    """Runs a stage, with whatever else goes with its forward.
+    """Run a stage, with whatever else belongs to its forward.
 
     Attributes:
-        stage: It.
+        stage: The stage.
     """
 
     stage: Stage
 
     @property
     def __call__(self) -> Callable[..., Any]:
-        """From the model's input and the hidden state that comes to the stage, to what the stage gives."""
+        """Return a function from the model's input and the stage's hidden state to the stage's output."""
 
 
 @final
@@ -51,10 +51,10 @@ class StageChain:
     """The stages in order, of which this rank runs its own.
 
     Args:
-        placement: By stage, the index in the axis of the rank that holds it.
-        entries: To this rank's stages, by number.
-        axis: The ranks that hold them.
-        device: Where they are.
+        placement: By stage, the index along the axis of the rank that holds it.
+        entries: Entries of this rank's stages, by number.
+        axis: The ranks that hold the stages.
+        device: Device of the stages.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StageChain:
 
     @torch.no_grad()
     def forward(self, inputs: Any) -> Any:
-        """The model's output where the last stage is, None elsewhere; all ranks of the axis call it."""
+        """Return the output on the last stage's rank, None on others; all ranks of the axis call it."""
         shapes = _shapes_of(inputs)
         known = self._forms.get(shapes)
         met = {} if known is None else known
@@ -90,9 +90,9 @@ class StageChain:
         return passed
 
     def forms(self, inputs: Any) -> Mapping[int, Form]:
-        """The form of what comes to a stage, for those on either side of this rank's, by the stage's number.
+        """Return the form of each stage's input, by number, for the stages on either side of this rank's.
 
-        For inputs of other shapes than before the stages are run once, by all ranks of the axis.
+        For inputs of new shapes the stages are run once, by all ranks of the axis.
         """
         if _shapes_of(inputs) not in self._forms:
             devices = [self._device] if self._device.type == "cuda" else []
@@ -101,7 +101,7 @@ class StageChain:
         return self._forms[_shapes_of(inputs)]
 
     def broadcast(self, output: Any) -> Tensor:
-        """The tensor that the last stage's rank gave, on every rank of the axis."""
+        """Return the tensor of the last stage's rank, on every rank of the axis."""
         holder = self._placement[-1]
         header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
         if self._axis.index == holder:
@@ -112,14 +112,14 @@ class StageChain:
         return whole
 
     def _be_told(self, number: int, stage: Stage) -> Form:
-        """The form of what comes to a stage, which learns what the parts of those before it give."""
+        """Receive the form of a stage's input; the stage learns what the parts of earlier stages give."""
         header = torch.empty(_HEADER + len(stage.results), dtype=torch.int64, device=self._device)
         self._axis.receive(header, self._placement[number - 1], f"form:{number}").wait()
         stage.learn(header[_HEADER:].tolist())
         return _form_of(header[:_HEADER])
 
     def _tell(self, number: int, form: Form, stage: Stage) -> None:
-        """Tells the rank of the stage of that number what `_be_told` gives there."""
+        """Tell the rank of stage `number` what `_be_told` returns there."""
         header = torch.cat([_described(form), torch.tensor(stage.results, dtype=torch.int64)])
         self._axis.send(header.to(self._device), self._placement[number], f"form:{number}").wait()
 
@@ -134,7 +134,7 @@ class StageChain:
 
 @contextmanager
 def _kept_buffers(entries: Iterable[Entry]) -> Iterator[None]:
-    """A forward within it leaves no trace in buffers, such as the statistics of a batch norm."""
+    """Restore buffers after a forward within it, such as the statistics of a batch norm."""
     modules = {module for entry in entries for module in entry.stage.module.modules()}
     before = [
         (module, name, buffer, buffer.clone())

@@ -1,7 +1,7 @@
-"""What the pieces of a model cost: computed of its parameters, or measured.
+"""Costs of a model's pieces: computed from its parameters, or measured.
 
-Computed costs are enough to cut a model of equal blocks into stages that take equally long. Measured ones
-also know what is no product of matrices, and how far each product is from the device's peak.
+Computed costs are enough to cut a model of equal blocks into stages that take equally long. Measured costs
+also include work that is no product of matrices, and how far each product is from the device's peak.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["computed_costs", "measured_costs"]
 
 
 def computed_costs(model: nn.Module, layout: StageLayout) -> list[Cost]:
-    """FLOP of each piece for one token: embedding, blocks, end.
+    """Return the FLOP of each piece for one token: embedding, blocks, end.
 
-    Twice the elements of each matrix in forward and four times in backward; of experts, those that a token
-    goes to. A look-up costs nothing. Of Shoal's transformers attention counts too, over the whole context;
-    the blocks of other models are taken to attend alike, and to so little that it does not matter.
+    The FLOP are twice the elements of each matrix in forward and four times in backward; for experts, only
+    those that a token goes to. A look-up costs nothing. For Shoal's transformers attention counts too, over
+    the whole context; the attention of other models is assumed equal in all blocks and negligible.
 
     Args:
         model: The whole model; the meta device will do.
-        layout: Names its pieces.
+        layout: The layout that names its pieces.
     """
     parameters = dict(model.named_parameters())
     looked_up = {
@@ -67,23 +67,23 @@ def measured_costs(
     loss: Callable[[Any], Tensor],
     rounds: int = 3,
 ) -> list[Cost]:
-    """Seconds of each piece for one micro-batch on this device: embedding, blocks, end.
+    """Return the seconds of each piece for one micro-batch on this device: embedding, blocks, end.
 
     Each piece runs as a stage of its own, forward and backward, one after another in this process. A piece
-    without modules costs nothing, and what it does counts with the block beside it. What the model does
-    before a piece besides the others, the piece's stage does too, and it counts with the piece.
+    without modules costs nothing, and its work counts with the block beside it. Work that the model does
+    before a piece and outside all pieces counts with that piece.
 
     Args:
         model: The whole model with its values, as one rank would have it. Gradients that it has are lost.
-        layout: Names its pieces.
-        inputs: What the model gets of a micro-batch, such as tokens `[batch, seq]`.
-        loss: From the model's output to a scalar. It counts with the end.
-        rounds: How often each is measured, after once that does not count; the median is taken.
+        layout: The layout that names its pieces.
+        inputs: The model's input for a micro-batch, such as tokens `[batch, seq]`.
+        loss: A function from the model's output to a scalar. It counts with the end.
+        rounds: Number of measurements of each piece, after one that does not count; the median is taken.
 
     Raises:
-        ConfigError: There would be no round.
-        ModelError: The model is not as the layout says, or two of its pieces share a parameter that are not
-            embedding and end.
+        ConfigError: `rounds` is less than 1.
+        ModelError: The model does not match the layout, or two of its pieces other than embedding and end
+            share a parameter.
     """
     if rounds < 1:
         raise ConfigError(
@@ -106,7 +106,7 @@ def measured_costs(
 
 
 def _filled(model: nn.Module, layout: StageLayout) -> tuple[list[int], dict[int, range]]:
-    """The pieces that have modules, and as stages the pieces of each: others go with the one beside them."""
+    """Return the pieces that have modules, and the pieces of each as a stage; a piece without goes beside."""
     parts = parts_by_piece(model, layout)
     owners = [
         piece
@@ -120,7 +120,7 @@ def _filled(model: nn.Module, layout: StageLayout) -> tuple[list[int], dict[int,
 def _round(
     stages: Sequence[Stage], inputs: Any, loss: Callable[[Any], Tensor], device: torch.device
 ) -> Iterator[tuple[float, float]]:
-    """By stage, the seconds of a forward and of its backward."""
+    """Yield, by stage, the seconds of a forward and of its backward."""
     forwards, backwards = [], []
     kept: list[tuple[Tensor | None, Tensor]] = []
     hidden: Tensor | None = None
@@ -145,14 +145,14 @@ def _round(
 
 
 def _now(device: torch.device) -> float:
-    """The time when all that was begun on the device is done."""
+    """Return the time when all work begun on the device is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def _memory(parameters: Mapping[str, nn.Parameter], held: frozenset[str]) -> float:
-    """Bytes of states on a rank that has whole pieces in fp32; `with_memory` knows of Plans."""
+    """Return the bytes of states on a rank with whole pieces in fp32; `with_memory` considers Plans."""
     return state_bytes(Plan(), 1) * sum(parameters[name].numel() for name in held)
 
 

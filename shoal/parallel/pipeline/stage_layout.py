@@ -1,4 +1,4 @@
-"""What of a model becomes pipeline stages: what a user says of a model of their own, and what Shoal knows."""
+"""The parts of a model that become pipeline stages: named by the user, or known to Shoal."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ _WITHOUT_PLAN = {"gpt2": (("wte", "wpe", "drop"), "h", ("ln_f",))}
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """The pieces of a model, by names of modules, in the order in which its forward comes to them.
+    """The pieces of a model, by names of modules, in the order in which its forward runs them.
 
-    Its forward hands each block the hidden state as first argument, and each block gives it back, by itself
-    or as the first of a tuple. Nothing else goes from stage to stage, so the forward leaves alone what else a
-    block gives. What else happens in it runs on every stage, and must hold no trained parameter.
+    The model's forward passes each block the hidden state as first argument, and each block returns it, alone
+    or as the first of a tuple. Only the hidden state goes from stage to stage, so the forward must not use
+    what else a block returns. All other work of the forward runs on every stage, and must hold no trained
+    parameter.
 
     Attributes:
-        embed: What makes the first hidden state of the model's input; none if the first block takes that.
+        embed: Modules that make the first hidden state from the model's input; none if the first block takes
+            that.
         blocks: The `ModuleList`, `ModuleDict` or `Sequential` of blocks; "" if the model itself is one.
-        end: What makes the output of the last block's hidden state; none if that is the output. Methods of
-            modules may stand among them.
-        shared: Those of `embed` whose parameters the end uses as well, such as in a method.
+        end: Modules that make the output from the last block's hidden state; none if that is the output.
+            Methods of modules may stand among them.
+        shared: The modules of `embed` whose parameters the end uses as well, such as in a method.
     """
 
     embed: tuple[str, ...] = ("embed",)
@@ -47,13 +49,13 @@ class StageLayout:
 
 
 def stages_of(model: nn.Module) -> StageLayout:
-    """The layout that a model has as its `stage_layout`, or that Shoal knows for it.
+    """Return the layout in the model's `stage_layout`, or the one that Shoal knows for it.
 
-    Shoal knows its own models, causal models of Hugging Face, and `Sequential`s. To be called before anything
-    of the model is replaced.
+    Shoal knows its own models, causal models of Hugging Face, and `Sequential`s. Call it before any part of
+    the model is replaced.
 
     Raises:
-        ModelError: There is none.
+        ModelError: There is no such layout.
     """
     declared = getattr(model, "stage_layout", None)
     if isinstance(declared, StageLayout):
@@ -75,12 +77,12 @@ def stages_of(model: nn.Module) -> StageLayout:
 
 
 def parameters_by_piece(model: nn.Module, layout: StageLayout) -> tuple[frozenset[str], ...]:
-    """The names, as in `named_parameters()`, of each piece's parameters: embedding, blocks, end.
+    """Return the names, as in `named_parameters()`, of each piece's parameters: embedding, blocks, end.
 
     A tied parameter is in the first and in the last piece.
 
     Raises:
-        ModelError: The layout names what is not there, or a trained parameter is in no piece.
+        ModelError: The layout names a missing module, or a trained parameter is in no piece.
     """
     names: dict[nn.Parameter, str] = {parameter: name for name, parameter in model.named_parameters()}
     *others, end = parts_by_piece(model, layout)
@@ -101,20 +103,20 @@ def parameters_by_piece(model: nn.Module, layout: StageLayout) -> tuple[frozense
 
 
 def tied_names(model: nn.Module, layout: StageLayout) -> frozenset[str]:
-    """The names of the parameters that the first and the last piece share.
+    """Return the names of the parameters that the first and the last piece share.
 
-    Where these are on different ranks, each has a parameter of that name, and the gradient is the sum of
-    both. The name is the one in `named_parameters()` of the whole model, so that of the embedding.
+    If these pieces are on different ranks, each has a parameter with the name, and the gradient is the sum of
+    both. The name is the one in `named_parameters()` of the whole model: the embedding's.
     """
     first, *_, last = parameters_by_piece(model, layout)
     return first & last
 
 
 def parts_by_piece(model: nn.Module, layout: StageLayout) -> list[tuple[str, ...]]:
-    """The names of the modules and methods of each piece.
+    """Return the names of the modules and methods of each piece.
 
     Raises:
-        ModelError: What the layout says are the blocks has no elements.
+        ModelError: The module that the layout gives as blocks has no elements.
     """
     blocks = named_part(model, layout.blocks)
     if not isinstance(blocks, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -123,15 +125,15 @@ def parts_by_piece(model: nn.Module, layout: StageLayout) -> list[tuple[str, ...
             possible="a ModuleList, a ModuleDict or a Sequential, whose elements are the blocks",
             change="correct the name",
         )
-    # not named_children(), which gives a block that stands twice only once
+    # named_children() would give a block that stands twice only once
     return [layout.embed, *((_child(layout.blocks, key),) for key in blocks._modules), layout.end]
 
 
 def named_part(model: nn.Module, name: str) -> Any:
-    """The module or method of that name.
+    """Return the module or method with this name.
 
     Raises:
-        ModelError: There is none.
+        ModelError: The model has none.
     """
     parent, _, key = name.rpartition(".")
     try:
@@ -149,7 +151,7 @@ def named_part(model: nn.Module, name: str) -> Any:
 
 
 def _of_hugging_face(model: Any) -> StageLayout:
-    """From `config.base_model_pp_plan`, which names the base model's parts in the order of its forward."""
+    """Return the layout from `config.base_model_pp_plan`, which names the base model's parts in order."""
     plan = model.config.base_model_pp_plan
     prefix = model.base_model_prefix if hasattr(model, model.base_model_prefix) else ""
     base = model.get_submodule(prefix)

@@ -1,13 +1,13 @@
-"""Gaps: what stands in a stage's model in place of the parts that other stages run.
+"""Gaps: placeholders in a stage's model for the parts that other stages run.
 
-Before the stage's modules a gap gives what its part would give, as far as the model can tell: the hidden
-state by itself, or a tuple of as many as the part gives, of which the first is the hidden state. The values
-are of no use, since the stage's first module gets what the stage received, whatever comes in. What a part
-gives beside the hidden state stays on its own stage, and any use of it elsewhere is an error.
+Before the stage's modules a gap returns values of its part's form, as far as the model can tell: the hidden
+state alone, or a tuple with as many elements as the part returns, the first being the hidden state. The
+values do not matter, since the stage's first module gets the received hidden state in any case. What a part
+returns beside the hidden state stays on its own stage, and any use of it elsewhere is an error.
 
-How many a part gives is seen where it runs, and told to the stages that follow.
+The number of elements that a part returns is seen where it runs, and told to later stages.
 
-The first gap after the stage's modules ends the forward: what comes in is what the stage gives to the next.
+The first gap after the stage's modules ends the forward: its input is the stage's output for the next stage.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from shoal.errors import ModelError
 __all__ = ["NOT_KNOWN", "EndOfStage", "Forward", "Gap", "Place", "disordered"]
 
 NOT_KNOWN = -1
-"""Of a part that no stage has run yet, in place of how many it gives."""
+"""Stands for the number of elements of a part that no stage has run yet."""
 
 
 class Place(NamedTuple):
-    """Where a part of a piece is in the model: a child of a module, or a method.
+    """The place of a part in the model: a child of a module, or a method.
 
     Attributes:
-        number: Counts the parts of the whole model, in order.
-        piece: That the part is of.
+        number: Index of the part among all parts of the model, in order.
+        piece: The piece that contains the part.
         holder: The module that has it.
-        key: Its name there.
-        name: Its name in the model.
-        part: It.
+        key: The part's name in the holder.
+        name: The part's name in the model.
+        part: The module or method itself.
     """
 
     number: int
@@ -49,12 +49,12 @@ class Place(NamedTuple):
 
 
 class EndOfStage(BaseException):
-    """Ends the model's forward behind a stage's last module; no `except Exception` of a model keeps it."""
+    """Ends the model's forward after a stage's last module; `except Exception` does not catch it."""
 
 
 @final
 class Forward:
-    """The forward that is under way, shared by the stages of a rank and their gaps.
+    """The forward that runs, shared by the stages of a rank and their gaps.
 
     Args:
         last: Number of the last piece.
@@ -63,7 +63,8 @@ class Forward:
     Attributes:
         leaving: The hidden state after the stage's last module; None before.
         has_entered: Whether the stage's first module has got what the stage received.
-        results: How many each part gives in a tuple; 0 for the hidden state by itself; or `NOT_KNOWN`.
+        results: Number of elements that each part returns in a tuple; 0 for the hidden state alone; or
+            `NOT_KNOWN`.
     """
 
     def __init__(self, last: int, parts: int) -> None:
@@ -76,7 +77,7 @@ class Forward:
 
     @contextmanager
     def through(self, entering: Tensor | None, pieces: range) -> Iterator[Forward]:
-        """A forward through these pieces, which `entering` goes into."""
+        """Run a forward through these pieces; `entering` is the input of the first."""
         self._entering, self._stop = entering, pieces.stop
         self.has_entered = entering is None
         try:
@@ -85,7 +86,7 @@ class Forward:
             self._entering = self.leaving = None
 
     def enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
-        """Hook before the stage's first module: has it get what the stage received."""
+        """Hook before the stage's first module: replace its input by the received hidden state."""
         if self.has_entered or self._entering is None:
             return None
         self.has_entered = True
@@ -94,14 +95,14 @@ class Forward:
         return arguments, named | {next(iter(named)): self._entering}
 
     def see(self, number: int, name: str, module: nn.Module, arguments: Any, result: Any) -> None:
-        """Hook after a part of that number and name: notes how many it gives, for the stages that follow.
+        """Hook after a part: note how many elements it returns, for later stages.
 
         Raises:
-            ModelError: No gap could give the like, or the part gave something else before.
+            ModelError: No gap could return such a result, or the part returned another number before.
         """
         if not isinstance(result, Tensor) and type(result) not in (tuple, list):
             raise ModelError(
-                f"{name} gives a {type(result).__name__}, which cannot be had on other stages",
+                f"{name} gives a {type(result).__name__}, which other stages cannot receive",
                 possible="pieces that give the hidden state, by itself or as the first of a tuple",
                 change="have it give a tensor, or name other modules in the StageLayout",
             )
@@ -117,11 +118,11 @@ class Forward:
         self.results[number] = given
 
     def pass_by(self, number: int, piece: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """What a gap gives in place of the part of that number, which is of that piece.
+        """Return the result of a gap in place of the part with this number, in this piece.
 
         Raises:
-            EndOfStage: The stage is behind; what the gap got is kept as `leaving`.
-            ModelError: It got no hidden state, or stands before the stage and is not come to there.
+            EndOfStage: The gap is after the stage; its input is kept as `leaving`.
+            ModelError: Its input has no hidden state, or the forward reached it out of order.
         """
         if piece >= self._stop:
             leaving = next(iter((*arguments, *named.values())), None)
@@ -131,20 +132,21 @@ class Forward:
             raise EndOfStage
         given = self.results[number]
         if self._entering is None or self.has_entered:
-            raise disordered(f"piece {piece} of a model is come to behind others that should follow it")
+            raise disordered(f"the forward reaches piece {piece} of a model after others that should follow")
         hidden = self._entering.detach()
         return hidden if given in (0, NOT_KNOWN) else (hidden, *(_absent() for _ in range(given - 1)))
 
 
 @final
 class Gap(nn.Module):
-    """Stands in place of a part that does not run.
+    """A placeholder for a part that does not run.
 
-    It has the module's plain attributes, which models ask blocks for, such as their type of attention. With
-    `stands_in`, for a part that stays on this rank, it has all of them, such as a weight that the end uses.
+    It has the module's plain attributes, which models read from blocks, such as their type of attention. With
+    `stands_in`, for a part that stays on this rank, it has all its attributes, such as a weight that the end
+    uses.
 
-    What changes the part's arguments before its forward is done here too, so that a stage hands on what the
-    next one's first module would get.
+    Changes that the model makes to the part's arguments before its forward are made here too, so that a stage
+    passes on what the next one's first module would get.
     """
 
     def __init__(self, forward: Forward, place: Place, *, stands_in: bool) -> None:
@@ -171,7 +173,7 @@ class Gap(nn.Module):
 
 @final
 class _Absent(Tensor):
-    """Stands for what a part gives beside the hidden state."""
+    """A placeholder for what a part returns beside the hidden state."""
 
     requires_grad = False  # a model may give it on, and be asked for its gradients
 
@@ -179,7 +181,7 @@ class _Absent(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Any use.
+        """Refuse any use.
 
         Raises:
             ModelError: Always.
@@ -193,7 +195,7 @@ class _Absent(Tensor):
 
 
 def disordered(given: str) -> ModelError:
-    """The error of a forward that does not go through a model as its StageLayout says."""
+    """Return the error for a forward that does not go through a model as its StageLayout says."""
     return ModelError(
         given,
         possible="a StageLayout whose modules are called in its order, each with the hidden state",

@@ -1,12 +1,12 @@
-"""Cutting a model into pipeline stages without knowing its forward.
+"""Cut a model into pipeline stages without knowledge of its forward.
 
 A stage runs the model's own forward, on the model's real input, which every rank has. So each stage makes
 masks, positions and rotary tables itself, by the model's own code. In place of the parts that are not the
-stage's stand *gaps*, which compute nothing (`gaps.py`). The stage's first module gets the hidden state that
-the stage received, whatever comes in; the first gap after the stage's modules takes what the stage gives to
-the next, and ends the forward.
+stage's stand *gaps*, which compute nothing (`stage_placeholders.py`). The stage's first module gets the
+hidden state that the stage received, whatever its input is. The first gap after the stage's modules takes the
+stage's output, and ends the forward.
 
-Modules that no stage of this rank needs are taken out of the model, so that their memory is freed. Those that
+Modules that no stage of this rank needs are removed from the model, so that their memory is freed. Those that
 remain keep their names, since first values, checkpoints and dropout go by name. Several stages of one rank
 share the model: gaps stand in place of the other stages' parts while one of them runs.
 """
@@ -34,24 +34,24 @@ __all__ = ["Stage", "take_stages"]
 
 
 def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, range]) -> list[Stage]:
-    """Keeps of a model what some stages need, in place, and gives these stages.
+    """Keep the parts of a model that some stages need, in place, and return these stages.
 
-    On the meta device nothing is allocated. Parameters are not touched, and may be replaced afterwards; so
-    may the `forward` of any module before or afterwards, as `recompute_blocks` does.
+    On the meta device nothing is allocated. Parameters are not changed, and may be replaced afterwards. The
+    `forward` of any module may be replaced before or afterwards, as `recompute_blocks` does.
 
     Args:
-        model: The whole model. It is no longer used but through the stages.
-        layout: Names its pieces.
-        ranges: This rank's stages: of each, by its number, the pieces. Piece 0 is the embedding, pieces 1 to
-            L are the blocks, and piece L + 1 is the end.
+        model: The whole model. Use it only through the stages afterwards.
+        layout: The layout that names its pieces.
+        ranges: The pieces of each of this rank's stages, by the stage's number. Piece 0 is the embedding,
+            pieces 1 to L are the blocks, and piece L + 1 is the end.
 
     Returns:
         The stages by ascending number.
 
     Raises:
-        ModelError: The model is not as the layout says, or a stage would share a parameter with others, but
-            for what embedding and end share.
-        PlanError: The ranges are none of this model.
+        ModelError: The model does not match the layout, or a stage would share a parameter with others that
+            is not one shared by embedding and end.
+        PlanError: The ranges do not fit this model.
     """
     names = parameters_by_piece(model, layout)
     tied = tied_names(model, layout)
@@ -82,15 +82,15 @@ def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, rang
 
 @final
 class Stage:
-    """A part of a model, which makes a hidden state, or the model's output, of a hidden state.
+    """A part of a model, from the input or a hidden state to a hidden state or the model's output.
 
     `take_stages` makes them.
 
     Attributes:
         index: Number of the stage in the whole pipeline.
-        pieces: Of the model's.
+        pieces: Indices of the model's pieces in this stage.
         is_first: Whether it begins with the embedding, and receives no hidden state.
-        is_last: Whether it gives the model's output.
+        is_last: Whether its output is the model's output.
         module: The model, which the stages of a rank share.
         names: The names of the stage's parameters in the model.
     """
@@ -117,36 +117,36 @@ class Stage:
             entry.register_forward_pre_hook(forward.enter, with_kwargs=True)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The stage's parameters, by their names in the whole model."""
+        """Yield the stage's parameters, by their names in the whole model."""
         return ((name, each) for name, each in self.module.named_parameters() if name in self.names)
 
     @property
     def results(self) -> Sequence[int]:
-        """How many each part of the model gives, as far as the stages of this rank ran it or were told."""
+        """Return how many elements each part returns, as far as this rank's stages know."""
         return tuple(self._forward.results)
 
     def learn(self, results: Sequence[int]) -> None:
-        """Tells the stages of this rank the `results` of the stage before this one, which has run.
+        """Tell the stages of this rank the `results` of the previous stage, which has run.
 
-        To be called before the first forward, if the stage before is of another rank.
+        Call it before the first forward, if the previous stage is on another rank.
         """
         known = self._forward.results
         known[:] = [own if told == NOT_KNOWN else told for own, told in zip(known, results, strict=True)]
 
     def __call__(self, inputs: Any, hidden: Tensor | None = None, **named: Any) -> Any:
-        """Runs the stage.
+        """Run the stage.
 
         Args:
             inputs: The model's input, such as tokens `[batch, seq]`.
-            hidden: What the stage before gave, such as `[batch, seq, hidden]`; None for the first stage.
+            hidden: Output of the previous stage, such as `[batch, seq, hidden]`; None for the first stage.
             named: Further arguments of the model.
 
         Returns:
-            A hidden state; of the last stage the model's output.
+            A hidden state; for the last stage the model's output.
 
         Raises:
-            ModelError: The model's forward does not come to the pieces in the layout's order, or needs more
-                of another stage than the hidden state.
+            ModelError: The model's forward does not run the pieces in the layout's order, or needs more from
+                another stage than the hidden state.
         """
         assert (hidden is None) == self.is_first
         with self._forward.through(hidden, self.pieces) as forward, self._gaps():
@@ -165,7 +165,7 @@ class Stage:
 
     @contextmanager
     def _gaps(self) -> Iterator[None]:
-        """Within it, gaps stand in place of parts that stay on this rank for other stages."""
+        """Put gaps in place of parts that stay on this rank for other stages, while it lasts."""
         before = [(place, _put(place, gap)) for place, gap in self._hidden]
         try:
             yield
@@ -175,7 +175,7 @@ class Stage:
 
 
 def _put(place: Place, part: Any) -> Any:
-    """Puts something in a place of the model, None being a method of the class; gives what was there."""
+    """Put a part in a place of the model, None for the class's own method; return the previous part."""
     parts = place.holder._modules if isinstance(place.part, nn.Module) else vars(place.holder)
     before = parts.pop(place.key, None) if part is None else parts.get(place.key)
     if part is not None:
@@ -194,7 +194,7 @@ def _places(model: nn.Module, layout: StageLayout) -> list[Place]:
 
 
 def _holds_tied(model: nn.Module, place: Place, tied: frozenset[str]) -> bool:
-    """Whether an embedding is to stay beside the end for the sake of its parameters."""
+    """Return whether an embedding must stay beside the end because of its parameters."""
     if place.piece != 0 or not isinstance(place.part, nn.Module):
         return False
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,1 +1,1 @@
-"""Tensor parallelism: which layers are split over ranks, their products, and the split vocabulary."""
+"""Tensor parallelism: the split of layers over ranks, their products, and the split vocabulary."""

@@ -1,8 +1,8 @@
-"""The layers of a model that a `TensorLayout` names, found and checked.
+"""Find and check the layers of a model that a `TensorLayout` names.
 
-Tensor parallelism replaces the `forward` of a layer that it splits. A layer that does more than multiply or
-look up is therefore refused. So is a layer whose outputs would be cut across: of a fused query, key and
-value, the first rank would get all queries, and the last one all values.
+Tensor parallelism replaces the `forward` of a layer that it splits. So it refuses a layer that does more than
+multiply or look up. It also refuses a layer whose outputs would be cut across parts: of a fused query, key
+and value, the first rank would get all queries, and the last one all values.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
 
 
 def matching_modules(model: nn.Module, layout: TensorLayout) -> Iterator[tuple[str, nn.Module, Split]]:
-    """Name, module and split of each module that a pattern of the layout matches.
+    """Yield name, module and split of each module that a pattern of the layout matches.
 
     Raises:
-        PlanError: A pattern matches none.
+        PlanError: A pattern matches no module.
     """
     for pattern, split in layout.splits.items():
         found = [pair for pair in model.named_modules() if fnmatchcase(pair[0], pattern)]
@@ -46,20 +46,20 @@ def matching_modules(model: nn.Module, layout: TensorLayout) -> Iterator[tuple[s
 
 
 def full_name(name: str, child: str) -> str:
-    """The name in the model of what the module `name` calls `child`; the model's own name is empty."""
+    """Return the full name in the model of a module's child; the model's own name is empty."""
     return f"{name}.{child}" if name else child
 
 
 def linear_layer(module: nn.Module, name: str, child: str) -> nn.Linear:
-    """The layer `child`, which may be dotted, of a module.
+    """Return the layer `child` of a module; its name may be dotted.
 
     Args:
-        module: What the layout matched.
-        name: Its name in the model.
-        child: The layer's name in it.
+        module: A module that the layout matched.
+        name: The module's name in the model.
+        child: The layer's name in the module.
 
     Raises:
-        PlanError: It is not there, or is no linear layer that only multiplies.
+        PlanError: The layer does not exist, or is no linear layer that only multiplies.
     """
     full = full_name(name, child)
     layers = dict(module.named_modules(remove_duplicate=False))
@@ -88,7 +88,7 @@ def linear_layer(module: nn.Module, name: str, child: str) -> nn.Linear:
 
 
 def require_whole_parts(module: nn.Module, name: str, split: Split) -> None:
-    """Checks that equal blocks of every layer's rows and columns hold whole parts, such as heads.
+    """Check that equal blocks of every layer's rows and columns hold whole parts, such as heads.
 
     Raises:
         PlanError: A layer's width is no multiple of its parts, or a layer may be fused.
@@ -135,10 +135,10 @@ def require_whole_parts(module: nn.Module, name: str, split: Split) -> None:
 
 
 def vocabulary_weight(model: nn.Module, name: str, kind: type[nn.Embedding] | type[nn.Linear]) -> Tensor:
-    """The weight `[vocab, width]` of the embedding or the head that a layout names.
+    """Return the weight `[vocab, width]` of the embedding or the head that a layout names.
 
     Raises:
-        PlanError: It is not there, or does more than look up or multiply.
+        PlanError: The module does not exist, or does more than look up or multiply.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules:
@@ -160,10 +160,10 @@ def vocabulary_weight(model: nn.Module, name: str, kind: type[nn.Embedding] | ty
 
 
 def require_divisible(name: str, units: int, size: int) -> None:
-    """Checks that a layer's parts can be shared out evenly.
+    """Check that a layer's parts divide evenly over the ranks.
 
     Raises:
-        PlanError: They cannot.
+        PlanError: They do not.
     """
     if units % size:
         fitting = ", ".join(str(each) for each in divisors(units) if each <= 64)
@@ -175,7 +175,7 @@ def require_divisible(name: str, units: int, size: int) -> None:
 
 
 def _beside_product(layer: nn.Module, kind: type[nn.Module]) -> str | None:
-    """What a layer of the vocabulary does that a split one would not; None if nothing."""
+    """Return what a vocabulary layer does that a split one would not do; None if nothing."""
     if not isinstance(layer, kind):
         return f"is a {type(layer).__name__}"
     if type(layer).forward is not kind.forward:

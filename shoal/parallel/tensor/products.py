@@ -1,9 +1,9 @@
 """The products of tensor parallelism: linear layers whose matrix is split over the ranks of an axis.
 
-A column product has the rows of `[out, in]` split (the columns of Megatron's transposed notation): every rank
+A column product has the rows of `[out, in]` split (the columns in Megatron's transposed notation): every rank
 computes some of the outputs from the whole input. A row product has `in` split: every rank computes a part of
-the sum that each output is, and the ranks add their parts up. A column product followed by a row product
-therefore needs one communication in forward, in the row product, and one in backward, in the column product
+each output's sum, and the ranks add their parts up. A column product followed by a row product therefore
+needs one communication in forward, in the row product, and one in backward, in the column product
 (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053):
 
     communication        forward                          backward
@@ -11,20 +11,20 @@ therefore needs one communication in forward, in the row product, and one in bac
     row product          all-reduce of the output         none
 
 With sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198) each rank keeps a part of the sequence
-between the two, and the all-reduce falls into its halves:
+between the two, and the all-reduce is split into its halves:
 
     column product       all-gather of the input          the same, and reduce-scatter of its gradient
     row product          reduce-scatter of the output     all-gather of the output's gradient
 
-A column product keeps this rank's part of its input for backward, not what it gathered. In backward the
+For backward, a column product keeps this rank's part of its input, not the gathered input. In backward the
 second all-gather runs beside the product that gives the input's gradient, and the reduction of that gradient
-beside the products that give the weights' gradients.
+runs beside the products that give the weights' gradients.
 
 With `overlap` the communications that remain exposed are cut into one part for each rank, and run beside the
 products (Wang et al. 2023, "Overlap communication with dependent computation via decomposition in large deep
 learning models", ASPLOS). For an all-gather, parts go round the ring of ranks: while one travels, the product
-of the one before it is computed. For a reduce-scatter, sums go round: a rank adds its own product to the sum
-that came, and computes the next product while that sum travels on; its own part's is the last.
+of the previous one is computed. For a reduce-scatter, sums go round: a rank adds its own product to the
+received sum, and computes the next product while that sum travels on; a rank adds to its own part last.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def column_products(
     deferral: Deferral | None = None,
     name: str = "column",
 ) -> tuple[Tensor, ...]:
-    """Multiplies one input by several matrices of which each rank has some of the outputs.
+    """Multiply one input by several matrices; each rank has some of the outputs of each.
 
     Args:
         hidden: `[batch, seq, in]`, equal on all ranks; with `sequence` this rank's `[batch, seq/size, in]`.
@@ -66,8 +66,8 @@ def column_products(
         sequence: Whether `hidden` is a part of the sequence.
         overlap: Whether forward's all-gather runs beside the products, part by part.
         biases: This rank's `[out_i/size]` for each matrix; None for none.
-        deferral: Where backward leaves the gradients of weights and biases; None: it computes them.
-        name: What the Timeline calls the communications.
+        deferral: Collector of the gradients of weights and biases in backward; None to compute them in place.
+        name: Name of the communications in the Timeline.
 
     Returns:
         `[batch, seq, out_i/size]` for each matrix.
@@ -94,7 +94,7 @@ def row_product(
     deferral: Deferral | None = None,
     name: str = "row",
 ) -> Tensor:
-    """Multiplies an input by a matrix of which each rank has some of the inputs, and sums over the ranks.
+    """Multiply an input by a matrix, of which each rank has some of the inputs, and sum over the ranks.
 
     Args:
         hidden: This rank's `[batch, seq, in/size]`.
@@ -103,9 +103,9 @@ def row_product(
         sequence: Whether the result is a part of the sequence.
         overlap: Whether the communications run beside the products, part by part.
         bias: `[out]`, equal on all ranks; None for none. With `sequence` its gradient is this rank's part of
-            the sum over the ranks, as that of every parameter is that sees a part of the sequence.
-        deferral: Where backward leaves the gradients of weight and bias; None: it computes them.
-        name: What the Timeline calls the communications.
+            the sum over the ranks, as for every parameter that sees a part of the sequence.
+        deferral: Collector of the gradients of weight and bias in backward; None to compute them in place.
+        name: Name of the communications in the Timeline.
 
     Returns:
         `[batch, seq, out]`, equal on all ranks; with `sequence` this rank's `[batch, seq/size, out]`.
@@ -124,20 +124,20 @@ def row_product(
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """How one product is split; the arguments of the public functions."""
+    """The way in which one product is split: the arguments of the public functions."""
 
     axis: Axis
     sequence: bool
     overlap: bool
     name: str
     deferral: Deferral | None = None
-    trained: tuple[Tensor, ...] = ()  # what the deferral is to give gradients to
+    trained: tuple[Tensor, ...] = ()  # parameters that get gradients from the deferral
 
 
 def _put_off(
     split: _Split, deferral: Deferral, operands: Sequence[Tensor | None]
 ) -> tuple[_Split, list[Tensor | None]]:
-    """Hides weights and biases from autograd, which would call their hooks without a gradient."""
+    """Hide weights and biases from autograd, which would call their hooks without a gradient."""
     present = tuple(each for each in operands if each is not None)
     if not all(each.requires_grad for each in present):
         return split, list(operands)
@@ -166,7 +166,7 @@ class _ColumnProducts(torch.autograd.Function):
         hidden, *weights = ctx.saved_tensors
         _, needs_hidden, *needs = ctx.needs_input_grad
         needs_weight, needs_bias = needs[: len(weights)], needs[len(weights) :]
-        # In part order all that follows is contiguous, and the order of rows matters to no sum over them.
+        # In part order all tensors below are contiguous; a sum over rows does not depend on their order.
         if split.sequence:
             rows = [cut(gradient, axis).flatten(0, 2) for gradient in gradients]
         else:
@@ -242,7 +242,7 @@ class _RowProduct(torch.autograd.Function):
 def _column_gradients(
     split: _Split, hidden: Tensor, rows: Sequence[Tensor], biased: Sequence[bool]
 ) -> list[Tensor]:
-    """Gradients of the weights, then of the biases; gathers an input that is a part of a sequence."""
+    """Return gradients of the weights, then of the biases; gathers an input that is a part of a sequence."""
     whole = hidden
     if split.sequence:
         whole, gathering = start_gather(hidden, split.axis, split.name)
@@ -255,7 +255,7 @@ def _column_gradients(
 def _row_gradients(
     gradient: Tensor, parts: Sequence[tuple[Tensor, Tensor]], trained: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of the weight, and of the bias if there is one."""
+    """Return gradients of the weight, and of the bias if there is one."""
     total = None
     for rows, hidden in parts:
         total = _add_product(total, rows.t(), hidden.flatten(0, 1))
@@ -264,10 +264,10 @@ def _row_gradients(
 
 
 def _gathered(part: Tensor, split: _Split) -> Iterator[tuple[Tensor, slice]]:
-    """What the ranks' parts of a sequence make together, as it arrives: each piece, and its positions.
+    """Yield parts of the whole sequence as they arrive from the ranks, each with its positions.
 
-    With overlap the next part is on its way while the caller computes with the one it got; without, and
-    where there are no parts, the whole comes at once.
+    With overlap the next part travels while the caller computes with the present one. Without overlap, or if
+    there are no parts, the whole sequence comes at once.
     """
     axis = split.axis
     if not split.sequence:
@@ -296,7 +296,7 @@ def _gathered(part: Tensor, split: _Split) -> Iterator[tuple[Tensor, slice]]:
 def _products_of_arriving(
     hidden: Tensor, pairs: Sequence[tuple[Tensor, Tensor | None]], split: _Split
 ) -> tuple[Tensor, ...]:
-    """`[batch, seq, out_i/size]` for each matrix and bias, computed part by part."""
+    """Return `[batch, seq, out_i/size]` for each matrix and bias, computed part by part."""
     batch, length, _ = hidden.shape
     results = [hidden.new_empty(batch, split.axis.size * length, weight.shape[0]) for weight, _ in pairs]
     for part, positions in _gathered(hidden, split):
@@ -310,7 +310,7 @@ def _products_of_arriving(
 
 
 def _all_reduced(hidden: Tensor, weight: Tensor, split: _Split) -> Tensor:
-    """`[batch, seq, out]`: with overlap, some rows are reduced while the next rows' product is computed."""
+    """Return `[batch, seq, out]`; with overlap, rows are reduced while the next rows' product is computed."""
     result = _new_buffer(torch.Size((*hidden.shape[:-1], weight.shape[0])), hidden)
     chunks = split.axis.size if split.overlap else 1
     reducing = []
@@ -324,7 +324,7 @@ def _all_reduced(hidden: Tensor, weight: Tensor, split: _Split) -> Tensor:
 
 
 def _scattered(hidden: Tensor, weight: Tensor, split: _Split) -> Tensor:
-    """`[batch, seq/size, out]`: the whole product, then one reduce-scatter."""
+    """Return `[batch, seq/size, out]`: compute the whole product, then one reduce-scatter."""
     pieces = cut(hidden, split.axis)
     products = new_parts(split.axis, torch.Size((*pieces.shape[1:-1], weight.shape[0])), hidden)
     _multiply(pieces.flatten(0, 2), weight.t(), out=products)
@@ -334,7 +334,7 @@ def _scattered(hidden: Tensor, weight: Tensor, split: _Split) -> Tensor:
 
 
 def _scattered_round_the_ring(hidden: Tensor, weight: Tensor, split: _Split) -> Tensor:
-    """`[batch, seq/size, out]`: the sum of part i starts at rank i + 1, and ends at rank i, its last."""
+    """Return `[batch, seq/size, out]`: the sum of part i starts at rank i + 1 and ends at rank i."""
     axis = split.axis
     pieces = cut(hidden, axis)
     shape = torch.Size((*pieces.shape[1:-1], weight.shape[0]))
@@ -355,7 +355,7 @@ def _scattered_round_the_ring(hidden: Tensor, weight: Tensor, split: _Split) -> 
 
 
 def _multiply(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
-    """Writes the product `[rows, n]` to `out` `[..., n]`, which need not be contiguous."""
+    """Write the product `[rows, n]` to `out` `[..., n]`, which need not be contiguous."""
     if out.is_contiguous():
         torch.mm(rows, matrix, out=out.view(-1, out.shape[-1]))
     else:

@@ -1,8 +1,8 @@
-"""Parts of a sequence, one for each rank of an axis, and how they are gathered and reduced.
+"""Parts of a sequence, one for each rank of an axis: their order in memory, gather and reduction.
 
 A hidden state is `[batch, seq, width]`. Part i holds the positions `[i * seq / size, (i + 1) * seq / size)`
-of every sample, which for more than one sample do not lie together in memory. So what is communicated is in
-part order, `[size, batch, seq / size, width]`, where a part is contiguous.
+of every sample, which are not contiguous in memory for more than one sample. So tensors are communicated in
+part order, `[size, batch, seq / size, width]`, in which a part is contiguous.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["cut", "joined", "new_parts", "start_gather", "start_reduce_scatter"]
 
 
 def cut(whole: Tensor, axis: Axis) -> Tensor:
-    """`[batch, seq, ...]` in part order, `[size, batch, seq / size, ...]`: a view.
+    """Return `[batch, seq, ...]` in part order, `[size, batch, seq / size, ...]`, as a view.
 
     Raises:
         PlanError: The sequence does not divide by the ranks of the axis.
@@ -35,28 +35,28 @@ def cut(whole: Tensor, axis: Axis) -> Tensor:
 
 
 def joined(parts: Tensor) -> Tensor:
-    """`[size, batch, part, ...]` as `[batch, size * part, ...]`; a view for one sample, else a copy."""
+    """Return `[size, batch, part, ...]` as `[batch, size * part, ...]`: a view for one sample, or a copy."""
     return parts.transpose(0, 1).flatten(1, 2)
 
 
 def new_parts(axis: Axis, part: torch.Size, like: Tensor) -> Tensor:
-    """`[size, *part]` to communicate from, whose content is not defined, with dtype and device of `like`."""
+    """Return an undefined `[size, *part]` to communicate from, with dtype and device of `like`."""
     shape = (axis.size, *part)
     return new_buffer(axis.size * part.numel(), dtype=like.dtype, device=like.device).view(shape)
 
 
 def start_gather(part: Tensor, axis: Axis, name: str) -> tuple[Tensor, Pending]:
-    """Begins to gather every rank's `part`; gives what will hold them, `[size, *part.shape]`."""
+    """Begin to gather every rank's `part`; return the tensor that will hold them, `[size, *part.shape]`."""
     parts = new_parts(axis, part.shape, part)
     parts[axis.index].copy_(part)
     return parts, axis.all_gather(parts.view(-1), name)
 
 
 def start_reduce_scatter(parts: Tensor, axis: Axis, name: str) -> tuple[Tensor, Pending]:
-    """Begins to sum `[size, ...]` over the ranks; gives what will hold this rank's part of the sum.
+    """Begin to sum `[size, ...]` over the ranks; return the tensor that will hold this rank's part.
 
-    The part has memory of its own, so that who keeps it does not keep all parts. `parts` must stay unchanged
-    until then.
+    The part has memory of its own, so that keeping it does not keep all parts. `parts` must stay unchanged
+    until the reduction is complete.
     """
     part = parts[0] if axis.size == 1 else torch.empty_like(parts[0])
     return part, axis.reduce_scatter(part.view(-1), parts.view(-1), name)

@@ -1,13 +1,13 @@
 """Tensor parallelism: the matrices of a layer are split over ranks (Shoeybi et al., arXiv:1909.08053).
 
-Layers that read the residual stream are split by their outputs (columns), those that write to it by their
-inputs (rows), so that all between them is a rank's own: heads of attention, features of a feed-forward layer.
-The pair of communications: what columns read is gathered, what rows write is summed. With the stream split
-along the sequence too (Korthikanti et al., arXiv:2205.05198) that is an all-gather and a reduce-scatter, else
-nothing and an all-reduce; backward the other way round. The embedding and the head are split by the
-vocabulary, and the loss is computed of logits that are never gathered.
+Layers that read the residual stream are split by their outputs (columns), layers that write to it by their
+inputs (rows), so that all tensors between them belong to one rank: heads of attention, features of a
+feed-forward layer. Two communications are needed: the input of columns is gathered, the output of rows is
+summed. If the stream is split along the sequence too (Korthikanti et al., arXiv:2205.05198) these are an
+all-gather and a reduce-scatter, otherwise nothing and an all-reduce; backward does the reverse. The embedding
+and the head are split by the vocabulary, and the loss is computed from logits that are never gathered.
 
-Which layer is split how stands in a `TensorLayout`, by patterns of module names.
+A `TensorLayout` says, by patterns of module names, which layer is split and how.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ __all__ = ["TensorCuts", "cut_tensors", "layout_of", "tensor_parallel"]
 
 
 class TensorCuts(NamedTuple):
-    """What becomes of a model's parameters.
+    """The cuts of a model's parameters.
 
     Attributes:
-        cuts: This rank's block of each that is split, by name.
-        narrowed: Of key and value layers with fewer heads than ranks: the rows (first, count) that this rank
+        cuts: This rank's block of each parameter that is split, by name.
+        narrowed: For key and value layers with fewer heads than ranks: the rows (first, count) that this rank
             computes with. Such parameters stay whole, and each rank has a part of their gradient.
     """
 
@@ -54,10 +54,10 @@ class TensorCuts(NamedTuple):
 
 
 def layout_of(model: nn.Module) -> TensorLayout:
-    """The layout that a model has as its `tensor_layout`, or that Shoal knows for it.
+    """Return the layout in the model's `tensor_layout`, or the one that Shoal knows for it.
 
     Raises:
-        PlanError: There is none.
+        PlanError: There is no such layout.
     """
     declared = getattr(model, "tensor_layout", None)
     if isinstance(declared, TensorLayout):
@@ -82,10 +82,10 @@ def layout_of(model: nn.Module) -> TensorLayout:
 
 
 def cut_tensors(model: nn.Module, layout: TensorLayout, plan: Plan, index: int) -> TensorCuts:
-    """What rank `index` of tensor parallelism has of each parameter; the model is not changed.
+    """Return what rank `index` of tensor parallelism has of each parameter; the model is not changed.
 
     Raises:
-        PlanError: A layer does not split over so many ranks, or the layout names one that is not there.
+        PlanError: A layer does not split over this many ranks, or the layout names a missing layer.
     """
     size = plan.tp
     result = TensorCuts({}, {})
@@ -142,15 +142,15 @@ def tensor_parallel(
     plan: Plan,
     deferral: Deferral | None = None,
 ) -> None:
-    """Has the layers compute with this rank's blocks, which the caller puts in place of the parameters.
+    """Make the layers compute with this rank's blocks, which the caller puts in place of the parameters.
 
     Args:
-        model: Its layers' `forward` is replaced.
-        layout: Which layers.
-        cuts: What `cut_tensors` gave.
+        model: The model; its layers' `forward` is replaced.
+        layout: The layers to split.
+        cuts: The result of `cut_tensors`.
         axis: The ranks of tensor parallelism.
-        plan: Says how they communicate.
-        deferral: Where products leave the gradients of weights, if backward is made in two halves.
+        plan: The Plan, which says how the ranks communicate.
+        deferral: Collector of the gradients of weights, if backward is made in two halves.
     """
     sequence, overlap = plan.tensor != "plain", plan.tensor == "async"
     common: dict[str, Any] = {"axis": axis, "sequence": sequence, "overlap": overlap, "deferral": deferral}
@@ -181,12 +181,12 @@ def tensor_parallel(
 
 
 class _Columns:
-    """Layers with the same input, computed together when the first of them is called.
+    """Layers with one common input, computed together when the first of them is called.
 
     Args:
-        layers: In the order of the layout.
-        narrowed: Of each, the rows (first, count) that are computed with; None: all.
-        products: `column_products`, but for what is multiplied.
+        layers: The layers, in the order of the layout.
+        narrowed: For each layer, the rows (first, count) to compute with; None for all.
+        products: `column_products` with all arguments except the operands.
     """
 
     def __init__(self, layers: list[Any], narrowed: list[tuple[int, int] | None], products: Any) -> None:
@@ -197,7 +197,7 @@ class _Columns:
         self._results: dict[int, Tensor] = {}
 
     def __call__(self, index: int, hidden: Tensor) -> Tensor:
-        """What layer `index` makes of `hidden`."""
+        """Return the output of layer `index` for `hidden`."""
         if hidden is not self._input or index not in self._results:
             weights = [self._part(layer.weight, rows) for layer, rows in self._each()]
             biases = [

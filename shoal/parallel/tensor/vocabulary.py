@@ -1,9 +1,9 @@
 """A vocabulary split over the ranks of an axis: the embedding and the loss (Megatron-LM, arXiv:1909.08053).
 
 A rank has the rows `[first_row, first_row + n)` of the embedding, and so the logits of these tokens. A
-look-up gives zero on all ranks but one, and their sum is the embedding. The cross-entropy needs two numbers
-for each position from each rank, the logarithm of its sum of exponentials and the target's logit, so that
-logits are never gathered: all ranks get all of these, `[size, 2, batch * seq]`, in one small all-gather.
+look-up gives zero on all ranks but one, and the sum over ranks is the embedding. The cross-entropy needs two
+numbers for each position from each rank, the logarithm of its sum of exponentials and the target's logit. All
+ranks get all of these, `[size, 2, batch * seq]`, in one small all-gather, so that logits are never gathered.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shoal.parallel.tensor.sequence_parts import cut, new_parts, start_gather, s
 __all__ = ["SplitLogits", "embed_rows", "vocabulary_cross_entropy"]
 
 # Elements that the loss computes with at a time, so that logits in bf16 have no whole copy in fp32. For
-# logits [1024, 16384] in bf16 64 Ki to 1 Mi take 48 to 52 ms of a CPU's time, and 4 Mi takes 144. Elsewhere
-# it bounds the memory alone, and is not measured.
+# logits [1024, 16384] in bf16, 64 Ki to 1 Mi elements take 48 to 52 ms of a CPU's time, and 4 Mi take 144 ms.
+# On other devices it only bounds the memory; its speed there is not measured.
 _CHUNK_ELEMENTS = 1 << 20
 _CHUNK_ELEMENTS_ON_ACCELERATORS = 1 << 26
 
@@ -32,7 +32,7 @@ class SplitLogits(NamedTuple):
     """Logits of a part of the vocabulary, as a rank of tensor parallelism computes them.
 
     Attributes:
-        local: `[batch, seq, rows]`.
+        local: This rank's logits, `[batch, seq, rows]`.
         axis: The ranks that have the other parts.
         first_row: The first token of the part.
         vocabulary: Number of tokens in all.
@@ -44,12 +44,12 @@ class SplitLogits(NamedTuple):
     vocabulary: int
 
     def token_loss(self, targets: Tensor) -> Tensor:
-        """The cross-entropy of each target in nats `[batch, seq]`, fp32; nothing is gathered."""
+        """Return the cross-entropy of each target in nats `[batch, seq]`, fp32; nothing is gathered."""
         return vocabulary_cross_entropy(self.local, targets, self.axis, self.first_row)
 
     @property
     def logits(self) -> Tensor:
-        """All logits `[batch, seq, vocab]`, gathered, without a gradient."""
+        """Return all logits `[batch, seq, vocab]`, gathered, without a gradient."""
         rows = -(-self.vocabulary // self.axis.size)
         batch, seq, held = self.local.shape
         gathered = self.local.new_zeros(self.axis.size, batch, seq, rows)
@@ -61,15 +61,15 @@ class SplitLogits(NamedTuple):
 def embed_rows(
     tokens: Tensor, weight: Tensor, axis: Axis, first_row: int, *, sequence: bool, name: str = "embed"
 ) -> Tensor:
-    """Looks tokens up in an embedding of which each rank has some rows.
+    """Look tokens up in an embedding of which each rank has some rows.
 
     Args:
         tokens: `[batch, seq]`, int64, equal on all ranks.
-        weight: This rank's rows, `[n, width]`; n is 1 at least, and may differ between ranks.
+        weight: This rank's rows, `[n, width]`; n is at least 1, and may differ between ranks.
         axis: The ranks that the rows are split over.
         first_row: The token whose row is this rank's first.
         sequence: Whether the result is a part of the sequence.
-        name: What the Timeline calls the communication.
+        name: Name of the communication in the Timeline.
 
     Returns:
         `[batch, seq, width]`, equal on all ranks; with `sequence` this rank's `[batch, seq/size, width]`. A
@@ -92,16 +92,16 @@ def vocabulary_cross_entropy(
     overwrite: bool = False,
     name: str = "loss",
 ) -> Tensor:
-    """Cross-entropy of every position from logits of which each rank has some, without gathering them.
+    """Compute the cross-entropy of every position; each rank has some logits, and none are gathered.
 
     Args:
-        logits: This rank's `[batch, seq, n]`, of the tokens from `first_row` on.
-        targets: `[batch, seq]`, int64, equal on all ranks; `IGNORED` where there is none.
+        logits: This rank's `[batch, seq, n]`, for the tokens from `first_row` on.
+        targets: `[batch, seq]`, int64, equal on all ranks; `IGNORED` where there is no target.
         axis: The ranks that the vocabulary is split over.
         first_row: The token of this rank's first logit.
-        rows: How many of the n logits are of tokens; those after them are padding. None: all.
+        rows: Number of the n logits that belong to tokens; those after them are padding. None for all.
         overwrite: Whether backward may write the logits' gradient over the logits.
-        name: What the Timeline calls the communication.
+        name: Name of the communication in the Timeline.
 
     Returns:
         `[batch, seq]` in nats, fp32, equal on all ranks; 0 where the target is `IGNORED`.
@@ -129,7 +129,7 @@ class _EmbedRows(torch.autograd.Function):
         torch.index_select(weight, 0, local.clamp(0, count - 1).flatten(), out=flat)
         flat.masked_fill_(outside.reshape(-1, 1), 0)
         ctx.axis, ctx.sequence, ctx.name, ctx.count = axis, sequence, name, count
-        # A token that is elsewhere counts as the row after the last.
+        # A token of another rank counts as the row after the last.
         ctx.save_for_backward(local.masked_fill_(outside, count).flatten())
         if sequence:
             result, pending = start_reduce_scatter(found, axis, name)
@@ -184,7 +184,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         logits, normalizer, local, here, ignored = ctx.saved_tensors
-        # softmax minus one-hot, times what came in
+        # softmax minus one-hot, times the incoming gradient
         factor = gradient.masked_fill(ignored, 0.0).flatten().unsqueeze(1)
         at_target = -factor * here.unsqueeze(1)
         result = logits if ctx.overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -203,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
-    """Cuts `[rows, n]` into slices of rows, of one at least."""
+    """Yield slices of `[rows, n]`, each of at least one row."""
     elements = _CHUNK_ELEMENTS if rows.device.type == "cpu" else _CHUNK_ELEMENTS_ON_ACCELERATORS
     height = max(1, elements // rows.shape[1])
     for start in range(0, rows.shape[0], height):

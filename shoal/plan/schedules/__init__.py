@@ -1,10 +1,9 @@
-"""Pipeline schedules as tables: the same table is run, drawn, timed and proved free of deadlock.
+"""Pipeline schedules as tables: one table is run, drawn, timed and proved free of deadlock.
 
 Nouns: Action (a rank's forward or backward of a stage and micro-batch), Schedule (the table of all ranks),
-Kind (what a name stands for: its rows, limits, bubble and activations),
-Times and Played (with start and stop of each action), Send and Receive. `make` gives a named schedule,
-`search` finds one for given times and memory. Run by `shoal.parallel`, timed by the simulator. Imports no
-torch.
+    Kind (the rows, limits, bubble and activations of a named schedule), Times and Played (with start and stop
+    of each action), Send and Receive. `make` returns a named schedule, `search` finds one for given times and
+    memory. Run by `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
 from shoal.plan.schedules.action import Action, Work

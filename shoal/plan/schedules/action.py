@@ -1,4 +1,4 @@
-"""What a rank does in one go: the forward of a stage for a micro-batch, or a part of its backward."""
+"""One action of a rank: the forward of a stage for a micro-batch, or a part of its backward."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Work(StrEnum):
     BACKWARD = "B"
     """The whole backward: I and W in one."""
     INPUT = "I"
-    """The gradient of the stage's input, which the stage before it waits for."""
+    """The gradient of the stage's input, for which the previous stage waits."""
     WEIGHT = "W"
-    """The gradient of the stage's weights, which nothing waits for."""
+    """The gradient of the stage's weights, for which no stage waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Action:
     """One piece of work. Its text form is torch's: `2F3` is the forward of stage 2 for micro-batch 3.
 
     Attributes:
-        work: What is done.
+        work: Kind of the work.
         stage: Number of the stage in the whole pipeline, from 0.
         microbatch: Number of the micro-batch in the step, from 0.
     """
@@ -41,10 +41,10 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Reads the text form.
+        """Read the text form.
 
         Raises:
-            PlanError: The text is not that of an action.
+            PlanError: The text is not an action's.
         """
         match = _TEXT.fullmatch(text.strip())
         if match is None:

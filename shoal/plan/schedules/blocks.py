@@ -1,10 +1,10 @@
-"""Schedules of two stages a rank in a V that repeat one building block, for little memory.
+"""Low-memory schedules of two stages a rank in a V, which repeat one building block.
 
-Qi et al., arXiv:2405.15362: one micro-batch's actions are laid out once, and each further micro-batch does
-the same six units of time later, since it takes six units of every rank (F, I and W of two stages). If no
-two actions of a rank are at the same time modulo six, none collide. A rank then holds as many activations as
-have lives that overlap, so that a block with short lives holds little: with many ranks down to a third of
-what ZB-V does.
+Qi et al., arXiv:2405.15362: one micro-batch's actions are laid out once. Each further micro-batch repeats
+them six units of time later, since it takes six units of every rank (F, I and W of two stages). If no two
+actions of a rank start at equal times modulo six, none collide. A rank then holds as many activations as have
+lives that overlap, so a block with short lives holds few: with many ranks, down to a third of what ZB-V
+holds.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _MOST_STEP = 3
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """When the actions of the first micro-batch start, in units of one action.
+    """The start times of the first micro-batch's actions, in units of one action.
 
     Attributes:
-        starts: By kind (F, I, W) and stage.
-        lives: By rank, how long its two activations live together.
+        starts: Start times, by kind (F, I, W) and stage.
+        lives: By rank, the sum of the lives of its two activations.
     """
 
     starts: tuple[tuple[int, ...], ...]
@@ -35,16 +35,16 @@ class Block:
 
     @property
     def least_peak(self) -> int:
-        """No fewer activations are held at once by some rank, if there are many micro-batches."""
+        """Return a lower bound on the activations that some rank holds at once, with many micro-batches."""
         return -(-max(self.lives) // _PERIOD)
 
     @property
     def length(self) -> int:
-        """How long the first micro-batch takes."""
+        """Return the time that the first micro-batch takes."""
         return max(map(max, self.starts)) + 1
 
     def rows(self, precedence: Precedence) -> list[list[int]]:
-        """By rank, the numbers of all micro-batches' actions in the order of their starts."""
+        """Return, by rank, the numbers of all micro-batches' actions in the order of their starts."""
         microbatches, size = precedence.microbatches, precedence.size
         timed: list[list[tuple[int, int]]] = [[] for _ in self.lives]
         for kind, starts in enumerate(self.starts):
@@ -57,10 +57,10 @@ class Block:
 
 
 def blocks(ranks: int) -> Iterator[Block]:
-    """All blocks in which each of the four ways through the ranks takes one step, 1 to 3 units, a rank.
+    """Yield all blocks in which each of the four passes over the ranks takes one step, 1 to 3 units, a rank.
 
-    The ways are F down the ranks and up, then I down and up; the turn between two takes 1 to 6 units. W has
-    the two times that are left of six, as early as may be.
+    The passes are F down the ranks and up, then I down and up; the turn between two takes 1 to 6 units. W
+    takes the two remaining times of the six, as early as possible.
     """
     last = ranks - 1
     steps, turns = range(1, _MOST_STEP + 1), range(1, _PERIOD + 1)
@@ -81,12 +81,12 @@ def blocks(ranks: int) -> Iterator[Block]:
 
 
 def _collide(one: list[int], other: list[int]) -> bool:
-    """Whether the two are at the same time of the period on some rank."""
+    """Return whether the two are at one time of the period on some rank."""
     return any((a - b) % _PERIOD == 0 for a, b in zip(one, other, strict=True))
 
 
 def _block(first: list[int], second: list[int], third: list[int], fourth: list[int]) -> Block:
-    """The block of these starts, by rank, of F of both stages and of I of the second and the first."""
+    """Return the block of these starts, by rank, of F of both stages and of I of the second and the first."""
     weights: list[tuple[int, int]] = []
     for times in zip(first, second, third, fourth, strict=True):
         one, other = set(range(_PERIOD)) - {time % _PERIOD for time in times}
@@ -113,5 +113,5 @@ def _block(first: list[int], second: list[int], third: list[int], fourth: list[i
 
 
 def _next(time: int, residue: int) -> int:
-    """The first time behind an action at `time` that is `residue` modulo the period."""
+    """Return the first time after an action at `time` that is `residue` modulo the period."""
     return time + 1 + (residue - time - 1) % _PERIOD

@@ -1,7 +1,7 @@
-"""Schedules that take all micro-batches through a stage before the next: GPipe, and looped breadth-first.
+"""Schedules that run all micro-batches through a stage before the next: GPipe, and looped breadth-first.
 
-GPipe: Huang et al., arXiv:1811.06965. Looped breadth-first: Lamy-Poirier, arXiv:2211.05953, in which a
-gradient of a stage's weights is complete early, so that its reduction hides behind the other stages.
+GPipe: Huang et al., arXiv:1811.06965. Looped breadth-first: Lamy-Poirier, arXiv:2211.05953, where a gradient
+    of a stage's weights is complete early, so that its reduction hides behind the other stages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["BREADTH_FIRST", "GPIPE"]
 
 
 def _gpipe_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
-    """All forwards, then all backwards. The paper takes the backwards in reverse, torch and this in order."""
+    """Return all forwards, then all backwards: in reverse in the paper, in order in torch and here."""
     return tuple(
         Action(work, rank, microbatch)
         for work in (Work.FORWARD, Work.BACKWARD)
@@ -22,7 +22,7 @@ def _gpipe_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[
 
 
 def _breadth_first_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
-    """All forwards of stage after stage, then all backwards in reverse."""
+    """Return all forwards, stage after stage, then all backwards in reverse."""
     forwards = [
         (stage, microbatch)
         for stage in range(rank, ranks * virtual, ranks)

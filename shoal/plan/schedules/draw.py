@@ -1,4 +1,4 @@
-"""Schedules as SVG: ranks as rows, time to scale. Reads well on white pages and on dark ones."""
+"""Schedules as SVG: ranks as rows, time to scale. Readable on white pages and on dark ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IDEAL = "end without any bubble"
 _GRAY = "#7d8590"
 _LIGHT, _DARK = "#ffffff", "#10151c"
 
-_LEFT = 58  # of the rows, for the names of the ranks
+_LEFT = 58  # left edge of the rows, after the names of the ranks
 _RIGHT = 16
 _ROW = 24
 _BOX = 21
@@ -38,20 +38,20 @@ _LEAST_WIDTH = 720
 _MOST_WIDTH = 1500
 _SHORTEST = 17  # width of the shortest action, if the picture then is not too wide
 _NUMBER = 11  # size of the numbers in boxes and below them
-_SMALLEST = 7.5  # in boxes that have no room for this, numbers are left out
+_SMALLEST = 7.5  # smallest size; boxes too small for it have no number
 _DIGIT = 0.62  # width of a digit, in sizes
 _LETTER = 7.5  # width of a letter of the legend, in a wide font
 
 
 def draw(played: Sequence[Played], title: str = "Pipeline schedules") -> str:
-    """One picture of schedules below each other, all on one scale of time.
+    """Return one picture of several schedules, one below another, with one scale of time.
 
-    A box is an action with the number of its micro-batch; its colour is the kind of work, the paler the later
-    the stage on its rank. A dashed line marks when all would end if no rank were ever idle.
+    A box is an action with the number of its micro-batch. Its colour is the kind of work, paler for later
+    stages of its rank. A dashed line marks when all would end if no rank were ever idle.
 
     Args:
-        played: At least one.
-        title: What the picture shows, for who cannot see it.
+        played: Schedules with their times; at least one.
+        title: Description of the picture, for readers who cannot see it.
     """
     longest = max(each.makespan for each in played) or 1
     scale = _scale(played, longest)
@@ -75,7 +75,7 @@ def draw(played: Sequence[Played], title: str = "Pipeline schedules") -> str:
 
 
 def caption(played: Played) -> str:
-    """A schedule's size, bubble and peak of activations in a line."""
+    """Return a schedule's size, bubble and peak of activations in a line."""
     schedule = played.schedule
     stages = f", {schedule.virtual} stages each" if schedule.virtual > 1 else ""
     peak = max(played.peaks) / schedule.virtual
@@ -86,7 +86,7 @@ def caption(played: Played) -> str:
 
 
 def _scale(played: Sequence[Played], longest: float) -> float:
-    """Pixels for a unit of time."""
+    """Return the pixels for a unit of time."""
     shortest = min(
         (
             duration
@@ -102,7 +102,7 @@ def _scale(played: Sequence[Played], longest: float) -> float:
 
 
 def _legend(played: Sequence[Played]) -> tuple[list[str], float]:
-    """The legend, and where it ends."""
+    """Return the legend, and the x position of its end."""
     parts: list[str] = []
     present = {action.work for each in played for row in each.schedule.table for action in row}
     turns = max(each.schedule.virtual for each in played)
@@ -157,7 +157,7 @@ def _panel(played: Played, top: float, scale: float) -> Iterator[str]:
 
 
 def _color(work: Work, turn: int, turns: int) -> tuple[int, int, int]:
-    """The kind's colour, mixed with white for the later stages of a rank."""
+    """Return the kind's colour, mixed with white for the later stages of a rank."""
     share = 0.6 * turn / max(turns - 1, 1)
     red, green, blue = (round(each + (255 - each) * share) for each in _COLORS[work])
     return red, green, blue

@@ -1,9 +1,9 @@
 """DualPipe-V: DeepSeek's DualPipe cut in half.
 
-DeepSeek-AI, arXiv:2412.19437, and their published schedule (github.com/deepseek-ai/DualPipe). DualPipe
-feeds micro-batches in from both ends and so keeps every weight twice; folded in the middle, each rank has two
+DeepSeek-AI, arXiv:2412.19437, and their published schedule (github.com/deepseek-ai/DualPipe). DualPipe feeds
+micro-batches in from both ends and so keeps every weight twice. Folded in the middle, each rank has two
 stages in a V and each weight once. In the steady state a forward stands directly before the backward of
-another micro-batch, so that what one communicates (experts) can hide behind what the other computes.
+another micro-batch, so that the communication of one (experts) can hide behind the compute of the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["DUALPIPE_V"]
 
 
 def _row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
-    """The eight parts of the published schedule; W is apart from I where that shortens the bubble."""
+    """Return the eight parts of the published schedule; W is apart from I where that shortens the bubble."""
     down, up = rank, 2 * ranks - 1 - rank
     both = (down, up)
     behind = ranks - 1 - rank

@@ -1,11 +1,10 @@
-"""One schedule by list scheduling: whenever a rank is free, a rule says what it does next.
+"""Make one schedule by list scheduling: whenever a rank is free, a rule chooses its next action.
 
-Micro-batches go through each stage in order, so that a rank with v stages has at most 3v choices. A rank
-holds at most `limit` activations. Its stage number c of v (from 0) starts a forward only while fewer than
-limit - (v - 1 - c) are held: the places that are left belong to later stages. So no limit of v or more ever
-stops the ranks for good: backwards and weight gradients always go on; and of the micro-batches that wait to
-go forward, the one that is farthest finds only earlier stages' activations on its rank, which leave it a
-place.
+Micro-batches go through each stage in order, so a rank with v stages has at most 3v choices. A rank holds at
+most `limit` activations. Its stage number c of v (from 0) starts a forward only while fewer than limit - (v -
+1 - c) are held: the remaining places belong to later stages. So no limit of v or more ever stops the ranks
+for good. Backwards and weight gradients can always go on. Among the micro-batches that wait to go forward,
+the one farthest along finds only earlier stages' activations on its rank, and these leave it a place.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ __all__ = ["RULES", "Rule", "greedy"]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a free rank prefers among what it could do at once.
+    """The preferences of a free rank among the actions that it could begin.
 
     Attributes:
         order: Kinds of work, the preferred one first: F, G (I or B), W.
-        in_rounds: Whether stages take turns in rounds of as many micro-batches as there are ranks; else the
-            micro-batch that is nearest to its end goes first.
-        patience: W that is not preferred is begun only if nothing else is known to come within this share of
-            its time.
-        is_split: Whether the backward is in two, I and W.
+        in_rounds: Whether stages take turns in rounds of as many micro-batches as there are ranks; if not,
+            the micro-batch nearest to its end goes first.
+        patience: Share of the time of a W. A W that is not preferred begins only if no other action is known
+            to become ready within this time.
+        is_split: Whether the backward is in two halves, I and W.
     """
 
     order: str
@@ -54,14 +53,15 @@ RULES: tuple[Rule, ...] = (
 def greedy(
     precedence: Precedence, durations: Sequence[float], virtual: int, limit: int, rule: Rule
 ) -> list[list[int]]:
-    """By rank, the numbers of its actions in the order that the rule gives.
+    """Return, by rank, the numbers of its actions in the order that the rule gives.
 
     Args:
-        precedence: Of the actions.
-        durations: By action; where the rule does not split, that of I is of the whole backward.
+        precedence: Precedence of the actions.
+        durations: Time of each action; if the rule does not split, the time of I is that of the whole
+            backward.
         virtual: Stages on a rank.
         limit: Activations, in micro-batches of one stage, that a rank may hold; `virtual` or more.
-        rule: What a rank prefers.
+        rule: Preferences of a rank.
     """
     microbatches, size = precedence.microbatches, precedence.size
     awaited, delay, placement = precedence.awaited, precedence.delay, precedence.placement
@@ -81,7 +81,7 @@ def greedy(
     events: list[tuple[float, int]] = [(0, rank) for rank in range(ranks)]
 
     def choose(rank: int, now: float) -> int | None:
-        """The action to begin now, if any."""
+        """Return the action to begin now, if any."""
         best: tuple[int, int, int, int] | None = None
         next_arrival = math.inf
         for turn, stage in enumerate(local[rank]):
@@ -105,7 +105,7 @@ def greedy(
                     key = (microbatch // ranks, -toward_end, microbatch, number)
                 else:
                     key = (toward_end, microbatch, 0, number)
-                # Among kinds the rule decides, then the key.
+                # Among kinds the rule decides first, then the key.
                 entry = ((gradient if kind else forward), *key[:2], number)
                 if best is None or entry < best:
                     best = entry

@@ -1,4 +1,4 @@
-"""Makes a schedule shorter by small changes on its critical path."""
+"""Make a schedule shorter by small changes on its critical path."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def improve(
     limit: int,
     attempts: int,
 ) -> tuple[list[list[int]], float]:
-    """Tries changes on the critical path, and keeps each that shortens the makespan.
+    """Try changes on the critical path, and keep each that shortens the makespan.
 
-    The critical path leads from the last stop back, at each action to what it started behind: the action
-    before it on its rank, or the one that it waited for. Only a change on it can shorten the whole. Tried are
-    two neighbours in each other's place, and a W that moves behind later work of its rank.
+    The critical path leads back from the last stop. It goes from each action to the one whose end it started
+    after: the previous action on its rank, or the one that it waited for. Only a change on it can shorten the
+    whole. The changes are: swap two neighbours, or move a W behind later work of its rank.
 
     Args:
-        precedence: Of the actions.
-        durations: By action.
+        precedence: Precedence of the actions.
+        durations: Time of each action.
         rows: By rank, the numbers of its actions.
         wholes: The numbers of I that are whole backwards.
-        limit: Activations that a rank may hold.
-        attempts: How many changes to try.
+        limit: Number of activations that a rank may hold.
+        attempts: Number of changes to try.
 
     Returns:
         The rows and their makespan.
@@ -57,7 +57,7 @@ def improve(
 
 
 def peak(precedence: Precedence, row: Sequence[int], wholes: frozenset[int]) -> int:
-    """The most activations that a rank holds at once, each until its B or W."""
+    """Return the most activations that a rank holds at once, each until its B or W."""
     size = precedence.size
     held = most = 0
     for number in row:
@@ -72,7 +72,7 @@ def peak(precedence: Precedence, row: Sequence[int], wholes: frozenset[int]) -> 
 def _changes(
     precedence: Precedence, rows: list[list[int]], starts: Sequence[float], stops: Sequence[float]
 ) -> Iterator[tuple[int, list[int]]]:
-    """Ranks with another row each, from the end of the critical path to its start."""
+    """Yield ranks with a changed row each, from the end of the critical path to its start."""
     places = {number: (rank, place) for rank, row in enumerate(rows) for place, number in enumerate(row)}
     number = max((row[-1] for row in rows), key=lambda each: stops[each])
     while True:

@@ -1,4 +1,4 @@
-"""A kind of schedule: how its table is made, what numbers it takes, what it holds and leaves idle."""
+"""A kind of schedule: its table, its limits on numbers, its activations and its bubble."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Held", "Kind"]
 
 
 class Held(NamedTuple):
-    """What a rank holds at some moment, by its stages in ascending order, in micro-batches.
+    """The activations that a rank holds at one time, by its stages in ascending order, in micro-batches.
 
     Attributes:
-        whole: All that forward kept.
-        halves: What W needs, after I.
+        whole: Micro-batches of which all that forward kept is held.
+        halves: Micro-batches of which only what W needs is held, after I.
     """
 
     whole: tuple[float, ...]
@@ -27,22 +27,23 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Kind:
-    """A kind of schedule. There is one object of each, in `KINDS`.
+    """A kind of schedule. `KINDS` has one object for each.
 
     Attributes:
         name: The value of a Plan's `schedule`.
         row: Makes the actions of a rank from rank, ranks, virtual stages and micro-batches; None if the
             schedule is found by search.
-        held: Gives the candidate peaks of a rank's activations from rank, ranks, virtual stages,
-            micro-batches and the limit of a search, which is in micro-batches of one stage. The formulas
-            stand in `shoal.cost.memory.activation_peaks`.
+        held: Returns the candidate peaks of a rank's activations from rank, ranks, virtual stages,
+            micro-batches and the limit of a search, which is in micro-batches of one stage. The formulas are
+            in `shoal.cost.memory.activation_peaks`.
         bubble_fill: How many times a rank's weight gradients fill the bubble, for each rank before it.
-        least_virtual: The fewest stages on a rank.
-        most_virtual: The most; None if there is no limit.
-        v_of: With how many stages on a rank these go down the ranks and up again; None if they never do.
-        microbatches_per_rank: The least number of micro-batches, divided by the ranks; 0 if any will do.
-        in_rounds: The micro-batches must be a multiple of the ranks.
-        has_halves: A backward may be in two halves, I and W.
+        least_virtual: Fewest stages on a rank.
+        most_virtual: Most stages on a rank; None if there is no limit.
+        v_of: Number of stages on a rank with which these go down the ranks and up again; None if they never
+            do.
+        microbatches_per_rank: Least ratio of micro-batches to ranks; 0 if there is none.
+        in_rounds: Whether the micro-batches must be a multiple of the ranks.
+        has_halves: Whether a backward may be in two halves, I and W.
         superseded_by: Kinds that, for numbers that they take, are as quick and hold no more.
     """
 
@@ -60,11 +61,11 @@ class Kind:
 
     @property
     def usual_virtual(self) -> int:
-        """Stages on a rank where none are asked for to show the schedule: two if it takes any number."""
+        """Return the stages on a rank to show the schedule with by default: two if it takes any number."""
         return 2 if self.most_virtual is None else self.least_virtual
 
     def takes(self, ranks: int, virtual: int, microbatches: int) -> bool:
-        """Whether the schedule can be made for these numbers, each 1 or more."""
+        """Return whether the schedule can be made for these numbers, each 1 or more."""
         most, least = self.most_virtual, self.microbatches_per_rank * ranks
         return (
             self.least_virtual <= virtual
@@ -74,14 +75,14 @@ class Kind:
         )
 
     def placement(self, ranks: int, virtual: int) -> tuple[int, ...]:
-        """By stage, the rank that holds it, whatever the micro-batches: a model is cut once."""
+        """Return, by stage, the rank that holds it, for any number of micro-batches: a model is cut once."""
         return v_shaped(ranks) if self.v_of == virtual else looped(ranks, virtual)
 
     def require_microbatches(self, ranks: int, microbatches: int) -> None:
-        """Checks the number of micro-batches of a step.
+        """Check the number of micro-batches of a step.
 
         Raises:
-            PlanError: The schedule cannot be made for so many on so many ranks.
+            PlanError: The schedule cannot be made for this many on this many ranks.
         """
         given = f"the schedule {self.name} was asked for with {microbatches} micro-batches on {ranks} ranks"
         least = self.microbatches_per_rank * ranks

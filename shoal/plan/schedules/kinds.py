@@ -1,4 +1,4 @@
-"""All kinds of schedules by name; a new one is an entry here, with its `Kind` beside its rows."""
+"""All kinds of schedules by name. To add one, add an entry here, with its `Kind` beside its rows."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ KINDS: Mapping[str, Kind] = {
 }
 
 NAMES: tuple[str, ...] = tuple(name for name, kind in KINDS.items() if kind.row is not None)
-"""The schedules that have a table of their own: it follows from ranks, stages and micro-batches alone."""
+"""The schedules that have a table of their own, determined by ranks, stages and micro-batches."""
 
 
 def kind_of(name: str) -> Kind:
-    """The kind of a name.
+    """Return the kind with this name.
 
     Raises:
-        PlanError: There is no schedule of that name.
+        PlanError: There is no schedule with this name.
     """
     if name not in KINDS:
         raise PlanError(
@@ -43,7 +43,7 @@ def kind_of(name: str) -> Kind:
 
 
 def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
-    """The table of a named schedule.
+    """Return the table of a named schedule.
 
     Args:
         name: One of `NAMES`.
@@ -52,7 +52,7 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
         microbatches: Micro-batches in a step.
 
     Raises:
-        PlanError: There is no schedule of that name, or it cannot be made for these numbers.
+        PlanError: There is no schedule with this name, or it cannot be made for these numbers.
     """
     require_numbers(name, ranks, virtual, microbatches)
     kind = kind_of(name)
@@ -73,10 +73,10 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
 
 
 def require_numbers(name: str, ranks: int, virtual: int, microbatches: int) -> None:
-    """Checks that a schedule can be made for these numbers; makes none.
+    """Check that a schedule can be made for these numbers, without making it.
 
     Raises:
-        PlanError: There is no schedule of that name, or it cannot be made for these.
+        PlanError: There is no schedule with this name, or it cannot be made for these numbers.
     """
     kind = kind_of(name)
     for what, number in (("ranks", ranks), ("virtual stages", virtual), ("micro-batches", microbatches)):

@@ -1,7 +1,8 @@
 """Schedules that alternate one forward and one backward: 1F1B and its interleaved form.
 
-Narayanan et al., arXiv:2104.04473. 1F1B has GPipe's bubble; what it saves is memory. Interleaving divides the
-bubble by the stages of a rank, for as many times the transfers and somewhat more activations.
+Narayanan et al., arXiv:2104.04473. 1F1B has GPipe's bubble, and needs less memory. Interleaving divides the
+bubble by the stages of a rank; it multiplies the transfers by that number, and holds somewhat more
+activations.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ __all__ = ["INTERLEAVED", "ONE_FORWARD_ONE_BACKWARD"]
 
 
 def _plain_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
-    """Forwards until the first gradient can be there, then one forward and one backward in turn."""
+    """Return forwards until the first gradient can arrive, then one forward and one backward in turn."""
     first = min(ranks - 1 - rank, microbatches)
     return _alternate(
         first,
@@ -23,7 +24,7 @@ def _plain_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[
 
 
 def _interleaved_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
-    """As 1F1B; the micro-batches go through the rank's stages in rounds of as many as there are ranks."""
+    """Return a row like 1F1B's; micro-batches go through a rank's stages in rounds of as many as ranks."""
     first = min((virtual - 1) * ranks + 2 * (ranks - 1 - rank), microbatches * virtual)
     forwards, backwards = [], []
     for start in range(0, microbatches, ranks):
@@ -35,7 +36,7 @@ def _interleaved_row(rank: int, ranks: int, virtual: int, microbatches: int) -> 
 
 
 def _alternate(first: int, forwards: list[Action], backwards: list[Action]) -> tuple[Action, ...]:
-    """The first forwards, then the others with a backward behind each, then the backwards that are left."""
+    """Return the first forwards, then forward and backward in turn, then the remaining backwards."""
     row = forwards[:first]
     for forward, backward in zip(forwards[first:], backwards, strict=False):
         row += [forward, backward]
@@ -43,7 +44,7 @@ def _alternate(first: int, forwards: list[Action], backwards: list[Action]) -> t
 
 
 def _held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | None) -> tuple[Held, ...]:
-    """How many of the forwards before the first backward, and the one that it follows, are of each stage."""
+    """Return how many forwards before the first backward, and the one that it follows, are of each stage."""
     first = ranks - 1 - rank if virtual == 1 else (virtual - 1) * ranks + 2 * (ranks - 1 - rank)
     rounds, rest = divmod(min(first + 1, microbatches * virtual), ranks * virtual)
     whole = tuple(float(rounds * ranks + min(max(rest - turn * ranks, 0), ranks)) for turn in range(virtual))

@@ -1,4 +1,4 @@
-"""Plays a schedule with given times: when each action starts and stops, and how long ranks stand idle."""
+"""Play a schedule with given times: when each action starts and stops, and how long ranks are idle."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Played", "Times", "play"]
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long each piece of work of one micro-batch takes, in seconds or any other unit of time.
+    """The times of each piece of work of one micro-batch, in seconds or any other unit.
 
     Attributes:
-        forward: F, by stage.
-        input: I, by stage. B takes I and W together.
-        weight: W, by stage.
-        transfer: By boundary, from stage s to s + 1 and back; one fewer than there are stages. It counts
-            only where the two are on different ranks.
+        forward: Time of F, by stage.
+        input: Time of I, by stage. B takes I and W together.
+        weight: Time of W, by stage.
+        transfer: Time of a transfer from stage s to s + 1 or back, by boundary; one fewer than there are
+            stages. It counts only if the two are on different ranks.
     """
 
     forward: tuple[float, ...]
@@ -53,11 +53,11 @@ class Times:
 
     @property
     def stages(self) -> int:
-        """Number of stages that the times are of."""
+        """Number of stages that the times are for."""
         return len(self.forward)
 
     def of(self, action: Action) -> float:
-        """How long an action takes."""
+        """Return how long an action takes."""
         if action.work is Work.FORWARD:
             return self.forward[action.stage]
         input, weight = self.input[action.stage], self.weight[action.stage]
@@ -69,10 +69,10 @@ class Played:
     """A schedule with the times at which its actions start and stop.
 
     Attributes:
-        schedule: What was played.
-        times: With which times.
-        starts: By rank, when each of its actions starts; the first starts at 0.
-        stops: By rank, when each of its actions stops.
+        schedule: The schedule that was played.
+        times: The times that it was played with.
+        starts: By rank, the start of each of its actions; the first starts at 0.
+        stops: By rank, the stop of each of its actions.
     """
 
     schedule: Schedule
@@ -82,28 +82,28 @@ class Played:
 
     @property
     def makespan(self) -> float:
-        """When the last action of all stops."""
+        """The time at which the last action of all stops."""
         return max(stops[-1] for stops in self.stops)
 
     def busy(self, rank: int) -> float:
-        """How long the rank works."""
+        """Return how long the rank works."""
         return math.fsum(map(self.times.of, self.schedule.table[rank]))
 
     def idle(self, rank: int) -> float:
-        """How long the rank does not work until the last action of all stops; never negative by rounding."""
+        """Return how long the rank is idle until the last action of all stops; 0 or more despite rounding."""
         return max(self.makespan - self.busy(rank), 0)
 
     def stalled(self, rank: int) -> float:
-        """How long the rank waits between its own first start and its own last stop.
+        """Return how long the rank waits between its own first start and its own last stop.
 
-        This is what papers on zero bubbles count: they let each rank begin its next step on its own. Where
-        an optimizer step ends for all ranks at once, as with the norm of all gradients, `idle` is the loss.
+        Papers on zero bubbles count this time: they let each rank begin its next step on its own. If an
+        optimizer step ends for all ranks at once, as with the norm of all gradients, `idle` is the loss.
         """
         return max(self.stops[rank][-1] - self.starts[rank][0] - self.busy(rank), 0)
 
     @property
     def bubble(self) -> float:
-        """Idle time as a share of all ranks' time: 0 is none."""
+        """Idle time as a share of all ranks' time; 0 means no idle time."""
         return sum(map(self.idle, self._ranks)) / (self.makespan * len(self._ranks) or 1)
 
     @property
@@ -122,17 +122,17 @@ class Played:
 
 
 def play(schedule: Schedule, times: Times) -> Played:
-    """Plays a schedule: an action starts when its rank is free, in the table's order, and its input is there.
+    """Play a schedule: in the table's order, an action starts once its rank is free and its input there.
 
-    Sends and receives overlap with work and do not hinder one another.
+    Sends and receives overlap with work and do not delay one another.
 
     Args:
-        schedule: What to play.
-        times: Of its stages.
+        schedule: The schedule to play.
+        times: Times of its stages.
 
     Raises:
-        PlanError: The times are of another number of stages, or the table can never end; it says which
-            action waits for which.
+        PlanError: The times are for another number of stages, or the table can never end; the error says
+            which action waits for which.
     """
     require_times_of(times, schedule.stages)
     precedence = Precedence.of(schedule.placement, schedule.microbatches, times.transfer)
@@ -158,10 +158,10 @@ def play(schedule: Schedule, times: Times) -> Played:
 
 
 def require_times_of(times: Times, stages: int) -> None:
-    """Checks that times are of this number of stages.
+    """Check that times are for this number of stages.
 
     Raises:
-        PlanError: They are not.
+        PlanError: They are for another number.
     """
     if times.stages != stages:
         raise PlanError(

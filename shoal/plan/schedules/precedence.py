@@ -1,4 +1,4 @@
-"""What each action waits for, as numbers: the engine under `play` and `search`."""
+"""The action that each action waits for, as numbers: the engine of `play` and `search`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _KIND = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.INPUT: 1, Work.WEIGHT: 2}
 class Precedence:
     """The actions of a pipeline, each with the one that it waits for.
 
-    An action has the number `kind x size + stage x microbatches + microbatch`, where kind is 0 for F, 1 for
-    I or B, 2 for W, and size is stages x microbatches. F waits for F of the stage before it; I and B for the
-    gradient of the stage behind it, or in the last stage for its own F; W for its own I.
+    An action has the number `kind x size + stage x microbatches + microbatch`, where kind is 0 for F, 1 for I
+    or B, 2 for W, and size is stages x microbatches. F waits for F of the previous stage. I and B wait for
+    the gradient of the next stage, or in the last stage for their own F. W waits for its own I.
 
     Attributes:
         placement: By stage, the rank that holds it.
-        microbatches: In a step.
+        microbatches: Micro-batches of a step.
         awaited: By action, the number of the one that it waits for; -1 for none.
-        delay: By action, how long what it waits for is on its way.
+        delay: By action, the transfer time of what it waits for.
     """
 
     placement: tuple[int, ...]
@@ -34,7 +34,7 @@ class Precedence:
 
     @classmethod
     def of(cls, placement: tuple[int, ...], microbatches: int, transfer: Sequence[float]) -> Precedence:
-        """That of a pipeline. `transfer` is by boundary, and counts between different ranks."""
+        """Return the precedence of a pipeline. `transfer` is by boundary; it counts between two ranks."""
         stages = len(placement)
         size = stages * microbatches
         crossing = [
@@ -57,22 +57,22 @@ class Precedence:
 
     @property
     def size(self) -> int:
-        """Stages x micro-batches: how many actions there are of one kind."""
+        """Number of actions of one kind: stages x micro-batches."""
         return len(self.placement) * self.microbatches
 
     def number(self, action: Action) -> int:
-        """The action's number; I and B share one."""
+        """Return the action's number; I and B share one."""
         return _KIND[action.work] * self.size + action.stage * self.microbatches + action.microbatch
 
     def action(self, number: int) -> Action:
-        """The action of a number; I for what I and B share."""
+        """Return the action with a number; I if I and B share it."""
         kind, rest = divmod(number, self.size)
         return Action((Work.FORWARD, Work.INPUT, Work.WEIGHT)[kind], *divmod(rest, self.microbatches))
 
     def durations(
         self, forward: Sequence[float], input: Sequence[float], weight: Sequence[float]
     ) -> list[float]:
-        """By action, how long it takes, given F, I and W by stage."""
+        """Return the time of each action, given the times of F, I and W by stage."""
         return [
             seconds for kind in (forward, input, weight) for seconds in kind for _ in range(self.microbatches)
         ]
@@ -80,14 +80,15 @@ class Precedence:
     def play(
         self, rows: Sequence[Sequence[int]], durations: Sequence[float]
     ) -> tuple[list[float], list[float], list[int]]:
-        """Does the actions, each once its rank has come to it and what it waits for is there.
+        """Run the actions, each once its rank has come to it and what it waits for has arrived.
 
         Args:
             rows: By rank, the numbers of its actions.
-            durations: By action.
+            durations: Time of each action.
 
         Returns:
-            By action, its start and its stop, -1 for one that was never done; by rank, how many it did.
+            By action, its start and its stop, -1 for one that never ran; by rank, the number of actions that
+            ran.
         """
         starts: list[float] = [-1] * len(durations)
         stops: list[float] = [-1] * len(durations)
@@ -118,7 +119,7 @@ class Precedence:
         return starts, stops, positions
 
     def circle(self, table: Sequence[Sequence[Action]], positions: Sequence[int]) -> str:
-        """Which action waits for which, where a table stops for good after so many actions of each rank."""
+        """Return which action waits for which, in a table that stops for good at these positions."""
         ahead = {
             self.number(action): (rank, action)
             for rank, row in enumerate(table)

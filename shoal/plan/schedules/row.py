@@ -11,7 +11,7 @@ __all__ = ["Row"]
 
 
 class Row:
-    """Writes the actions of a rank whose stages each take the micro-batches in order."""
+    """Write the actions of a rank whose stages each take the micro-batches in order."""
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
@@ -19,25 +19,25 @@ class Row:
         self._pending: list[tuple[int, int]] = []  # stage, micro-batch: I is done and W is not
 
     def forwards(self, stage: int) -> int:
-        """How many micro-batches have gone forward through the stage."""
+        """Return the number of micro-batches that have gone forward through the stage."""
         return self._counts[Work.FORWARD, stage]
 
     def forward(self, stage: int) -> None:
-        """F of the stage's next micro-batch."""
+        """Add F of the stage's next micro-batch."""
         self._add(Work.FORWARD, stage)
 
     def backward(self, stage: int) -> None:
-        """B of the stage's next micro-batch."""
+        """Add B of the stage's next micro-batch."""
         self._counts[Work.INPUT, stage] += 1
         self._add(Work.BACKWARD, stage, self._counts[Work.INPUT, stage] - 1)
 
     def input(self, stage: int) -> None:
-        """I of the stage's next micro-batch; its W is pending from then on."""
+        """Add I of the stage's next micro-batch; its W is pending after this."""
         self._pending.append((stage, self._counts[Work.INPUT, stage]))
         self._add(Work.INPUT, stage)
 
     def weight(self, stages: Iterable[int]) -> None:
-        """The oldest pending W of these stages; nothing if there is none."""
+        """Add the oldest pending W of these stages; nothing if there is none."""
         for position, (stage, microbatch) in enumerate(self._pending):
             if stage in stages:
                 del self._pending[position]
@@ -45,12 +45,12 @@ class Row:
                 return
 
     def weights(self, stages: Iterable[int]) -> None:
-        """All pending W of these stages, the oldest first."""
+        """Add all pending W of these stages, the oldest first."""
         for _ in range(len(self._pending)):
             self.weight(stages)
 
     def actions(self, microbatches: int) -> tuple[Action, ...]:
-        """What was written, without that of further micro-batches than there are."""
+        """Return the written actions, without those of micro-batches beyond the step's number."""
         return tuple(action for action in self._actions if action.microbatch < microbatches)
 
     def _add(self, work: Work, stage: int, microbatch: int | None = None) -> None:

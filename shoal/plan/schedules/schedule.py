@@ -1,4 +1,4 @@
-"""The Schedule: which rank does what in which order, as one table."""
+"""The Schedule: the actions of each rank in order, as one table."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Schedule", "looped", "v_shaped"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The table of one step of a pipeline. `require_sound` checks one that was not made by `make`.
+    """The table of one step of a pipeline. `require_sound` checks a table that was not made by `make`.
 
     Attributes:
-        name: One of `NAMES`, or what made it.
+        name: One of `NAMES`, or the name of its maker.
         ranks: Pipeline-parallel degree.
         virtual: Stages on a rank.
         microbatches: Micro-batches in a step.
@@ -35,12 +35,12 @@ class Schedule:
         return len(self.placement)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, ascending."""
+        """Return the stages that a rank holds, ascending."""
         return tuple(stage for stage, holder in enumerate(self.placement) if holder == rank)
 
     @property
     def held_by_stage(self) -> tuple[int, ...]:
-        """By stage, of how many micro-batches it holds activations when its rank holds the most in all."""
+        """By stage, the micro-batches whose activations it holds when its rank holds the most in total."""
         held = [0] * self.stages
         for rank, row in enumerate(self.table):
             now = dict.fromkeys(self.stages_of(rank), 0)
@@ -55,15 +55,15 @@ class Schedule:
         return tuple(held)
 
     def peak_activations(self, rank: int, kept: float = 1.0) -> float:
-        """The most activations that a rank holds at once, in micro-batches of one stage.
+        """Return the most activations that a rank holds at once, in micro-batches of one stage.
 
         Divided by `virtual` it is in micro-batches of all the layers of the rank, as papers count. An
-        activation is held from F to B. Where the backward is in two, I frees the share `1 - kept` of it
+        activation is held from F to B. If the backward is in two halves, I frees the share `1 - kept` of it
         and W the rest.
 
         Args:
-            rank: Whose.
-            kept: Share that W still needs after I: 1 counts all until W, 0 all until I only.
+            rank: The rank.
+            kept: Share that W still needs after I: 1 holds everything until W, 0 only until I.
         """
         change = {Work.FORWARD: 1.0, Work.BACKWARD: -1.0, Work.INPUT: kept - 1.0, Work.WEIGHT: -kept}
         held = peak = 0.0
@@ -74,10 +74,10 @@ class Schedule:
 
 
 def looped(ranks: int, virtual: int) -> tuple[int, ...]:
-    """The placement that goes round the ranks `virtual` times: stage s on rank s mod ranks."""
+    """Return the placement that goes round the ranks `virtual` times: stage s on rank s mod ranks."""
     return tuple(range(ranks)) * virtual
 
 
 def v_shaped(ranks: int) -> tuple[int, ...]:
-    """The placement of two stages a rank, down the ranks and up again: the first rank has the last stage."""
+    """Return the placement of two stages a rank, down the ranks and up: rank 0 has the last stage."""
     return (*range(ranks), *reversed(range(ranks)))

@@ -1,4 +1,4 @@
-"""Finds a schedule for the times at hand under a limit of memory."""
+"""Find a schedule for given times under a memory limit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["search"]
 _GREEDY_ACTIONS = 120_000
 """Actions that all list schedules of a search may have together."""
 _BLOCKS = 4
-"""How many building blocks are tried of those that hold the same."""
+"""Number of building blocks that are tried among those with equal peaks."""
 _IMPROVED_ACTIONS = 1_200_000
-"""Actions that are played in all to improve the best ones."""
+"""Number of actions that may be played in total to improve the best candidates."""
 _IMPROVED = 3
-"""How many of the best are improved."""
+"""Number of the best candidates that are improved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class _Candidate:
     """A table as numbers.
 
     Attributes:
-        precedence: Of its actions.
-        durations: By action.
+        precedence: Precedence of its actions.
+        durations: Time of each action.
         rows: By rank, the numbers of its actions.
         wholes: The numbers of I that are whole backwards.
-        makespan: How long it takes.
+        makespan: Time that it takes.
     """
 
     precedence: Precedence
@@ -61,25 +61,25 @@ def search(
     limit: int | None = None,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """A schedule with a short makespan for given times, of which no rank holds more than `limit` activations.
+    """Return a schedule with a short makespan for given times; no rank holds more than `limit` activations.
 
-    List schedules of several rules and placements, and the named schedules that keep to the limit, as they
-    are and with every backward in two, are the candidates; the best are improved by local changes. So it is
-    never worse than a named one that is placed so. The same arguments give the same schedule on every
-    machine.
+    The candidates are list schedules of several rules and placements, and the named schedules within the
+    limit, as they are and with every backward in two halves. The best are improved by local changes. So the
+    result is never worse than a named schedule with an allowed placement. Equal arguments give an equal
+    schedule on every machine.
 
     Args:
-        times: Of all ranks x virtual stages.
+        times: Times of all ranks x virtual stages.
         ranks: Pipeline-parallel degree.
         virtual: Stages on a rank.
         microbatches: Micro-batches in a step.
         limit: Activations that a rank may hold, each until its B or W, in micro-batches of one stage; None
-            if memory is no matter.
+            for no limit.
         placement: `looped(ranks, virtual)`, or with two stages on a rank `v_shaped(ranks)`; None for
             whichever gives the shorter schedule.
 
     Raises:
-        PlanError: A number is not positive, the times are of another number of stages, the limit is less
+        PlanError: A number is not positive, the times are for another number of stages, the limit is less
             than one micro-batch holds in all stages of a rank, or the placement is another one.
     """
     require_numbers(FOUND, ranks, virtual, microbatches)
@@ -108,7 +108,7 @@ def search(
 
 
 def _placements(ranks: int, virtual: int, asked: tuple[int, ...] | None) -> list[tuple[int, ...]]:
-    """Those to be tried: the one that is asked for, or all that are known."""
+    """Return the placements to try: the one that is asked for, or all known ones."""
     known = [looped(ranks, virtual)] + ([v_shaped(ranks)] if virtual == 2 else [])
     if asked is None:
         return known
@@ -129,7 +129,7 @@ def _candidates(
     microbatches: int,
     limit: int,
 ) -> Iterator[_Candidate]:
-    """The named schedules that keep to the limit, then as many list schedules as there is time for."""
+    """Yield the named schedules within the limit, then as many list schedules as there is time for."""
     precedences = {
         placement: Precedence.of(placement, microbatches, times.transfer) for placement in placements
     }
@@ -153,13 +153,13 @@ def _candidates(
     ]
     if len(tried) > allowed:  # evenly from all
         tried = [tried[index * len(tried) // allowed] for index in range(allowed)]
-    # One micro-batch in flight is what every limit allows.
+    # Every limit allows one micro-batch in flight.
     for precedence, rule, most in [*tried, (next(iter(precedences.values())), RULES[0], virtual)]:
         yield _by_rule(times, precedence, virtual, most, rule)
 
 
 def _of_table(times: Times, precedence: Precedence, schedule: Schedule, split: bool) -> _Candidate:
-    """A named schedule, as it is or with every backward in two: the gradient then leaves earlier."""
+    """Return a named schedule, as it is or with every backward in two: the gradient then leaves earlier."""
     rows: list[list[int]] = []
     wholes = set()
     for actions in schedule.table:
@@ -176,7 +176,7 @@ def _of_table(times: Times, precedence: Precedence, schedule: Schedule, split: b
 
 
 def _of_blocks(times: Times, precedence: Precedence, ranks: int, limit: int) -> Iterator[_Candidate]:
-    """The quickest building blocks of each peak that keep to the limit; large pipelines try fewer peaks."""
+    """Yield the quickest building blocks of each peak within the limit; large pipelines try fewer peaks."""
     found: Counter[int] = Counter()
     allowed = max(_GREEDY_ACTIONS // (3 * precedence.size), _BLOCKS)
     for block in sorted(blocks(ranks), key=lambda block: (-block.least_peak, block.length)):
@@ -219,7 +219,7 @@ def _improved(candidate: _Candidate, limit: int, attempts: int) -> _Candidate:
 def _least_makespan(
     times: Times, placements: Sequence[tuple[int, ...]], ranks: int, microbatches: int
 ) -> float:
-    """No schedule is shorter: the rank's work, after the first micro-batch has come to it."""
+    """Return a lower bound on any makespan: a rank's work, after the first micro-batch has come to it."""
     bounds = []
     for placement in placements:
         longest = 0.0

@@ -1,4 +1,4 @@
-"""Checks that a table is a schedule: complete, in an order that can be done, free of deadlock."""
+"""Check that a table is a schedule: complete, in an order that can run, free of deadlock."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfe
 __all__ = ["require_no_deadlock", "require_sound"]
 
 _Value = tuple[Payload, int, int]
-"""What a stage needs of a micro-batch: its input, or the gradient of its output."""
+"""The need of a stage for a micro-batch: its input, or the gradient of its output."""
 
 
 def require_sound(schedule: Schedule) -> None:
-    """Checks that every rank can do its row to the end, and that all work is done once, where it belongs.
+    """Check that every rank can run its row to the end, and that all work is done once, on the right rank.
 
     Raises:
         PlanError: The placement is not one of `virtual` stages on every rank; work is missing, done twice or
@@ -31,15 +31,15 @@ def require_sound(schedule: Schedule) -> None:
 
 
 def require_no_deadlock(rows: Sequence[Sequence[Step]]) -> None:
-    """Does lists of actions, sends and receives one by one, where a send and its receive wait for each other.
+    """Run lists of actions, sends and receives in order; a send and its receive wait for each other.
 
-    Whether what an action needs has been received or made is checked too.
+    Also check that each action's input has been received or made before it.
 
     Args:
-        rows: By rank, what it does in order.
+        rows: By rank, its actions and messages in order.
 
     Raises:
-        PlanError: The lists stop for good, or an action stands before what it needs; it says which.
+        PlanError: The lists stop for good, or an action stands before its input; the error says which.
     """
     last = max((step.stage for row in rows for step in row), default=0)
     positions = [0] * len(rows)
@@ -75,19 +75,19 @@ def require_no_deadlock(rows: Sequence[Sequence[Step]]) -> None:
 
 
 def _value(message: Send | Receive) -> _Value:
-    """What the message holds, as what its receiver needs."""
+    """Return the value that the message holds, under the name that its receiver needs."""
     stage = message.target if isinstance(message, Send) else message.stage
     return message.payload, stage, message.microbatch
 
 
 def _meet(rank: int, message: Send | Receive, other: Step | None) -> bool:
-    """Whether the message's peer stands at the other end of it."""
+    """Return whether the message's peer stands at the other end of it."""
     expected = Receive if isinstance(message, Send) else Send
     return isinstance(other, expected) and other.peer == rank and _value(other) == _value(message)
 
 
 def _do(rank: int, action: Action, last: int, there: set[_Value]) -> None:
-    """Notes what the action makes, if what it needs is there."""
+    """Note what the action makes, if its input is there."""
     stage, microbatch = action.stage, action.microbatch
     if action.work is Work.FORWARD:
         if stage > 0:

@@ -16,12 +16,12 @@ _LEAST_SHARE = 0.1
 
 
 def picture(played: Played, width: int = 120) -> str:
-    """A schedule to scale in lines of text: `F3==` is a forward of micro-batch 3, dots are idle time.
+    """Return a schedule to scale in lines of text: `F3==` is a forward of micro-batch 3, dots are idle time.
 
-    Rows that are longer than `width` go on in further bands below.
+    Rows longer than `width` continue in further bands below.
 
     Args:
-        played: What to show.
+        played: The schedule to show, with its times.
         width: Columns that a line may have.
     """
     heads = [f"rank {rank}" for rank in range(played.schedule.ranks)]
@@ -42,7 +42,7 @@ def picture(played: Played, width: int = 120) -> str:
 
 
 def label(schedule: Schedule, action: Action) -> str:
-    """Work and micro-batch of an action; the second stage of two in small letters, one of more as `F3.1`."""
+    """Return an action's work and micro-batch: `f3` for the second stage of two, `F3.1` for more stages."""
     turn = schedule.stages_of(schedule.placement[action.stage]).index(action.stage)
     text = f"{action.work.value}{action.microbatch}"
     if schedule.virtual <= 2:
@@ -51,7 +51,7 @@ def label(schedule: Schedule, action: Action) -> str:
 
 
 def _scale(played: Played) -> tuple[float, int]:
-    """Columns for a unit of time, and those of the shortest action that has its whole label."""
+    """Return the columns for a unit of time, and the columns of the shortest action with a whole label."""
     widths = [
         (len(label(played.schedule, action)) + 1, duration)
         for row in played.schedule.table

@@ -1,11 +1,11 @@
-"""Where sends and receives stand between the actions of each rank.
+"""The place of sends and receives between the actions of each rank.
 
-All actions and messages of a step are put into one order over all ranks, that of their times when every piece
-of work takes one unit: an action stands at its start, a message at the stop of the action that makes it. A
-rank's list is what concerns it, in this order. So no list can deadlock, even if a send waits for its receive:
-of what is not yet done, the first in the common order has nothing before it on any rank that takes part, and
-can be done. It also follows that two ranks have the messages between them in one order, both directions
-together, which is what channels without tags need (NCCL matches by order).
+All actions and messages of a step are put into one order over all ranks: the order of their times if every
+piece of work takes one unit. An action stands at its start, a message at the stop of the action that makes
+it. A rank's list holds its own actions and messages, in this order. So no list can deadlock, even if a send
+waits for its receive: among those not yet done, the first in the common order has nothing before it on any
+rank that takes part, and can be done. It also follows that two ranks have the messages between them, in both
+directions, in one order, as channels without tags need (NCCL matches by order).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["Payload", "Receive", "Send", "Step", "transfers"]
 
 
 class Payload(StrEnum):
-    """What a message holds."""
+    """The content of a message."""
 
     ACTIVATION = "F"
-    """The output of a stage, for the forward of the stage behind it."""
+    """The output of a stage, for the forward of the next stage."""
     GRADIENT = "B"
-    """The gradient of a stage's input, for the backward of the stage before it."""
+    """The gradient of a stage's input, for the backward of the previous stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A message leaves. Its text form is torch's: `1SEND_F3` is what stage 1 made of micro-batch 3.
+    """A message that leaves. Its text form is torch's: `1SEND_F3` is the output of stage 1 for micro-batch 3.
 
     Attributes:
-        payload: What it holds.
+        payload: Content of the message.
         stage: The stage that made it, on this rank.
-        microbatch: Of which micro-batch.
+        microbatch: Number of its micro-batch.
         peer: The rank that it goes to.
     """
 
@@ -47,7 +47,7 @@ class Send:
 
     @property
     def target(self) -> int:
-        """The stage that waits for it."""
+        """Return the stage that waits for it."""
         return self.stage + (1 if self.payload is Payload.ACTIVATION else -1)
 
     def __str__(self) -> str:
@@ -56,12 +56,12 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """A message comes. Its text form is torch's: `2RECV_F3` is for the forward of stage 2, micro-batch 3.
+    """A message that arrives. Its text form is torch's: `2RECV_F3` is for F of stage 2, micro-batch 3.
 
     Attributes:
-        payload: What it holds.
+        payload: Content of the message.
         stage: The stage that waits for it, on this rank.
-        microbatch: Of which micro-batch.
+        microbatch: Number of its micro-batch.
         peer: The rank that it comes from.
     """
 
@@ -75,21 +75,21 @@ class Receive:
 
 
 Step = Action | Send | Receive
-"""What stands in a rank's list."""
+"""An entry of a rank's list."""
 
 
 def transfers(schedule: Schedule, ahead: int = 0) -> tuple[tuple[Step, ...], ...]:
-    """By rank, its actions with its sends and receives between them.
+    """Return, by rank, its actions with its sends and receives between them.
 
-    Done one by one, with sends that wait for their receives, the lists end (`ahead` = 0). With sends and
-    receives that are only begun at their place, and a wait for a receive before the action that needs it, a
-    larger `ahead` lets a message come while the rank still works: `ahead` = 1 begins each receive before
-    the action during which, by equal times, the message is sent. A receive is never moved before another
+    With `ahead` = 0 the lists run to the end in order, even if sends wait for their receives. If sends and
+    receives only begin at their place, and a rank waits for a receive before the action that needs it, a
+    larger `ahead` lets a message arrive while the rank still works: `ahead` = 1 begins each receive before
+    the action during which, with equal times, the message is sent. A receive is never moved before another
     transfer with the same peer, so that both ranks keep one order.
 
     Args:
-        schedule: A sound one.
-        ahead: How many actions earlier to place each receive.
+        schedule: A sound schedule.
+        ahead: Number of actions by which each receive is placed earlier.
 
     Raises:
         PlanError: The table can never end.
@@ -117,7 +117,7 @@ def transfers(schedule: Schedule, ahead: int = 0) -> tuple[tuple[Step, ...], ...
 
 
 def _peer(schedule: Schedule, action: Action) -> int | None:
-    """The rank that waits for what the action makes; None if there is none, or it is the same."""
+    """Return the rank that waits for the action's result; None if there is none, or it is the same rank."""
     if action.work is Work.WEIGHT:
         return None
     stage = action.stage + (1 if action.work is Work.FORWARD else -1)
@@ -127,7 +127,7 @@ def _peer(schedule: Schedule, action: Action) -> int | None:
 
 
 def _insert(row: list[Step], receive: Receive, ahead: int) -> None:
-    """Puts a receive at the end of the row so far, or `ahead` actions before it."""
+    """Insert a receive at the end of the row so far, or `ahead` actions before it."""
     position = len(row)
     for index in range(len(row) - 1, -1, -1):
         step = row[index]

@@ -1,8 +1,8 @@
 """Schedules that fill the bubble with gradients of weights: ZB-H1 and ZB-V.
 
-Qi et al., arXiv:2401.10241 (ZB-H1) and arXiv:2405.15362 (ZB-V: with two stages a rank in a V, the first
-rank also has the last stage, so that all ranks hold the same amount). I is a stage's gradient of its input,
-for which the stage before it waits, and W that of its weights, for which nothing waits until the step ends.
+Qi et al., arXiv:2401.10241 (ZB-H1) and arXiv:2405.15362 (ZB-V: with two stages a rank in a V, the first rank
+also has the last stage, so that all ranks hold equally much). I is the gradient of a stage's input, for which
+the previous stage waits; W is the gradient of its weights, for which nothing waits until the step ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["ZB_H1", "ZB_V"]
 
 
 def _h1_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
-    """1F1B in which W stays `rank` micro-batches behind I: every rank holds as much as 1F1B's first rank."""
+    """Return 1F1B with W `rank` micro-batches behind I: every rank holds as much as 1F1B's first rank."""
     first = min(ranks - 1 - rank, microbatches)
     row = Row()
     for _ in range(first):
@@ -31,9 +31,9 @@ def _h1_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Act
 
 
 def _v_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
-    """F, I and W of the stage on the way down and of that on the way up in turn.
+    """Return F, I and W of the stage on the way down and of the one on the way up, in turn.
 
-    The pattern is one of 2 ranks - 1 micro-batches or more; of fewer, it is what is left of that for so many.
+    The pattern needs 2 ranks - 1 micro-batches or more; for fewer, the actions of missing ones are left out.
     """
     down, up = rank, 2 * ranks - 1 - rank
     least = max(microbatches, 2 * ranks - 1)
@@ -73,7 +73,7 @@ def _h1_held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int 
 
 
 def _v_held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | None) -> tuple[Held, ...]:
-    """Before the first backward; and in the steady state, where a forward down comes before its backward."""
+    """Return what is held before the first backward, and in the steady state before a backward."""
     down, up = 2 * ranks - 1 - rank, rank + 1
     first = Held((float(min(down, microbatches)), float(min(up, microbatches))), (0.0, 0.0))
     if microbatches <= down:

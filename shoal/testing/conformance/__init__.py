@@ -1,8 +1,9 @@
-"""Trains entries of the zoo under Shoal's library face and on one device, and holds one against the other.
+"""Train entries of the zoo under Shoal's library interface and on one device, and compare the results.
 
-Nouns: Case (an entry, a sharding, a precision), Training (what a training left behind), Outcome (whether a
-Case agrees with one device, is refused by a named error, or fails). `outcomes` runs Cases on the ranks of a
-RankPool, `expected` says what has to become of them, `table` tells it. The tests and the docs call these.
+Nouns: Case (an entry, a sharding, a precision), Training (the results of a training), Outcome (whether a Case
+    agrees with one device, is refused by a named error, or fails). `outcomes` runs Cases on the ranks of a
+    RankPool, `expected` gives the required Outcome of each, `table` prints them. The tests and the docs call
+    these.
 """
 
 from shoal.testing.conformance.case import PRECISIONS, SHARDINGS, Case

@@ -1,4 +1,4 @@
-"""What is compared: an entry of the zoo under a sharding, in a precision."""
+"""A Case: an entry of the zoo under a sharding, in a precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARDINGS: Mapping[str, Plan] = {
     "zero3": Plan(dp=2, shard="zero3"),
     "hybrid": Plan(dp=4, replicate=2, shard="zero3"),
 }
-"""The Plans that every entry is trained under, but for their precision."""
+"""The Plans that every entry is trained under, without their precision."""
 
 PRECISIONS: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """The types that compute."""
@@ -40,7 +40,7 @@ class Case:
 
     @property
     def plan(self) -> Plan:
-        """The Plan that it is trained under."""
+        """Return the Plan that it is trained under."""
         return SHARDINGS[self.sharding].replace(precision=self.precision)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What has to become of every Case, and the table that tells it."""
+"""The required Outcome of every Case, and the table of outcomes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _REFUSED: Mapping[str, str] = {
     "recompute_reentrant": "LayoutError: the model recomputes with use_reentrant=True",
     "sparse_embedding": "ModelError: the embedding embed has sparse=True",
 }
-"""Entries that are refused under every sharding: the error and what was given, as it says it."""
+"""Entries that are refused under every sharding, with the error and the input that it names."""
 
 
 def all_cases(entries: Iterable[str]) -> list[Case]:
-    """Every entry under every sharding in every precision."""
+    """Return every entry under every sharding in every precision."""
     return [
         Case(entry, sharding, precision)
         for entry in entries
@@ -28,7 +28,7 @@ def all_cases(entries: Iterable[str]) -> list[Case]:
 
 
 def pairwise_cases(entries: Iterable[str]) -> list[Case]:
-    """Every entry under every sharding, in turn in one precision and the other: half of `all_cases`.
+    """Return every entry under every sharding, in alternating precisions: half of `all_cases`.
 
     So every entry meets every sharding and every precision, and every sharding every precision.
     """
@@ -41,7 +41,7 @@ def pairwise_cases(entries: Iterable[str]) -> list[Case]:
 
 
 def expected(case: Case) -> Outcome:
-    """What has to become of a Case."""
+    """Return the required Outcome of a Case."""
     words = _REFUSED.get(case.entry)
     return Outcome("agrees") if words is None else Outcome("refused", words)
 
@@ -49,10 +49,10 @@ def expected(case: Case) -> Outcome:
 def table(
     outcomes: Mapping[Case, Outcome], entries: Mapping[str, Callable[[], Task]]
 ) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of a table: entry by entry, what is special, and what became of it.
+    """Return head and rows of a table: entry by entry, what is special about it, and its outcomes.
 
     Args:
-        outcomes: Of `all_cases` of some entries.
+        outcomes: Outcomes of `all_cases` of some entries.
         entries: The zoo, by name.
     """
     rows = []

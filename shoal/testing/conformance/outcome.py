@@ -1,15 +1,15 @@
-"""Whether a training under a Plan agrees with the one on one device.
+"""Compare a training under a Plan with the training on one device.
 
 Every tensor of the model's state, the losses of every rank, the evaluations of rank 0 (others may have its
-running statistics after a resume) and the gradient's norms are compared. The
-difference of a tensor is told as a share of how far training moved it: a share of its size would hide a step
-that was lost. A tensor that does not move on one device must keep every bit.
+running statistics after a resume) and the gradient's norms are compared. The difference of a tensor is given
+as a share of its movement by training: a share of its size would hide a lost step. A tensor that does not
+move on one device must keep every bit.
 
-How large it may be. In fp32 sums are made in another order, which changes the last places of gradients, and
-weights are rounded as often as they are written, by a larger share of their movement. Entries lay at most
-2e-6 away; `FP32` is ten times that. In bf16 the reference itself says how far rounding leads: as far as it
-lies from the same training in fp32. A Plan may lie `MULTIPLE` times as far, since it may round at other
-places, such as where a buffer of positions is added.
+The bound: in fp32 sums are made in another order, which changes the last digits of gradients, and weights are
+rounded whenever they are written, by a larger share of their movement. The differences of entries were at
+most 2e-6; `FP32` is ten times that. In bf16 the reference gives the size of rounding: its distance from the
+same training in fp32. A Plan may differ `MULTIPLE` times as much, since it may round at other places, such as
+where a buffer of positions is added.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ULP = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a Case.
+    """The result of a Case.
 
     Attributes:
         kind: "agrees", "refused" or "failed".
-        text: Of what is refused the error's name and its first line; of what failed the cause.
+        text: For a refused Case the error's name and its first line; for a failed one the cause.
         difference: The largest difference of a quantity, as a share of its bound.
     """
 
@@ -43,13 +43,13 @@ class Outcome:
 
 
 def judge(trained: Training, reference: Training, exact: Training, start: dict[str, Tensor]) -> Outcome:
-    """Holds a training against the one on one device.
+    """Compare a training with the one on one device.
 
     Args:
-        trained: Under a Plan, with the losses of all ranks.
-        reference: On one device in the same precision.
-        exact: On one device in fp32.
-        start: The model's state before.
+        trained: Training under a Plan, with the losses of all ranks.
+        reference: Training on one device in the same precision.
+        exact: Training on one device in fp32.
+        start: The model's state before training.
     """
     if trained.state.keys() != reference.state.keys():
         names = sorted(trained.state.keys() ^ reference.state.keys())
@@ -85,7 +85,7 @@ def judge(trained: Training, reference: Training, exact: Training, start: dict[s
 def _compared(
     given: Tensor, wanted: Tensor, exact: Tensor, start: Tensor, *, is_rounded: bool
 ) -> tuple[float, float]:
-    """How far a tensor lies from the reference, and how far it may, as shares of its movement."""
+    """Return a tensor's difference from the reference, and its bound, as shares of its movement."""
     if not wanted.is_floating_point() or torch.equal(wanted, start):
         return float(not torch.equal(given, wanted.to(given.dtype))), 0.5
     given, wanted, exact, start = (each.double() for each in (given, wanted, exact, start))

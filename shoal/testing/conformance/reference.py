@@ -1,8 +1,8 @@
 """The training of an entry in plain PyTorch, on one device that plays all ranks.
 
-The device sees the micro-batches that the ranks see, one after the other, and averages their gradients in
-fp32. So batch normalization normalizes the same rows, and the weights have to agree. What a forward changes,
-such as running statistics, each rank has for itself: the device keeps buffers for each of them.
+The device sees the micro-batches of all ranks, one after another, and averages their gradients in fp32. So
+batch normalization normalizes the same rows, and the weights must agree. Each rank has its own state that a
+forward changes, such as running statistics: the device keeps buffers for each rank.
 
 In bf16 the optimizer's weights are fp32, and a copy of the module computes, cast by `shoal.models.precision`.
 """
@@ -34,13 +34,13 @@ __all__ = ["train_alone"]
 
 
 def train_alone(task: Task, precision: str, ranks: int, *, compute: str = "") -> Training:
-    """Trains an entry as so many ranks would.
+    """Train an entry as this many ranks would.
 
     Args:
         task: The entry.
         precision: fp32 or bf16.
-        ranks: How many.
-        compute: The type that computes, where it is not that of `precision`.
+        ranks: Number of ranks.
+        compute: The type that computes, if it is not that of `precision`.
     """
     torch.manual_seed(0)
     master = task.build()
@@ -82,7 +82,7 @@ def _forward(
     ranks: int,
     master: nn.Module | None = None,
 ) -> float:
-    """The mean loss of a rank's micro-batches; adds its gradients to those of `master`, if there is one."""
+    """Return the mean loss of a rank's micro-batches; add its gradients to `master`'s, if there is one."""
     _put(buffers, model.module)
     total = 0.0
     for number, part in enumerate(micro_batches(task.batch(step), BATCH, rank, ranks)):
@@ -106,7 +106,7 @@ def _add_gradients(module: nn.Module, master: nn.Module, ranks: int) -> None:
 
 
 def _show(master: nn.Module, module: nn.Module) -> None:
-    """Copies the optimizer's weights to those that compute."""
+    """Copy the optimizer's weights to those that compute."""
     with torch.no_grad():
         for whole, own in zip(master.parameters(), module.parameters(), strict=True):
             own.copy_(whole)

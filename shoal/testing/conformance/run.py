@@ -1,4 +1,4 @@
-"""Running Cases one after the other on the same ranks."""
+"""Run Cases one after another on the same ranks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from shoal.testing.ranks import RankPool
 __all__ = ["outcomes"]
 
 Ended = Training | Outcome
-"""What a rank has of a Case: a training, or why there is none."""
+"""A rank's result of a Case: a training, or the reason for none."""
 
-_SECONDS = 2.0  # that a Case may take, beside as many at the start; most take a tenth
+_SECONDS = 2.0  # allowed per Case, plus as many at the start; most take a tenth
 _START_SECONDS = 30.0
 _OTHERS = ("CollectiveError", "CommunicationError")
-"""What a rank raises because another one failed."""
+"""Errors that a rank raises because another one failed."""
 
 
 def outcomes(
     pool: RankPool, cases: Sequence[Case], entries: Mapping[str, Callable[[], Task]]
 ) -> dict[Case, Outcome]:
-    """Trains all Cases, and says of each whether it agrees with one device.
+    """Train all Cases, and return whether each agrees with one device.
 
     Args:
         pool: The ranks.
-        cases: What to train.
+        cases: The Cases to train.
         entries: The zoo, by name.
 
     Raises:
@@ -55,7 +55,7 @@ def outcomes(
 def _on_ranks(
     pool: RankPool, ranks: int, cases: Sequence[Case], entries: Mapping[str, Callable[[], Task]]
 ) -> Iterator[tuple[Case, list[Ended]]]:
-    """What every rank has of each Case. One that fails ends its group of ranks; the others get a new one."""
+    """Yield every rank's result of each Case. A failed Case ends its ranks; the others get new ones."""
     left = list(cases)
     while left:
         try:
@@ -75,7 +75,7 @@ def _on_ranks(
 
 
 def _served(cases: Sequence[tuple[Case, Callable[[], Task]]]) -> list[Ended]:
-    """What one rank has of each Case, up to the first that fails: the ranks are out of step from there."""
+    """Return one rank's results, up to the first Case that fails: after it the ranks are out of step."""
     told: list[Ended] = []
     for case, entry in cases:
         try:
@@ -91,7 +91,7 @@ def _served(cases: Sequence[tuple[Case, Callable[[], Task]]]) -> list[Ended]:
 
 
 def _outcome(case: Case, ended: Sequence[Ended], references: _References) -> Outcome:
-    """What all ranks together have."""
+    """Return the outcome of a Case from the results of all ranks."""
     reasons = [each for each in ended if isinstance(each, Outcome)]
     failed = [each for each in reasons if each.kind == "failed"]
     if failed:
@@ -127,6 +127,6 @@ class _References:
         return self._trainings[key]
 
     def start(self, entry: str) -> dict[str, Tensor]:
-        """The state that training starts from."""
+        """Return the state that training starts from."""
         torch.manual_seed(0)
         return self._entries[entry]().build().state_dict()

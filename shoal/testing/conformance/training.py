@@ -1,12 +1,12 @@
-"""What a training for a comparison does, the same on one device and under a Plan.
+"""The steps of a training for a comparison, equal on one device and under a Plan.
 
-Three optimizer steps, each of two micro-batches a rank, with the gradient clipped; forwards without gradients
-in evaluation mode before the second step and after the last; a save and a resume before the third. In fp32
-the optimizer is AdamW, with an `eps` as large as gradients are, so that a step follows its gradient smoothly.
-In bf16 it is SGD with momentum: Adam would divide by gradients near zero, which rounding makes.
+There are three optimizer steps, each of two micro-batches a rank, with the gradient clipped; forwards without
+gradients in evaluation mode before the second step and after the last; a save and a resume before the third.
+In fp32 the optimizer is AdamW, with an `eps` as large as gradients are, so that a step follows its gradient
+smoothly. In bf16 it is SGD with momentum: Adam would divide by gradients near zero, which rounding makes.
 
-Before each forward torch's generator gets a seed of its own, so that dropout draws the same masks wherever
-the micro-batch is computed.
+Before each forward torch's generator gets a seed of its own, so that dropout draws equal masks wherever the
+micro-batch is computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLIP = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a training left behind.
+    """The results of a training.
 
     Attributes:
         state: The model's `state_dict` at the end, with the running statistics of rank 0; on the CPU.
@@ -58,19 +58,19 @@ class Training:
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], precision: str) -> torch.optim.Optimizer:
-    """The optimizer of a precision."""
+    """Return the optimizer for a precision."""
     if precision == "fp32":
         return torch.optim.AdamW(parameters, lr=2e-2, eps=1e-2, weight_decay=0.1)
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def micro_batches(batch: Any, size: int, rank: int, ranks: int) -> Iterator[Any]:
-    """The rows of a batch of `size` samples that a rank sees, forward by forward."""
+    """Yield the rows of a batch of `size` samples that a rank sees, forward by forward."""
     length = size // (ranks * MICRO_BATCHES)
     for number in range(rank * MICRO_BATCHES, (rank + 1) * MICRO_BATCHES):
         yield rows(batch, number * length, (number + 1) * length)
 
 
 def seed_forward(step: int, rank: int, micro_batch: int) -> None:
-    """Fixes what the next forward draws."""
+    """Seed the random numbers of the next forward."""
     torch.manual_seed(step * 10_000 + rank * 100 + micro_batch)

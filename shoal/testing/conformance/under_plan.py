@@ -1,4 +1,4 @@
-"""The training of an entry under a Plan, by the library face, as one of the ranks."""
+"""The training of an entry under a Plan, by the library interface, as one of the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["train_under"]
 
 
 def train_under(task: Task, plan: Plan) -> Training:
-    """Trains an entry as one rank of the default process group.
+    """Train an entry as one rank of the default process group.
 
     Returns:
         Its losses are those of this rank alone; its state is there on rank 0.
@@ -61,7 +61,7 @@ def train_under(task: Task, plan: Plan) -> Training:
 def _resumed(
     task: Task, parallel: Parallel, optimizer: torch.optim.Optimizer
 ) -> tuple[Parallel, torch.optim.Optimizer]:
-    """Saves the state of training, begins anew from other values, and loads it."""
+    """Save the state of training, begin anew from other values, and load it."""
     again = parallelize(task.build(), parallel.plan)
     resumed = make_optimizer(again.parameters(), parallel.plan.precision)
     world = parallel.axes.world
@@ -75,7 +75,7 @@ def _resumed(
 
 
 def _backward(task: Task, parallel: Parallel, step: int) -> float:
-    """Makes the forwards and backwards of a step, and gives their mean loss."""
+    """Run the forwards and backwards of a step, and return their mean loss."""
     rank, ranks = parallel.axes.dp.index, parallel.axes.dp.size
     total = 0.0
     for number, part in enumerate(micro_batches(task.batch(step), BATCH, rank, ranks)):
@@ -88,7 +88,7 @@ def _backward(task: Task, parallel: Parallel, step: int) -> float:
 
 
 def _evaluated(task: Task, parallel: Parallel, step: int) -> float:
-    """The mean loss of other samples, without gradients and in evaluation mode."""
+    """Return the mean loss of other samples, without gradients and in evaluation mode."""
     rank, ranks = parallel.axes.dp.index, parallel.axes.dp.size
     total = 0.0
     parallel.module.eval()

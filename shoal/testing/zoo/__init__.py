@@ -1,8 +1,8 @@
-"""A zoo of small models of the kinds that people bring, to hold every layout against.
+"""A zoo of small models of the kinds that users bring, to test every layout with.
 
-Each entry is a function that gives a `Task`: its name is the entry's name, the first line of its docstring
-says what is special. `ENTRIES` has them all; `shoal check --model zoo:NAME` runs one.
-No entry draws random numbers in its forward, but for `dropout`.
+Each entry is a function that returns a `Task`: its name is the entry's name, and the first line of its
+docstring says what is special about it. `ENTRIES` has them all; `shoal check --model zoo:NAME` runs one. No
+entry draws random numbers in its forward, except `dropout`.
 """
 
 from collections.abc import Callable, Mapping

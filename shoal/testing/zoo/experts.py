@@ -21,7 +21,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Maps `[batch, WIDTH]` to the same shape."""
+        """Return a tensor of the shape of `inputs`, `[batch, WIDTH]`."""
         shares = self.router(inputs).softmax(-1)
         chosen = shares.argmax(-1)
         outputs = torch.zeros_like(inputs)

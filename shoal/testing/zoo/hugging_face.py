@@ -1,4 +1,4 @@
-"""Entries of transformers, made from small configurations without a download."""
+"""Entries from transformers, made from small configurations without a download."""
 
 from __future__ import annotations
 
@@ -144,6 +144,6 @@ def _built(kind: str, config: Any) -> nn.Module:
 
 
 def _own_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The loss that the model takes itself."""
+    """Return the loss that the model computes itself."""
     loss: Tensor = model(**batch).loss
     return loss.float()

@@ -18,12 +18,12 @@ __all__ = ["dataclasses_in_and_out", "dict_inputs", "heads", "nested_inputs"]
 
 @dataclass
 class Pair:
-    """A hidden state, and what it was made of.
+    """A hidden state and its origin.
 
     Attributes:
         hidden: `[batch, WIDTH]`.
         place: `[batch]`, int64.
-        source: Where it came from.
+        source: Name of its origin.
     """
 
     hidden: Tensor
@@ -32,7 +32,7 @@ class Pair:
 
 
 class DictModel(Stack):
-    """Takes a dict and gives one."""
+    """A model that takes a dict and returns one."""
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Any]:  # type: ignore[override]
         """From `x` `[batch, WIDTH]` to `y` of the same shape."""
@@ -40,7 +40,7 @@ class DictModel(Stack):
 
 
 class NestedModel(Stack):
-    """Takes dicts of lists and tuples."""
+    """A model that takes dicts of lists and tuples."""
 
     def forward(self, inputs: dict[str, Any], *, more: list[Any]) -> tuple[Tensor, dict[str, Tensor]]:  # type: ignore[override]
         """From three halves to `[batch, WIDTH]`, and half of it in a dict."""
@@ -58,7 +58,7 @@ class PairBlock(nn.Module):
         self.place = nn.Embedding(4, WIDTH)
 
     def forward(self, pair: Pair) -> Pair:
-        """What the layers make of it."""
+        """Return the pair that the layers make of this one."""
         hidden = pair.hidden + torch.tanh(self.mixed(pair.hidden)) + self.place(pair.place)
         return Pair(hidden, pair.place, "a block")
 
@@ -79,7 +79,7 @@ class PairModel(nn.Module):
 
 
 class Heads(Stack):
-    """Gives two outputs of one trunk, and a third that is not trained on."""
+    """Two outputs of one trunk, and a third that is not trained on."""
 
     def __init__(self) -> None:
         super().__init__()

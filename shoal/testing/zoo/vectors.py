@@ -1,4 +1,4 @@
-"""The data of most entries: vectors to be mapped to what a fixed layer makes of them."""
+"""The data of most entries: vectors, with the outputs of a fixed layer as targets."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps a tensor to one of the same shape."""
+        """Return a tensor of the same shape."""
         return hidden + self.down(torch.tanh(self.up(hidden)))
 
 
 def vectors(number: int, *shape: int) -> dict[str, Tensor]:
-    """Inputs `x` and targets `y`, of `shape` a sample, by default `[WIDTH]`.
+    """Return inputs `x` and targets `y`, of `shape` per sample, by default `[WIDTH]`.
 
     The first quarter of the batch has larger targets, so that the ranks' gradients differ.
     """
@@ -44,19 +44,19 @@ def vectors(number: int, *shape: int) -> dict[str, Tensor]:
 
 
 def images(number: int) -> dict[str, Tensor]:
-    """Images `x` `[batch, 3, 6, 6]` and their classes `y` `[batch]`, below 5."""
+    """Return images `x` `[batch, 3, 6, 6]` and their classes `y` `[batch]`, below 5."""
     generator = torch.Generator().manual_seed(number)
     inputs = torch.randn(BATCH, 3, 6, 6, generator=generator)
     return {"x": inputs, "y": torch.randint(5, (BATCH,), generator=generator)}
 
 
 def words(number: int, vocabulary: int = 13, length: int = 6) -> dict[str, Tensor]:
-    """Tokens `x` and the tokens behind them `y`, int64 `[batch, length]`."""
+    """Return tokens `x` and the tokens after them `y`, int64 `[batch, length]`."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(vocabulary, (BATCH, length + 1), generator=generator)
     return {"x": tokens[:, :-1], "y": tokens[:, 1:]}
 
 
 def error(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """The mean squared error of what the model makes of `x`."""
+    """Return the mean squared error of the model's output for `x`."""
     return F.mse_loss(model(batch["x"]).float(), batch["y"])
