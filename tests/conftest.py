@@ -60,3 +60,10 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that share ranks or programs run one after another, as these would take each other's cores."""
+    for item in items:
+        if {"ranks", "pool", "programs"} & set(item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group("processes"))
