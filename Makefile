@@ -7,6 +7,7 @@
 # What a target needs is set up once: a second call does no set-up work again.
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -24,7 +25,7 @@ train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
 
 test-long: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
