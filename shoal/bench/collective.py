@@ -27,7 +27,7 @@ class Collective:
 
     Attributes:
         name: Name in `torch.distributed`; `send_recv` sends to the next rank and receives from the previous.
-        input: Extent of the buffer that a rank gives. NONE if the operation is in place, in the output buffer.
+        input: Extent of the buffer that a rank gives; NONE if the operation is in place, in `output`.
         output: Extent of the buffer that a rank gets.
         reduces: Whether values are combined, so that the operator matters.
         bus_factor: Function that gives, for a number of ranks, busbw over algbw: the share of the size that

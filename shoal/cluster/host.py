@@ -11,7 +11,7 @@ __all__ = ["Host"]
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The computer that devices are in: what they can keep outside of their own memory.
+    """The computer that devices are in, with memory and files to keep state outside of the devices.
 
     Attributes:
         name: Such as "2 x EPYC 7742".

@@ -60,9 +60,9 @@ class Level:
         )
 
     def rate(self, members: int) -> float:
-        """Bytes/s that collectives of `members` of its devices reach from each device.
+        """Return the bytes/s from each device that collectives of `members` devices reach.
 
-        In a mesh those links are used that lead to other members.
+        In a mesh a collective uses the links that lead to other members.
         """
         reached = self.bandwidth * self.share / self.oversubscription
         if self.mesh and members < self.devices:
