@@ -32,15 +32,15 @@ class Cluster:
     """Machines: devices, the links between them, and their hosts.
 
     Attributes:
-        name: Such as "dgx-h100".
-        device: What ranks compute on; all devices are alike.
+        name: Name, such as "dgx-h100".
+        device: The device that ranks compute on; all devices are equal.
         levels: Innermost first; the groups of each are made of whole groups of the one before. The last has
             all devices.
         price: Dollars for one device and hour; 0 if not known.
         failures: Failures of one device in an hour; 0 if not known.
-        jitter: By how much a rank's steps vary: standard deviation over mean; 0 if not at all.
-        noise: By how many seconds a rank's work of one second varies within a step: standard deviation; work
-            of t seconds varies by sqrt(t) times as much. 0 if not at all.
+        jitter: Variation of a rank's steps: standard deviation over mean; 0 if they do not vary.
+        noise: Variation of a rank's work within a step: standard deviation, in seconds, of one second of
+            work; work of t seconds varies by sqrt(t) times as much. 0 if it does not vary.
         reserved: Bytes of each device's memory that programs do not get: contexts, libraries, fragments.
         cores: Number of cores in a node whose devices are ranks that share cores and host memory; 0 for
             accelerators. The device's rates and memory are then those of each rank with all ranks at work.

@@ -22,8 +22,8 @@ class Device:
     """One device, with the rates of its data sheet and the shares that programs reach.
 
     Attributes:
-        name: Such as "H100-SXM".
-        memory: Bytes.
+        name: Name, such as "H100-SXM".
+        memory: Bytes of memory.
         bandwidth: Bytes/s of its memory, by its data sheet.
         peak: FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"), dense, by its data sheet.
         units: Number of parts that compute independently: multiprocessors, or cores.

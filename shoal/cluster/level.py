@@ -14,7 +14,7 @@ class Level:
     """Links that join devices into groups, and these into larger ones, such as a node's switch or a fabric.
 
     Attributes:
-        name: Such as "nvlink" or "network".
+        name: Name, such as "nvlink" or "network".
         devices: Number of devices in one group of this level.
         bandwidth: Bytes/s from one device, by its data sheet; in a mesh over all of its links together.
         share: Share of the bandwidth that large collectives reach.
