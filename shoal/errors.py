@@ -1,19 +1,19 @@
 """Every error that Shoal raises on purpose.
 
 ShoalError                    anything that Shoal itself reports; exit code 1
-├── UserError                 what was given cannot work; exit code 2, no traceback
+├── UserError                 something given cannot work; exit code 2, no traceback
 │   ├── ConfigError           a key or a value of the configuration
 │   ├── PlanError             a Plan that is malformed, or does not fit the ranks, batch or model
 │   ├── DataError             text or tokens that are missing, empty or unreadable
 │   ├── ModelError            a preset, factory or checkpoint that does not give a model
-│   ├── LayoutError           a use of a model that is laid over ranks, of which they have parts
+│   ├── LayoutError           a use of a model that needs it whole, when it is laid over ranks
 │   ├── ClusterError          a description of machines that contradicts itself, or cannot be read
 │   ├── RunError              a run directory that exists, is missing, or is not one
 │   └── MissingExtraError     an optional package that is not installed
 ├── CheckpointError           a checkpoint could not be written or found
-│   └── CorruptCheckpointError    it is there, but not what its manifest says
+│   └── CorruptCheckpointError    a checkpoint is there, but differs from its manifest
 ├── CommunicationError        a collective failed, most often because another rank did
-│   └── CollectiveError       the backend "shoal" says which rank it was about, and what went wrong
+│   └── CollectiveError       an operation of the backend "shoal" failed; names the rank and the fault
 ├── TrainingError             training cannot go on, such as after a loss that is not a number
 └── WorkerError               a rank failed; names the rank that failed first
 """
@@ -54,9 +54,9 @@ class UserError(ShoalError):
     """Something the user gave cannot work, and the user can change it.
 
     Args:
-        given: What was given and why it cannot work, as one sentence.
-        possible: What would be accepted.
-        change: What to change, as an instruction.
+        given: The value that was given, and why it cannot work, as one sentence.
+        possible: The values that would be accepted.
+        change: The change to make, as an instruction.
     """
 
     exit_code = 2
@@ -106,7 +106,7 @@ class MissingExtraError(UserError):
     """An optional package is not installed.
 
     Args:
-        purpose: What needs the package, such as "reading parquet".
+        purpose: The purpose that needs the package, such as "reading parquet".
         package: The module that could not be imported.
         extra: The extra of Shoal that installs it.
     """
@@ -127,7 +127,7 @@ class CheckpointError(ShoalError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A checkpoint is there, but is not what its manifest says."""
+    """A checkpoint is there, but differs from its manifest."""
 
 
 class CommunicationError(ShoalError):
@@ -135,12 +135,13 @@ class CommunicationError(ShoalError):
 
 
 class CollectiveError(CommunicationError, RuntimeError):
-    """An operation of the backend "shoal" failed. A RuntimeError too, as those of other backends are.
+    """An operation of the backend "shoal" failed. It is a RuntimeError, like the errors of other backends.
 
     Args:
-        text: What failed and why.
-        rank: Rank of the group that it is about; -1 if none.
-        fault: "invalid", "timeout", "peer lost", "peer stopped", "aborted", "mismatch", "system", "refused".
+        text: What failed, and why.
+        rank: The rank of the group that caused it; -1 if none did.
+        fault: Kind of fault: "invalid", "timeout", "peer lost", "peer stopped", "aborted", "mismatch",
+            "system" or "refused".
     """
 
     def __init__(self, text: str, *, rank: int = -1, fault: str = "system") -> None:
@@ -162,8 +163,8 @@ class WorkerError(ShoalError):
     Args:
         rank: The rank that failed first.
         reason: Its error, in one line.
-        detail: What else is known, such as its traceback.
-        exit_code: What the process that reports this should exit with.
+        detail: Other facts, such as its traceback.
+        exit_code: Exit code for the process that reports this.
     """
 
     def __init__(self, rank: int, reason: str, *, detail: str = "", exit_code: int = 1) -> None:
@@ -178,7 +179,7 @@ class WorkerError(ShoalError):
 
 
 def nearest(given: str, options: Iterable[str]) -> str:
-    """The text " (did you mean 'x'?)" for the option closest to `given`, or "" if none is close."""
+    """Return the text " (did you mean 'x'?)" for the option closest to `given`, or "" if none is close."""
     close = difflib.get_close_matches(given, list(options), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 

@@ -1,8 +1,8 @@
 """Measures collectives: any backend, any size, checked, in interleaved rounds.
 
-Nouns: Settings (what to measure), Collective (buffers and bus factor of one), Contestant (an implementation
-of them all), Row (what was measured of one contestant at one size), Machine (the facts beside the figures).
-`shoal bench` starts the ranks; on each of them `run` measures, and rank 0 reports.
+Nouns: Settings (what to measure), Collective (the buffers and the bus factor of one collective), Contestant
+(an implementation of all collectives), Row (the measurements of one contestant at one size), Machine (the
+facts about the machine). `shoal bench` starts the ranks; on each rank `run` measures, and rank 0 reports.
 """
 
 from shoal.bench.collective import COLLECTIVES, Collective, Extent

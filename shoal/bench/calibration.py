@@ -1,4 +1,4 @@
-"""`shoal bench --calibrate`: the table of algorithms, measured on the ranks of the bench."""
+"""`shoal bench --calibrate`: measures the table of algorithms on the ranks of the bench."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ROUNDS = 3
 
 
 def write_table(settings: Settings, ranks: Ranks, file: Path) -> None:
-    """Times every algorithm on the ranks, and writes the table on rank 0; every rank calls this.
+    """Time every algorithm on the ranks, and write the table on rank 0; every rank calls this.
 
     Args:
-        settings: Which collectives, and at which sizes.
-        ranks: This rank among all.
-        file: What to write.
+        settings: The collectives and the sizes to measure.
+        ranks: This rank and the number of ranks.
+        file: The file to write.
     """
     group = _Group(ranks)
     collectives = tuple(name for name in settings.collectives if name in COLLECTIVES)
@@ -43,7 +43,7 @@ def write_table(settings: Settings, ranks: Ranks, file: Path) -> None:
 
 
 class _Group:
-    """The ranks of the bench, made to use one algorithm at a time: a `TimedGroup`."""
+    """A `TimedGroup` of the bench's ranks, which uses one algorithm at a time."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -1,4 +1,4 @@
-"""The collectives that the bench measures: their buffers, and what makes their rates comparable."""
+"""The collectives that the bench measures: their buffers and bus factors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["COLLECTIVES", "Collective", "Extent"]
 
 
 class Extent(Enum):
-    """How much of the size of a collective one buffer of one rank holds."""
+    """The part of a collective's size that one buffer of one rank holds."""
 
     NONE = "none"
     PART = "part"
@@ -22,17 +22,17 @@ class Extent(Enum):
 class Collective:
     """One collective.
 
-    Its size is that of the whole: what all ranks together contribute to a gather, or hold after a scatter;
-    elsewhere what each rank holds. So says nccl-tests.
+    Its size is that of the whole, as in nccl-tests: the bytes that all ranks together contribute to a
+    gather, or hold after a scatter; elsewhere the bytes that each rank holds.
 
     Attributes:
-        name: As in `torch.distributed`; `send_recv` sends to the next rank and receives from the previous.
-        input: What a rank gives. NONE where it gives what its output buffer holds: the operation is in place.
-        output: What a rank gets.
+        name: Name in `torch.distributed`; `send_recv` sends to the next rank and receives from the previous.
+        input: Extent of the buffer that a rank gives; NONE if the operation is in place, in `output`.
+        output: Extent of the buffer that a rank gets.
         reduces: Whether values are combined, so that the operator matters.
-        bus_factor: From the number of ranks to busbw over algbw: the share of the size that the busiest
-            link must carry whatever the algorithm. With it, rates of different collectives and numbers of
-            ranks compare with each other and with the link.
+        bus_factor: Function that gives, for a number of ranks, busbw over algbw: the share of the size that
+            the busiest link must carry with any algorithm. With it, rates of different collectives and
+            numbers of ranks can be compared with each other and with the link.
     """
 
     name: str
@@ -76,4 +76,4 @@ COLLECTIVES: Mapping[str, Collective] = {
         Collective("barrier", _NONE, _NONE, False, _everything),
     )
 }
-"""By name, in the order in which they are measured. The root, where there is one, is rank 0."""
+"""Collectives by name, in the order of measurement. The root, where there is one, is rank 0."""

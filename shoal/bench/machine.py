@@ -1,4 +1,4 @@
-"""The facts about a machine that figures of collectives need beside them."""
+"""Facts about the machine, without which figures of collectives say little."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _COPIES = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What was measured on.
+    """The machine that the bench ran on.
 
     Attributes:
         cpu: Model of the processor.
-        cores: How many this process may use.
-        memory: Bytes.
-        load: Load average of the last minute, before anything was measured.
-        python: Version.
-        torch: Version.
-        flag_seconds: Time for a flag in shared memory to get from one core to another, one way; None where
-            it cannot be measured. On virtual machines it changes with the placement of the cores, by ten
-            times, and small messages with it.
+        cores: Number of cores that this process may use.
+        memory: Bytes of memory.
+        load: Load average of the last minute, before the measurement.
+        python: Version of Python.
+        torch: Version of torch.
+        flag_seconds: Seconds for a flag in shared memory to get from one core to another, one way; None if it
+            cannot be measured. On virtual machines it changes up to ten times with the placement of the
+            cores, and the time of small messages with it.
         copy_rate: Bytes a second that one core copies from memory to memory.
     """
 
@@ -58,7 +58,7 @@ class Machine:
 
 
 def describe() -> Machine:
-    """Measures for about half a second, on this core alone."""
+    """Return the facts about this machine; measures for about half a second, on this core alone."""
     load = os.getloadavg()[0]
     return Machine(
         cpu=_cpu_model(),
@@ -73,9 +73,9 @@ def describe() -> Machine:
 
 
 def flag_latency() -> float | None:
-    """Seconds for a flag in shared memory to get from one core to another, one way.
+    """Return the seconds for a flag in shared memory to get from one core to another, one way.
 
-    The native core measures it; None where that is not built, or there is one core only.
+    The native core measures it. None if the native core is not built, or there is one CPU core only.
     """
     core, cores = load_core(), sorted(os.sched_getaffinity(0))
     if core is None or len(cores) < 2:
@@ -85,7 +85,7 @@ def flag_latency() -> float | None:
 
 
 def copy_rate() -> float:
-    """Bytes a second that this core copies from memory to memory, in the median of a few copies."""
+    """Return the bytes a second that this core copies from memory to memory: the median of a few copies."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     seconds = []

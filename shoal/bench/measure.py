@@ -1,15 +1,16 @@
-"""The measurement: checked first, then timed in turns.
+"""The measurement: checks every contestant, then times them in turns.
 
-At each size every contestant first shows that it is right. Then come the rounds: in each, every contestant
-has its turn, every other round in the reverse order, so that what drifts on the machine meets all alike. A
-turn is as many operations as fill some 50 ms, at least 3, after one that is not counted and finds the caches
-as the previous contestant left them. Its time is the mean over its operations on the slowest rank.
+At each size every contestant's result is checked first. Then come the rounds. In each round every contestant
+has a turn; every other round is in reverse order, so that drift of the machine affects all equally. A turn is
+as many operations as take about 50 ms, at least 3. Before them comes one operation that is not counted,
+because it finds the caches as the previous contestant left them. The time of a turn is the mean over its
+operations on the slowest rank.
 
-Tensors are reused: the operations of a turn are on the same ones, as buckets of gradients are. Where fresh
-ones are asked for too, every size is measured once more, and each operation is on tensors that no operation
-was on before, in pages that the system has just given, as malloc gives them to large tensors. What a rank
-gives was allocated and written before the clock started, since whoever made it had to write it; what it gets
-is only allocated, so that its first page faults are the operation's. That is so for every contestant.
+Tensors are reused: the operations of a turn use the same tensors, as buckets of gradients do. If fresh
+tensors are asked for too, every size is measured once more. Each operation then uses new tensors, in pages
+that the system has just given, as malloc gives them to large tensors. The input was allocated and written
+before the clock started, because its producer had to write it. The output is only allocated, so its first
+page faults belong to the operation. This holds for every contestant.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ __all__ = ["measure"]
 _TURN_SECONDS = 0.05
 _WARM_UP_SECONDS = 0.01
 _FEWEST, _MOST = 3, 100_000
-_MOST_BUFFERS = 64  # of one size: what is so small that more would be needed is a matter of latency
-_FRESH_BYTES = 8 << 20  # of tensors made in advance: what was just written is in a cache, as in training
-_LARGER_THAN_ANY = 99  # than any right result but a product's; shows what was not written
+_MOST_BUFFERS = 64  # of one size; smaller buffers would need more, but their time is latency
+_FRESH_BYTES = 8 << 20  # of tensors made in advance: recently written ones are in a cache, as in training
+_LARGER_THAN_ANY = 99  # larger than any right result except a product's; shows elements that were not written
 
 Result = TypeVar("Result")
 
@@ -46,16 +47,16 @@ Result = TypeVar("Result")
 def measure(
     settings: Settings, contestants: Mapping[str, Contestant], ranks: Ranks
 ) -> Iterator[tuple[Row, ...]]:
-    """Measures one collective at one size after the other; every rank must iterate.
+    """Measure each collective at each size, one after the other; every rank must iterate.
 
     Args:
         settings: What to measure.
-        contestants: By name, on this rank.
-        ranks: This rank among all.
+        contestants: This rank's contestants, by name.
+        ranks: This rank and the number of ranks.
 
     Yields:
-        What was measured of each contestant at one size of one collective; the same on all ranks. Fresh
-        tensors come after the reused ones of a collective.
+        The row of each contestant at one size of one collective, equal on all ranks. Rows for fresh tensors
+        come after those for reused tensors of a collective.
     """
     for name in settings.collectives:
         collective = COLLECTIVES[name]
@@ -68,7 +69,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A contestant that has shown that it is right."""
+    """A contestant whose result was checked."""
 
     contestant: Contestant
     operations: tuple[Operation, ...]  # one after another, each with buffers of its own
@@ -79,10 +80,10 @@ class _Point:
     """One collective at one size.
 
     Args:
-        collective: Which.
-        size: Bytes of the whole, as asked for; at least an element for each rank is measured.
-        settings: What else to measure.
-        ranks: This rank among all.
+        collective: The collective.
+        size: Bytes of the whole, as asked for; at least one element for each rank is measured.
+        settings: The other settings.
+        ranks: This rank and the number of ranks.
         fresh: Whether each operation is on tensors of its own.
     """
 
@@ -98,7 +99,7 @@ class _Point:
         self._count = max(size // self._dtype.itemsize // multiple, 1) * multiple if size else 0
 
     def measure(self, contestants: Mapping[str, Contestant]) -> tuple[Row, ...]:
-        """One row for each contestant, in their order."""
+        """Return one row for each contestant, in their order."""
         shared: dict[str, Buffers] = {}
         ready: dict[str, _Ready] = {}
         problems: dict[str, str] = {}
@@ -149,7 +150,7 @@ class _Point:
         return Buffers(empty(sizes[self._collective.input], like), output)
 
     def _prepare(self, contestant: Contestant, buffers: Buffers) -> _Ready | str:
-        """Has the contestant do the collective once, and checks it; or says why it cannot."""
+        """Do the collective once and check the result; return the reason if it cannot be done."""
         problem, operation = "", None
         buffers.output.fill_(_LARGER_THAN_ANY)
         buffers.input.copy_(self._of_this_rank(given))
@@ -173,12 +174,12 @@ class _Point:
 
     @property
     def _sets(self) -> int:
-        """How many buffers take turns."""
+        """Return the number of buffers that take turns."""
         size = max(self._count * self._dtype.itemsize, 1)
         return min(1 + self._settings.apart // size, _MOST_BUFFERS)
 
     def _wrong(self, buffers: Buffers) -> int:
-        """How many elements of all ranks are not what they must be."""
+        """Return the number of wrong elements on all ranks."""
         wanted = self._of_this_rank(expected)
         wrong = 0 if wanted is None else int((buffers.output.cpu() != wanted).sum())
         return int(self._ranks.total(wrong))
@@ -188,7 +189,7 @@ class _Point:
         return of(self._collective, self._count, count, rank, dtype=self._dtype, op=self._settings.op)
 
     def _warm_up(self, ready: _Ready) -> int:
-        """How many operations a turn has."""
+        """Warm up, and return the number of operations of a turn."""
         iterations = _FEWEST
         for seconds in (_WARM_UP_SECONDS, _TURN_SECONDS):
             iterations = min(max(_FEWEST, round(seconds / self._turn(ready, iterations))), _MOST)
@@ -218,7 +219,7 @@ class _Point:
         return contestant.operation(self._collective, buffers, self._settings.op)
 
     def _start(self, operation: Operation, ready: _Ready) -> None:
-        """One operation that is not counted, with which the ranks come together."""
+        """Do one operation that is not counted, so that the ranks start together."""
         self._ranks.start_together()
         operation()
         ready.contestant.finish()
@@ -233,7 +234,7 @@ class _Point:
 
 
 def _new_pages(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor in a mapping of its own, which goes with it."""
+    """Return a tensor in a memory mapping of its own, which is freed with it."""
     nbytes = max(elements, 1) * like.element_size()
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=like.dtype, count=elements) if elements else torch.empty_like(like)

@@ -1,4 +1,4 @@
-"""Ranks that `mpirun` starts, as it must where MPI is one of the contestants."""
+"""Starts ranks with `mpirun`, which is necessary where MPI is one of the contestants."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["abort", "choose_master", "mpirun", "ranks_of_mpi", "started_by_mpiru
 _LOCAL = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 
 _MPI = {
-    # More ranks than cores, no rank bound to a core, root as in containers. The first of each is read by
-    # release 5, the second by release 4; Intel MPI binds too, and MPICH needs none of them.
+    # Allow more ranks than cores, bind no rank to a core, and allow root, as in containers. Open MPI 5 reads
+    # the first of each, Open MPI 4 the second. Intel MPI binds too, and MPICH needs none of them.
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
@@ -36,26 +36,26 @@ _MPI = {
 
 
 _LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""What Open MPI, and MPICH and its descendants, call the number of a process among those of its host."""
+"""Variables with a process's number on its host: that of Open MPI, and that of MPICH and its descendants."""
 
 
 def mpirun(command: Sequence[str], ranks: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Runs a command as each of some ranks on this machine.
+    """Run a command as each of some ranks on this machine.
 
     Args:
         command: A program and its arguments.
-        ranks: How many.
-        environment: The user's, which goes before what is set here.
+        ranks: Number of ranks.
+        environment: The user's environment; its variables override those that are set here.
 
     Returns:
         The exit code.
 
     Raises:
         ConfigError: There is no `mpirun`.
-        WorkerError: It could not start the ranks, or one was killed.
+        WorkerError: `mpirun` could not start the ranks, or a rank was killed.
     """
     program = _program()
-    # An MPI that pip installed is not where the system looks for its helpers and libraries.
+    # The system does not look for helpers and libraries where pip installs an MPI.
     folders = {
         "PATH": f"{Path(program).parent}:{environment.get('PATH', os.defpath)}",
         "LD_LIBRARY_PATH": f"{sys.prefix}/lib:{environment.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
@@ -68,7 +68,7 @@ def mpirun(command: Sequence[str], ranks: int, environment: Mapping[str, str] = 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the ranks had it too if it came from a terminal
+    except KeyboardInterrupt:  # if it came from a terminal, the ranks got it too
         process.terminate()
         process.wait()
         raise
@@ -80,18 +80,18 @@ def mpirun(command: Sequence[str], ranks: int, environment: Mapping[str, str] = 
 
 
 def started_by_mpirun(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `mpirun` or `mpiexec` started this process."""
+    """Return whether `mpirun` or `mpiexec` started this process."""
     return any(name in environment for name in _LOCAL_RANKS)
 
 
 def ranks_of_mpi(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """This rank among all that `mpirun` started."""
+    """Return this rank and the number of ranks that `mpirun` started."""
     local_rank = next((int(environment[name]) for name in _LOCAL_RANKS if name in environment), 0)
     return Ranks(_world().rank, _world().size, local_rank)
 
 
 def choose_master(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets MASTER_ADDR and MASTER_PORT to a place at rank 0, which the others learn through MPI."""
+    """Set MASTER_ADDR and MASTER_PORT to an address of rank 0, which sends it to the others through MPI."""
     with socket() as probe:
         probe.bind(("", 0))
         here = environment.get("MASTER_ADDR") or gethostname(), str(probe.getsockname()[1])
@@ -99,7 +99,7 @@ def choose_master(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def abort(code: int) -> NoReturn:
-    """Ends all ranks, of which some may wait in MPI for this one."""
+    """End all ranks, because some may wait in MPI for this one."""
     sys.stdout.flush()
     sys.stderr.flush()
     _world().Abort(code)
@@ -111,7 +111,7 @@ def _world() -> Any:
 
 
 def _program() -> str:
-    """That of this Python's environment, whose library mpi4py loads first; or else that of PATH."""
+    """Return the `mpirun` of this Python's environment, whose library mpi4py prefers, or that of PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else which("mpirun") or which("mpiexec")
     if program is None:

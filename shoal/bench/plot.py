@@ -1,4 +1,4 @@
-"""Rows as a picture: time, with the range of its rounds, and busbw over size."""
+"""Draws rows as a picture: time, with the range of its rounds, and busbw, over size."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _INCHES = (6.0, 4.2)  # of one picture of the grid
 
 
 def require_plot(path: Path) -> None:
-    """Returns if a picture can be written, as asked before minutes of measurement.
+    """Check that a picture can be written, before minutes of measurement.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ConfigError: The file's name has no ending that it writes, or its directory does not exist.
+        ConfigError: matplotlib does not write files with this ending, or the directory does not exist.
     """
     endings = sorted(_figure_class()().canvas.get_supported_filetypes())
     if path.suffix.removeprefix(".") not in endings:
@@ -38,11 +38,11 @@ def require_plot(path: Path) -> None:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws a line of two pictures for each collective that has sizes; both axes of each are logarithmic.
+    """Draw two plots side by side for each collective that has sizes; both axes are logarithmic.
 
     Args:
-        rows: As measured, in order.
-        path: The file; its ending says which kind of picture.
+        rows: The rows, in the order of measurement.
+        path: The file; its ending sets the kind of picture.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -65,7 +65,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw(rows: Sequence[Row], label: str, times: Any, rates: Any) -> None:
-    """One contestant's lines, dashed for fresh tensors, and the range of its rounds around them."""
+    """Draw one contestant's lines, dashed for fresh tensors, and the range of its rounds."""
     style = {"marker": ".", "label": label, "linestyle": "--" if rows[0].fresh else "-"}
     sizes = [row.bytes for row in rows]
     (drawn,) = times.plot(sizes, [row.median * 1e6 for row in rows], **style)

@@ -1,9 +1,9 @@
-"""What every rank gives to a collective, and what each must get: the check of the bench.
+"""The inputs and the right results of collectives, for the check of the bench.
 
-Rank r's element i is the (i mod 1021)-th of r's own 1021 random whole numbers. So any part of any rank's
-input can be written down without communication, a block that lands in the wrong place shows (1021 is a prime,
-which divides no block by chance), and a sum over ranks is again 1021 numbers repeated. The numbers are so
-small that sums over up to 96 ranks are exact in every type.
+Rank r's element i is the (i mod 1021)-th of r's own 1021 random whole numbers. So each rank can compute any
+part of any rank's input without communication. A block in the wrong place is noticed, because 1021 is a prime
+and divides no block by chance. A sum over ranks is again 1021 numbers repeated. The numbers are so small that
+sums over up to 96 ranks are exact in every type.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LARGEST_SUM = 96  # of all ranks: exact in int8, and in bfloat16, whose integer
 def given(
     collective: Collective, count: int, ranks: int, rank: int, *, dtype: torch.dtype, op: str
 ) -> Tensor:
-    """What a rank gives: of the extent of the input, or of the output where the collective is in place.
+    """Return a rank's input, with the extent of the input, or of the output if the collective is in place.
 
     Args:
-        collective: Which.
+        collective: The collective.
         count: Elements of the whole.
-        ranks: How many take part.
-        rank: Which of them.
-        dtype: Of the elements.
+        ranks: Number of ranks.
+        rank: The rank that gives it.
+        dtype: Type of the elements.
         op: Name of the operator.
     """
     extent = collective.output if collective.input is Extent.NONE else collective.input
@@ -40,14 +40,14 @@ def given(
 def expected(
     collective: Collective, count: int, ranks: int, rank: int, *, dtype: torch.dtype, op: str
 ) -> Tensor | None:
-    """What a rank must hold in its output afterwards; None where that is up to the implementation.
+    """Return the right output of a rank; None if the implementation may leave anything there.
 
     Args:
-        collective: Which.
+        collective: The collective.
         count: Elements of the whole.
-        ranks: How many take part.
-        rank: Which of them.
-        dtype: Of the elements.
+        ranks: Number of ranks.
+        rank: The rank that holds it.
+        dtype: Type of the elements.
         op: Name of the operator.
     """
     part = count // ranks
@@ -81,7 +81,7 @@ def expected(
 
 
 def _pattern(ranks: int, rank: int, op: str) -> Tensor:
-    """The whole numbers of one rank; shape [_PERIOD]."""
+    """Return the whole numbers of one rank, shape [_PERIOD]."""
     generator = torch.Generator().manual_seed(rank)
     if op == "product":
         return torch.randint(1, 3, (_PERIOD,), generator=generator)
@@ -109,6 +109,6 @@ def _reduced(ranks: int, op: str) -> Tensor:
 
 
 def _repeat(pattern: Tensor, start: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """Elements from `start` on of the pattern repeated without end."""
+    """Return elements from `start` on of the pattern, repeated without end."""
     turned = pattern.roll(-(start % _PERIOD)).to(dtype)
     return turned.repeat(-(-elements // _PERIOD))[:elements]

@@ -1,4 +1,4 @@
-"""What rank 0 says: lines as they are measured and facts below them, or one JSON object at the end."""
+"""The report of rank 0: lines as they are measured and facts below them, or one JSON object at the end."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Facts", "report_json", "report_table"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What holds for all rows.
+    """Facts that hold for all rows.
 
     Attributes:
         settings: What is measured.
-        ranks: How many take part.
-        machine: On what.
+        ranks: Number of ranks.
+        machine: The machine that the bench runs on.
         versions: Name and version of each contestant's library, by contestant.
     """
 
@@ -33,7 +33,7 @@ class Facts:
 
 
 def report_table(points: Iterable[tuple[Row, ...]], facts: Facts) -> None:
-    """Prints each size when it is measured, and what holds for all at the end."""
+    """Print each size when it is measured, and the facts at the end."""
     shown = None
     remarks: dict[str, None] = {}
     for point in points:
@@ -55,7 +55,7 @@ def report_table(points: Iterable[tuple[Row, ...]], facts: Facts) -> None:
 
 
 def report_json(points: Iterable[tuple[Row, ...]], facts: Facts) -> None:
-    """Prints one object when all is measured; before, on stderr, what has been."""
+    """Print one JSON object when all is measured; until then, print the progress on stderr."""
     rows = []
     for point in points:
         what = f"{point[0].collective}, {point[0].bytes} bytes{', fresh' * point[0].fresh}"

@@ -1,4 +1,4 @@
-"""What was measured of one contestant, in one collective at one size."""
+"""The measurements of one contestant, in one collective at one size."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Row:
     """The turns of one contestant.
 
     Attributes:
-        collective: Name.
+        collective: Name of the collective.
         backend: Name of the contestant.
-        ranks: How many took part.
-        bytes: Of the whole; 0 for a barrier.
+        ranks: Number of ranks.
+        bytes: Bytes of the whole; 0 for a barrier.
         count: Elements of the whole.
         dtype: Name of the element type.
         op: Name of the operator; None where nothing is reduced.
         iterations: Operations in a turn.
-        seconds: Of one operation, by round; empty where there was a problem.
-        wrong: Elements over all ranks that were not what they must be; None where nothing was checked.
-        problem: Why the contestant does not do this; None where it does.
-        fresh: Whether each operation was on new tensors; otherwise all were on the same ones.
+        seconds: Seconds of one operation, by round; empty if there was a problem.
+        wrong: Number of wrong elements over all ranks; None if nothing was checked.
+        problem: Reason why the contestant does not do this; None if it does.
+        fresh: Whether each operation used new tensors; otherwise all used the same tensors.
     """
 
     collective: str
@@ -67,9 +67,10 @@ class Row:
 
 
 def ratio(row: Row, to: Row) -> float | None:
-    """How many times as long a row's operation takes as another's: the median of the rounds' ratios.
+    """Return a row's time over another's: the median of the ratios in each round.
 
-    Round by round, since what a machine does at one moment meets both alike. None where one has no times.
+    Ratios are taken in each round, because the state of the machine at one moment affects both rows equally.
+    None if one row has no times.
     """
     if not row.seconds or not to.seconds:
         return None

@@ -1,4 +1,4 @@
-"""What every rank of a bench does: enter the contestants, measure, and on rank 0 report."""
+"""Runs the bench on every rank: enters the contestants, measures, and on rank 0 reports."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Report = Callable[[Iterable[tuple[Row, ...]], Facts], None]
 
 
 def run(settings: Settings, ranks: Ranks, report: Report, picture: Path | None) -> None:
-    """Measures, within the default group of the ranks.
+    """Measure, within the default group of the ranks.
 
     Args:
         settings: What to measure.
-        ranks: This rank among all.
-        report: Tells the user, on rank 0: draws the measurements and prints them.
+        ranks: This rank and the number of ranks.
+        report: Function that iterates over the measurements and prints them, on rank 0.
         picture: The file to plot to, if any.
 
     Raises:
@@ -64,7 +64,7 @@ def run(settings: Settings, ranks: Ranks, report: Report, picture: Path | None) 
 
 @contextlib.contextmanager
 def stdout_for_data() -> Iterator[None]:
-    """Within it, only Python prints to stdout: what native libraries print goes to stderr."""
+    """Within this context, send the output of native libraries to stderr, so that only Python uses stdout."""
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as data:
         os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""What to measure: names and sizes as the command line gives them, checked before any process starts."""
+"""The settings of a bench: names and sizes from the command line, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.units import format_bytes, parse_bytes
 __all__ = ["BACKENDS", "DTYPES", "OPERATORS", "Settings", "parse_names", "parse_sizes"]
 
 BACKENDS = ("shoal", "shoal-shared", "gloo", "nccl", "mpi", "oneccl", "memory")
-"""Contestants by name; `contestants/` says what each is."""
+"""Names of contestants; `contestants/` explains each."""
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 
@@ -25,18 +25,19 @@ class Settings:
     """What to measure.
 
     Attributes:
-        collectives: Names, in order.
-        backends: Names, in order; ratios are to the first.
-        sizes: Bytes, in order.
+        collectives: Names of collectives, in order.
+        backends: Names of contestants, in order; ratios are to the first.
+        sizes: Sizes in bytes, in order.
         dtype: Name of the element type.
         op: Name of the operator of collectives that reduce.
         rounds: Turns of each backend at each size.
-        algorithm: That the backend `shoal` must use for collectives that have it; its own choice if None.
-        apart: Bytes between two uses of a buffer, so that caches do not have it; 0 for always the same one.
+        algorithm: Algorithm that the backend `shoal` must use for collectives that have it; None lets it
+            choose.
+        apart: Bytes between two uses of a buffer, so that caches do not have it; 0 uses one buffer always.
         fresh: Whether to measure every size once more, with new tensors for each operation.
 
     Raises:
-        ConfigError: A name does not exist, a number is too small, or the algorithm has no one to use it.
+        ConfigError: A name does not exist, a number is too small, or no contestant uses the algorithm.
     """
 
     collectives: tuple[str, ...]
@@ -81,7 +82,7 @@ class Settings:
 
     @property
     def algorithms(self) -> dict[str, str]:
-        """The algorithm, for each collective that has it."""
+        """Return the algorithm for each collective that has it."""
         having = {collective for collective, name, _ in ALGORITHMS if name == self.algorithm}
         return {name: self.algorithm for name in self.collectives if self.algorithm and name in having}
 
@@ -98,7 +99,7 @@ class Settings:
 
 
 def parse_names(text: str) -> tuple[str, ...]:
-    """Names between commas, each once.
+    """Return the names between commas, each once.
 
     >>> parse_names("all_reduce, broadcast,all_reduce")
     ('all_reduce', 'broadcast')
@@ -107,7 +108,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes in bytes from a list or a range.
+    """Return sizes in bytes from a list or a range.
 
     A range `FIRST:LAST[:xFACTOR]` multiplies by the factor, 2 by default, from the first size up to the last.
 
@@ -115,7 +116,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     ((65536, 1024), (1024, 4096, 16384))
 
     Raises:
-        ConfigError: The text is neither.
+        ConfigError: The text is neither a list nor a range.
     """
     if ":" not in text:
         return tuple(dict.fromkeys(_size(part, text) for part in text.split(",")))
@@ -141,7 +142,7 @@ def _size(part: str, text: str) -> int:
 
 
 def _hint(part: str) -> str:
-    """A binary size in place of one with another unit: 1KiB for 1KB or 1k."""
+    """Suggest a binary size for one with another unit: 1KiB for 1KB or 1k."""
     match = re.fullmatch(r"(\d+)\s*([KMGT])i?B?", part.strip(), re.IGNORECASE)
     return f" (did you mean '{match[1]}{match[2].upper()}iB'?)" if match else ""
 

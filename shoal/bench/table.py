@@ -1,4 +1,4 @@
-"""Rows as lines of text: one contestant as nccl-tests shows it, or several abreast."""
+"""Formats rows as lines of text: one contestant in the form of nccl-tests, or several side by side."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BAR = "|"
 
 
 def heading(collective: str, backends: Sequence[str], ranks: int, *, fresh: bool = False) -> str:
-    """The lines above a collective's rows, those of fresh tensors or those of reused ones."""
+    """Return the lines above a collective's rows, for fresh or for reused tensors."""
     title = f"{collective}, {ranks} {'rank' if ranks == 1 else 'ranks'}{', fresh tensors' * fresh}"
     names, units = _what("size", "count", "type", "op"), _what("(B)", "", "", "")
     if len(backends) == 1:
@@ -38,7 +38,7 @@ def heading(collective: str, backends: Sequence[str], ranks: int, *, fresh: bool
 
 
 def line(rows: Sequence[Row]) -> str:
-    """One size: the row of each contestant, in the order of the heading."""
+    """Return the line of one size: the row of each contestant, in the order of the heading."""
     first = rows[0]
     if first.bytes:
         cells = _what(str(first.bytes), str(first.count), first.dtype, first.op or "-")
@@ -70,13 +70,13 @@ def _rate(row: Row, name: str) -> str:
 
 
 def _check(rows: Sequence[Row]) -> str:
-    """Wrong elements of all contestants; which of them they are is said below the table."""
+    """Return the number of wrong elements of all contestants; remarks below the table name them."""
     checked = [row.wrong for row in rows if row.wrong is not None]
     return f"{sum(checked) if checked else '-':>7}"
 
 
 def _digits(value: float) -> str:
-    """Four digits, or the whole number where that has more.
+    """Format a number with four digits, or as a whole number if that has more.
 
     >>> _digits(0.01234), _digits(12.345), _digits(123456.7)
     ('0.0123', '12.35', '123457')

@@ -1,7 +1,7 @@
-"""The ranks of a bench: how they meet, and how they agree on figures between measurements.
+"""The ranks of a bench: how they join, and how they exchange figures between measurements.
 
-They meet in a default group of gloo, which every torch has, and which carries nothing that is measured: it
-starts the ranks of a measurement together and finds the slowest.
+They join a default group of gloo, which every torch has. It carries nothing that is measured: it starts the
+ranks of a measurement together and finds the slowest.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TIMEOUT = timedelta(seconds=300)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank among all of them.
+    """This rank and the number of ranks.
 
     Attributes:
-        rank: Of this process.
-        count: How many there are.
-        local_rank: Of this process among those of its host.
+        rank: This process's rank.
+        count: Number of ranks.
+        local_rank: This process's number on its host.
     """
 
     rank: int
@@ -34,21 +34,21 @@ class Ranks:
     local_rank: int
 
     def start_together(self) -> None:
-        """Returns when all ranks are here; they leave within about a millisecond of one another."""
+        """Wait until all ranks are here; they return within about a millisecond of one another."""
         dist.barrier()
 
     def largest(self, value: float) -> float:
-        """The largest of the values that the ranks give."""
+        """Return the largest of the ranks' values."""
         return _combined(value, dist.ReduceOp.MAX)
 
     def total(self, value: float) -> float:
-        """The sum of the values that the ranks give."""
+        """Return the sum of the ranks' values."""
         return _combined(value, dist.ReduceOp.SUM)
 
 
 @contextmanager
 def joined(ranks: Ranks) -> Iterator[None]:
-    """Within it, the default group of all ranks exists; they meet where MASTER_ADDR and MASTER_PORT say."""
+    """Form the default group of all ranks for this context; they meet at MASTER_ADDR and MASTER_PORT."""
     dist.init_process_group("gloo", rank=ranks.rank, world_size=ranks.count, timeout=_TIMEOUT)
     try:
         yield

@@ -1,9 +1,9 @@
-"""Proof that a Plan trains as one device does: what `shoal check` does.
+"""Compares training under a Plan with training on one device: the work of `shoal check`.
 
-Nouns: Trial and TaskTrial (what is trained both ways: on tokens, or a Task), Tolerance (the one-device
-reference, and how far from it rounding leads), Comparison (holds one Plan after another against it), Verdict
-(what became of a Plan), Departure (what differs first, and what that looks like). The command line calls
-`compare_locally`, or `compare_here` on ranks that another launcher started.
+Nouns: Trial and TaskTrial (the training that runs both ways, on tokens or on a Task), Tolerance (the
+one-device reference, and how far rounding can move a result from it), Comparison (compares one Plan after
+another with the reference), Verdict (the result for a Plan), Departure (the first difference, and its likely
+cause). The command line calls `compare_locally`, or `compare_here` on ranks that another launcher started.
 """
 
 from shoal.check.choice import covering, with_axes

@@ -1,4 +1,4 @@
-"""Which of many Plans are compared where all of them would take too long."""
+"""Chooses some of many Plans to compare, where all would take too long."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CHOICES = ("replicate", "shard", "tensor", "context", "schedule", "recompute")
 
 
 def with_axes(plans: Sequence[Plan], least: int) -> list[Plan]:
-    """The Plans in which at least `least` of the degrees are larger than 1.
+    """Return the Plans in which at least `least` of the degrees are larger than 1.
 
-    `ep` counts as one of them, though its ranks are those of dp and cp.
+    `ep` counts as a degree, although its ranks are those of dp and cp.
 
     Raises:
-        ConfigError: There are none.
+        ConfigError: No Plan has so many.
     """
     counts = [sum(getattr(plan, degree) > 1 for degree in DEGREES) for plan in plans]
     most = max(counts, default=0)
@@ -35,20 +35,20 @@ def with_axes(plans: Sequence[Plan], least: int) -> list[Plan]:
 
 
 def covering(plans: Sequence[Plan], count: int) -> list[Plan]:
-    """A sample in which as many pairs of settings as possible stand together in a Plan.
+    """Return a sample of the Plans that covers as many pairs of settings as possible.
 
-    All degrees together are one setting; each choice is another. So a sample that is large enough has every
-    combination of degrees with every way to shard, with every way to run tensor and context parallelism, and
-    so on, and every two of these choices together. Greedy: the next Plan is always the first of those with
-    the most pairs that are new; once no pair is new, counting begins again. The same Plans give the same
+    All degrees together are one setting; each choice is another. So a large enough sample has every
+    combination of degrees with every sharding, with every kind of tensor and context parallelism, and so on,
+    and every pair of these choices. The algorithm is greedy: the next Plan is always the first of those with
+    the most new pairs; once no pair is new, all pairs count as new again. The same Plans give the same
     sample. (All-pairs testing: Cohen et al. 1997, doi:10.1109/32.605761.)
 
     Args:
-        plans: What to choose from.
-        count: How many are wanted.
+        plans: The Plans to choose from.
+        count: The number of Plans wanted.
 
     Returns:
-        At most `count` of them, in their order.
+        At most `count` Plans, in the order of `plans`.
 
     Raises:
         ConfigError: `count` is not positive.

@@ -1,6 +1,6 @@
-"""What a departure looks like: which of the faults that layouts have would compute just this.
+"""Explains a departure: finds a common fault of layouts that would give just these numbers.
 
-Each explanation is a hypothesis that is tried against the numbers, and told only if it fits them.
+Each explanation is a hypothesis that is tested against the numbers. Only one that fits is reported.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from shoal.plan import AXES, Mesh
 
 __all__ = ["Evidence", "explain_gradient", "explain_norm", "explain_parameter", "explain_samples"]
 
-_FITS = 1e-3  # share of a tensor's norm by which a hypothesis may miss it
-_MOST_TRIED = 32  # micro-batches whose loss is tried
+_FITS = 1e-3  # largest error of a hypothesis that fits, as a share of the tensor's norm
+_MOST_TRIED = 32  # largest number of micro-batches whose loss is tried
 _DATA_AXES = ("replicate", "shard")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """All that is known of one step.
+    """All facts about one step.
 
     Attributes:
-        trial: What was trained.
-        mesh: How the ranks stand.
-        step: The step's number, from 1.
+        trial: The training that is compared.
+        mesh: The mesh of the ranks.
+        step: Number of the step, from 1.
         wanted: The samples of its batch.
         microbatch: Samples in one forward of a rank.
-        seen: By rank, what each saw.
-        reference: What one device computed.
+        seen: The results of each rank.
+        reference: The results of one device.
     """
 
     trial: AnyTrial
@@ -50,10 +50,10 @@ class Evidence:
 
 
 def explain_samples(evidence: Evidence) -> str:
-    """Which samples were trained on twice, not at all, or in another order than on ranks that share them.
+    """Say which samples were trained on twice, not at all, or in another order than on ranks that share them.
 
     Returns:
-        "" if each was once, and in the same order.
+        "" if each sample was trained on once, and in the same order.
     """
     by_place: dict[int, list[int]] = {}
     for rank, step in enumerate(evidence.seen):
@@ -88,7 +88,7 @@ def explain_samples(evidence: Evidence) -> str:
 
 
 def explain_gradient(evidence: Evidence, departing: Sequence[Any]) -> str:
-    """What the first of the gradients that depart looks like."""
+    """Explain the first gradient that departs."""
     name = departing[0].name
     held = _held(name, [step.gradients for step in evidence.seen])
     reference = evidence.reference.gradients[name].double()
@@ -129,19 +129,19 @@ def explain_norm(evidence: Evidence) -> str:
 
 
 def explain_parameter(evidence: Evidence, name: str) -> str:
-    """How copies of a parameter differ."""
+    """Say how the copies of a parameter differ."""
     held = _held(name, [step.parameters for step in evidence.seen])
     return "\n  no rank owns it" if not held else _unlike(evidence, name, held, of_parameters=True)
 
 
 def _held(name: str, ranks: Sequence[Sequence[Fragment]]) -> Sequence[Copy]:
-    """All copies of one tensor."""
+    """Return all copies of one tensor."""
     named = ((rank, each) for rank, held in enumerate(ranks) for each in held if each.name == name)
     return copies(named).get(name, [])
 
 
 def _not_reduced(evidence: Evidence, name: str) -> str:
-    """Tries whether ranks hold the gradient of fewer samples than the batch: those that one axis left."""
+    """Test whether ranks hold the gradient of part of the batch: it was not summed over some axes."""
     if evidence.step > 1:  # only the first step's weights are known to be right
         return ""
     mesh = evidence.mesh
@@ -170,7 +170,7 @@ def _not_reduced(evidence: Evidence, name: str) -> str:
 
 
 def _not_added_up(evidence: Evidence, held: Sequence[Copy], reference: torch.Tensor) -> str:
-    """Tries whether stages that share a parameter each have the gradient of their own use."""
+    """Test whether each stage that shares a parameter has only the gradient of its own use."""
     by_place: dict[int, torch.Tensor] = {}
     for copy in held:
         by_place.setdefault(evidence.mesh.coordinate(copy.ranks[0], "pp"), copy.values)
@@ -186,7 +186,7 @@ def _not_added_up(evidence: Evidence, held: Sequence[Copy], reference: torch.Ten
 
 
 def _lost(evidence: Evidence, held: Sequence[Copy], departing: Sequence[Any]) -> str:
-    """Tries whether the gradient of a micro-batch is missing or counted twice, on all data ranks or one."""
+    """Test whether the gradient of a micro-batch is missing or counted twice, on all data ranks or one."""
     if evidence.step > 1:  # only the first step's weights are known to be right
         return ""
     name = departing[0].name
@@ -212,7 +212,7 @@ def _lost(evidence: Evidence, held: Sequence[Copy], departing: Sequence[Any]) ->
 
 
 def _where(evidence: Evidence, departing: Sequence[Any]) -> str:
-    """In a pipeline, on which ranks and stages gradients depart; "" without one."""
+    """Say on which ranks and stages of a pipeline gradients depart; "" without a pipeline."""
     mesh = evidence.mesh
     if mesh.sizes[AXES.index("pp")] == 1:
         return ""
@@ -225,7 +225,7 @@ def _where(evidence: Evidence, departing: Sequence[Any]) -> str:
 
 
 def _unlike(evidence: Evidence, name: str, held: Sequence[Copy], *, of_parameters: bool = False) -> str:
-    """Along which axes ranks hold different copies, and on which ranks a part departs."""
+    """Say along which axes ranks hold different copies, and on which ranks a part departs."""
     mesh, reference = evidence.mesh, evidence.reference
     wanted = (reference.parameters if of_parameters else reference.gradients)[name].double().flatten()
     fragments = [
@@ -261,7 +261,7 @@ def _unlike(evidence: Evidence, name: str, held: Sequence[Copy], *, of_parameter
 
 
 def _as_mean(mesh: Mesh, factor: float) -> str:
-    """Names the axes whose size the factor is, or is one over."""
+    """Name the axes whose size is the factor, or 1 / the factor."""
     sizes = {
         **{axis: size for axis, size in zip(AXES, mesh.sizes, strict=True) if size > 1},
         "dp": mesh.sizes[AXES.index("replicate")] * mesh.sizes[AXES.index("shard")],
@@ -287,7 +287,7 @@ def _all_fit(held: Sequence[Copy], reference: torch.Tensor, factor: float) -> bo
 
 
 def _projection(value: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
-    """The factor that makes the reference most like the value, and the share of the value that is left."""
+    """Return the factor that brings the reference nearest to the value, and the share that is left."""
     square, norm = float(reference.square().sum()), float(value.norm())
     if square == 0.0 or norm == 0.0:
         return 0.0, float(square != norm)

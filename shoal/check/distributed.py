@@ -1,4 +1,4 @@
-"""The training of a Trial under a Plan, by the Trainer, and the parts that ranks hold put together."""
+"""Trains a Trial under a Plan with the Trainer, and assembles whole tensors from the parts on ranks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What one rank owns of a parameter, or of its gradient.
+    """The part of a parameter, or of its gradient, that one rank owns.
 
     Attributes:
         name: The parameter's name.
         shape: The whole parameter's shape.
-        block: Dim, offset and length of the block of the parameter that this is of; None for all of it.
-        start: First element in the flattened block.
-        stop: Where the part ends.
+        block: Dim, offset and length of the block of the parameter that has this part; None for the whole
+            parameter.
+        start: First element of the part in the flattened block.
+        stop: End of the part in the flattened block.
         values: `[stop - start]`, fp32 on the CPU.
     """
 
@@ -59,26 +60,26 @@ class Fragment:
     values: torch.Tensor
 
     def __reduce__(self) -> Any:
-        """As an array, which pickle takes at a tenth of the time of a tensor."""
+        """Pickle the values as an array, which takes a tenth of the time of a tensor."""
         where = (self.name, self.shape, self.block, self.start, self.stop)
         return _unpickled, (where, self.values.numpy())
 
     @property
     def place(self) -> Hashable:
-        """Equal where two fragments are of the same elements."""
+        """A value that is equal for two fragments of the same elements."""
         return self.name, self.block, self.start, self.stop
 
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """What one rank saw of an optimizer step.
+    """The results of an optimizer step on one rank.
 
     Attributes:
-        loss: As the Trainer told it.
-        norm: As well.
+        loss: Loss that the Trainer reports.
+        norm: Norm of the gradient that the Trainer reports.
         samples: The samples that this rank trained on, in order.
-        gradients: What it owns of the gradients, before clipping.
-        parameters: What it owns of the parameters, after the step.
+        gradients: The parts of the gradients that it owns, before clipping.
+        parameters: The parts of the parameters that it owns, after the step.
     """
 
     loss: float
@@ -90,12 +91,12 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One whole tensor, put together from what ranks hold.
+    """One whole tensor, assembled from the parts that ranks hold.
 
     Attributes:
-        values: In the parameter's shape, double precision; NaN where no rank holds it.
-        ranks: Those that hold a part of it.
-        places: Rank by rank, where its parts lie in the flattened tensor.
+        values: Values in the parameter's shape, in double precision; NaN where no rank holds an element.
+        ranks: Ranks that hold a part.
+        places: For each of these ranks, the positions of its parts in the flattened tensor.
     """
 
     values: torch.Tensor
@@ -104,7 +105,7 @@ class Copy:
 
 
 def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep]:
-    """Trains as one rank of the default process group.
+    """Train as one rank of the default process group.
 
     Raises:
         PlanError: The Plan does not fit the ranks, the batch or the model.
@@ -115,7 +116,7 @@ def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep
 
 
 def trace_under(trial: Trial, plan: Plan, device: torch.device) -> RankTrace:
-    """Makes the first step anew, as one rank, and notes what the layers of the model give."""
+    """Repeat the first step, as one rank, and record the outputs of the model's layers."""
     forward_recorder = ForwardRecorder()
     model = trial.build_for_layout(device)
     pieces = parts_by_piece(model, stages_of(model)) if plan.pp > 1 else []
@@ -132,9 +133,10 @@ def trace_under(trial: Trial, plan: Plan, device: torch.device) -> RankTrace:
 
 
 def _comparable(model: nn.Module, whole: Mapping[str, type], parts: Sequence[str]) -> set[str]:
-    """The layers of this rank's stages, without what stands in the place of others.
+    """Return the layers of this rank's stages, without the placeholders for those of other stages.
 
-    Layers in no part run on every stage, on what is not their input on one device.
+    Layers that belong to no part of the model are left out: they run on every stage, and their input there is
+    not the one on one device.
     """
     return {
         name
@@ -151,7 +153,7 @@ def _distributed(
     model: nn.Module,
     recorder: Recorder | None = None,
 ) -> Iterator[tuple[Trainer, RandomTokens]]:
-    """Gives a Trainer of the model under the Plan, and its samples."""
+    """Yield a Trainer of the model under the Plan, and its samples."""
     samples = trial.samples(model)
     trainer = Trainer(
         model,
@@ -173,7 +175,7 @@ def _distributed(
 
 
 def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list[RankStep]:
-    """All steps; `asked` grows meanwhile by the micro-batches that this rank trains on."""
+    """Run all steps; each adds to `asked` the micro-batches that this rank trains on."""
     parallel = trainer.parallel
     clipped: list[torch.Tensor] = []
 
@@ -203,10 +205,10 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
 
 
 def copies(fragments: Iterable[tuple[int, Fragment]]) -> dict[str, list[Copy]]:
-    """Puts whole tensors together: as many of each as there are ranks that hold the same element.
+    """Assemble whole tensors: as many copies of each as there are ranks that hold the same element.
 
     Args:
-        fragments: Of all ranks, each with its rank.
+        fragments: The fragments of all ranks, each with its rank.
     """
     by_name: dict[str, list[tuple[int, Fragment]]] = {}
     for rank, fragment in fragments:
@@ -215,7 +217,7 @@ def copies(fragments: Iterable[tuple[int, Fragment]]) -> dict[str, list[Copy]]:
 
 
 def _copies_of(held: Sequence[tuple[int, Fragment]]) -> Iterator[Copy]:
-    """Each copy takes, in the order of ranks, what does not overlap with what it has."""
+    """Yield copies; each takes, in the order of ranks, the fragments that do not overlap its others."""
     left = [(rank, fragment, places(fragment)) for rank, fragment in held if fragment.stop > fragment.start]
     while left:
         shape = left[0][1].shape
@@ -235,7 +237,7 @@ def _copies_of(held: Sequence[tuple[int, Fragment]]) -> Iterator[Copy]:
 
 
 def places(fragment: Fragment) -> torch.Tensor:
-    """The elements of the flattened parameter that a fragment holds, int64 `[stop - start]`."""
+    """Return the elements of the flattened parameter that a fragment holds, int64 `[stop - start]`."""
     if fragment.block is None:
         return torch.arange(fragment.start, fragment.stop)
     every = torch.arange(torch.Size(fragment.shape).numel()).view(fragment.shape)
@@ -243,7 +245,7 @@ def places(fragment: Fragment) -> torch.Tensor:
 
 
 def distinct(fragments: Iterable[tuple[int, Fragment]]) -> Iterator[tuple[int, Fragment]]:
-    """Leaves out what is the same, bit by bit, as a fragment of the same elements before it."""
+    """Skip each fragment that is equal, bit by bit, to an earlier fragment of the same elements."""
     before: dict[Hashable, list[Fragment]] = {}
     for rank, fragment in fragments:
         others = before.setdefault(fragment.place, [])
@@ -258,20 +260,20 @@ def _unpickled(where: tuple[Any, ...], values: NDArray[np.float32]) -> Fragment:
 
 
 def fragment_of(owned: Owned, values: torch.Tensor) -> Fragment:
-    """The values that this rank has of a parameter, or of its gradient."""
+    """Return the fragment of a parameter, or of its gradient, with this rank's values."""
     block = None if owned.cut is None else (owned.cut.dim, owned.cut.offset, owned.cut.length)
     held = values.detach().flatten().cpu().clone()
     return Fragment(owned.name, tuple(owned.shape), block, owned.start, owned.stop, held)
 
 
 def gradient_of(owned: Owned) -> torch.Tensor:
-    """The gradient of what this rank owns; zero if there is none."""
+    """Return the gradient of the part that this rank owns; zero if there is none."""
     return torch.zeros_like(owned.local) if owned.gradient is None else owned.gradient
 
 
 @contextmanager
 def groups_freed(parallel: Parallel) -> Iterator[None]:
-    """Within it the groups of the Plan's axes are there; after it only the default group is."""
+    """Destroy the groups of the Plan's axes at the end of the context; the default group stays."""
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Which layer of a forward departs first: what ranks noted of the first step, held against one device."""
+"""Finds the first layer of a forward whose output on the ranks departs from that on one device."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ForwardReference:
     """The first forward of one device, over the whole batch.
 
     Attributes:
-        forward: In the Plan's precision.
-        wider: In a type of twice the width.
+        forward: The forward in the Plan's precision.
+        wider: The same forward in a type of twice the width.
     """
 
     forward: Forward
@@ -32,17 +32,17 @@ class ForwardReference:
 
     @classmethod
     def measure(cls, trial: Trial, precision: str, device: torch.device) -> ForwardReference:
-        """Computes it, for Plans of this precision: fp32 or bf16."""
+        """Compute the reference for Plans of this precision: fp32 or bf16."""
         return cls(*(forward_of(trial, compute, device) for compute in TYPES[precision]))
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What departs first in forward.
+    """The first departure in forward.
 
     Attributes:
-        layer: Its name; "" if it is no layer.
-        text: What departs, and on which ranks.
+        layer: Name of the layer; "" if it is not in a layer.
+        text: The message: what departs, and on which ranks.
     """
 
     layer: str
@@ -52,15 +52,16 @@ class Fault:
 def first_fault(
     trial: Trial, mesh: Mesh, ranks: Sequence[RankTrace], reference: ForwardReference
 ) -> Fault | None:
-    """The first layer, in the order of execution, of which a rank has something else than one device.
+    """Return the first layer, in the order of execution, whose output on a rank departs from one device's.
 
-    Only what a rank has whole is compared: of a token's features, not those that tensor parallelism splits.
+    An output is compared only if the rank has all features of its tokens: not if tensor parallelism splits
+    them.
 
     Args:
-        trial: What was trained.
-        mesh: How the ranks stand.
-        ranks: What each saw of the first step.
-        reference: What one device did.
+        trial: The training that is compared.
+        mesh: The mesh of the ranks.
+        ranks: The trace of the first step on each rank.
+        reference: The first forward of one device.
 
     Returns:
         None if every output that can be compared agrees.
@@ -85,7 +86,7 @@ def first_fault(
 
 
 def _lost_tokens(trial: Trial, mesh: Mesh, ranks: Sequence[RankTrace]) -> str:
-    """Whether ranks with the same samples do not have each of their tokens once."""
+    """Say which tokens of a sample are on none of the ranks that share it."""
     for group in mesh.groups("cp"):
         held = [position for rank in group for position in ranks[rank].held.tolist()]
         lost = sorted(set(range(trial.sequence)) - set(held))
@@ -97,7 +98,7 @@ def _lost_tokens(trial: Trial, mesh: Mesh, ranks: Sequence[RankTrace]) -> str:
 
 
 def _misplaced(mesh: Mesh, ranks: Sequence[RankTrace], reference: Forward) -> Fault | None:
-    """The first block of a pipeline's model that no stage runs, or that stages on several ranks run."""
+    """Return the first block that no stage of the pipeline runs, or that stages on several ranks run."""
     for block in ranks[0].blocks:
         place = (block, "output")
         runners = [
@@ -112,7 +113,7 @@ def _misplaced(mesh: Mesh, ranks: Sequence[RankTrace], reference: Forward) -> Fa
 
 
 def _other_positions(place: Place, wanted: Note, ranks: Sequence[RankTrace]) -> str:
-    """Which ranks give their tokens other positions."""
+    """Say which ranks give their tokens other positions than one device does."""
     wrong: dict[int, list[int]] = {}
     for rank, trace in enumerate(ranks):
         given = joined(trace.forwards, place)
@@ -132,13 +133,13 @@ def _other_positions(place: Place, wanted: Note, ranks: Sequence[RankTrace]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rank's part of a quantity, the same part of the reference, and of the wider one.
+    """One rank's part of a quantity, and the same part of both references.
 
     Attributes:
-        rank: Whose.
-        values: Of all micro-batches `[batch, seq, ...]`.
-        wanted: Of the reference.
-        wider: Of the wider one.
+        rank: The rank.
+        values: Its values for all micro-batches, `[batch, seq, ...]`.
+        wanted: The values of the reference.
+        wider: The values of the reference in the wider type.
         sizes: Samples in each micro-batch.
     """
 
@@ -157,7 +158,7 @@ def _parts(
     ranks: Sequence[RankTrace],
     rows: dict[int, int],
 ) -> Iterator[_Part]:
-    """What can be compared at a place."""
+    """Yield the parts that can be compared at a place."""
     tp = len(mesh.group(0, "tp"))
     for rank, trace in enumerate(ranks):
         note = joined(trace.forwards, place)
@@ -175,7 +176,7 @@ def _parts(
 
 
 def _other_choices(layer: str, parts: Sequence[_Part], ranks: int) -> str:
-    """On which ranks a router chooses other experts, for more tokens than rounding explains."""
+    """Say on which ranks a router chooses other experts, for more tokens than rounding explains."""
     wrong: dict[int, int] = {}
     for part in parts:
         differing = int((part.values != part.wanted).any(-1).sum())
@@ -193,7 +194,7 @@ def _other_choices(layer: str, parts: Sequence[_Part], ranks: int) -> str:
 
 
 def _other_output(layer: str, parts: Sequence[_Part], ranks: int) -> str:
-    """On which ranks a layer's output departs."""
+    """Say on which ranks a layer's output departs."""
     wrong: dict[int, tuple[float, float]] = {}
     mistaken = ""
     for part in parts:
@@ -213,7 +214,7 @@ def _other_output(layer: str, parts: Sequence[_Part], ranks: int) -> str:
 
 
 def _mistaken(part: _Part, bound: float) -> str:
-    """Whether a rank has for micro-batches what is right for others, as if it had taken one for another."""
+    """Say whether a rank's values for some micro-batches are those of other micro-batches."""
     values, wanted = part.values.split(list(part.sizes)), part.wanted.split(list(part.sizes))
     taken: dict[int, int] = {}
     for number, value in enumerate(values):
@@ -231,7 +232,7 @@ def _mistaken(part: _Part, bound: float) -> str:
 
 
 def _deviation(values: Tensor, wanted: Tensor) -> float:
-    """The norm of the difference as a share of the norm; infinite if the shapes differ."""
+    """Return the norm of the difference over the norm of `wanted`; infinite if the shapes differ."""
     if values.shape != wanted.shape:
         return float("inf")
     scale = max(float(wanted.double().norm()), torch.finfo(torch.float32).tiny)
@@ -243,7 +244,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Runs of successive numbers as `first..last`."""
+    """Write runs of successive numbers as `first..last`."""
     runs = []
     for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]

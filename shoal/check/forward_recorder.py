@@ -1,4 +1,4 @@
-"""Which micro-batch's forward is under way, as spans tell it."""
+"""Finds from spans which micro-batch's forward is running."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["ForwardRecorder"]
 
 @final
 class ForwardRecorder(Recorder):
-    """Told of a Trainer's spans in one step, it knows of which micro-batch a forward is.
+    """Receives a Trainer's spans in one step, and knows which micro-batch's forward is running.
 
     In a pipeline the name of a forward's span is the schedule's action. Otherwise micro-batches come one
     after the other.
 
     Attributes:
-        microbatch: Its number in the step; None outside of forwards.
+        microbatch: Number of the micro-batch in the step; None outside of forwards.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Train on one device, written as plainly as it can be: the reference that every Plan is compared with.
+"""Trains on one device, in the simplest code: the reference that every Plan is compared with.
 
 It shares no code with `shoal.parallel` or the Trainer: the optimizer's weights, one loop, and a model in the
 type that computes, whose gradients are summed in the type of the optimizer.
@@ -25,19 +25,19 @@ from shoal.train.learning_rate import learning_rate
 __all__ = ["Reference", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
 
 Tensors = dict[str, torch.Tensor]
-"""By the parameter's name."""
+"""Tensors by the parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one optimizer step computed.
+    """The results of one optimizer step.
 
     Attributes:
-        losses: Of every token, before the step: `[batch, seq]`, in double precision on the CPU. Of a Task:
-            `[batch]`, for each sample the mean over its micro-batch.
-        norm: Of the whole gradient, before clipping.
-        gradients: By the parameter's name, before clipping; on the CPU.
-        parameters: As well, after the step.
+        losses: Loss of every token, before the step: `[batch, seq]`, in double precision on the CPU. For a
+            Task: `[batch]`, for each sample the mean over its micro-batch.
+        norm: Norm of the whole gradient, before clipping.
+        gradients: Gradients by the parameter's name, before clipping; on the CPU.
+        parameters: Parameters by name, after the step; on the CPU.
     """
 
     losses: torch.Tensor
@@ -47,19 +47,19 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """Mean over the batch."""
+        """Mean loss over the batch."""
         return float(self.losses.mean())
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """In which order and which precision one device sums.
+    """The order and the precision of one device's sums.
 
     Attributes:
         compute: Type of the weights that compute.
         master: Type of the optimizer's copy, and of the sums of gradients.
         microbatch: Samples in one forward.
-        rotated: By how many places the samples of a batch are moved round.
+        rotated: Number of positions by which the samples of a batch are rotated.
     """
 
     compute: torch.dtype
@@ -72,9 +72,9 @@ class Reference:
     """Trains a Trial on one device.
 
     Args:
-        trial: What is trained.
-        sums: In which order and precision.
-        device: Where.
+        trial: The training to run.
+        sums: The order and the precision of its sums.
+        device: The device that it runs on.
     """
 
     def __init__(self, trial: AnyTrial, sums: Sums, device: torch.device) -> None:
@@ -93,7 +93,7 @@ class Reference:
         self._losses: Callable[[Sequence[int]], torch.Tensor] = losses(trial, self._model, sums, device)  # type: ignore[arg-type]
 
     def run(self) -> list[Step]:
-        """All steps, from the first values."""
+        """Run all steps from the first values, and return their results."""
         trial = self._trial
         masters = self._masters
         optimizer = torch.optim.AdamW(
@@ -122,10 +122,10 @@ class Reference:
         return steps
 
     def backward(self, indices: Sequence[int]) -> torch.Tensor:
-        """Leaves the gradient of the mean loss over these samples at the masters.
+        """Compute the gradient of the mean loss over these samples, and store it at the masters.
 
         Returns:
-            The losses as `Step` has them, of these samples.
+            The losses of these samples, as in `Step`.
         """
         sums = self._sums
         with torch.no_grad():
@@ -144,7 +144,7 @@ class Reference:
         return torch.cat(told).roll(sums.rotated, 0)
 
     def _take_gradients(self) -> None:
-        """Adds what backward left at the model to the masters' gradients."""
+        """Add the model's gradients to the masters' gradients."""
         for name, master in self._masters.items():
             gradient = self._trained[name].grad
             if gradient is not None:
@@ -153,18 +153,18 @@ class Reference:
                 self._trained[name].grad = None
 
     def traced(self, indices: Sequence[int]) -> Forward:
-        """What the layers give for these samples, in their order; not to be used again."""
+        """Return the layers' outputs for these samples, in their order. Do not use the object after this."""
         trace = Trace(self._model)
         self.backward(indices)
         return trace.forwards[0]
 
     def gradients(self) -> Tensors:
-        """What `backward` left, on the CPU."""
+        """Return the gradients that `backward` stored, on the CPU."""
         return {name: _gradient_of(master) for name, master in self._masters.items()}
 
 
 class _TokenLosses:
-    """From samples of a Trial to the losses of their tokens, `[batch, seq]`."""
+    """Computes the losses of the tokens, `[batch, seq]`, from samples of a Trial."""
 
     def __init__(self, trial: Trial, model: nn.Module, sums: Sums, device: torch.device) -> None:
         self._seed = trial.seed
@@ -175,7 +175,7 @@ class _TokenLosses:
         self._places = {index: place for place, index in enumerate(dealt)}
 
     def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
-        """A forward of these samples."""
+        """Run a forward of these samples and return the losses."""
         inputs, targets = (part.to(self._device) for part in self._samples.batch(np.array(chosen)))
         self._set_dropout(chosen, inputs.shape[1])
         logits = logits_of(self._model(inputs))
@@ -184,7 +184,7 @@ class _TokenLosses:
         return losses.view(len(chosen), -1)
 
     def _set_dropout(self, chosen: Sequence[int], sequence: int) -> None:
-        """Gives models that take keys the masks that these samples have under every layout."""
+        """Give a model that takes dropout keys the masks that these samples have under every layout."""
         if hasattr(self._model, "dropout_keys"):
             places = torch.tensor([self._places[index] for index in chosen], device=self._device)
             positions = torch.arange(sequence, device=self._device)
@@ -192,7 +192,7 @@ class _TokenLosses:
 
 
 class _TaskLosses:
-    """From samples of a Task to the mean loss over them, for each of them, `[batch]`."""
+    """Computes the mean loss of some samples of a Task, repeated for each of them, `[batch]`."""
 
     def __init__(self, trial: TaskTrial, model: nn.Module, sums: Sums, device: torch.device) -> None:
         self._samples = trial.samples()
@@ -200,20 +200,20 @@ class _TaskLosses:
         self._device = device
 
     def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
-        """A forward of these samples."""
+        """Run a forward of these samples and return the losses."""
         part = map_tensors(lambda tensor: tensor.to(self._device), self._samples.rows(chosen))
         return self._samples.task.loss(self._model, part).expand(len(chosen))
 
 
 def gradients_of(trial: AnyTrial, indices: Sequence[int], device: torch.device) -> Tensors:
-    """The gradient of the mean loss over some samples, with the first values, in fp32."""
+    """Return the gradient of the mean loss over some samples, at the first values, in fp32."""
     reference = Reference(trial, Sums(torch.float32, torch.float32, max(1, len(indices))), device)
     reference.backward(indices)
     return reference.gradients()
 
 
 def forward_of(trial: Trial, compute: torch.dtype, device: torch.device) -> Forward:
-    """What the layers give for the batch of the first step, with the first values."""
+    """Return the layers' outputs for the batch of the first step, at the first values."""
     reference = Reference(
         trial, Sums(compute, torch.promote_types(compute, torch.float32), trial.batch), device
     )

@@ -1,4 +1,4 @@
-"""Comparing one Plan after another, as one of ranks that stay; and starting such ranks on this machine."""
+"""Compares one Plan after another on the same ranks, and starts such ranks on this machine."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from shoal.train.execute import choose_device
 
 __all__ = ["CheckJob", "Comparison", "compare_here", "compare_locally", "serve"]
 
-_TIMEOUT = 300.0  # seconds; also what the other ranks wait for the first one's reference
+_TIMEOUT = 300.0  # seconds; also the time limit of the other ranks for the first one's reference
 _USER_ERROR, _STOPPED = 2, 130
 
 Value = TypeVar("Value")
 Tell = Callable[[Verdict], object]
 Trained = tuple[list[RankStep], Verdict | None]
-"""What a rank saw of all steps, or why it did not make them."""
+"""The results of all steps on a rank, or the verdict if it did not run them."""
 
 
 @final
@@ -42,8 +42,8 @@ class Comparison:
     """Compares Plans with one device, as one rank of the default process group. All ranks call it together.
 
     Args:
-        trial: What is trained.
-        device: What this rank computes on.
+        trial: The training to compare.
+        device: The device of this rank.
     """
 
     def __init__(self, trial: AnyTrial, device: torch.device) -> None:
@@ -53,14 +53,14 @@ class Comparison:
         self._forwards: dict[str, ForwardReference] = {}
 
     def check(self, plan: Plan) -> Verdict | None:
-        """Trains under a Plan and holds it against the reference.
+        """Train under a Plan and compare the results with the reference.
 
         Returns:
             The verdict on the first rank, None on the others.
         """
         ranks = _gathered(self._trained(plan))
         verdict = None if ranks is None else self._judged(plan, ranks)
-        # Also keeps ranks together: the first one's reference takes longer than groups wait to be formed.
+        # This also keeps ranks together: the first one's reference takes longer than a group waits to form.
         if _told(verdict is not None and may_be_of_forward(verdict)) and isinstance(self._trial, Trial):
             traces = _gathered(trace_under(self._trial, plan, self._device))
             if traces is not None and verdict is not None:
@@ -101,11 +101,11 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckJob:
-    """Name the Plans to compare, one after the other.
+    """The Plans to compare, one after the other.
 
     Attributes:
-        trial: What is trained.
-        plans: All for the same number of ranks.
+        trial: The training to compare.
+        plans: The Plans, all for the same number of ranks.
         device: "auto", "cpu" or "cuda".
     """
 
@@ -115,15 +115,15 @@ class CheckJob:
 
 
 def compare_here(job: CheckJob, world: World, tell: Tell) -> list[Verdict]:
-    """Compares all Plans of a job, as one of the ranks of `world`; joins them and leaves them.
+    """Compare all Plans of a job, as one of the ranks of `world`; join the ranks first and leave them after.
 
     Args:
-        job: The same on all ranks.
+        job: The job, equal on all ranks.
         world: The ranks.
-        tell: Called with each verdict on the first rank.
+        tell: Function that is called with each verdict on the first rank.
 
     Returns:
-        The verdicts on the first rank; on the others nothing.
+        The verdicts on the first rank; an empty list on the others.
     """
     device = choose_device(TrainConfig.model_validate({"device": job.device}), world.local_rank)
     if device.type == "cuda":
@@ -143,18 +143,19 @@ def compare_here(job: CheckJob, world: World, tell: Tell) -> list[Verdict]:
 
 
 def compare_locally(job: CheckJob, tell: Tell, nursery: Nursery | None = None) -> list[Verdict]:
-    """Compares all Plans of a job on ranks that this starts on this machine.
+    """Compare all Plans of a job on ranks that this call starts on this machine.
 
-    The ranks stay from Plan to Plan. When one fails, its Plan is broken, and new ranks take up the Plans
-    behind it.
+    The ranks stay from Plan to Plan. When a rank fails, its Plan is broken, and new ranks compare the Plans
+    after it.
 
     Args:
-        job: What to compare.
-        tell: Called with each verdict, in the process that has it: importable by name, as pickle needs it.
-        nursery: Where ranks are forked from; None to start a program for each.
+        job: The Plans to compare.
+        tell: Function that is called with each verdict, in the process that has it. Pickle must be able to
+            import it by name.
+        nursery: The process that ranks are forked from; None to start a program for each.
 
     Raises:
-        UserError: Something given cannot work.
+        UserError: An argument cannot work.
         WorkerError: The ranks were stopped.
     """
     ranks = job.plans[0].ranks
@@ -182,7 +183,7 @@ def compare_locally(job: CheckJob, tell: Tell, nursery: Nursery | None = None) -
 
 
 def serve(file: Path, world: World, stop: StopSignal) -> int:
-    """Run as a rank that `compare_locally` started; the first leaves the verdicts in a file."""
+    """Run as a rank that `compare_locally` started; the first rank writes the verdicts to a file."""
     job, tell, results = pickle.loads(file.read_bytes())
 
     def keep(verdict: Verdict) -> None:
@@ -195,7 +196,7 @@ def serve(file: Path, world: World, stop: StopSignal) -> int:
 
 
 def _told(value: bool) -> bool:
-    """What the first rank says."""
+    """Return the first rank's value, on all ranks."""
     told = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(told, src=0)
@@ -203,7 +204,7 @@ def _told(value: bool) -> bool:
 
 
 def _gathered(value: Value) -> list[Value] | None:
-    """What every rank gives, on the first rank."""
+    """Return the values of all ranks on the first rank, None on the others."""
     if not dist.is_initialized():
         return [value]
     is_first = dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""What is trained for a comparison of a Task: a model with inputs and a loss of its own."""
+"""The training for a comparison of a Task, which is a model with inputs and a loss of its own."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shoal.plan import Plan, SettledPlan
 
 __all__ = ["AnyTrial", "TaskSamples", "TaskTrial", "trial_of"]
 
-_ALONG = ("pp", "cp", "ep")  # degrees that cut a model or a sample in ways that Shoal has to know
+_ALONG = ("pp", "cp", "ep")  # degrees that split a model or a sample in ways that Shoal must know
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskTrial:
-    """What is trained.
+    """The training of a Task that is compared.
 
     Attributes:
-        model: The factory that gives the Task, as `shoal.models.build_or_task` takes it.
-        model_options: Its keyword arguments.
-        steps: Optimizer steps.
-        batch: Samples in one step, over all ranks: those of a batch of the Task.
-        seed: Fixes the first weights.
+        model: The factory of the Task, in the form that `shoal.models.build_or_task` takes.
+        model_options: Keyword arguments of the factory.
+        steps: Number of optimizer steps.
+        batch: Samples in one step, over all ranks: the size of a batch of the Task.
+        seed: Seed of the first weights.
 
     Raises:
         ConfigError: A number is out of range.
@@ -46,20 +46,20 @@ class TaskTrial:
 
     @property
     def size(self) -> str:
-        """How large a step is, in words."""
+        """Size of a step, in words."""
         return f"{self.batch} samples"
 
     def samples(self) -> TaskSamples:
-        """The samples of all batches."""
+        """Return the samples of all batches."""
         task = build_or_task(self.model, overrides=self.model_options)
         assert isinstance(task, Task)
         return TaskSamples(task, self.batch)
 
     def build_with_values(self, device: torch.device | str) -> nn.Module:
-        """The model as training starts from it. Torch's own dropout is turned off.
+        """Return the model with its first values. Torch's own dropout is turned off.
 
         Raises:
-            ModelError: It has nothing to train.
+            ModelError: The model has nothing to train.
         """
         torch.manual_seed(self.seed)
         model = self.samples().task.build()
@@ -67,19 +67,19 @@ class TaskTrial:
         return without_dropout(model).to(device)
 
     def statistics(self) -> list[str]:
-        """The names of the model's layers of batch normalization."""
+        """Return the names of the model's layers of batch normalization."""
         return batch_normalizations(self.build_with_values("cpu"))
 
     def depends_on_micro_batches(self) -> bool:
-        """Always so: what a Task's model and loss do with a micro-batch is not known."""
+        """Return True: it is not known what a Task's model and loss do with a micro-batch."""
         return True
 
     def batch_of(self, step: int) -> list[int]:
-        """The samples of step number `step`, from 0: batches come one after the other."""
+        """Return the samples of step number `step`, from 0: batches come one after the other."""
         return list(range(step * self.batch, (step + 1) * self.batch))
 
     def require_possible(self) -> Callable[[Plan], None]:
-        """As `Trial.require_possible`."""
+        """Check what can be checked before any rank starts; see `Trial.require_possible`."""
         model = self.build_with_values("cpu")
 
         def require(plan: Plan) -> None:
@@ -105,7 +105,7 @@ class TaskSamples:
     """The samples of a Task's batches, by number.
 
     Args:
-        task: Gives the batches.
+        task: The Task that has the batches.
         size: Samples in a batch.
     """
 
@@ -114,7 +114,7 @@ class TaskSamples:
         self._size = size
 
     def rows(self, indices: Sequence[int]) -> Any:
-        """These samples, which are all of one batch."""
+        """Return these samples, which must all be of one batch."""
         number = indices[0] // self._size
         places = torch.tensor([index - number * self._size for index in indices])
         return map_tensors(lambda tensor: tensor[places], self.task.batch(number))
@@ -128,18 +128,18 @@ def trial_of(
     default_batch: int,
     **numbers: int,
 ) -> AnyTrial:
-    """The Trial of a model that takes tokens, or of a Task.
+    """Return the trial of a model that takes tokens, or of a Task.
 
     Args:
-        model: As `shoal.models.build_or_task` takes it.
-        options: Changes to it.
-        sizes: `batch` and `sequence`, as `Trial` has them; None where they are not given.
-        default_batch: Sequences in one step, if that is not given.
-        numbers: `steps` and `seed`, see `Trial`.
+        model: The model, in the form that `shoal.models.build_or_task` takes.
+        options: Changes to the model.
+        sizes: `batch` and `sequence` of `Trial`; None where they are not given.
+        default_batch: Sequences in one step if `batch` is not given.
+        numbers: `steps` and `seed` of `Trial`.
 
     Raises:
         ModelError: The Task's batch holds no samples.
-        ConfigError: A size was given that the Task says itself.
+        ConfigError: A size was given that the Task sets itself.
     """
     made = build_or_task(model, overrides=options, device="cpu" if ":" in model else "meta")
     if not isinstance(made, Task):

@@ -1,4 +1,4 @@
-"""The training of a Task under a Plan, by the library face: a loop of one's own over `shoal.parallelize`."""
+"""Trains a Task under a Plan as a user of the library does: with a loop around `shoal.parallelize`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["train_task_under"]
 
 
 def train_task_under(trial: TaskTrial, plan: Plan, device: torch.device) -> list[RankStep]:
-    """Trains as one rank of the default process group.
+    """Train as one rank of the default process group.
 
     Raises:
         UserError: The model cannot be laid out, or the Plan does not fit.

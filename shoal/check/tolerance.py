@@ -1,13 +1,13 @@
-"""How far two trainings may lie apart if only their rounding differs, measured on one device.
+"""Measures on one device how far two trainings may differ if only their rounding differs.
 
 The reference is one device that computes in the Plan's precision and sees each batch as one micro-batch. The
-same training is made again in other ways that differ from it by rounding alone: in smaller micro-batches with
-the samples moved round, so that every sum over samples is made in another order, and in a type of twice the
-width. What lies as far from the reference as these do is explained by rounding. A Plan may lie `MULTIPLE`
-times as far, and `FLOOR` units in the last place: the other ways are few, and a Plan cuts sums that they do
-not, such as those inside a matrix product.
+same training then runs in other ways that differ from it by rounding alone: in smaller micro-batches with the
+samples rotated, so that every sum over samples has another order, and in a type of twice the width. Rounding
+explains deviations from the reference as large as theirs. A Plan may deviate `MULTIPLE` times as much, plus
+`FLOOR` units in the last place. The other ways are few, and a Plan splits sums that they do not split, such
+as those inside a matrix product.
 
-A Task may compute something else for samples that come in other micro-batches, as batch normalization does.
+A Task may compute something else if its samples come in other micro-batches, as batch normalization does.
 Then every way sees the micro-batches that the Plan makes, and adds them in another order.
 """
 
@@ -34,16 +34,16 @@ __all__ = [
 ]
 
 MULTIPLE = 5.0
-"""Data-parallel Plans of 25 seeds, in fp32 and bf16, lay at most 1.5 times as far as the other ways."""
+"""Factor on the other ways' deviation. Data-parallel Plans of 25 seeds, in fp32 and bf16, needed 1.5."""
 
 FLOOR = 8.0
-"""Units in the last place of fp32, in which losses and the optimizer's state are kept."""
+"""Units in the last place of fp32, the type of losses and of the optimizer's state."""
 
 TYPES: Mapping[str, tuple[torch.dtype, torch.dtype]] = {
     "fp32": (torch.float32, torch.float64),
     "bf16": (torch.bfloat16, torch.float32),
 }
-"""By a Plan's precision, the type that computes and one of twice the width."""
+"""By a Plan's precision: the type of the compute, and a type of twice the width."""
 
 _ULP = torch.finfo(torch.float32).eps
 
@@ -53,10 +53,10 @@ class Bounds:
     """The largest relative deviations of one step that rounding explains.
 
     Attributes:
-        loss: Of the loss.
-        norm: Of the gradient's norm.
-        gradients: Of each parameter's gradient.
-        parameters: Of each parameter.
+        loss: Bound for the loss.
+        norm: Bound for the gradient's norm.
+        gradients: Bound for each parameter's gradient.
+        parameters: Bound for each parameter.
     """
 
     loss: float
@@ -67,11 +67,11 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The reference, and how far from it rounding leads.
+    """The reference, and the bounds of deviations from it.
 
     Attributes:
-        steps: The reference.
-        bounds: Of each of its steps.
+        steps: Steps of the reference.
+        bounds: Bounds for each step.
     """
 
     steps: list[Step]
@@ -81,12 +81,12 @@ class Tolerance:
     def measure(
         cls, trial: AnyTrial, precision: str, device: torch.device, microbatch: int | None = None
     ) -> Tolerance:
-        """Trains on one device, once as the reference and then in the other ways.
+        """Train on one device, once as the reference and then in the other ways.
 
         Args:
-            trial: What is trained.
-            precision: Of the Plans that are to be compared: fp32 or bf16.
-            device: Where.
+            trial: The training to compare.
+            precision: Precision of the Plans to compare: fp32 or bf16.
+            device: The device that it runs on.
             microbatch: Samples of a micro-batch, if all ways are to see the same micro-batches.
         """
         compute, wider = TYPES[precision]
@@ -126,33 +126,33 @@ def _bounds(step: Step, others: Sequence[Step]) -> Bounds:
 
 
 def _loss_deviation(other: Step, step: Step) -> float:
-    """How far the loss lies, or would lie by chance if that of every token did so independently.
+    """Return the loss's deviation, or that expected from independent deviations of tokens' losses if larger.
 
-    A few means may lie near one another by luck, which those of their many summands cannot.
+    A few means may agree by luck; the losses of many tokens cannot.
     """
     by_chance = float((other.losses - step.losses).norm()) / step.losses.numel()
     return max(relative(other.loss, step.loss), relative(step.loss + by_chance, step.loss))
 
 
 def relative(value: float, reference: float) -> float:
-    """The deviation of a number, as a share of the reference; infinite if it is not a number."""
+    """Return the deviation of a number, as a share of the reference; infinite if it is not a number."""
     deviation = abs(value - reference) / max(abs(reference), torch.finfo(torch.float32).tiny)
     return deviation if deviation == deviation else float("inf")
 
 
 def scales_of(tensors: Tensors) -> dict[str, float]:
-    """The norm of each tensor, but no less than the last place of the norm of all of them together."""
+    """Return the norm of each tensor, at least the last place of the norm of all tensors together."""
     norms = {name: float(value.double().norm()) for name, value in tensors.items()}
     least = _ULP * sum(norm**2 for norm in norms.values()) ** 0.5
     return {name: max(norm, least, torch.finfo(torch.float32).tiny) for name, norm in norms.items()}
 
 
 def vector_deviation(value: torch.Tensor, reference: torch.Tensor, scale: float) -> float:
-    """The norm of a difference, as a share of `scale`; infinite if an element is missing."""
+    """Return the norm of a difference, as a share of `scale`; infinite if an element is missing."""
     deviation = float((value.double() - reference.double()).norm()) / scale
     return deviation if deviation == deviation else float("inf")
 
 
 def bound_of(deviations: Iterable[float]) -> float:
-    """How far a Plan may lie, of how far the other ways do."""
+    """Return how far a Plan may deviate, from the deviations of the other ways."""
     return MULTIPLE * max(deviations) + FLOOR * _ULP

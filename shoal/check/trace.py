@@ -1,7 +1,7 @@
-"""What a model computes in its forwards, layer by layer, small enough to be gathered from all ranks.
+"""Records what a model computes in its forwards, layer by layer, small enough to gather from all ranks.
 
-Of an output, a digest is noted: one number for each token, the product with a fixed random direction. Two
-outputs that differ have digests that differ, up to chance, and about as much.
+An output is recorded as a digest: one number for each token, its product with a fixed random direction. If
+two outputs differ, their digests differ about as much, except by chance.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from shoal.models.transformer import Rotary
 __all__ = ["Forward", "Note", "Place", "RankTrace", "Trace", "joined"]
 
 Place = tuple[str, str]
-"""Name of a layer, and which of its quantities: "positions", "choices" or "output"."""
+"""Name of a layer, and one of its quantities: "positions", "choices" or "output"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What was seen at one place, on the CPU.
+    """The record at one place, on the CPU.
 
     Attributes:
-        values: Of "positions" `[seq]`, those that rotary embedding gives; of "choices"
-            `[batch, seq, experts_per_token]`, the experts of each token, ascending, where the number of
-            experts stands for a choice that the capacity drops; of "output" `[batch, seq]`, the digest.
+        values: For "positions", the positions that rotary embedding uses, `[seq]`. For "choices", the experts
+            of each token, ascending, `[batch, seq, experts_per_token]`; the number of experts stands for a
+            choice that the capacity drops. For "output", the digest, `[batch, seq]`.
         width: Shape of one token's output.
     """
 
@@ -38,18 +38,18 @@ class Note:
 
 
 Forward = dict[Place, Note]
-"""What one forward of the model gave, in the order of execution."""
+"""The records of one forward of the model, in the order of execution."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankTrace:
-    """What one rank saw of the first step.
+    """The records of the first step on one rank.
 
     Attributes:
-        samples: Those of each micro-batch.
-        held: Where the tokens that it trains on stand in their samples, `[seq / cp]`.
-        forwards: Of each micro-batch; of a pipeline what this rank's stages gave.
-        blocks: The names of the blocks that pipeline stages share out; none without a pipeline.
+        samples: Samples of each micro-batch.
+        held: Positions, in their samples, of the tokens that it trains on, `[seq / cp]`.
+        forwards: Forward of each micro-batch; in a pipeline, that of this rank's stages.
+        blocks: Names of the blocks that are divided over pipeline stages; none without a pipeline.
     """
 
     samples: list[list[int]]
@@ -60,16 +60,16 @@ class RankTrace:
 
 @final
 class Trace:
-    """Notes what a model's layers give, from now on.
+    """Records the outputs of a model's layers from now on.
 
-    Layers that give no tensor `[batch, seq, ...]` are passed over; of a layer that runs several times in a
-    forward, the first time counts. What recomputing runs again in backward is not noted.
+    Layers whose output is no tensor `[batch, seq, ...]` are skipped. If a layer runs several times in a
+    forward, the first run counts. Layers that recompute runs again in backward are not recorded.
 
     Args:
-        model: Gets hooks, and is not to be used for anything else.
-        microbatch: Gives the number of the micro-batch whose forward is under way; None for forwards that are
-            not to be noted.
-        names: The layers to note; None: all.
+        model: The model. It gets hooks; do not use it for anything else.
+        microbatch: Function that returns the number of the micro-batch whose forward is running; None for
+            forwards that are not recorded.
+        names: Names of the layers to record; None records all.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Trace:
 
     @property
     def forwards(self) -> list[Forward]:
-        """What was noted, by micro-batch; the forwards of several stages of a micro-batch are one."""
+        """Return the records by micro-batch; several stages' forwards of a micro-batch are joined."""
         return [forward for _, forward in sorted(self._noted.items())]
 
     def _begin(self, *_: Any) -> None:
@@ -146,7 +146,7 @@ class Trace:
 
 
 def joined(forwards: list[Forward], place: Place) -> Note | None:
-    """What all forwards gave at a place, along `batch`; None if it is in none."""
+    """Return the records of all forwards at a place, joined along `batch`; None if none has the place."""
     notes = [forward[place] for forward in forwards if place in forward]
     if not notes or place[1] == "positions":
         return notes[0] if notes else None

@@ -1,4 +1,4 @@
-"""What is trained for a comparison: the same model, samples and optimizer on one device and under a Plan."""
+"""The training for a comparison: one model, samples and optimizer for one device and for a Plan."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ CLIP = 1.0
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-2, schedule="constant-then-decay", warmup=0, decay=0.0, eps=1e-3, clip=CLIP, skip=0
 )
-"""AdamW as in training, but for `eps`. With training's 1e-8 the first step is the gradient's sign, which
-rounding decides where the gradient is near zero, and which hides a gradient that is a multiple of the right
-one. With an `eps` as large as gradients are, a step follows its gradient smoothly."""
+"""Options of AdamW, as in training except `eps`. With training's 1e-8 the first step is the gradient's sign.
+Rounding decides the sign where the gradient is near zero, and the sign hides a gradient that is a multiple of
+the right one. With an `eps` as large as gradients are, a step follows its gradient smoothly."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What is trained.
+    """The training of a model on tokens that is compared.
 
     Attributes:
-        model: As `shoal.models.build` takes it.
-        model_options: Changes to it.
-        steps: Optimizer steps.
+        model: The model, in the form that `shoal.models.build` takes.
+        model_options: Changes to the model.
+        steps: Number of optimizer steps.
         batch: Sequences in one step, over all ranks.
         sequence: Tokens in a sequence.
-        seed: Fixes the first weights, the tokens and their order.
+        seed: Seed of the first weights, the tokens and their order.
 
     Raises:
         ConfigError: A number is out of range.
@@ -59,14 +59,14 @@ class Trial:
 
     @property
     def size(self) -> str:
-        """How large a step is, in words."""
+        """Size of a step, in words."""
         return f"{self.batch} sequences of {self.sequence} tokens"
 
     def build(self, device: torch.device | str) -> nn.Module:
-        """The model; a preset comes without values if `device` is "meta".
+        """Return the model; a preset has no values if `device` is "meta".
 
-        Torch's own dropout is turned off, since its masks depend on the layout. Those of Shoal's
-        models do not.
+        Torch's own dropout is turned off, because its masks depend on the layout. The masks of Shoal's models
+        do not.
 
         Raises:
             ModelError: There is no such model, or it has nothing to train.
@@ -77,7 +77,7 @@ class Trial:
         return without_dropout(model)
 
     def build_with_values(self, device: torch.device | str) -> nn.Module:
-        """The model as training starts from it, whole on one device."""
+        """Return the model with its first values, whole on one device."""
         model = self.build(device)
         if hasattr(model, "initialize_parameter"):
             for name, parameter in model.named_parameters():
@@ -85,31 +85,32 @@ class Trial:
         return model
 
     def build_for_layout(self, device: torch.device) -> nn.Module:
-        """The model as `shoal train` gives it to `shoal.parallelize`."""
+        """Return the model in the state in which `shoal train` gives it to `shoal.parallelize`."""
         return self.build(device if ":" in self.model else "meta")
 
     def statistics(self) -> list[str]:
-        """The names of the model's layers of batch normalization."""
+        """Return the names of the model's layers of batch normalization."""
         return batch_normalizations(self.build("cpu" if ":" in self.model else "meta"))
 
     def depends_on_micro_batches(self) -> bool:
-        """Whether the loss of a sample depends on the samples beside it in a micro-batch."""
+        """Return whether the loss of a sample depends on the other samples of its micro-batch."""
         return bool(self.statistics())
 
     def samples(self, model: nn.Module) -> RandomTokens:
-        """One epoch of samples for the model, as many as all steps take."""
+        """Return one epoch of samples for the model, as many as all steps take."""
         return RandomTokens(_vocabulary(model), self.batch * self.steps, self.sequence, self.seed)
 
     def batch_of(self, step: int) -> list[int]:
-        """The samples of step number `step`, from 0, by the definition of their order: the Loader may err."""
+        """Return the samples of step number `step`, from 0, without the Loader, which may be wrong."""
         positions = np.arange(step * self.batch, (step + 1) * self.batch)
         return [int(index) for index in order(self.seed, 0, self.batch * self.steps, positions)]
 
     def require_possible(self) -> Callable[[Plan], None]:
-        """Checks what can be checked before any rank starts.
+        """Check what can be checked before any rank starts.
 
         Returns:
-            What raises PlanError or ModelError for a Plan that cannot be laid over the model and its samples.
+            A function that raises PlanError or ModelError for a Plan that does not fit the model and its
+            samples.
 
         Raises:
             ModelError: The model cannot be built or trained, or its context is shorter than a sequence.
@@ -132,13 +133,13 @@ class Trial:
 
 @final
 class RandomTokens:
-    """Samples of random tokens; notes which were asked for.
+    """Samples of random tokens; records which samples were asked for.
 
     Args:
         vocabulary: Number of different tokens.
         count: Number of samples.
-        sequence: Tokens that the model sees of each.
-        seed: Chooses the tokens.
+        sequence: Number of tokens that the model sees of each sample.
+        seed: Seed of the tokens.
 
     Attributes:
         asked: The indices of every batch that was asked for, in order.
@@ -156,17 +157,17 @@ class RandomTokens:
         return len(self._tokens)
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the samples at `indices`, int64 `[batch, seq]` each."""
+        """Return inputs and targets of the samples at `indices`, int64 `[batch, seq]` each."""
         self.asked.append(indices.tolist())
         windows = self._tokens[torch.from_numpy(indices)]
         return windows[:, :-1], windows[:, 1:]
 
 
 def require_counts(given: object, **least: int) -> None:
-    """Checks that attributes are no less than what is said of each.
+    """Check that each attribute is at least its given minimum.
 
     Raises:
-        ConfigError: One is.
+        ConfigError: An attribute is smaller.
     """
     for name, number in least.items():
         if getattr(given, name) < number:
@@ -178,7 +179,7 @@ def require_counts(given: object, **least: int) -> None:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The model with torch's own dropout turned off, since its masks depend on the layout."""
+    """Return the model with torch's own dropout turned off, because its masks depend on the layout."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -1,4 +1,4 @@
-"""Whether a Plan computed the same training, and what departs first if it did not."""
+"""Judges whether a Plan computed the same training, and finds the first departure if it did not."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from shoal.plan import Mesh, Plan, SettledPlan
 
 __all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
 
-_SHOWN = 6  # names of parameters that depart beside the first
+_SHOWN = 6  # names shown of other parameters that depart, after the first
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far a quantity lies from the reference, relatively, and how far rounding explains.
+    """The relative deviation of a quantity from the reference, and the bound that rounding explains.
 
     Attributes:
         value: The deviation.
-        bound: What rounding explains.
-        name: Of several parameters, the one that lies farthest beyond its bound.
+        bound: The largest deviation that rounding explains.
+        name: Name of the parameter that is farthest beyond its bound, if the quantity has several.
     """
 
     value: float
@@ -43,7 +43,7 @@ class Deviation:
 
     @property
     def departs(self) -> bool:
-        """Whether rounding alone does not explain it."""
+        """Whether the deviation is more than rounding explains."""
         return not self.value <= self.bound
 
 
@@ -52,11 +52,11 @@ class StepReport:
     """The deviations of one step.
 
     Attributes:
-        step: Its number, from 1.
-        loss: Of the loss.
-        norm: Of the gradient's norm, before clipping.
-        gradients: Of the gradient that lies farthest beyond its bound.
-        parameters: Of the parameter that does, after the step.
+        step: Number of the step, from 1.
+        loss: Deviation of the loss.
+        norm: Deviation of the gradient's norm, before clipping.
+        gradients: Deviation of the gradient that is farthest beyond its bound.
+        parameters: Deviation of the parameter that is farthest beyond its bound, after the step.
     """
 
     step: int
@@ -68,16 +68,16 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """What departs first.
+    """The first quantity that departs from the reference.
 
     Attributes:
-        step: In which step.
+        step: Number of the step.
         quantity: "samples", "gradient", "gradient norm", "loss" or "parameter".
-        name: Of the parameter, the first in the model's order that departs.
-        deviation: How far.
-        bound: How far rounding explains.
-        text: All of this in sentences, with what it looks like.
-        layer: The first in forward order that departs; "" if none does, or it was not looked for.
+        name: Name of the parameter, the first in the model's order that departs.
+        deviation: The deviation.
+        bound: The largest deviation that rounding explains.
+        text: All of this in sentences, with the likely cause.
+        layer: First layer in forward order that departs; "" if none does, or none was looked for.
     """
 
     step: int
@@ -91,14 +91,14 @@ class Departure:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one Plan.
+    """The result of the comparison of one Plan.
 
     Attributes:
         plan: The Plan's text form.
-        outcome: "passed"; "failed", it computes something else; "refused", it cannot be laid over this model;
-            "broken", it did not end.
-        steps: The deviations.
-        departure: What departs first, if the Plan failed.
+        outcome: "passed"; "failed": it computes something else; "refused": it does not fit this model;
+            "broken": it did not end.
+        steps: Deviations of each step.
+        departure: The first departure, if the Plan failed.
         reason: Why it was refused or broken.
     """
 
@@ -110,13 +110,13 @@ class Verdict:
 
 
 def judge(trial: AnyTrial, plan: Plan, tolerance: Tolerance, ranks: Sequence[Sequence[RankStep]]) -> Verdict:
-    """Holds what all ranks computed against the reference.
+    """Compare the results of all ranks with the reference.
 
     Args:
-        trial: What was trained.
-        plan: Under which Plan.
-        tolerance: The reference, and how far from it rounding leads.
-        ranks: By rank, what each saw of every step.
+        trial: The training that was compared.
+        plan: The Plan that it ran under.
+        tolerance: The reference, and the bounds of deviations from it.
+        ranks: The results of every step on each rank.
     """
     reports = []
     departure = None
@@ -152,13 +152,13 @@ def judge(trial: AnyTrial, plan: Plan, tolerance: Tolerance, ranks: Sequence[Seq
 
 
 def may_be_of_forward(verdict: Verdict) -> bool:
-    """Whether the fault may lie in the first step's forward, so that it is worth tracing."""
+    """Return whether the fault may be in the first step's forward, so that a trace may show it."""
     departure = verdict.departure
     return departure is not None and departure.step == 1 and departure.quantity in ("gradient", "loss")
 
 
 def with_fault(verdict: Verdict, fault: Fault | None) -> Verdict:
-    """The verdict with what was found in forward, if the fault can be there."""
+    """Return the verdict with the fault that was found in forward, if the fault can be there."""
     departure = verdict.departure
     assert departure is not None
     if fault is not None:
@@ -176,7 +176,7 @@ def _first_departure(
     parameters: Sequence[Deviation],
     evidence: Evidence,
 ) -> Departure | None:
-    """In the order in which a step meets them: samples, gradients with their loss, norm, parameters."""
+    """Return the first departure in the order of a step: samples, gradients and loss, norm, parameters."""
     step = report.step
     wrong_samples = explain_samples(evidence)
     if wrong_samples:
@@ -221,7 +221,7 @@ def _distinct_copies(ranks: Sequence[Sequence[Fragment]]) -> dict[str, list[Copy
 def _deviations(
     held: Mapping[str, Sequence[Copy]], reference: Tensors, bounds: Mapping[str, float]
 ) -> list[Deviation]:
-    """The worst copy of each parameter, in the model's order. The first copy has to be complete."""
+    """Return each parameter's worst copy's deviation, in the model's order; the first must be complete."""
     scales = scales_of(reference)
     deviations = []
     for name, value in reference.items():

@@ -1,8 +1,8 @@
-"""Checkpoints: saved, verified, loaded on any number of ranks, and kept or deleted.
+"""Saves, verifies, loads and deletes checkpoints, on any number of ranks.
 
-Nouns: Piece (an interval of a flattened tensor, or of a Region of it, on one rank), Manifest (what a
-checkpoint holds, and the hash of every file), Coordinator (the ranks that save or load together), FileSystem
-(what the protocol does to the disk). The trainer saves and loads, `shoal checkpoint` lists and verifies.
+Nouns: Piece (an interval of a flattened tensor, or of a Region of it, on one rank), Manifest (the contents of
+a checkpoint, with the hash of every file), Coordinator (the ranks that save or load together), FileSystem
+(the operations on the disk). The trainer saves and loads, `shoal checkpoint` lists and verifies.
 """
 
 from shoal.checkpoint.coordinator import Coordinator, ProcessGroupCoordinator, SingleProcess, attempt_together

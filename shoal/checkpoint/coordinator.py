@@ -1,6 +1,6 @@
-"""How the ranks that share a checkpoint agree.
+"""Agreement between the ranks that share a checkpoint.
 
-Every part of a protocol is an attempt that each rank makes. Then all ranks tell each other how it went, so
+Each part of a protocol is an attempt that every rank makes. Then all ranks tell each other the result, so
 that all go on, or all raise the same error.
 """
 
@@ -30,16 +30,16 @@ class Coordinator(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process, from 0."""
+        """This process's rank, from 0."""
         ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The picklable `value` of every rank, in rank order. Raises if a rank has died."""
+        """Return the picklable `value` of every rank, in rank order. Raise an error if a rank has died."""
         ...
 
 
@@ -50,7 +50,7 @@ class SingleProcess:
     size = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The value alone."""
+        """Return a list of this value only."""
         return [value]
 
 
@@ -58,8 +58,8 @@ class ProcessGroupCoordinator:
     """A Coordinator over a `torch.distributed` process group.
 
     Args:
-        group: The group; None is the default group. Prefer one whose backend works on the CPU: what is
-            exchanged are small Python objects.
+        group: The group; None is the default group. Prefer a group whose backend works on the CPU, because
+            the ranks exchange small Python objects.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -68,7 +68,7 @@ class ProcessGroupCoordinator:
         self.size = torch.distributed.get_world_size(group)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The value of every rank of the group, in rank order.
+        """Return the value of every rank of the group, in rank order.
 
         Raises:
             CommunicationError: Another rank is gone.
@@ -88,12 +88,12 @@ class _Failure:
 
 
 def attempt_together(coordinator: Coordinator, purpose: str, attempt: Callable[[], T]) -> list[T]:
-    """Makes the same attempt on every rank; either all succeed or all raise the same error.
+    """Make the same attempt on every rank; either all succeed or all raise the same error.
 
     Args:
         coordinator: The ranks.
-        purpose: What cannot be done if it fails, such as "cannot save step 100"; opens the message.
-        attempt: What this rank does. Its result is sent to every rank.
+        purpose: Beginning of the error message, such as "cannot save step 100".
+        attempt: Function that this rank calls. Its result is sent to every rank.
 
     Returns:
         The result of every rank, in rank order.
@@ -106,7 +106,7 @@ def attempt_together(coordinator: Coordinator, purpose: str, attempt: Callable[[
     cause: Exception | None = None
     try:
         outcome = attempt()
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # the other ranks wait for the result, so report any error
         cause = error
         outcome = _Failure(_reason(error), isinstance(error, CorruptCheckpointError))
     results: list[T] = []
@@ -121,7 +121,7 @@ def attempt_together(coordinator: Coordinator, purpose: str, attempt: Callable[[
 
 
 def attempt_on_rank_zero(coordinator: Coordinator, purpose: str, attempt: Callable[[], T]) -> T:
-    """Makes an attempt on rank 0 alone and gives every rank its result; raises as `attempt_together`."""
+    """Make an attempt on rank 0 alone and give every rank its result; errors as in `attempt_together`."""
     results = attempt_together(coordinator, purpose, lambda: attempt() if coordinator.rank == 0 else None)
     return cast(T, results[0])
 

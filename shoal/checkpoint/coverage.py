@@ -1,4 +1,4 @@
-"""Whether pieces of a tensor hold each of its elements exactly once."""
+"""Checks that pieces of a tensor hold each of its elements exactly once."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ __all__ = ["check_coverage"]
 _Span = tuple[int, int]
 _Range = tuple[int, int]
 _Block = tuple[_Range, ...]
-"""First index and one past the last, along each dim."""
+"""First index, and one past the last index, along each dim."""
 
 
 def check_coverage(name: str, shape: Sequence[int], pieces: Iterable[tuple[Region, int, int]]) -> None:
-    """Checks that the pieces of a tensor hold each of its elements exactly once.
+    """Check that the pieces of a tensor hold each of its elements exactly once.
 
-    Intervals of the same region are joined; only where a tensor has several regions are these laid side by
-    side. So what is checked is small, however many shards there are.
+    Intervals of the same region are joined first. Regions are compared only if a tensor has several. So the
+    check is small, however many shards there are.
 
     Args:
-        name: The tensor's.
-        shape: The tensor's.
-        pieces: Regions, and the interval [start, stop) of each, flattened.
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        pieces: Regions, with the interval [start, stop) of each, flattened.
 
     Raises:
-        CheckpointError: They do not; the tensor and the first fault are named.
+        CheckpointError: They do not; the message names the tensor and the first fault.
     """
     whole = Region.whole(shape)
     intervals: dict[Region, list[_Span]] = {}
@@ -55,7 +55,7 @@ def check_coverage(name: str, shape: Sequence[int], pieces: Iterable[tuple[Regio
 
 
 def _join(name: str, spans: Iterable[_Span], where: str) -> list[_Span]:
-    """Makes one of intervals that adjoin."""
+    """Join adjacent intervals."""
     joined: list[_Span] = []
     for start, stop in sorted(span for span in spans if span[0] < span[1]):
         reached = joined[-1][1] if joined else 0
@@ -79,10 +79,10 @@ def _check_joined(name: str, elements: int, spans: Sequence[_Span]) -> None:
 
 
 def _first_fault(shape: Sequence[int], blocks: Sequence[_Block]) -> tuple[_Block, int] | None:
-    """The first place of a tensor of `shape` that is not in exactly one block, and in how many it is.
+    """Return the first part of a tensor that is not in exactly one block, and the number of its blocks.
 
-    The tensor is cut into slabs where a block begins or ends along the first dim; each slab is a tensor of
-    one dim less, in those blocks that reach across it.
+    The tensor is cut into slabs where a block begins or ends along the first dim. Each slab is a tensor with
+    one dim less, and belongs to the blocks that extend across it.
     """
     if not shape:
         return None if len(blocks) == 1 else ((), len(blocks))

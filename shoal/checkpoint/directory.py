@@ -1,13 +1,13 @@
-"""The names of checkpoints in their directory, and what is left there when a process dies.
+"""The names of checkpoints in their directory, and of the leftovers when a process dies.
 
     step-00000100           a complete checkpoint of step 100
     step-00000100.1         the same step, saved again: a revision; the highest is the newest
-    step-00000100.tmp       one that is being written, or was when its writer died
-    step-00000100.deleted   one that is being deleted, or was
+    step-00000100.tmp       a checkpoint that is being written, or was when its writer died
+    step-00000100.deleted   a checkpoint that is being deleted, or was when its deleter died
 
-A checkpoint becomes complete, and stops being so, by one rename. POSIX has no rename that replaces a
-directory with files in it, so a step saved again gets a new revision, and the one before is deleted when the
-new one is in place: at every moment one of the two is complete. One process (rank 0) renames and deletes.
+One rename makes a checkpoint complete, and one rename makes it deleted. POSIX has no rename that replaces a
+directory with files in it. So a step that is saved again gets a new revision, and the earlier revision is
+deleted after that: at every moment one of the two is complete. One process (rank 0) renames and deletes.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _LEFT_OVER = re.compile(r"step-[0-9]+(?:\.[0-9]+)?\.(?:tmp|deleted)")
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints in `directory`, newest first; none if the directory does not exist.
+    """Return the complete checkpoints in `directory`, newest first; none if the directory does not exist.
 
-    Complete is what has a complete one's name, since that is given last. Whether it is still sound, only
-    `verify` can say.
+    The name shows that a checkpoint is complete, because the last rename gives it. Only `verify` can say
+    whether it is still sound.
     """
     try:
         found = [path for path in directory.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()]
@@ -39,13 +39,13 @@ def checkpoints(directory: Path) -> list[Path]:
 
 
 def resolve(path: Path) -> list[Path]:
-    """The checkpoints that a user's path means, newest first.
+    """Return the checkpoints that a user's path means, newest first.
 
     Args:
         path: A checkpoint, a directory of checkpoints, or a run (which holds `checkpoints/`).
 
     Raises:
-        CheckpointError: It is none of these, or holds no checkpoint.
+        CheckpointError: The path is none of these, or holds no checkpoint.
     """
     real = path.resolve()
     if _COMPLETE.fullmatch(real.name) and real.is_dir():
@@ -60,25 +60,25 @@ def resolve(path: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step of a complete checkpoint, from its name."""
+    """Return the step of a complete checkpoint, from its name."""
     return _order(path)[0]
 
 
 def staging_path(directory: Path, step: int) -> Path:
-    """Where a checkpoint of `step` is written before it is complete."""
+    """Return the path where a checkpoint of `step` is written before it is complete."""
     return directory / f"{_name(step)}.tmp"
 
 
 def free_path(directory: Path, step: int) -> Path:
-    """Where a checkpoint of `step` goes when it is complete: the first revision that is newer than all."""
+    """Return the path of a complete checkpoint of `step`: the first revision that is newer than all."""
     revisions = [_order(path)[1] for path in checkpoints(directory) if step_of(path) == step]
     return directory / (f"{_name(step)}.{max(revisions) + 1}" if revisions else _name(step))
 
 
 def delete(paths: Iterable[Path], files: FileSystem) -> None:
-    """Deletes checkpoints of one directory; each is complete to every reader, or not there.
+    """Delete checkpoints of one directory; every reader finds each complete, or does not find it.
 
-    They are renamed before anything in them is removed, and the renames are on the disk before that too.
+    They are renamed, and the renames are on the disk, before any file in them is removed.
     """
     condemned = []
     for path in paths:
@@ -92,19 +92,19 @@ def delete(paths: Iterable[Path], files: FileSystem) -> None:
 
 
 def sweep(directory: Path, files: FileSystem) -> None:
-    """Removes what an earlier process left half written or half deleted."""
+    """Remove checkpoints that an earlier process left half written or half deleted."""
     for path in sorted(directory.iterdir()):
         if _LEFT_OVER.fullmatch(path.name):
             remove_tree(path, files)
 
 
 def _name(step: int) -> str:
-    """Padded so that names sort by step in a listing; nothing here relies on the padding."""
+    """Return the name for a step, padded so that listings sort by step; no code relies on the padding."""
     return f"step-{step:08d}"
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """Step and revision; the first save of a step is revision 0."""
+    """Return step and revision; the first save of a step is revision 0."""
     match = _COMPLETE.fullmatch(path.name)
     if match is None:
         raise CheckpointError(f"{path} is not the directory of a checkpoint: those are called step-N")

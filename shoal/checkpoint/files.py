@@ -1,4 +1,4 @@
-"""The operations that checkpoints need of a disk; each can fail, or be the last before a crash."""
+"""The disk operations that checkpoints need; each can fail, or be the last before a crash."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ _CHUNK_BYTES = 4 << 20
 
 
 class FileSystem(Protocol):
-    """What is done to the disk, one method an operation, so that tests can stop the world at each.
+    """The operations on the disk, one method each, so that tests can simulate a crash at each.
 
-    Reading is not part of it: a reader that dies changes nothing.
+    It has no reads, because a reader that dies changes nothing.
     """
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory and its parents; one that exists is left as it is."""
+        """Make a directory and its parents; leave one that exists as it is."""
         ...
 
     def create(self, path: Path) -> FileIO:
-        """Opens a new, empty, unbuffered file for writing."""
+        """Open a new, empty, unbuffered file for writing."""
         ...
 
     def write(self, file: FileIO, data: memoryview) -> None:
-        """Writes all of `data`."""
+        """Write all of `data`."""
         ...
 
     def sync(self, file: FileIO) -> None:
-        """Returns when the file's content is on the disk."""
+        """Wait until the file's content is on the disk."""
         ...
 
     def sync_directory(self, path: Path) -> None:
-        """Returns when the directory's entries are on the disk."""
+        """Wait until the directory's entries are on the disk."""
         ...
 
     def rename(self, source: Path, target: Path) -> None:
-        """Renames a directory, atomically, to a name that is free."""
+        """Rename a directory, atomically, to a name that is free."""
         ...
 
     def remove_file(self, path: Path) -> None:
-        """Removes a file."""
+        """Remove a file."""
         ...
 
     def remove_directory(self, path: Path) -> None:
-        """Removes an empty directory."""
+        """Remove an empty directory."""
         ...
 
 
 class RealFiles:
-    """The FileSystem that the operating system offers."""
+    """The FileSystem of the operating system."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory and its parents; one that exists is left as it is."""
+        """Make a directory and its parents; leave one that exists as it is."""
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> FileIO:
-        """Opens a new, empty, unbuffered file for writing."""
+        """Open a new, empty, unbuffered file for writing."""
         return FileIO(path, "w")
 
     def write(self, file: FileIO, data: memoryview) -> None:
-        """Writes all of `data`; the operating system may take it in several parts."""
+        """Write all of `data`; the operating system may take it in several parts."""
         while data:
             data = data[file.write(data) :]
 
     def sync(self, file: FileIO) -> None:
-        """Returns when the file's content is on the disk."""
+        """Wait until the file's content is on the disk."""
         os.fsync(file.fileno())
 
     def sync_directory(self, path: Path) -> None:
-        """Returns when the directory's entries are on the disk."""
+        """Wait until the directory's entries are on the disk."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -82,32 +82,32 @@ class RealFiles:
             os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Renames a directory, atomically, to a name that is free."""
+        """Rename a directory, atomically, to a name that is free."""
         source.rename(target)
 
     def remove_file(self, path: Path) -> None:
-        """Removes a file."""
+        """Remove a file."""
         path.unlink()
 
     def remove_directory(self, path: Path) -> None:
-        """Removes an empty directory."""
+        """Remove an empty directory."""
         path.rmdir()
 
 
 REAL_FILES: Final = RealFiles()
-"""The default wherever a FileSystem is taken; it holds no state."""
+"""The default FileSystem everywhere; it holds no state."""
 
 
 def write_file(path: Path, blocks: Iterator[memoryview], files: FileSystem) -> tuple[int, str]:
-    """Writes the bytes of `blocks` to a new file and waits until they are on the disk.
+    """Write the bytes of `blocks` to a new file and wait until they are on the disk.
 
     Args:
         path: The file.
         blocks: Flat views of bytes, produced one at a time so that only one need be in memory.
-        files: Where the file is written.
+        files: The FileSystem to write to.
 
     Returns:
-        The file's size in bytes, and the SHA-256 of what was written, in hexadecimal.
+        The file's size in bytes, and the SHA-256 of its content, in hexadecimal.
     """
     digest = hashlib.sha256()
     size = 0
@@ -123,7 +123,7 @@ def write_file(path: Path, blocks: Iterator[memoryview], files: FileSystem) -> t
 
 
 def remove_tree(path: Path, files: FileSystem) -> None:
-    """Removes a directory and all that it holds; links are removed, not followed."""
+    """Remove a directory and all that it holds; remove links and do not follow them."""
     for child in sorted(path.iterdir()):
         if child.is_dir() and not child.is_symlink():
             remove_tree(child, files)

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the elements that it wants, from whichever files hold them."""
+"""Loads checkpoints: each rank reads the elements that it wants from the files that hold them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["load"]
 
 @dataclass(frozen=True)
 class _Copy:
-    """A region of a tensor, from a stored piece into a wanted one.
+    """A copy of a region of a tensor, from a stored piece into a wanted piece.
 
     Attributes:
         source: The stored piece.
-        target: The wanted one.
-        source_run: The block that is consecutive in the source and has the region.
-        target_run: The block that is consecutive in the target and has it.
-        region: What both hold.
+        target: The wanted piece.
+        source_run: The block that contains the region and is consecutive in the source.
+        target_run: The block that contains the region and is consecutive in the target.
+        region: The region that both hold.
     """
 
     source: StoredPiece
@@ -40,28 +40,28 @@ class _Copy:
 
     @property
     def key(self) -> str:
-        """What the source is called in its file."""
+        """Name of the source in its file."""
         return self.source.key(self.target.name, self.target.shape)
 
 
 def load(path: Path, wanted: Sequence[Piece], coordinator: Coordinator) -> Mapping[str, Any]:
-    """Fills the wanted pieces from a checkpoint, which any number of ranks may have saved.
+    """Fill the wanted pieces from a checkpoint, which any number of ranks may have saved.
 
-    Values are cast to the dtype of the piece that they fill. What the checkpoint holds beyond `wanted` is not
-    read. Hashes are not checked: `verify` does that.
+    Values are cast to the dtype of the piece that they fill. Other tensors of the checkpoint are not read.
+    Hashes are not checked: `verify` does that.
 
     Args:
         path: The directory of the checkpoint.
-        wanted: What this rank wants; each piece's tensor is filled in place.
+        wanted: The pieces that this rank wants; each piece's tensor is filled in place.
         coordinator: The ranks that load together; each has its own `wanted`.
 
     Returns:
         The `state` that was saved.
 
     Raises:
-        CheckpointError: On all ranks alike: a tensor is not in the checkpoint, or has another shape. It is
-            named, with the rank that wants it.
-        CorruptCheckpointError: On all ranks alike: the manifest or a file cannot be read.
+        CheckpointError: A tensor is not in the checkpoint, or has another shape. The message names it, and
+            the rank that wants it. All ranks raise the same error.
+        CorruptCheckpointError: The manifest or a file cannot be read. All ranks raise the same error.
     """
     manifests = attempt_together(coordinator, f"cannot load {path}", lambda: _load_share(path, wanted))
     return manifests[coordinator.rank]
@@ -100,7 +100,7 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
 
 
 def _perform(copies: Iterable[_Copy], opened: Any) -> None:
-    """Copies out of one file, which is mapped: of a tensor, only the pages that are copied from are read."""
+    """Copy from one memory-mapped file; only the pages that are copied are read."""
     for key, of_one_tensor in groupby(sorted(copies, key=lambda copy: copy.key), key=lambda copy: copy.key):
         stored = opened.get_tensor(key).reshape(-1)
         for copy in of_one_tensor:

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, where, and how to tell that it is still what was written.
+"""The manifest: the contents of a checkpoint, their files, and hashes to verify them.
 
 `manifest.json`, format 1, is one JSON object:
 
@@ -12,8 +12,8 @@
 A piece is the elements [start, stop) of the tensor, flattened in row-major order. A piece of a block that is
 not consecutive in the tensor has {"file", "region": {"offset": [...], "shape": [...]}, "interval": [start,
 stop]} instead: the block's first index and its length along each dim, and the piece's elements in the block,
-flattened. Files are named relative to the checkpoint's directory, which they lie in: a manifest that names
-another place is refused before anything of it is opened. A piece's key in the safetensors file follows from
+flattened. Files are named relative to the checkpoint's directory and must be in it: a manifest that names
+another place is refused before any file is opened. A piece's key in the safetensors file follows from
 these (`StoredPiece.key`) and is not stored: with many tensors, the pieces are most of the file. dtypes have
 the names that safetensors gives them.
 
@@ -54,7 +54,7 @@ class StoredPiece:
     """The elements [start, stop) of a flattened tensor, or of a region of it, and the file that holds them.
 
     Args:
-        file: Its name within the checkpoint's directory.
+        file: Name of the file within the checkpoint's directory.
         start: The first element, counted in the region.
         stop: One past the last element.
         region: A block of the tensor that is not consecutive in it; None: all of the tensor.
@@ -66,11 +66,11 @@ class StoredPiece:
     region: Region | None = None
 
     def block(self, shape: Sequence[int]) -> Region:
-        """The region, also where it is all of the tensor of `shape`."""
+        """Return the region; without one, all of a tensor of `shape`."""
         return Region.whole(shape) if self.region is None else self.region
 
     def key(self, name: str, shape: Sequence[int]) -> str:
-        """What the tensor `name` of `shape` is called in this piece's file.
+        """Return the key of the tensor `name` of `shape` in this piece's file.
 
         A whole tensor keeps its name and its shape, so that other readers of safetensors find what they
         expect; a part is one-dimensional and called "name[start:stop]". A region is called "name[a:b,c:d]" by
@@ -80,7 +80,7 @@ class StoredPiece:
         return called if self._is_full(shape) else f"{called}[{self.start}:{self.stop}]"
 
     def shape_in_file(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """What shape a tensor of `shape` has in this piece's file."""
+        """Return the shape that a tensor of `shape` has in this piece's file."""
         return self.block(shape).shape if self._is_full(shape) else (self.stop - self.start,)
 
     def _is_full(self, shape: Sequence[int]) -> bool:
@@ -102,9 +102,9 @@ class Manifest:
 
     Args:
         step: The optimizer step after which it was saved.
-        files: By name within the checkpoint's directory.
-        tensors: By name.
-        state: What the caller gave to save beside the tensors.
+        files: Records of files, by name within the checkpoint's directory.
+        tensors: Records of tensors, by name.
+        state: The state that the caller saves beside the tensors.
     """
 
     step: int
@@ -114,16 +114,16 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """The bytes of all files together, without the manifest."""
+        """Bytes of all files together, without the manifest."""
         return sum(file.size for file in self.files.values())
 
     def check_coverage(self) -> None:
-        """Checks that the pieces of each tensor hold each of its elements exactly once.
+        """Check that the pieces of each tensor hold each of its elements exactly once.
 
         Raises:
-            CheckpointError: They do not; the tensor is named.
+            CheckpointError: They do not; the message names the tensor.
         """
-        sound = set()  # tensors of the same shape are mostly cut alike, and an optimizer's always
+        sound = set()  # tensors of one shape mostly have equal pieces; those of an optimizer always do
         for name, tensor in self.tensors.items():
             pieces = tuple((piece.block(tensor.shape), piece.start, piece.stop) for piece in tensor.pieces)
             if (tensor.shape, pieces) not in sound:
@@ -131,7 +131,7 @@ class Manifest:
                 sound.add((tensor.shape, pieces))
 
     def to_json(self) -> bytes:
-        """The bytes of `manifest.json`.
+        """Return the bytes of `manifest.json`.
 
         Raises:
             CheckpointError: `state` is not JSON.
@@ -150,7 +150,7 @@ class Manifest:
             },
         }
         try:
-            # Read back before it is hashed: JSON makes text of keys that are numbers, which sorts otherwise.
+            # Read back before the hash: JSON turns keys that are numbers into text, which sorts differently.
             body["state"] = json.loads(json.dumps(dict(self.state), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state to save is not JSON: {error}") from error
@@ -158,10 +158,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Manifest:
-        """Reads `manifest.json`.
+        """Read `manifest.json`.
 
         Raises:
-            CorruptCheckpointError: It is torn, altered, or of another format.
+            CorruptCheckpointError: The text is incomplete, altered, or of another format.
         """
         try:
             body = json.loads(text)
@@ -194,17 +194,17 @@ def merge(
     tensors: Iterable[Mapping[str, TensorRecord]],
     state: Mapping[str, Any],
 ) -> Manifest:
-    """The manifest of a checkpoint of which each rank wrote a part.
+    """Return the manifest of a checkpoint of which each rank wrote a part.
 
     Args:
         step: The optimizer step after which it is saved.
         files: The files of all ranks.
         tensors: For each rank, the tensors of which it wrote pieces.
-        state: What the caller saves beside the tensors.
+        state: The state that the caller saves beside the tensors.
 
     Raises:
         CheckpointError: The ranks disagree on a dtype or a shape, or the pieces of a tensor have a gap or
-            overlap; the tensor is named.
+            overlap; the message names the tensor.
     """
     merged: dict[str, tuple[TensorRecord, list[StoredPiece]]] = {}
     for rank, records in enumerate(tensors):
@@ -230,10 +230,11 @@ def merge(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of the checkpoint in the directory `path`; reads none of its tensors.
+    """Read the manifest of the checkpoint in the directory `path`, without its tensors.
 
     Raises:
-        CorruptCheckpointError: It is missing, torn, altered, of another format, or does not cover a tensor.
+        CorruptCheckpointError: The manifest is missing, incomplete, altered, of another format, or does not
+            cover a tensor.
     """
     file = path / MANIFEST_NAME
     try:
@@ -245,7 +246,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _require_inside(manifest: Manifest) -> None:
-    """Refuses files that are not listed, or whose names lead out of the checkpoint's directory."""
+    """Refuse files that are not listed, or whose names lead out of the checkpoint's directory."""
     for name in manifest.files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:

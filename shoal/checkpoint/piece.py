@@ -1,4 +1,4 @@
-"""A piece: what one rank holds of one tensor."""
+"""A piece: the part of one tensor that one rank holds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["Piece"]
 class Piece:
     """The half-open interval [start, stop) of a global tensor, or of a region of it, flattened row by row.
 
-    The region is what tensor or expert parallelism leaves of a tensor on this rank. The interval says the
-    same of every way in which data parallelism cuts that: whole, by rows, or at any element of a flat bucket.
+    The region is the part of a tensor that tensor or expert parallelism leaves on this rank. The interval is
+    the part of the region that data parallelism leaves: all of it, some rows, or any elements of a flat
+    bucket.
 
     Args:
-        name: The global tensor, such as "model/blocks.0.attention.query.weight".
-        shape: The global tensor's shape; `()` for a scalar.
+        name: Name of the global tensor, such as "model/blocks.0.attention.query.weight".
+        shape: Shape of the global tensor; `()` for a scalar.
         start: The first element that this rank holds, counted in the region.
         stop: One past the last element that it holds.
         tensor: The `stop - start` elements, contiguous, of any shape and on any device. Saving reads it,
@@ -59,10 +60,10 @@ class Piece:
 
     @property
     def block(self) -> Region:
-        """The region, also where it is all of the tensor."""
+        """Return the region; without one, all of the tensor."""
         return Region.whole(self.shape) if self.region is None else self.region
 
     @classmethod
     def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
-        """The piece that is the whole of `tensor`."""
+        """Return the piece that is the whole of `tensor`."""
         return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor)

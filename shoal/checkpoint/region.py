@@ -1,8 +1,8 @@
-"""A region: a block of a tensor. How intervals of flattened regions lie in the tensor, and to each other.
+"""Regions: blocks of a tensor, and the overlaps of intervals of flattened regions.
 
-Tensor and expert parallelism cut a tensor along dims, data parallelism cuts what is left, flattened, at any
-element. Both are undone by blocks: an interval of a flattened region consists of few blocks of the tensor,
-each of which is consecutive in the interval, and what two blocks have in common is a block.
+Tensor and expert parallelism cut a tensor along dims. Data parallelism flattens the part that is left, and
+cuts it at any element. Blocks undo both: an interval of a flattened region consists of few blocks of the
+tensor, each block is consecutive in the interval, and the overlap of two blocks is a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Region:
 
     Attributes:
         offset: The first index along each dim.
-        shape: How many indices there are along each dim.
+        shape: Number of indices along each dim.
     """
 
     offset: tuple[int, ...]
@@ -32,12 +32,12 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """The region that is all of a tensor of `shape`."""
+        """Return the region that is all of a tensor of `shape`."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def end(self) -> tuple[int, ...]:
-        """One past the last index along each dim."""
+        """One past the last index, along each dim."""
         return tuple(first + length for first, length in zip(self.offset, self.shape, strict=True))
 
     @property
@@ -49,7 +49,7 @@ class Region:
         return "[" + ",".join(f"{a}:{b}" for a, b in zip(self.offset, self.end, strict=True)) + "]"
 
     def narrow(self, dim: int, offset: int, length: int) -> Region:
-        """The part of this region that `torch.narrow` would give: `length` indices of `dim` from `offset` on.
+        """Return `length` indices of `dim` from `offset` on of this region, as `torch.narrow` does.
 
         Raises:
             CheckpointError: This region has no such part.
@@ -64,14 +64,14 @@ class Region:
         )
 
     def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of `shape` has this region."""
+        """Return whether a tensor of `shape` has this region."""
         return len(self.offset) == len(self.shape) == len(shape) and all(
             first >= 0 and 0 <= length <= whole - first
             for first, length, whole in zip(self.offset, self.shape, shape, strict=True)
         )
 
     def first_element(self, shape: Sequence[int]) -> int | None:
-        """Where this region begins in a flattened tensor of `shape`, if it is consecutive in it."""
+        """Return where this region begins in a flattened tensor of `shape`; None if not consecutive there."""
         cut = next((dim for dim, length in enumerate(self.shape) if length != 1), len(shape))
         if self.shape[cut + 1 :] != tuple(shape[cut + 1 :]):
             return None
@@ -81,7 +81,7 @@ class Region:
         return first
 
     def overlap(self, other: Region) -> Region | None:
-        """What two regions of a tensor have in common; None if that is nothing."""
+        """Return the overlap of two regions of a tensor; None if they do not overlap."""
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(end - first for first, end in zip(offset, map(min, self.end, other.end), strict=True))
         return Region(offset, shape) if all(length > 0 for length in shape) else None
@@ -93,14 +93,14 @@ class Run:
 
     Attributes:
         first: The block's first element in the piece.
-        block: Where it lies in the tensor.
+        block: The block's region in the tensor.
     """
 
     first: int
     block: Region
 
     def view(self, flat: torch.Tensor, part: Region) -> torch.Tensor:
-        """The elements of `part`, a region within the block, as a view of the piece's elements `flat`."""
+        """Return the elements of `part`, a region within the block, as a view of the piece's `flat`."""
         view = flat[self.first : self.first + self.block.elements].view(self.block.shape)
         for dim, (inner, outer) in enumerate(zip(part.offset, self.block.offset, strict=True)):
             view = view.narrow(dim, inner - outer, part.shape[dim])
@@ -108,10 +108,10 @@ class Run:
 
 
 def runs(region: Region, start: int, stop: int) -> Iterator[Run]:
-    """Cuts the elements [start, stop) of a flattened region into blocks, in order.
+    """Cut the elements [start, stop) of a flattened region into blocks, in order.
 
-    There are at most `2 n - 1` for `n` dims: rows that are whole, and at both ends a row of which there is a
-    part, which is cut in the same way.
+    There are at most `2 n - 1` blocks for `n` dims: one of whole rows, and at both ends a part of a row,
+    which is cut in the same way.
     """
     for first, block in _blocks(region.shape, start, stop):
         offset = tuple(map(sum, zip(region.offset, block.offset, strict=True)))
@@ -121,17 +121,17 @@ def runs(region: Region, start: int, stop: int) -> Iterator[Run]:
 def overlaps(
     one: tuple[Region, int, int], other: tuple[Region, int, int]
 ) -> Iterator[tuple[Run, Run, Region]]:
-    """What two pieces of a tensor have in common.
+    """Yield the overlaps of two pieces of a tensor.
 
     Args:
         one: A region, and the interval [start, stop) of it, flattened.
-        other: As well.
+        other: Another region, and its interval.
 
     Yields:
-        A run of the one, a run of the other, and the region that both hold. Together these regions are all
-        that the pieces have in common, each element once.
+        A run of `one`, a run of `other`, and the region that both hold. These regions together have each
+        common element of the two pieces once.
     """
-    if one[0] == other[0]:  # intervals of the same are simplest as such
+    if one[0] == other[0]:  # two intervals of one region overlap in an interval
         line = Region.whole((one[0].elements,))
         one, other = (line, *one[1:]), (line, *other[1:])
     if _rows(*one).overlap(_rows(*other)) is None:
@@ -145,7 +145,7 @@ def overlaps(
 
 
 def _rows(region: Region, start: int, stop: int) -> Region:
-    """Those indices of a region's first dim of which the elements [start, stop) have some."""
+    """Return the indices of a region's first dim that the elements [start, stop) touch."""
     if not region.elements or not region.shape:
         return region
     row = region.elements // region.shape[0]
@@ -153,7 +153,7 @@ def _rows(region: Region, start: int, stop: int) -> Region:
 
 
 def _blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[int, Region]]:
-    """Blocks of a tensor of `shape`, each with its first element in the flattened tensor."""
+    """Yield blocks of a tensor of `shape`, each with its first element in the flattened tensor."""
     if start >= stop:
         return
     if not shape:

@@ -1,4 +1,4 @@
-"""Retention: old checkpoints are deleted, but never the last one that verifies."""
+"""Deletes old checkpoints, but never the last one that verifies."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def retain(
     say: Callable[[str], object] = lambda _: None,
     files: FileSystem = REAL_FILES,
 ) -> list[Path]:
-    """Deletes the oldest checkpoints beyond `keep`; called by all ranks together.
+    """Delete the oldest checkpoints, so that `keep` stay; all ranks call this together.
 
-    Before anything is deleted, one of those that stay has been verified. If none of the newest `keep` is
-    sound, the newest sound one among the older stays as well; if none at all is, nothing is deleted.
+    At least one checkpoint that stays is verified before any is deleted. If none of the newest `keep` is
+    sound, the newest sound one among the older stays too. If none is sound, none is deleted.
 
     Args:
         directory: The directory of checkpoints.
-        keep: How many of the newest stay, at least 1.
+        keep: Number of newest checkpoints that stay, at least 1.
         coordinator: The ranks, which share the verification.
-        say: Called on rank 0 with one line for each corrupt checkpoint that is found on the way.
-        files: Where they are deleted.
+        say: Function that is called on rank 0 with one line for each corrupt checkpoint that is found.
+        files: The FileSystem that they are deleted from.
 
     Returns:
-        The directories that were deleted, newest first, the same on every rank.
+        The directories that were deleted, newest first, equal on every rank.
 
     Raises:
         ConfigError: `keep` is less than 1.
-        CheckpointError: On all ranks alike: the disk refused.
+        CheckpointError: The disk reported an error. All ranks raise the same error.
     """
     if keep < 1:
         raise ConfigError(

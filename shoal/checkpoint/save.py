@@ -1,13 +1,13 @@
-"""Saving: the protocol, in order.
+"""Saves checkpoints. The protocol has these steps, in order:
 
-1. Rank 0 removes what earlier processes left over, and makes `step-N.tmp/`.
-2. Each rank that holds anything writes `rank-R.safetensors` there, hashing as it writes, and syncs it.
+1. Rank 0 removes leftovers of earlier processes, and makes `step-N.tmp/`.
+2. Each rank that holds elements writes `rank-R.safetensors` there, hashes it while writing, and syncs it.
 3. Rank 0 checks that the pieces cover every tensor exactly once, writes `manifest.json`, syncs it and the
    directory, renames the directory to `step-N`, and syncs the parent. The rename makes it complete.
 4. Rank 0 deletes an earlier checkpoint of the same step, if there is one.
 
-After each of 1 to 3 the ranks tell each other how it went. A crash or an error before the rename leaves the
-checkpoints that were there as they were; after it, the new one is there too.
+After each of steps 1 to 3 the ranks tell each other the result. A crash or an error before the rename leaves
+the earlier checkpoints as they were; after the rename, the new one is there too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.errors import CheckpointError
 __all__ = ["save"]
 
 _Part = tuple[dict[str, FileRecord], dict[str, TensorRecord]]
-"""What one rank wrote: its files and the tensors in them."""
+"""The files that one rank wrote, and the tensors in them."""
 
 
 def save(
@@ -39,25 +39,26 @@ def save(
     coordinator: Coordinator,
     files: FileSystem = REAL_FILES,
 ) -> Path:
-    """Saves a checkpoint; called by all ranks together.
+    """Save a checkpoint; all ranks call this together.
 
-    Saving a step that is there already makes a second checkpoint of it before the first is deleted, under
-    another name (see `directory.py`): use the path that is returned.
+    If the step has a checkpoint already, the new one gets another name (see `directory.py`), and the old one
+    is deleted after it is complete: use the path that is returned.
 
     Args:
-        directory: The directory of checkpoints, on a file system that all ranks see; made where absent.
-        step: The optimizer step after which this is.
-        pieces: What this rank holds. The pieces of all ranks cover every tensor exactly once.
+        directory: The directory of checkpoints, on a file system that all ranks see; made if it is missing.
+        step: The optimizer step after which the checkpoint is saved.
+        pieces: The pieces that this rank holds. The pieces of all ranks cover every tensor exactly once.
         state: A JSON object, kept in the manifest; rank 0's is saved.
         coordinator: The ranks.
-        files: Where it is written.
+        files: The FileSystem to write to.
 
     Returns:
-        The directory of the checkpoint, the same on every rank.
+        The directory of the checkpoint, equal on every rank.
 
     Raises:
-        CheckpointError: On all ranks alike, naming the rank that failed and why: a full disk, a gap or an
-            overlap in the pieces, a state that is not JSON. What was half written is removed if possible.
+        CheckpointError: Saving failed: a full disk, a gap or an overlap in the pieces, a state that is not
+            JSON. The message names the rank and the reason, and all ranks raise the same error. Files that
+            are half written are removed if possible.
     """
     staging = staging_path(directory, step)
     purpose = f"cannot save step {step} in {directory}"
@@ -75,7 +76,7 @@ def save(
                 remove_tree(staging, files)
         raise
     if coordinator.rank == 0:
-        # The new one is safe: an old one that cannot be removed costs space, but does not fail the save.
+        # The new checkpoint is safe. An old one that cannot be removed costs space, but is no failure.
         with contextlib.suppress(OSError):
             superseded = [path for path in checkpoints(directory) if step_of(path) == step and path != target]
             delete(superseded, files)

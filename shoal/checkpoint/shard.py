@@ -36,14 +36,14 @@ _DTYPES: dict[torch.dtype, str] = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that a manifest names."""
+    """Return the dtype that a manifest names."""
     return next(dtype for dtype, called in _DTYPES.items() if called == name)
 
 
 def describe(file: str, pieces: Sequence[Piece]) -> dict[str, TensorRecord]:
-    """What the manifest says of a rank's pieces, once they are in `file`.
+    """Return the manifest's records of a rank's pieces, which are stored in `file`.
 
-    An empty piece is not stored; its tensor is recorded all the same, so that a tensor without elements is.
+    An empty piece is not stored, but its tensor is recorded, so that a tensor without elements has a record.
 
     Raises:
         CheckpointError: Two pieces of a tensor differ in dtype or shape, or a dtype cannot be stored.
@@ -60,15 +60,15 @@ def describe(file: str, pieces: Sequence[Piece]) -> dict[str, TensorRecord]:
 
 
 def write_shard(path: Path, pieces: Sequence[Piece], files: FileSystem) -> FileRecord:
-    """Writes the pieces to a safetensors file, and waits until it is on the disk.
+    """Write the pieces to a safetensors file, and wait until it is on the disk.
 
-    Tensors are written from where they are, one at a time; those on a device are copied one at a time. The
+    Tensors are written one at a time, without a copy; those on a device are copied one at a time. The
     format is a little-endian 64-bit length, that many bytes of JSON, and the tensors end to end.
 
     Args:
         path: The file.
-        pieces: What it shall hold; empty ones are left out.
-        files: Where it is written.
+        pieces: The pieces to store; empty ones are left out.
+        files: The FileSystem to write to.
 
     Raises:
         CheckpointError: Two pieces would have the same key, or a dtype cannot be stored.
@@ -85,7 +85,7 @@ def write_shard(path: Path, pieces: Sequence[Piece], files: FileSystem) -> FileR
         yield memoryview(len(header).to_bytes(8, "little"))
         yield memoryview(header)
         for piece in ordered:
-            # A contiguous tensor of one element may have any stride, which a view of its bytes may not.
+            # A contiguous tensor of one element may have any stride, but a view of its bytes may not.
             flat = piece.tensor.detach().cpu().as_strided((piece.tensor.numel(),), (1,))
             yield flat.view(torch.uint8).numpy().data
 
@@ -93,7 +93,7 @@ def write_shard(path: Path, pieces: Sequence[Piece], files: FileSystem) -> FileR
 
 
 def _stored(file: str, piece: Piece) -> StoredPiece:
-    """A region that is consecutive in its tensor, as rows are, is stored as an interval of the tensor."""
+    """Return the stored piece; a region that is consecutive in its tensor is an interval of the tensor."""
     first = piece.block.first_element(piece.shape)
     if first is None:
         return StoredPiece(file, piece.start, piece.stop, piece.region)

@@ -1,4 +1,4 @@
-"""Verifying: is a checkpoint still what was written, and which is the newest that is?"""
+"""Verifies that a checkpoint is still what was written, and finds the newest that is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["check_sizes", "latest", "newest_verified", "verify"]
 
 
 def verify(path: Path, coordinator: Coordinator | None = None) -> None:
-    """Reads a checkpoint in full and compares it with its manifest.
+    """Read a checkpoint in full and compare it with its manifest.
 
     Args:
         path: The directory of the checkpoint.
@@ -23,7 +23,8 @@ def verify(path: Path, coordinator: Coordinator | None = None) -> None:
 
     Raises:
         CorruptCheckpointError: A file is missing, or its size or hash is not that of the manifest, or the
-            manifest itself is missing, torn, altered or of another format. The file and the fault are named.
+            manifest itself is missing, incomplete, altered or of another format. The message names the file
+            and the fault.
     """
     ranks = coordinator or SingleProcess()
     attempt_together(ranks, f"cannot verify {path}", lambda: _verify_share(path, ranks))
@@ -32,12 +33,12 @@ def verify(path: Path, coordinator: Coordinator | None = None) -> None:
 def newest_verified(
     candidates: Sequence[Path], coordinator: Coordinator, say: Callable[[str], object]
 ) -> Path | None:
-    """The first of `candidates` that verifies.
+    """Return the first of `candidates` that verifies.
 
     Args:
         candidates: Checkpoints, newest first; those of rank 0 count.
-        coordinator: The ranks, which get the same answer.
-        say: Called on rank 0 with one line for each corrupt checkpoint that is passed over.
+        coordinator: The ranks, which all get the same answer.
+        say: Function that is called on rank 0 with one line for each corrupt checkpoint that is skipped.
 
     Returns:
         The checkpoint, or None if there is none that verifies.
@@ -55,19 +56,20 @@ def newest_verified(
 
 
 def latest(directory: Path, coordinator: Coordinator, say: Callable[[str], object]) -> Path | None:
-    """The newest checkpoint in `directory` that verifies, as `newest_verified` finds it."""
+    """Return the newest checkpoint in `directory` that verifies; see `newest_verified`."""
     found = attempt_on_rank_zero(coordinator, f"cannot list {directory}", lambda: checkpoints(directory))
     return newest_verified(found, coordinator, say)
 
 
 def check_sizes(path: Path) -> Manifest:
-    """Checks that every file of a checkpoint is there in full, without reading the tensors.
+    """Check that every file of a checkpoint is there in full, without reading the tensors.
 
     Returns:
         The checkpoint's manifest.
 
     Raises:
-        CorruptCheckpointError: A file is not, or the manifest is not what was written; the file is named.
+        CorruptCheckpointError: A file is missing or has another size, or the manifest is not what was
+            written. The message names the file.
     """
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
@@ -82,7 +84,7 @@ def check_sizes(path: Path) -> Manifest:
 
 def _verify_share(path: Path, coordinator: Coordinator) -> None:
     manifest = check_sizes(path)
-    # Dealt out by size, largest first, so that the ranks read about as much each.
+    # Assign files by size, largest first, so that the ranks read about as much each.
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
     for name in by_size[coordinator.rank :: coordinator.size]:
         try:

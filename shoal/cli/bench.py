@@ -37,7 +37,7 @@ Exit codes: 0 all right; 1 a result was wrong, or a rank failed; 2 something giv
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "bench",
         help="measure collectives: any backend, any size, checked",
@@ -83,7 +83,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, as one of the ranks that a launcher started or on local ranks that this starts.
+    """Measure, as one of the ranks that a launcher started or on local ranks that this starts.
 
     Raises:
         UserError: Something given cannot work; nothing was started.
@@ -127,7 +127,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    """What to measure, once it is certain that it can be."""
+    """Return the settings, after a check that they can be measured."""
     from shoal.bench import COLLECTIVES, Settings, parse_names, parse_sizes
     from shoal.bench.contestants import require_available
     from shoal.bench.plot import require_plot
@@ -172,7 +172,7 @@ def _needs_mpirun(settings: Settings) -> bool:
 
 
 def _require_no_mpi(settings: Settings) -> None:
-    """Raises if MPI is to be measured by ranks that another launcher started."""
+    """Raise ConfigError if MPI is to be measured by ranks that another launcher started."""
     if _needs_mpirun(settings):
         raise ConfigError(
             "--backend mpi and oneccl cannot join ranks that torchrun or srun started",
@@ -182,7 +182,7 @@ def _require_no_mpi(settings: Settings) -> None:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """The command line again, for the ranks."""
+    """Return the command line for the ranks."""
     names = ("collective", "backend", "sizes", "dtype", "op", "rounds", "algorithm", "plot", "calibrate")
     given = {name: getattr(args, name) for name in names}
     words = [f"--{name}={value}" for name, value in given.items() if value is not None]

@@ -14,7 +14,7 @@ __all__ = ["breakdown_summary", "collectives_text", "parts_text", "ranks_text", 
 
 
 def breakdown_summary(breakdown: Breakdown, rank: int | None) -> dict[str, Any]:
-    """As an object that JSON can hold: seconds of the parts, of one rank or of all, and the collectives."""
+    """Return an object for JSON: seconds of the parts, for one rank or for all, and the collectives."""
     if rank is None:
         shown, parts, collectives = breakdown.ranks, breakdown.parts, breakdown.collectives
     else:
@@ -40,7 +40,7 @@ def _collective(figures: CollectiveFigures) -> dict[str, Any]:
 
 
 def parts_text(breakdown: Mapping[str, Any]) -> str:
-    """Where a step's time went."""
+    """Return the table of where a step's time went."""
     wall = breakdown["wall"]
     rows = [
         [words(name), f"{seconds:.6f}", f"{seconds / wall:.1%}"]
@@ -59,7 +59,7 @@ def parts_text(breakdown: Mapping[str, Any]) -> str:
 
 
 def ranks_text(ranks: Mapping[str, Any]) -> str:
-    """The shares of the parts, rank by rank."""
+    """Return the table of the shares of the parts, rank by rank."""
     names = list(next(iter(ranks.values()))["parts"])
     rows = [
         [rank, f"{each['wall']:.6f}", *(f"{each['parts'][name] / each['wall']:.1%}" for name in names)]
@@ -69,7 +69,7 @@ def ranks_text(ranks: Mapping[str, Any]) -> str:
 
 
 def collectives_text(collectives: Mapping[str, Any]) -> str:
-    """The figures of each operation."""
+    """Return the table of each collective's figures."""
     rows = [
         [
             operation or "(unnamed)",
@@ -85,5 +85,5 @@ def collectives_text(collectives: Mapping[str, Any]) -> str:
 
 
 def words(name: str) -> str:
-    """A name of a part, as one reads it."""
+    """Return the readable name of a part."""
     return name.replace("_", " ")

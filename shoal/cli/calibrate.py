@@ -31,7 +31,7 @@ Exit codes: 0; 2 something given cannot work.
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "calibrate",
         help="correct a description of machines by what runs measured",
@@ -50,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Corrects, writes and tells.
+    """Correct the description, write it, and print the corrections.
 
     Raises:
         RunError: A path is not a run, or it has no timeline, no model that is known, or no Cluster.

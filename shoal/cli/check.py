@@ -43,7 +43,7 @@ Exit codes: 0 all pass; 1 one computes something else, or did not end; 2 somethi
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "check",
         help="prove that a layout computes the same training as one device",
@@ -98,7 +98,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compares, as one of the ranks that a launcher started or on local ranks that this starts.
+    """Compare, as one of the ranks that a launcher started or on local ranks that this starts.
 
     Raises:
         UserError: Something given cannot work; nothing was started.
@@ -137,18 +137,18 @@ def _compare(args: argparse.Namespace, world: World | None, nursery: Nursery | N
 
 
 def tell(verdict: Verdict) -> None:
-    """Prints one Plan in one line, and what departs in more."""
+    """Print one line for a Plan, and more lines for a departure."""
     print(f"{verdict.outcome:<8}{_share_of_bound(verdict):>8}  {verdict.plan}", flush=True)
     if verdict.departure is not None or verdict.reason:
         print(_indented(verdict.departure.text if verdict.departure else verdict.reason), flush=True)
 
 
 def _be_silent(verdict: Verdict) -> None:
-    """Where all is printed at the end."""
+    """Print nothing; the results are printed at the end."""
 
 
 def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
-    """What is asked for, once it is certain that it can be."""
+    """Return the job that the arguments ask for, after a check that it is possible."""
     from shoal.check import CheckJob, covering, trial_of, with_axes
     from shoal.train import TrainConfig, load_config, resolve
 
@@ -176,7 +176,7 @@ def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
         SettledPlan.of(plan.replace(dp=unit), trial.batch)
         varied = {**VARIED, "precision": (plan.precision,)}
         plans = [_in_two(each, trial.batch) for each in legal_plans(ranks, varied=varied, require=require)]
-        if not plans:  # none fits: the plainest says why
+        if not plans:  # none fits: the simplest Plan's error says why
             require(plan.replace(dp=ranks))
         plans = plans if args.axes is None else with_axes(plans, args.axes)
         plans = plans if args.sample is None else covering(plans, args.sample)
@@ -201,17 +201,17 @@ def _require_all(args: argparse.Namespace) -> None:
 
 
 def _default_batch(unit: int) -> int:
-    """At least two micro-batches for every rank, so that accumulation is part of what is compared.
+    """Return a batch of at least two micro-batches per rank, so that the comparison includes accumulation.
 
-    That is as many as any schedule of pipelines needs.
+    This is enough for every pipeline schedule.
     """
     return unit * max(2, -(-_LEAST_BATCH // unit))
 
 
 def _in_two(plan: Plan, batch: int) -> Plan:
-    """The Plan in two micro-batches a rank, or in one where its samples do not divide so.
+    """Return the Plan with two micro-batches per rank, or with one if its samples do not divide into two.
 
-    A pipeline stays in as many as its stages ask for.
+    A pipeline keeps as many as its stages need.
     """
     if plan.pp > 1:
         return SettledPlan.of(plan, batch)
@@ -221,7 +221,7 @@ def _in_two(plan: Plan, batch: int) -> Plan:
 
 
 def _conclude(args: argparse.Namespace, trial: AnyTrial, verdicts: list[Verdict]) -> int:
-    """Prints what is left to be told, and gives the exit code."""
+    """Print the rest of the results, and return the exit code."""
     counts = {
         outcome: sum(verdict.outcome == outcome for verdict in verdicts)
         for outcome in ("passed", "failed", "broken", "refused")
@@ -273,7 +273,7 @@ def _cell(deviation: Deviation) -> str:
 
 
 def _share_of_bound(verdict: Verdict) -> str:
-    """The largest deviation as a share of its bound."""
+    """Return the largest deviation as a share of its bound."""
     shares = [
         each.value / each.bound
         for step in verdict.steps

@@ -18,7 +18,7 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command and its subcommands to the program's."""
+    """Add the command and its subcommands to the program."""
     parser = commands.add_parser(
         "checkpoint",
         help="list checkpoints, and verify them",
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 @dataclass(frozen=True)
 class _Row:
-    """One checkpoint, as both subcommands print it; what a corrupt one does not tell is None."""
+    """One checkpoint, as both subcommands print it; facts that a corrupt one does not have are None."""
 
     step: int
     path: str
@@ -57,7 +57,7 @@ class _Row:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one row for each checkpoint that the path means; 1 if one of them is corrupt.
+    """Print one row for each checkpoint that the path means; return 1 if one of them is corrupt.
 
     Raises:
         RunError: The path does not exist.
@@ -98,7 +98,7 @@ def _row(path: Path, check: Callable[[Path], object]) -> _Row:
 
 
 def _verdict(rows: list[_Row]) -> str:
-    """One line that says whether all is sound, and else what can still be used."""
+    """Return a line that says whether all are sound, or else which can still be used."""
     corrupt = [row.step for row in rows if row.problem]
     sound = [row for row in rows if not row.problem]
     if not corrupt:

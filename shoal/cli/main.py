@@ -1,4 +1,4 @@
-"""The program `shoal`: finds the command, and tells errors without a traceback."""
+"""The program `shoal`: finds the command, and prints errors without a traceback."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ _COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        arguments: Of the command line; the process's own by default.
+        arguments: Arguments of the command line; by default those of the process.
 
     Returns:
         The exit code: 0; 1 for a failure; 2 for something given that cannot work; others as the command's
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     parser.set_defaults(program=parser)  # which one command prints a script for
     parsed = parser.parse_args(arguments)
-    parsed.is_program = arguments is None  # else somebody calls this who may have threads
+    parsed.is_program = arguments is None  # else the caller may have threads
     # torch, imported later, warns of name services that it does not need and of stores that close.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, WorkerError) and error.detail:
             print(f"\n{error.detail}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # whoever read the output has read enough
+    except BrokenPipeError:  # the reader of the output has read enough
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:

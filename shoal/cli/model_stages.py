@@ -1,4 +1,4 @@
-"""What `shoal schedule --model` knows of a model: the costs of its pieces, and how they make stages."""
+"""The model of `shoal schedule --model`: the costs of its pieces, and how they make stages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ModelStages", "add_arguments", "open_model"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which model, and how its costs are found."""
+    """Add the options for the model and for its costs."""
     model = parser.add_argument_group("stages of a model, in place of equal ones")
     model.add_argument("--model", metavar="NAME", help="as for shoal train; a Plan with its split is printed")
     model.add_argument(
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _Weigh = Callable[[Sequence[Cost], Plan, int], list[Cost]]
-"""The costs that it is given, with what the pieces hold under a Plan, of so many micro-batches."""
+"""Function that adds to costs the memory of pieces, under a Plan with so many micro-batches."""
 
 
 @final
@@ -67,11 +67,11 @@ class ModelStages:
     """A model's pieces as stages of schedules.
 
     Args:
-        costs: Of each piece, as they are told: the embedding, the blocks, the end.
-        unit: What of.
-        computed: The same as training computes them, for which it finds schedules.
+        costs: Cost of each piece, for output: the embedding, the blocks, the end.
+        unit: Unit of the costs.
+        computed: Costs that training computes, for which it finds schedules.
         transfer: Time from rank to rank, in that unit.
-        activations: By stages on a rank, the most activations that a schedule may hold that is found.
+        activations: Function from the stages on a rank to the most activations of a found schedule.
         limit: Bytes that a rank may hold; None: any number.
         weigh: See `_Weigh`.
     """
@@ -97,7 +97,7 @@ class ModelStages:
         self._splits: dict[tuple[Plan, int], tuple[int, ...]] = {}
 
     def found(self, ranks: int, virtual: int, microbatches: int) -> Schedule:
-        """The schedule that a Plan with `schedule=search` trains with.
+        """Return the schedule that a Plan with `schedule=search` trains with.
 
         Args:
             ranks: Pipeline-parallel degree.
@@ -105,13 +105,13 @@ class ModelStages:
             microbatches: Micro-batches in a step.
 
         Raises:
-            PlanError: As of `split`.
+            PlanError: See `split`.
         """
         plan = self._plan(FOUND, ranks, virtual)
         return plan.schedule_for(microbatches, times_of(self._computed, self._split(plan, microbatches)))
 
     def split(self, schedule: Schedule) -> tuple[int, ...]:
-        """The number of pieces of each stage, by cost.
+        """Return the number of pieces of each stage, by cost.
 
         Raises:
             PlanError: The model has fewer blocks than there are stages, or no split fits the memory.
@@ -123,15 +123,15 @@ class ModelStages:
         return split_by_count(len(self._costs) - 2, schedule.stages)
 
     def times(self, schedule: Schedule) -> Times:
-        """Those of the stages of the split by cost."""
+        """Return the times of the stages of the split by cost."""
         return self.times_of(self.split(schedule))
 
     def times_of(self, split: Sequence[int]) -> Times:
-        """Those of the stages of a split."""
+        """Return the times of the stages of a split."""
         return times_of(self._costs, split, self._transfer)
 
     def memory(self, schedule: Schedule) -> list[float]:
-        """By stage, the bytes that it takes when its rank holds the most activations."""
+        """Return the bytes of each stage when its rank holds the most activations."""
         costs = self._weigh(self._costs, self._plan_of(schedule), schedule.microbatches)
         return [
             sum(cost.memory + held * cost.activations for cost in costs[pieces.start : pieces.stop])
@@ -139,7 +139,7 @@ class ModelStages:
         ]
 
     def plan(self, schedule: Schedule) -> Plan:
-        """The settings that run the schedule with the split by cost."""
+        """Return the Plan that runs the schedule with the split by cost."""
         blocks = list(self.split(schedule))
         blocks[0] -= 1  # the embedding
         blocks[-1] -= 1  # the end
@@ -169,13 +169,13 @@ class ModelStages:
 
 
 def open_model(args: argparse.Namespace, activations: Callable[[int], int | None]) -> ModelStages:
-    """The model that is asked for, with its costs measured in seconds, or computed.
+    """Return the model that the arguments name, with its costs measured in seconds, or computed.
 
-    Computed ones are in the unit of `--times`: the mean forward of a rank is 1.
+    Computed costs are in the unit of `--times`: the mean forward of a rank is 1.
 
     Args:
-        args: Of the command.
-        activations: By stages on a rank, what a schedule may hold that is found.
+        args: Arguments of the command.
+        activations: Function from the stages on a rank to the most activations of a found schedule.
 
     Raises:
         UserError: There is no such model, or it cannot be cut into stages or measured.

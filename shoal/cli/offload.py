@@ -1,4 +1,4 @@
-"""What `shoal simulate --offload` adds: what keeping state outside of the devices would take and free."""
+"""The part of `shoal simulate` for `--offload`: time and memory when state is outside of the devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["add_offload", "offload_summary", "offload_text"]
 
 
 def add_offload(parser: argparse.ArgumentParser) -> None:
-    """Adds the options."""
+    """Add the options of offload."""
     parser.add_argument(
         "--offload",
         metavar="WHAT",
@@ -34,10 +34,10 @@ def add_offload(parser: argparse.ArgumentParser) -> None:
 def offload_summary(
     args: argparse.Namespace, simulation: Simulation, memory: Sequence[RankMemory]
 ) -> dict[str, Any]:
-    """What was asked for, as JSON has it.
+    """Return the effect of offload as an object for JSON.
 
     Raises:
-        ConfigError, PlanError, ClusterError: As of `shoal.cost.Offload.of`.
+        ConfigError, PlanError, ClusterError: See `shoal.cost.Offload.of`.
     """
     from shoal.cost import Costs, Offload
 

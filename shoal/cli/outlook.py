@@ -1,4 +1,4 @@
-"""What commands that predict steps are asked of long runs: days, money, failures, checkpoints, stragglers."""
+"""Options and output about long runs: days, money, failures, checkpoints, stragglers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add_outlook", "as_asked", "long_run_of", "long_run_summary", "long_r
 
 
 def add_outlook(parser: argparse.ArgumentParser) -> None:
-    """Adds what a long run is asked by, and how much ranks vary."""
+    """Add the options for a long run, and for how much ranks vary."""
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--tokens", metavar="N", help="such as 15T: also say the days, money and failures until then"
@@ -39,10 +39,10 @@ def add_outlook(parser: argparse.ArgumentParser) -> None:
 
 
 def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
-    """The Cluster with the jitter that was asked for.
+    """Return the Cluster with the jitter that was asked for.
 
     Raises:
-        ClusterError: It cannot be.
+        ClusterError: The jitter is out of range.
     """
     return cluster if args.jitter is None else cluster.replace(jitter=args.jitter)
 
@@ -50,11 +50,11 @@ def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
 def long_run_of(
     args: argparse.Namespace, workload: Workload, cluster: Cluster, step: float, batch: int
 ) -> LongRun | None:
-    """What was asked for of steps of so many seconds and samples; None if nothing was.
+    """Return the long run that the arguments ask for; None if they ask for none.
 
     Raises:
-        ConfigError: A number cannot be read, or cannot be.
-        ClusterError: Failures were asked about, and the Cluster does not say how many there are.
+        ConfigError: A number cannot be read, or is out of range.
+        ClusterError: The arguments ask about failures, but the Cluster does not say how often devices fail.
     """
     from shoal.cost.outlook import RESTART, STORAGE, long_run
 
@@ -102,7 +102,7 @@ def _count(name: str, text: str | None) -> float | None:
 
 
 def long_run_summary(run: LongRun) -> dict[str, Any]:
-    """As an object that JSON can hold; null is what is not known, or never ends."""
+    """Return an object for JSON; null is a value that is not known, or infinite."""
     goodput = run.goodput
     fails = math.isfinite(goodput.between_failures)
     return {
@@ -134,7 +134,7 @@ def _finite(value: float) -> float | None:
 
 
 def long_run_text(run: LongRun) -> str:
-    """In words."""
+    """Return the long run in words."""
     return "\n".join([_length_text(run), *_failures_text(run)])
 
 

@@ -39,7 +39,7 @@ Exit codes: 0; 2 something given cannot work, or the model fits nowhere.
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "plan",
         help="choose the best Plan for a model on a cluster, and say why",
@@ -57,7 +57,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the choice.
+    """Print the choice of Plans.
 
     Raises:
         ModelError: There is no such model, or --write was given for one that Shoal's transformer is not.
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Searches keep what they make: to look for garbage in it takes as long as they do, then or later."""
+    """Stop garbage collection: searches keep their objects, and a collection takes as long as a search."""
     gc.disable()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is predicted of a run: its model, Plan and batch, on machines that a Cluster describes."""
+"""A prediction of a run: its model, Plan and batch, on machines that a Cluster describes."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NOT_OF_THE_SHAPE = ("norm_eps", "rope_base")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a run does, and where.
+    """The work of a run, and its machines.
 
     Attributes:
-        workload: What it trains.
-        plan: Its Plan, the micro-batch settled.
+        workload: The work of the model that it trains.
+        plan: Its Plan, with the micro-batch settled.
         batch: Samples of a step.
-        cluster: As many devices as it has ranks.
+        cluster: The machines, with as many devices as the run has ranks.
     """
 
     workload: Workload
@@ -40,10 +40,10 @@ class Prediction:
 
     @classmethod
     def of(cls, run: Run, cluster: Cluster) -> Prediction:
-        """For a run, on machines, of which as many devices count as it has ranks.
+        """Return the prediction of a run on machines with as many devices as the run has ranks.
 
         Raises:
-            RunError: The run does not say what it trained, or trained no preset.
+            RunError: The run does not say what it trained, or did not train a preset.
             ModelError: Its model is not known.
             ClusterError: The Cluster has no such number of devices.
         """
@@ -69,8 +69,8 @@ class Prediction:
     def seconds_by_kind(self) -> dict[str, float]:
         """Return the seconds of a step by kind, as `shoal.timeline.kinds` names them.
 
-        One rank stands for all like it, so that what ranks wait for each other is not in the spans: the
-        simulation knows it.
+        One rank stands for all equal ranks, so the spans do not have the waits between those: the simulation
+        adds them.
         """
         from shoal.simulate import simulate
         from shoal.timeline import Purpose
@@ -87,7 +87,7 @@ class Prediction:
 
 
 def kinds_compared(before: Mapping[str, float], measured: Timeline) -> list[dict[str, Any]]:
-    """By kind of span, seconds of a step predicted and measured, and the prediction's error as a share."""
+    """Return, by kind of span, predicted and measured seconds of a step, and the error as a share."""
     from shoal.timeline.kinds import seconds_by_kind
 
     after = seconds_by_kind(measured)
@@ -104,7 +104,7 @@ def kinds_compared(before: Mapping[str, float], measured: Timeline) -> list[dict
 
 
 def compare_text(rows: list[dict[str, Any]]) -> str:
-    """A table of what `kinds_compared` gives."""
+    """Return the result of `kinds_compared` as a table."""
     from shoal.cli.breakdown import words
     from shoal.cli.table import table_of
     from shoal.timeline import Purpose
@@ -124,7 +124,7 @@ def compare_text(rows: list[dict[str, Any]]) -> str:
 
 
 def _shape_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the built-in transformer as fields of a ModelShape."""
+    """Return options of the built-in transformer as fields of a ModelShape."""
     fields = {
         _RENAMED.get(name, name): value for name, value in options.items() if name not in _NOT_OF_THE_SHAPE
     }

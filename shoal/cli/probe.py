@@ -41,7 +41,7 @@ Exit codes: 0 all right; 1 a rank failed; 2 something given cannot work; 130 sto
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "probe",
         help="measure this machine into a description that plans are made with",
@@ -64,7 +64,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, as one of the ranks that a launcher started or on local ranks that this starts.
+    """Measure, as one of the ranks that a launcher started or on local ranks that this starts.
 
     Raises:
         UserError: Something given cannot work; nothing was started.
@@ -102,7 +102,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
 
 
 def _backend(asked: str | None) -> str:
-    """What to measure, once it is certain that it can be."""
+    """Return the backend to measure, after a check that it can be measured."""
     import torch
 
     from shoal.bench.contestants import require_available
@@ -133,7 +133,7 @@ def _local_ranks(asked: int | None, backend: str) -> int:
 
 
 def _require_writable(path: Path) -> None:
-    """Raises before anything is measured if there is nowhere to write to."""
+    """Raise an error, before anything is measured, if the file cannot be written."""
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(
             f"the description cannot be written to {path}",

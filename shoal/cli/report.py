@@ -28,7 +28,7 @@ _WORKS = ("forward", "backward", "input", "weight")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "report",
         help="explain a run: where its time went, how fast it was, what it reached",
@@ -50,7 +50,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report of a run.
+    """Print the report of a run.
 
     Raises:
         RunError: The path is not a run, or the run has no such rank, no timeline for a trace, or no model
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, Any]:
-    """The comparison on the machines that are named, or that the run was given; empty if there are none.
+    """Return the comparison on the machines that are named, or that the run was given; empty without any.
 
-    What cannot be predicted is an error only where the prediction was asked for.
+    A failed prediction is an error only if the user asked for the prediction.
     """
     found = Cluster.parse(cluster) if cluster is not None else recorded_cluster(run)
     if found is None:
@@ -94,7 +94,7 @@ def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, A
 def summarise(
     run: Run, breakdown: Breakdown | None, stages: Sequence[StageTimes] = (), *, rank: int | None = None
 ) -> dict[str, Any]:
-    """The report as an object that JSON can hold; what the run does not tell is None.
+    """Return the report as an object for JSON; facts that the run does not have are None.
 
     Args:
         run: The run.
@@ -133,9 +133,9 @@ def _first_and_last(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str
 
 
 def _speed(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens/s of the median step after warm-up, and the share of the device's peak that this takes.
+    """Return tokens/s of the median step after warm-up, and the share of the device's peak that this is.
 
-    The description gives the FLOP of a token forward and backward, and the peak of one device.
+    The description has the FLOP of a token, forward and backward, and the peak of one device.
     """
     total = tokens_per_second(metrics, description.get("since_step"))
     world_size = description.get("world_size")

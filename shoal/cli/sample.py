@@ -11,7 +11,7 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "sample",
         help="print what a trained model writes",
@@ -27,7 +27,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prompt and its continuation.
+    """Print the prompt and its continuation.
 
     Raises:
         UserError: The path is not a run, or a number is out of range.
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         tokens.append(token)
         text = tokenizer.decode(tokens)
-        # The end may be a part of a character yet.
+        # The last bytes may be only a part of a character.
         if not text.endswith("\ufffd"):
             print(text[len(shown) :], end="", flush=True)
             shown = text

@@ -33,7 +33,7 @@ Exit codes: 0; 2 something given cannot work.
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "scale",
         help="draw the scaling curve: step time and efficiency against devices",
@@ -59,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the curve.
+    """Print the curve.
 
     Raises:
         ModelError: There is no such model.
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    """The numbers of devices that --devices names."""
+    """Return the numbers of devices that --devices names."""
     first, dots, last = text.partition("..")
     try:
         counts = [int(first), int(last)] if dots else [int(each) for each in text.split(",")]

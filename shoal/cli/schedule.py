@@ -43,7 +43,7 @@ Exit codes: 0; 2 something given cannot work.
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "schedule",
         help="show pipeline schedules: their tables, bubbles and activations",
@@ -84,10 +84,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is asked for.
+    """Print the schedule, or the comparison of all schedules.
 
     Raises:
-        PlanError: A name, a number or a time cannot be, or the schedule does not keep to the limit.
+        PlanError: A name, a number or a time is not valid, or the schedule exceeds the limit.
         UserError: The picture cannot be written, or the model cannot be cut or measured.
     """
     _require_together(args)
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_together(args: argparse.Namespace) -> None:
-    """Checks that what is given with or without a model goes with it."""
+    """Check that the options fit together, with a model or without."""
     for option, is_given, with_model in (
         ("--times", args.times is not None, False),
         ("--measure", args.measure, True),
@@ -133,20 +133,20 @@ def _require_together(args: argparse.Namespace) -> None:
 
 
 class _Stages(Protocol):
-    """What schedules are shown for."""
+    """The stages that schedules are shown for."""
 
     def found(self, ranks: int, virtual: int, microbatches: int) -> Schedule:
-        """The one that search finds."""
+        """Return the schedule that search finds."""
         ...
 
     def times(self, schedule: Schedule) -> Times:
-        """How long the stages of a schedule take."""
+        """Return the times of the stages of a schedule."""
         ...
 
 
 @final
 class _EqualStages:
-    """Stages that all take the same times."""
+    """Stages that all take equal times."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._times = _times("1,1,1" if args.times is None else args.times)
@@ -178,14 +178,14 @@ def _times(text: str) -> tuple[float, float, float]:
 
 
 def _make(args: argparse.Namespace, name: str) -> Schedule:
-    """A named schedule; in place of one that is found, one with as many stages."""
+    """Return a named schedule; for `search`, a schedule with as many stages."""
     kind = kind_of(name)
     virtual = kind.usual_virtual if args.virtual is None else args.virtual
     return make("looped-bfs" if kind.row is None else name, args.pp, virtual, args.microbatches)
 
 
 def _played(args: argparse.Namespace, name: str, stages: _Stages) -> Played:
-    """The schedule of a name, played, if it keeps to the limit."""
+    """Play the schedule with this name; raise PlanError if it exceeds the limit."""
     schedule = _make(args, name)
     virtual = schedule.virtual
     limit = _limit(args.limit, virtual)
@@ -203,7 +203,7 @@ def _played(args: argparse.Namespace, name: str, stages: _Stages) -> Played:
 
 
 def _limit(limit: float | None, virtual: int) -> int | None:
-    """The limit in micro-batches of one stage."""
+    """Return the limit in micro-batches of one stage."""
     if limit is None:
         return None
     if not (math.isfinite(limit) and limit >= 1):
@@ -216,7 +216,7 @@ def _limit(limit: float | None, virtual: int) -> int | None:
 
 
 def _compared(args: argparse.Namespace, stages: _Stages) -> list[Played]:
-    """All that can be made for these numbers; the others are told."""
+    """Return all schedules that are possible for these numbers; print the names of the others."""
     played, left_out = [], []
     for name in (*NAMES, FOUND):
         made, refused = [], {}
@@ -266,7 +266,7 @@ def _text(played: Played) -> str:
 
 
 def _cut_text(played: Played, model: ModelStages) -> str:
-    """The stages of a model, what a split by count would take, and the Plan."""
+    """Return the stages of a model, the time of a split by count, and the Plan."""
     schedule, times = played.schedule, played.times
     plan, memory = model.plan(schedule), model.memory(schedule)
     rows = [
@@ -293,7 +293,7 @@ def _cut_text(played: Played, model: ModelStages) -> str:
 
 
 def _settings(plan: Plan) -> str:
-    """What a Plan has to say for it, whatever its other degrees."""
+    """Return the settings that a Plan needs for this schedule, with any other degrees."""
     return str(plan).removeprefix("dp=1,")
 
 

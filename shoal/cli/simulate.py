@@ -48,7 +48,7 @@ Exit codes: 0; 2 something given cannot work, or the Plan does not fit in memory
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "simulate",
         help="predict a step of a Plan: its time, where it goes, its memory",
@@ -71,14 +71,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the prediction.
+    """Print the prediction.
 
     Raises:
-        PlanError: The Plan cannot be read, or does not fit the devices, the batch or the model, or memory:
-            the last after the prediction was printed.
+        PlanError: The Plan cannot be read, or does not fit the devices, the batch, the model or memory. The
+            error about memory comes after the prediction is printed.
         ModelError: There is no such model.
-        ClusterError: There is no such cluster, or it does not say what offloading goes by.
-        ConfigError: There is nothing of that name to offload, or no such place.
+        ClusterError: There is no such cluster, or it lacks a figure that offloading needs.
+        ConfigError: There is nothing to offload with that name, or no such place.
         UserError: A file cannot be read or written.
     """
     from shoal.cluster import Cluster

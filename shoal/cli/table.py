@@ -11,7 +11,7 @@ _COLUMNS = 100  # of text to read
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns two blanks apart: the first to the left, the others to the right."""
+    """Return a table with columns two blanks apart: the first aligned left, the others right."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = []
     for row in [head, *rows]:
@@ -22,7 +22,7 @@ def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def paragraph(text: str) -> str:
-    """A sentence or several in lines that one can read; those after the first are indented."""
+    """Wrap sentences into lines of readable width; indent the lines after the first."""
     return textwrap.fill(
         text, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

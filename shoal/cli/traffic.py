@@ -15,12 +15,12 @@ __all__ = ["traffic_summary", "traffic_text"]
 
 
 def traffic_summary(traffic: Traffic, exposed: Mapping[str, float]) -> list[dict[str, Any]]:
-    """As objects that JSON can hold.
+    """Return the exchanges of a rank as objects for JSON.
 
     Args:
-        traffic: Of the rank.
-        exposed: By purpose, the seconds of a step that nothing hides, of which all exchanges for that
-            purpose have the same share; purposes that are not in it are not known.
+        traffic: Traffic of the rank.
+        exposed: Exposed seconds of a step by purpose. All exchanges for a purpose have the same share of its
+            seconds; for purposes that are not in it, they are not known.
     """
     totals = {purpose: traffic.seconds(purpose) for purpose in exposed}
     shares = {name: min(1.0, exposed[name] / total) for name, total in totals.items() if total > 0}
@@ -41,7 +41,7 @@ def traffic_summary(traffic: Traffic, exposed: Mapping[str, float]) -> list[dict
 
 
 def traffic_text(exchanges: Sequence[Mapping[str, Any]]) -> str:
-    """A table of what `traffic_summary` gives."""
+    """Return the result of `traffic_summary` as a table."""
     return table_of(
         ["exchanged in a step", "for", "bytes", "ranks", "over", "algorithm", "each", "times", "exposed"],
         [

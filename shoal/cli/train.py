@@ -33,7 +33,7 @@ and the state is saved (go on with --resume); 130 stopped before the state was s
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "train",
         help="train a model, on this machine or as part of a cluster",
@@ -69,7 +69,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains.
+    """Train a model.
 
     Raises:
         UserError: Something given cannot work; nothing was started.
@@ -101,7 +101,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
 
 
 def _as_rank(world: World, choose: Callable[[], Job]) -> int:
-    """Trains as one rank, whose error `run_rank` tells; rank 0 then tells how to go on."""
+    """Train as one rank; `run_rank` prints its error, and rank 0 then prints how to resume."""
     from shoal.launch import run_rank
     from shoal.train import execute
 
@@ -133,7 +133,7 @@ def _on_local_ranks(job: Job, nursery: Nursery | None) -> int:
 
 
 def _how_to_go_on(run: Path) -> str:
-    """A sentence for a run that failed; none if it has saved nothing."""
+    """Return a sentence on how to resume a failed run; empty if it has saved nothing."""
     from shoal.checkpoint import checkpoints, step_of
 
     saved = checkpoints(run / "checkpoints")
@@ -149,7 +149,7 @@ def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
 
 
 def _job(args: argparse.Namespace, ranks: int | None) -> Job:
-    """What the command line asks for, for the ranks that are there; None where they are to be started."""
+    """Return the job of the command line, for the ranks that are there; None if ranks must be started."""
     from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, located, resolve
 
     resume = find_resume(args.resume, args.directory)

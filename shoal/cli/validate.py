@@ -32,7 +32,7 @@ these are told on stderr, after the others.
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "validate",
         help="predict the rows of a table of measurements, and show the errors",
@@ -51,11 +51,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the comparison.
+    """Print the comparison.
 
     Raises:
         DataError: The table cannot be read, or lacks a column.
-        UserError: Of the first row, if none can be predicted.
+        UserError: The error of the first row, if no row can be predicted.
     """
     refused: list[UserError] = []
     comparisons = validate(args.table, refused.append)
@@ -126,7 +126,7 @@ def _cells(accuracy: Accuracy | None) -> list[str]:
 
 
 def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, str | None, list[Comparison]]]:
-    """By quantity: every family's comparisons, and then, as family None, all of them."""
+    """Return, by quantity, every family's comparisons, and then all of them as family None."""
     groups: list[tuple[str, str | None, list[Comparison]]] = []
     for quantity in dict.fromkeys(each.quantity for each in comparisons):
         members = [each for each in comparisons if each.quantity == quantity]
@@ -140,7 +140,7 @@ def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, str | None, li
 
 
 def _summary(comparisons: Sequence[Comparison], refused: Sequence[UserError]) -> dict[str, Any]:
-    """All that is known: the rows, the errors of each group by half, and why rows are not predicted."""
+    """Return the rows, the errors of each group by half, and why rows are not predicted."""
     return {
         "rows": [{**asdict(each), "error": each.error} for each in comparisons],
         "errors": [

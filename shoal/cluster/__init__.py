@@ -1,8 +1,8 @@
-"""The machines: devices, links, and what programs reach of them. Imports no torch.
+"""The machines: devices, links, and the rates that programs reach on them. Imports no torch.
 
-`Cluster` is made of a `Device`, of `Level`s of links and of a `Host`; known ones are in devices.toml and
-cards.toml, links.toml, hosts.toml, nodes.toml and card_nodes.toml beside this. The cost model, the planner
-and the probe call it.
+A `Cluster` has a `Device`, `Level`s of links and a `Host`. Known ones are in devices.toml, cards.toml,
+links.toml, hosts.toml, nodes.toml and card_nodes.toml in this directory. The cost model, the planner and the
+probe call this package.
 """
 
 from shoal.cluster.cluster import PRESETS, Cluster

@@ -1,4 +1,4 @@
-"""Figures that cannot be, told by name: negative rates, shares above 1, gigabytes where bytes are meant."""
+"""Checks of figures, which name a wrong one: negative rates, shares above 1, gigabytes instead of bytes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _LEAST_BYTES = 1e6  # no memory, link or peak is below this; a figure that is wa
 
 
 def require(holds: bool, where: str, name: str, value: object, possible: str) -> None:
-    """Raises ClusterError unless a condition on a figure holds.
+    """Raise ClusterError unless a condition on a figure holds.
 
     Args:
         holds: The condition.
-        where: What has the figure, such as "the device x".
-        name: Of the figure.
-        value: Of the figure.
-        possible: What it may be.
+        where: The object that has the figure, such as "the device x".
+        name: Name of the figure.
+        value: Value of the figure.
+        possible: The values that are allowed, in words.
     """
     if not holds:
         raise ClusterError(f"{where} has {name}={value}", possible=possible, change=f"correct {name}")
 
 
 def require_bytes(where: str, **figures: float) -> None:
-    """Raises ClusterError for figures in bytes, bytes/s or FLOP/s that can only be in another unit."""
+    """Raise ClusterError for figures in bytes, bytes/s or FLOP/s that must be in another unit."""
     for name, value in figures.items():
         require(value > 0, where, name, value, "a positive number")
         require(
@@ -38,7 +38,7 @@ def require_bytes(where: str, **figures: float) -> None:
 
 
 def require_share(where: str, name: str, value: float) -> None:
-    """Raises ClusterError unless a share of what a data sheet says is above 0 and at most 1."""
+    """Raise ClusterError unless a share of a data sheet's figure is above 0 and at most 1."""
     require(
         0 < value <= 1,
         where,

@@ -1,7 +1,7 @@
-"""The Cluster: devices, the links between them level by level, what they cost and how often they fail.
+"""The Cluster: devices, the links between them level by level, their price and their failures.
 
-A Cluster says what the machine could do (data sheets) and what programs reach of it (shares and latencies,
-measured or fitted); `source` says where each comes from. Rates are bytes a second in one direction, per
+A Cluster has the limits of the machine (data sheets), and the shares and latencies that programs reach
+(measured or fitted); `source` says where each comes from. Rates are bytes a second in one direction, per
 device; memory is in bytes, time in seconds.
 """
 
@@ -24,7 +24,7 @@ from shoal.errors import ClusterError
 __all__ = ["PRESETS", "Cluster"]
 
 PRESETS: tuple[str, ...] = tuple(table("nodes"))
-"""Names of the machines that are known, of shoal/cluster/nodes.toml."""
+"""Names of the known machines, from shoal/cluster/nodes.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,15 @@ class Cluster:
     """Machines: devices, the links between them, and their hosts.
 
     Attributes:
-        name: Such as "dgx-h100".
-        device: What ranks compute on; all devices are alike.
+        name: Name, such as "dgx-h100".
+        device: The device that ranks compute on; all devices are equal.
         levels: Innermost first; the groups of each are made of whole groups of the one before. The last has
             all devices.
         price: Dollars for one device and hour; 0 if not known.
         failures: Failures of one device in an hour; 0 if not known.
-        jitter: By how much a rank's steps vary: standard deviation over mean; 0 if not at all.
-        noise: By how many seconds a rank's work of one second varies within a step: standard deviation; work
-            of t seconds varies by sqrt(t) times as much. 0 if not at all.
+        jitter: Variation of a rank's steps: standard deviation over mean; 0 if they do not vary.
+        noise: Variation of a rank's work within a step: standard deviation, in seconds, of one second of
+            work; work of t seconds varies by sqrt(t) times as much. 0 if it does not vary.
         reserved: Bytes of each device's memory that programs do not get: contexts, libraries, fragments.
         cores: Number of cores in a node whose devices are ranks that share cores and host memory; 0 for
             accelerators. The device's rates and memory are then those of each rank with all ranks at work.
@@ -100,11 +100,11 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, devices: int | None = None) -> Cluster:
-        """Machines that are known.
+        """Return the known machines with this name.
 
         Args:
             name: One of PRESETS.
-            devices: How many; one node's (or of a preset with pods, all) if not given.
+            devices: Number of devices; by default one node's, or all of a preset with pods.
 
         Raises:
             ClusterError: There is no such preset, or it has no such number of devices.
@@ -114,7 +114,7 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """A preset or a file, as users write it: "dgx-h100", "dgx-h100:64", "mine.toml", "mine.toml:16".
+        """Read a preset or a file from text: "dgx-h100", "dgx-h100:64", "mine.toml", "mine.toml:16".
 
         Raises:
             ClusterError: There is no such preset or file, or no such number of devices of it.
@@ -136,16 +136,16 @@ class Cluster:
     def assemble(
         cls, words: str, devices: int, devices_per_node: int | None, network: float | None
     ) -> Cluster:
-        """Machines of which little is said, as in tables of measurements: the rest is of the nearest preset.
+        """Make a Cluster from few facts, as in tables of measurements; the nearest preset gives the rest.
 
         Args:
-            words: What is said of the node or of its device, such as "p5.48xlarge (8xH100)" or "A100-80GB".
-            devices: In all.
-            devices_per_node: In a node; None for the preset's.
+            words: Description of the node or its device, such as "p5.48xlarge (8xH100)" or "A100-80GB".
+            devices: Number of devices in all.
+            devices_per_node: Number of devices in a node; None for the preset's.
             network: Bytes/s of a node's interfaces together, one direction; None for the preset's.
 
         Raises:
-            ClusterError: Neither node nor device is known, or the numbers do not go together.
+            ClusterError: Neither node nor device is known, or the numbers contradict each other.
         """
         base = cls.preset(matching("nodes", words) or _node_of(words))
         inside, outside = base.levels[0], base.levels[-1]
@@ -160,10 +160,10 @@ class Cluster:
 
     @classmethod
     def read(cls, path: str | Path) -> Cluster:
-        """The Cluster that a file describes.
+        """Return the Cluster that a file describes.
 
         Raises:
-            ClusterError: The file is missing, is not TOML, or what it says cannot be.
+            ClusterError: The file is missing, is not TOML, or has an impossible value.
         """
         try:
             described = tomllib.loads(Path(path).read_text("utf-8"))
@@ -173,7 +173,7 @@ class Cluster:
                 possible="a .toml file that `shoal probe` or Cluster.write wrote",
                 change="correct the path",
             ) from None
-        except ValueError as error:  # of TOML, or of UTF-8
+        except ValueError as error:  # an error in TOML or in UTF-8
             raise ClusterError(
                 f"{path} is not TOML: {error}",
                 possible="a .toml file that `shoal probe` or Cluster.write wrote",
@@ -182,7 +182,7 @@ class Cluster:
         return cls.of(described, str(path))
 
     def write(self, path: str | Path) -> None:
-        """Writes a file from which `read` makes an equal Cluster.
+        """Write a file from which `read` makes an equal Cluster.
 
         Raises:
             ClusterError: The file cannot be written.
@@ -198,17 +198,17 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Number of all."""
+        """Number of all devices."""
         return self.levels[-1].devices
 
     @property
     def devices_per_node(self) -> int:
-        """Devices that the innermost links join."""
+        """Number of devices that the innermost links join."""
         return self.levels[0].devices
 
     @property
     def crowding(self) -> float:
-        """Ranks for each core that computes, at least 1; 1 where devices are no cores."""
+        """Number of ranks per core, at least 1; 1 if the devices are not cores."""
         return max(1.0, self.devices_per_node / self.cores) if self.cores else 1.0
 
     def replace(self, **changes: Any) -> Cluster:
@@ -218,14 +218,15 @@ class Cluster:
     def with_devices(self, devices: int) -> Cluster:
         """Return a Cluster of so many of these devices: part of one node, or whole nodes (and whole pods).
 
-        All levels stay, so that a node's worth may grow to many. Of a mesh that is cut, each device keeps the
-        links to those that are left. What was cut within a node grows by such nodes. Where ranks share cores,
-        a single node of two ranks or more takes any number, each with its part of the cores and the memory.
+        All levels stay, so that one node can grow to many. If a mesh is cut, each device keeps the links to
+        the devices that are left. A Cluster that was cut within a node grows by nodes of that size. Where
+        ranks share cores, a single node of two ranks or more takes any number of ranks, each with its part of
+        the cores and the memory.
 
         Raises:
-            ClusterError: So many are not whole groups of some level, or nothing joins more than there are.
+            ClusterError: The number is not whole groups of some level, or no links join so many devices.
         """
-        is_shared = self.cores and self.devices > 1  # a single one was described without links
+        is_shared = self.cores and self.devices > 1  # a single device was described without links
         if len(self.levels) == 1 and devices > self.devices and not is_shared:
             raise ClusterError(
                 f"{devices} devices are too many: {self.name} has {self.devices}, with no links to others",
@@ -253,10 +254,10 @@ class Cluster:
         return found._slowed(found.crowding / self.crowding)
 
     def with_cores(self, cores: int) -> Cluster:
-        """Return a Cluster with so many cores in each node, and the rates that these leave to its ranks.
+        """Return a Cluster with so many cores in each node, and the rates that its ranks then have.
 
         Raises:
-            ClusterError: There is no core.
+            ClusterError: `cores` is less than 1.
         """
         require(cores >= 1, self.name, "cores", cores, "1 or more")
         found = replace(self, cores=cores)
@@ -267,14 +268,14 @@ class Cluster:
 
     @classmethod
     def of(cls, described: Mapping[str, Any], where: str) -> Cluster:
-        """The Cluster that a table describes, such as `dataclasses.asdict` of one.
+        """Return the Cluster that a table describes, such as the result of `dataclasses.asdict`.
 
         Args:
-            described: Its fields, with tables for the device and the levels.
-            where: It is from, for messages.
+            described: The fields of the Cluster, with tables for the device and the levels.
+            where: The source of the table, for messages.
 
         Raises:
-            ClusterError: What it says cannot be.
+            ClusterError: A value is impossible.
         """
         values = fields_of(cls, described, where)
         values["device"] = Device(**fields_of(Device, values["device"], f"the device of {where}"))
@@ -288,13 +289,13 @@ class Cluster:
 
 
 def _whole_groups(devices: int, board: int, most: int) -> int:
-    """How many devices the innermost links join where each group of them has as many, all on whole boards."""
+    """Return the number of devices in each innermost group, so that groups are equal and of whole boards."""
     sizes = [size for size in range(board, most + 1, board) if devices % size == 0]
     return min(max(sizes, default=board), max(devices, board))
 
 
 def _node_of(words: str) -> str:
-    """The first preset that has a device."""
+    """Return the first preset that has the device which the words name."""
     device = Device.preset(words)
     for name in PRESETS:
         if Device.preset(table("nodes")[name]["device"]) == device:
@@ -307,7 +308,7 @@ def _node_of(words: str) -> str:
 
 
 def _cut(level: Level, devices: int) -> Level:
-    """A level with as many devices; a mesh has no links to those that are gone."""
+    """Return a level with so many devices; a mesh loses the links to the devices that are gone."""
     if not level.mesh or devices >= level.devices:
         return replace(level, devices=devices)
     left = max(devices - 1, 1) / (level.devices - 1)

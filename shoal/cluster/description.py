@@ -1,4 +1,4 @@
-"""A Cluster as TOML: read with names and types checked, and written so that it reads back equal."""
+"""A Cluster as TOML: checks names and types when it reads, and writes a text that reads back equal."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "Host": (lambda value: isinstance(value, dict), "a table"),
     "tuple[Level, ...]": (_are(lambda value: isinstance(value, dict)), "a list of tables"),
 }
-"""By the annotation of a dataclass's field: whether a value of TOML is one, and what it is in messages."""
+"""By the annotation of a dataclass's field: the check of a TOML value, and the type's name in messages."""
 
 
 def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What a table gives for a dataclass, checked: every name known, none missing, every value of its type.
+    """Return the fields of a dataclass from a table, after checks of names, missing keys and types.
 
     Args:
         kind: The dataclass: Cluster, Device, Host or Level.
         described: The table.
-        where: What it describes, for messages.
+        where: The object that the table describes, for messages.
 
     Raises:
         ClusterError: A key is unknown or missing, or its value is of another type.
@@ -80,12 +80,12 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
 
 
 def toml_of(described: Mapping[str, Any]) -> str:
-    """TOML of a table of values, tables and lists of tables; numbers keep every digit."""
+    """Return the TOML of a table of values, tables and lists of tables; numbers keep every digit."""
     return "".join(_lines(described, ()))
 
 
 def _lines(described: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    """Values first, as TOML wants it, then each table under its heading."""
+    """Return the lines: values first, as TOML needs, then each table under its heading."""
     lines = [f"{_key(key)} = {_value(value)}\n" for key, value in described.items() if not _is_table(value)]
     for key, value in described.items():
         heading = ".".join(map(_key, (*path, key)))

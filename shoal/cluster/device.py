@@ -1,4 +1,4 @@
-"""The Device: one accelerator or core, what it could do, and what programs reach of it."""
+"""The Device: one accelerator or core, its limits, and the rates that programs reach on it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _SECONDS = ("launch", "dispatch")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device, and what programs reach of its rates.
+    """One device, with the rates of its data sheet and the shares that programs reach.
 
     Attributes:
-        name: Such as "H100-SXM".
-        memory: Bytes.
+        name: Name, such as "H100-SXM".
+        memory: Bytes of memory.
         bandwidth: Bytes/s of its memory, by its data sheet.
         peak: FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"), dense, by its data sheet.
         units: Number of parts that compute independently: multiprocessors, or cores.
         tile: Rows and columns of the largest tile of a product that one unit computes.
         product_share: Share of the peak that large products reach.
-        product_depth: Number of inputs at which a product reaches half of that, in bf16.
+        product_depth: Number of inputs at which a product reaches half of `product_share`, in bf16.
         bandwidth_share: Share of the bandwidth that passes over memory reach.
         stream_share: Share of the bandwidth that passes over more than caches hold reach, such as an
             optimizer's; 0 if it is `bandwidth_share`.
@@ -89,7 +89,7 @@ class Device:
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")
 
     def slowed(self, factor: float) -> Device:
-        """Return a device that takes so many times as long for whatever it does."""
+        """Return a device that takes `factor` times as long for any work."""
         return replace(
             self,
             bandwidth=self.bandwidth / factor,
@@ -100,10 +100,10 @@ class Device:
 
     @classmethod
     def preset(cls, name: str) -> Device:
-        """A device that is known, by its name in the table or as drivers and published tables write it.
+        """Return a known device by its name in the table, or in the form of drivers and published tables.
 
         Raises:
-            ClusterError: None is known by that name.
+            ClusterError: No device has that name.
         """
         devices = table("devices")
         found = name if name in devices else matching("devices", name)
@@ -118,10 +118,10 @@ class Device:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Dense peak of a device in FLOP/s; None where it is not known, as for CPUs.
+    """Return the dense peak of a device in FLOP/s; None if it is not known, as for CPUs.
 
     Args:
-        device: Its name as the driver gives it, such as "NVIDIA H100 80GB HBM3".
+        device: The driver's name of the device, such as "NVIDIA H100 80GB HBM3".
         precision: Type of the weights that compute, as in a Plan: fp32 or bf16.
     """
     found = matching("devices", device)

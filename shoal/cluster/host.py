@@ -11,12 +11,12 @@ __all__ = ["Host"]
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """The computer that devices are in: what they can keep outside of their own memory.
+    """The computer that devices are in, with memory and files to keep state outside of the devices.
 
     Attributes:
-        name: Such as "2 x EPYC 7742".
+        name: Name, such as "2 x EPYC 7742".
         devices: Number of devices that share it.
-        memory: Bytes; 0 if not known.
+        memory: Bytes of memory; 0 if not known.
         bandwidth: Bytes/s of the memory, by its data sheet; 0 if not known.
         share: Share of the bandwidth that passes over memory reach.
         file_bandwidth: Bytes/s to and from its files together; 0 if not known.

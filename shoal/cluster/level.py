@@ -14,7 +14,7 @@ class Level:
     """Links that join devices into groups, and these into larger ones, such as a node's switch or a fabric.
 
     Attributes:
-        name: Such as "nvlink" or "network".
+        name: Name, such as "nvlink" or "network".
         devices: Number of devices in one group of this level.
         bandwidth: Bytes/s from one device, by its data sheet; in a mesh over all of its links together.
         share: Share of the bandwidth that large collectives reach.
@@ -60,9 +60,9 @@ class Level:
         )
 
     def rate(self, members: int) -> float:
-        """Bytes/s that collectives of `members` of its devices reach from each device.
+        """Return the bytes/s from each device that collectives of `members` devices reach.
 
-        In a mesh those links are used that lead to other members.
+        In a mesh a collective uses the links that lead to other members.
         """
         reached = self.bandwidth * self.share / self.oversubscription
         if self.mesh and members < self.devices:

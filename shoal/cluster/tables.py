@@ -1,8 +1,8 @@
-"""The data files of this package: devices, links, hosts and nodes that are known; how they make a Cluster.
+"""The data files of this package: known devices, links, hosts and nodes, from which Clusters are made.
 
-`nodes.toml` names a device of `devices.toml` and, level by level, a link of `links.toml`; what a node says of
-a level besides goes before what its link says. `cards.toml` has further devices, and `card_nodes.toml` the
-nodes that these are put in. A table that is `like` another has what it does not say from that.
+`nodes.toml` names a device of `devices.toml` and, level by level, a link of `links.toml`; a node's own values
+for a level override those of the link. `cards.toml` has further devices, and `card_nodes.toml` the nodes for
+them. A table that is `like` another takes the values that it lacks from that table.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["described", "matching", "table"]
 
 
 _FILES = {"devices": ("cards", "devices"), "nodes": ("nodes", "card_nodes")}
-"""The data files of what has several, in the order in which names are looked up."""
+"""Data files, for kinds that have several, in the order in which names are looked up."""
 
 
 @cache
 def table(name: str) -> dict[str, dict[str, Any]]:
-    """The tables of the data files of devices, links, hosts or nodes, each complete. Not to be changed."""
+    """Return the complete tables of devices, links, hosts or nodes. Do not change them."""
     written: dict[str, dict[str, Any]] = {}
     for file in _FILES.get(name, (name,)):
         written |= tomllib.loads(resources.files("shoal.cluster").joinpath(f"{file}.toml").read_text("utf-8"))
@@ -33,7 +33,7 @@ def table(name: str) -> dict[str, dict[str, Any]]:
 
 
 def matching(name: str, words: str) -> str | None:
-    """The first table of a data file whose `match` is found in what a driver or a publication calls it."""
+    """Return the first table of a data file whose `match` is found in a driver's or publication's name."""
     for key, entry in table(name).items():
         if "match" in entry and re.search(entry["match"], words, re.IGNORECASE):
             return key
@@ -41,7 +41,7 @@ def matching(name: str, words: str) -> str | None:
 
 
 def described(preset: str) -> dict[str, Any]:
-    """A node of the table as a file would describe it: one node, with its device and levels written out.
+    """Return the description of a preset, in the form of a file: one node, with its device and levels.
 
     Raises:
         ClusterError: There is no such preset.
@@ -66,7 +66,7 @@ def described(preset: str) -> dict[str, Any]:
 
 
 def _completed(entry: Mapping[str, Any], written: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """A table, with what it does not say from the one that it is like; but names match only their own."""
+    """Return a table with missing values from the table that it is `like`; `match` is not inherited."""
     if "like" not in entry:
         return dict(entry)
     relative = _completed(written[entry["like"]], written)
@@ -75,7 +75,7 @@ def _completed(entry: Mapping[str, Any], written: Mapping[str, Mapping[str, Any]
 
 
 def _host_of(node: Mapping[str, Any]) -> dict[str, Any]:
-    """The host that a node names, or that nodes with its device have; nothing where none is known."""
+    """Return the host that a node names, or that nodes with its device have; empty if none is known."""
     for name, host in table("hosts").items():
         if name == node.get("host") or ("host" not in node and node["device"] in host["of"]):
             return {key: value for key, value in host.items() if key != "of"}

@@ -1,10 +1,10 @@
 """The process-group backend "shoal": collectives between CPUs, in shared memory and over TCP.
 
 Importing this registers the backend; `torch.distributed.init_process_group("shoal")` then serves everything
-that PyTorch builds on process groups. The native core (csrc/) does the work; `ProcessGroup` is its face to
-c10d, `Options` say how a group communicates, a `Table` holds what each algorithm costs on this machine and so
-which one is used, and `empty` makes tensors that ranks of one host read from each other without a copy, as
-`share_buffers` has FSDP2 do.
+that PyTorch builds on process groups. The native core (csrc/) does the work, and `ProcessGroup` gives it the
+interface of c10d. `Options` say how a group communicates. A `Table` holds the cost of each algorithm on this
+machine, by which one is chosen. `empty` makes tensors that ranks of one host read from each other without a
+copy; `share_buffers` makes FSDP2 use such tensors.
 `elastic`, `parallel` and the benchmarks call it.
 """
 

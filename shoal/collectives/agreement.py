@@ -1,4 +1,4 @@
-"""What the ranks of a group are about to do, compared: SHOAL_DEBUG=1."""
+"""Compares the calls of a group's ranks before they begin, with SHOAL_DEBUG=1."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _DTYPES = sorted({str(each) for each in vars(torch).values() if isinstance(each,
 
 
 def describe_call(call: Call, tensor: torch.Tensor | None) -> list[int]:
-    """What has to be the same on all ranks.
+    """Return the numbers of a call that have to be equal on all ranks.
 
     Args:
-        call: What is about to begin.
-        tensor: Of the type that is moved; None of a barrier.
+        call: The call that is about to begin.
+        tensor: A tensor of the type that is moved; None for a barrier.
     """
     dtype = _DTYPES.index(str(tensor.dtype)) if tensor is not None else -1
     return [call.collective, dtype, call.reduction, call.root, call.bytes, *_describe_stripes(call)]
 
 
 def _describe_stripes(call: Call) -> tuple[int, int]:
-    """How many stripes there are, and a number for where they lie; (-1, 0) where a tensor is one."""
+    """Return the number of stripes and a number for their positions; (-1, 0) for a single tensor."""
     if call.stripes is None:
         return -1, 0
     numbers = (ctypes.c_uint64 * (2 * call.stripe_count)).from_address(call.stripes)
@@ -39,11 +39,11 @@ def _describe_stripes(call: Call) -> tuple[int, int]:
 
 
 def first_difference(calls: Sequence[Sequence[int]], rank: int) -> tuple[int, str] | None:
-    """The first rank that is about to do something else than this one, and how it differs; None if none is.
+    """Return the first rank whose call differs from this rank's, and the difference; None if none differs.
 
     Args:
-        calls: What each rank is about to do, as `describe_call` has it.
-        rank: This one.
+        calls: The call of each rank, as `describe_call` returns it.
+        rank: This rank.
     """
     own = calls[rank]
     for other, theirs in enumerate(calls):
@@ -53,10 +53,10 @@ def first_difference(calls: Sequence[Sequence[int]], rank: int) -> tuple[int, st
 
 
 def first_uneven_split(splits: Sequence[Sequence[int]]) -> tuple[int, str] | None:
-    """The first rank that sends another something else than that one expects; None if none does.
+    """Return the first rank that sends a size its receiver does not expect, and the error; None if none does.
 
     Args:
-        splits: Of each rank, the bytes to all ranks and then those from all ranks.
+        splits: For each rank, the bytes to all ranks and then the bytes from all ranks.
     """
     size = len(splits)
     for sender in range(size):

@@ -6,19 +6,19 @@ import ctypes
 
 __all__ = ["keep_freed_memory"]
 
-# Of mallopt(3).
+# Options of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
 _LARGEST_MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; glibc before 2.35 takes no more than the second
 
 
 def keep_freed_memory() -> bool:
-    """Has the C library keep freed memory, in the whole process and for as long as it lives.
+    """Make the C library keep freed memory, in the whole process until it ends.
 
-    glibc gives large blocks back to the system, which has to clear their pages when they are taken again.
-    FSDP2 frees and takes every parameter in every step: for a model of 12.6 M parameters 14,000 to 22,000
-    page faults, a tenth of the step; recompute does the same with a block's activations. The price is that
-    the process stays as large as it once was.
+    glibc gives large blocks back to the system, which has to clear their pages when they are allocated again.
+    FSDP2 frees and allocates every parameter in every step: for a model of 12.6 M parameters that makes
+    14,000 to 22,000 page faults, a tenth of the step. Recompute does the same with a block's activations. The
+    price: the process keeps the largest size that it ever had.
 
     Returns:
         Whether the C library can do so, as glibc can.

@@ -1,4 +1,4 @@
-"""How the ranks of a new group tell each other something, through the store."""
+"""Exchange of texts between the ranks of a new group, through the store."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from shoal.errors import CollectiveError
 __all__ = ["Assembly"]
 
 _SHORTEST_PAUSE = 2e-4
-"""Seconds between the first two looks at the store; the next pauses are longer."""
+"""Seconds between the first two looks at the store; later pauses are longer."""
 
 _PAUSE_PER_RANK = 1e-4
-"""Seconds a rank by which the longest pause grows: the store serves 10,000 looks a second at most."""
+"""Seconds per rank by which the longest pause grows: the store serves 10,000 looks a second at most."""
 
 _SECONDS_PER_LOOK_AT_PEERS = 0.5
 
 _SAID = "said "
-"""Before what a rank tells; without it, a text is the reason for which the rank gave up."""
+"""Prefix of a text that a rank tells; a text without it is the reason why the rank gave up."""
 
 
 class Assembly:
@@ -32,13 +32,13 @@ class Assembly:
 
     Each rank puts its text into the store and adds one to a count. The rank that makes the count full puts
     all texts together, and the others take them from there: a few requests a rank, however many ranks there
-    are. Nobody waits in the store: it would warn of each wait that ends without a result.
+    are. No rank waits in the store, because the store warns of each wait that ends without a result.
 
     Args:
         store: The ranks' common store, for this group alone.
         rank: This process within the group.
         size: Ranks in the group.
-        timeout: For all ranks to come.
+        timeout: Time limit for all ranks to come.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
@@ -49,15 +49,15 @@ class Assembly:
         self._timeout = timeout
         self._processes: Mapping[int, int] = {}
         self._told: set[str] = set()
-        # A group that was ended may have left its keys in the store: each rank counts how often it came.
+        # A group that ended may have left its keys in the store: each rank counts how often it came.
         self._round = store.add(f"rounds/{rank}", 1)
 
     def tell(self, subject: str, text: str) -> list[str]:
-        """Tells everyone a text.
+        """Tell all ranks a text, and return theirs.
 
         Args:
-            subject: The same on all ranks; each is told once.
-            text: This rank's.
+            subject: What the texts are about, equal on all ranks. Use each subject once.
+            text: This rank's text.
 
         Returns:
             Each rank's text.
@@ -70,7 +70,7 @@ class Assembly:
             told = self._gather(subject, _SAID + text)
         except CollectiveError:
             raise
-        except RuntimeError as error:  # as the stores have it
+        except RuntimeError as error:  # the stores raise this
             raise CollectiveError(f"the group did not form: {error}", fault="peer lost") from error
         for rank, each in enumerate(told):
             if not each.startswith(_SAID):
@@ -78,12 +78,12 @@ class Assembly:
         return [each.removeprefix(_SAID) for each in told]
 
     def watch(self, processes: Mapping[int, int]) -> None:
-        """Has the end of these ranks' processes, which are on this host, noticed."""
+        """Watch for the end of these ranks' processes, which are on this host."""
         self._processes = processes
 
     def give_up(self, reason: str, subjects: Sequence[str]) -> None:
-        """Tells the others why this rank will not come, for each of the subjects that it has not told."""
-        with contextlib.suppress(RuntimeError):  # the store is what went wrong
+        """Tell the others why this rank will not come, for each subject that it has not told yet."""
+        with contextlib.suppress(RuntimeError):  # the store may be what failed
             for subject in subjects:
                 if subject not in self._told:
                     self._told.add(subject)
@@ -107,7 +107,7 @@ class Assembly:
         return told
 
     def _put(self, subject: str, text: str) -> bool:
-        """Puts this rank's text into the store; returns whether all ranks have put theirs."""
+        """Put this rank's text into the store; return whether all ranks have put theirs."""
         self._store.set(self._key(subject, self._rank), text)
         return bool(self._store.add(self._key(subject, "count"), 1) == self._size)
 
@@ -118,7 +118,7 @@ class Assembly:
         return told
 
     def _look_at_peers(self, subject: str) -> bool:
-        """Whether all ranks have told, though who came last may have ended before it put that together.
+        """Return whether all ranks have told; the last one may have ended before it put the texts together.
 
         Raises:
             CollectiveError: A rank ended, or time ran out.

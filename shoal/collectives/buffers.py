@@ -1,4 +1,4 @@
-"""Tensors in memory that the other processes of the host can map: communicated without a copy."""
+"""Tensors in memory that other processes of the host can map, so that they travel without a copy."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["empty", "trim"]
 
 
 def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor whose content is not defined, in shared memory; in ordinary memory without the native core.
+    """Return an uninitialised tensor in shared memory; in ordinary memory without the native core.
 
-    The ranks of a host read and write each other's tensors of this kind directly, and views of them too.
-    What a process that was forked off writes to one stays with it.
+    The ranks of a host read and write each other's tensors of this kind, and views of them, directly. When a
+    forked process writes to such a tensor, only that process sees the change.
 
     Args:
-        shape: As for `torch.empty`.
-        dtype: Of the elements.
+        shape: Shape, in the forms that `torch.empty` takes.
+        dtype: Type of the elements.
 
     Raises:
         CollectiveError: The system has no memory, or no descriptor, for it.
@@ -37,13 +37,13 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> to
     if not address:
         raise core.failure("allocating shared memory")
     memory = (ctypes.c_byte * nbytes).from_address(address)
-    # The tensor keeps `memory`; with the last view of it the buffer goes back.
+    # The tensor keeps `memory`; when its last view is freed, the buffer goes back.
     weakref.finalize(memory, core.buffer_release, address).atexit = False
     return torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
 
 
 def trim() -> int:
-    """Gives the memory of freed shared tensors, which is kept for the next ones, back to the system.
+    """Give back to the system the memory of freed shared tensors, which is kept for the next ones.
 
     Returns:
         Bytes of memory that were given back; 0 without the native core.

@@ -1,4 +1,4 @@
-"""Measures what each algorithm costs on a group, and makes a table of it."""
+"""Measures the cost of each algorithm on a group, and makes a table of the costs."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ class TimedGroup(Protocol):
 
     @property
     def level(self) -> str:
-        """What carries its bytes: "shared-memory" or "network"."""
+        """What carries the group's bytes: "shared-memory" or "network"."""
         ...
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks in the group."""
         ...
 
     @property
     def hosts(self) -> int:
-        """On how many hosts they are, equally many on each."""
+        """Number of hosts, with equally many ranks on each."""
         ...
 
     @property
     def turns(self) -> int:
-        """How many of them take turns on a core: 1 if each has one of its own."""
+        """Number of ranks that share a core: 1 if each has a core of its own."""
         ...
 
     def run(self, collective: str, algorithm: str, nbytes: int) -> float | None:
-        """Seconds of one call, a median of enough of them, the same on every rank.
+        """Return the median seconds of a call, equal on every rank.
 
         Args:
-            collective: Such as "all_reduce".
-            algorithm: Such as "ring".
+            collective: Name of the collective, such as "all_reduce".
+            algorithm: Name of the algorithm, such as "ring".
             nbytes: S, as shoal.cost.collectives.algorithms defines it for each collective.
 
         Returns:
@@ -57,19 +57,19 @@ def calibrate(
     collectives: Sequence[str] = COLLECTIVES,
     sizes: Sequence[int] = SIZES,
 ) -> Table:
-    """Times every algorithm that the group can run at every size, and fits alpha and beta of each.
+    """Time every algorithm that the group can run at every size, and fit the alpha and beta of each.
 
-    Every rank of the group calls this alike. Two hosts alone say little of more: the steps of many algorithms
-    are then the same.
+    Every rank of the group makes the same call. Two hosts say little about larger numbers, because many
+    algorithms then have equal steps.
 
     Args:
-        group: What is timed.
-        table: Says which algorithms there are, and what an algorithm's parts inside the hosts cost.
-        collectives: Which collectives to time.
-        sizes: Bytes of the buffers, two at least.
+        group: The group that is timed.
+        table: The known algorithms, with the cost of each one's parts inside hosts.
+        collectives: The collectives to time.
+        sizes: Bytes of the buffers, at least two sizes.
 
     Returns:
-        A table of what was measured, and of nothing else.
+        A table with the measured costs only.
     """
     entries = {}
     for collective in collectives:

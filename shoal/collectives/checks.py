@@ -1,6 +1,6 @@
-"""What the operands of a call must be. All of it is checked before anything is sent.
+"""Checks of a call's operands, before anything is sent.
 
-Every check raises CollectiveError with the fault "invalid" for what it does not accept.
+Every check raises CollectiveError with the fault "invalid" if it does not accept an operand.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Other = TypeVar("Other")
 
 
 def only(items: Sequence[Item], what: str) -> Item:
-    """The item of a list that has one; raises CollectiveError for another list."""
+    """Return the only item of a list; raise CollectiveError if it has not exactly one."""
     try:
         (item,) = items
     except ValueError:
@@ -46,7 +46,7 @@ def only(items: Sequence[Item], what: str) -> Item:
 
 
 def require_type(output: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
-    """Raises CollectiveError unless both tensors of a call have one type."""
+    """Raise CollectiveError unless both tensors of a call have the same type."""
     if output.dtype is not tensor.dtype:
         raise refusal(
             f"{what} was given an output of {described(output)} and an input of {described(tensor)}",
@@ -56,7 +56,7 @@ def require_type(output: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
 
 
 def require_parts(whole: torch.Tensor, part: torch.Tensor, ranks: int, what: str) -> None:
-    """Raises CollectiveError unless `whole` has a part for every rank."""
+    """Raise CollectiveError unless `whole` has a part for every rank."""
     if whole.numel() != ranks * part.numel():
         raise refusal(
             f"{what} was given {described(whole)} for {ranks} parts of {described(part)}",
@@ -66,7 +66,7 @@ def require_parts(whole: torch.Tensor, part: torch.Tensor, ranks: int, what: str
 
 
 def require_pairs(outputs: Sequence[Item], inputs: Sequence[Other], what: str) -> list[tuple[Item, Other]]:
-    """The outputs with their inputs; raises CollectiveError unless there are as many, and one at least."""
+    """Return each output with its input; raise CollectiveError if the numbers differ or are 0."""
     if len(outputs) != len(inputs) or not outputs:
         raise refusal(
             f"{what} was given {len(outputs)} outputs for {len(inputs)} inputs",
@@ -84,20 +84,20 @@ def require_list(
     like: torch.Tensor | None = None,
     even: bool = False,
 ) -> bool:
-    """Checks a list of tensors of one type that the core can read.
+    """Check that a list has tensors of one type which the core can read.
 
     Args:
         tensors: The list.
-        what: Names the list, such as "the output list of all_gather".
-        count: How many it has to have; at least one by default.
-        like: A tensor whose type they have to have; by default the first of the list.
-        even: Whether each has to have as many elements as `like`.
+        what: Name of the list in the error, such as "the output list of all_gather".
+        count: Length that the list must have; at least one by default.
+        like: A tensor of the type that they must have; by default the first of the list.
+        even: Whether each must have as many elements as `like`.
 
     Returns:
         Whether each has as many elements as `like`.
 
     Raises:
-        CollectiveError: The list is another.
+        CollectiveError: The list is not as described.
     """
     if len(tensors) != count if count is not None else not tensors:
         raise refusal(
@@ -130,7 +130,7 @@ def _misfit(tensors: Sequence[torch.Tensor], what: str, like: torch.Tensor, even
 
 
 def require_size(tensor: torch.Tensor, elements: int, what: str) -> None:
-    """Raises CollectiveError unless the tensor has that many elements."""
+    """Raise CollectiveError unless the tensor has that many elements."""
     if tensor.numel() != elements:
         raise refusal(
             f"{what} is {described(tensor)}",
@@ -140,7 +140,7 @@ def require_size(tensor: torch.Tensor, elements: int, what: str) -> None:
 
 
 def require_in_group(rank: int, size: int, what: str, *, own: int | None = None) -> int:
-    """Gives the rank back; raises CollectiveError unless the group has it, besides this rank's `own`."""
+    """Return the rank; raise CollectiveError unless the group has it and it is not this rank, `own`."""
     if not 0 <= rank < size or rank == own:
         raise refusal(
             f"{what} is rank {rank}, in a group of {size}" + (f", on rank {own}" if own is not None else ""),
@@ -151,7 +151,7 @@ def require_in_group(rank: int, size: int, what: str, *, own: int | None = None)
 
 
 def uneven_own_part(sent: int, received: int) -> CollectiveError:
-    """The error for a rank's part of all_to_all for itself that has two sizes, in bytes."""
+    """Return the error for a rank whose own part of all_to_all has two sizes, in bytes."""
     return refusal(
         f"all_to_all was given {sent} bytes from this rank to itself, and room for {received}",
         possible="a part of one size in the input and in the output",
@@ -160,7 +160,7 @@ def uneven_own_part(sent: int, received: int) -> CollectiveError:
 
 
 def require_tag(tag: int) -> int:
-    """Gives the tag back; raises CollectiveError for one that messages cannot have."""
+    """Return the tag; raise CollectiveError if messages cannot have it."""
     if not 0 <= tag < 1 << 31:
         raise refusal(
             f"a message was given the tag {tag}",
@@ -171,7 +171,7 @@ def require_tag(tag: int) -> int:
 
 
 def contiguous_bytes(tensor: torch.Tensor) -> int:
-    """The size of its elements; raises CollectiveError unless they lie one after another."""
+    """Return the bytes of a tensor's elements; raise CollectiveError unless it is contiguous."""
     require_dense(tensor)
     if not tensor.is_contiguous():
         raise refusal(
@@ -183,7 +183,7 @@ def contiguous_bytes(tensor: torch.Tensor) -> int:
 
 
 def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int, what: str) -> list[int]:
-    """The bytes of each rank's part of a tensor that is split along its first dim; equal ones without splits.
+    """Return the bytes of each rank's part of a tensor, split along its first dim; without splits, equally.
 
     Raises:
         CollectiveError: The splits do not fit the tensor.

@@ -1,4 +1,4 @@
-"""Several collectives that c10d calls as one; all are checked before the first begins."""
+"""Several collectives that c10d calls as one. All are checked before the first begins."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Tensors = Sequence[torch.Tensor]
 
 
 def all_gather_pairs(group: Any, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
-    """Does `all_gather_single` for several pairs of tensors.
+    """Do `all_gather_single` for several pairs of tensors.
 
     Args:
-        group: Of the backend "shoal".
-        outputs: One for each input, for everybody's.
-        inputs: This rank's.
+        group: A group of the backend "shoal".
+        outputs: For each input, the tensor for the inputs of all ranks.
+        inputs: This rank's tensors.
         opts: c10d's AllgatherOptions.
 
     Raises:
@@ -39,16 +39,16 @@ def all_gather_pairs(group: Any, outputs: Tensors, inputs: Tensors, opts: Any) -
 
 
 def reduce_scatter_pairs(group: Any, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
-    """Does `reduce_scatter_single` for several pairs of tensors.
+    """Do `reduce_scatter_single` for several pairs of tensors.
 
     Args:
-        group: Of the backend "shoal".
-        outputs: One for each input, for this rank's part of the result.
-        inputs: This rank's, whole.
+        group: A group of the backend "shoal".
+        outputs: For each input, the tensor for this rank's part of the result.
+        inputs: This rank's whole tensors.
         opts: c10d's ReduceScatterOptions.
 
     Raises:
-        CollectiveError: A pair does not fit, or has no such reduction.
+        CollectiveError: A pair does not fit, or its type does not have the reduction.
     """
     what = "reduce_scatter_single_coalesced"
     pairs = require_pairs(outputs, inputs, what)
@@ -61,12 +61,12 @@ def reduce_scatter_pairs(group: Any, outputs: Tensors, inputs: Tensors, opts: An
 
 
 def all_gather_lists(group: Any, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-    """Does `allgather` for several tensors.
+    """Do `allgather` for several tensors.
 
     Args:
-        group: Of the backend "shoal".
-        outputs: A list for every rank, of a tensor for every input.
-        inputs: This rank's.
+        group: A group of the backend "shoal".
+        outputs: For each rank, a list with a tensor for every input.
+        inputs: This rank's tensors.
         opts: c10d's AllgatherOptions.
 
     Raises:

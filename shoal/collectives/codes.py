@@ -63,15 +63,15 @@ _DTYPES = {
     torch.bool: 9,
 }
 _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""Of what a complex number has two, which is what is added."""
+"""The real type of each complex type: sums add the two real numbers."""
 
 MOVED = _DTYPES[torch.uint8]
-"""The type's number where nothing is reduced: bytes are moved."""
+"""Number of the type that moves bytes, where nothing is reduced."""
 
 _Kind: Any = ReduceOp.RedOpType  # its members are the native module's, which has no types
 
 _REDUCTIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
-"""By the core's number."""
+"""Names of reductions; the index is the core's number."""
 
 
 def _defined_on(dtype: torch.dtype) -> tuple[str, ...]:
@@ -96,10 +96,10 @@ REDUCTION_NAMES = dict(enumerate(_REDUCTIONS))
 
 
 def reduction_numbers(op: Any, dtype: torch.dtype) -> tuple[int, int]:
-    """The numbers of a type and of a reduction, which is c10d's ReduceOp.
+    """Return the core's numbers of a type and of a reduction, which is c10d's ReduceOp.
 
     Raises:
-        CollectiveError: There is no such reduction of the type.
+        CollectiveError: The type does not have this reduction.
     """
     numbers = _NUMBERS.get((hash(op), dtype))
     if numbers is None:
@@ -124,14 +124,14 @@ def _undefined(name: str, dtype: torch.dtype) -> CollectiveError:
 
 
 class Chooser:
-    """Which algorithm a group uses, for each collective and size.
+    """Chooses the algorithm of a group for each collective and size.
 
     Args:
-        options: What is forced, and the table of costs.
-        one_shot_bytes: What one rank may put into its slot for one-shot, at most.
-        ranks: Of the group.
-        hosts: On which they are.
-        turns: How many of them take turns on a core, on one host: 1 if each has one of its own.
+        options: The forced algorithms, and the table of costs.
+        one_shot_bytes: Largest number of bytes that one rank may put into its slot for one-shot.
+        ranks: Number of ranks in the group.
+        hosts: Number of hosts that the ranks are on.
+        turns: Number of ranks that share a core, on one host: 1 if each has a core of its own.
     """
 
     def __init__(self, options: Options, one_shot_bytes: int, ranks: int, hosts: int, turns: int = 1) -> None:
@@ -143,13 +143,13 @@ class Chooser:
         self._bounds: dict[tuple[str, int], tuple[tuple[float, ...], tuple[str, ...]]] = {}
 
     def choose(self, collective: str, nbytes: int, slot: int, widening: int = 1) -> str:
-        """The algorithm's name.
+        """Return the name of the algorithm.
 
         Args:
-            collective: One of `COLLECTIVE_NUMBERS`, but for the barrier.
-            nbytes: Of the whole buffer, as shoal.cost.collectives.algorithms defines it.
-            slot: What one rank would have to put into its slot for one-shot, in bytes.
-            widening: 2 for sums of 16-bit floats, which some algorithms pass on as 32-bit ones.
+            collective: One of `COLLECTIVE_NUMBERS`, without the barrier.
+            nbytes: Bytes of the whole buffer, as shoal.cost.collectives.algorithms defines it.
+            slot: Bytes that one rank would have to put into its slot for one-shot.
+            widening: 2 for sums of 16-bit floats, which some algorithms pass on as 32-bit floats.
         """
         key = collective, widening
         if key not in self._bounds:

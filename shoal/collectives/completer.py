@@ -1,4 +1,4 @@
-"""Futures completed while their asker computes, which DistributedDataParallel needs between hosts."""
+"""A thread that completes futures while their caller computes, as DistributedDataParallel needs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Completer"]
 
 
 class Completer:
-    """A thread that sets futures, one after the other, in the order in which they were given.
+    """A thread that sets futures one after the other, in the order in which they were given.
 
-    What has to be waited for is done by the futures' own callbacks (`torch.futures.Future.then`), and so in
-    that thread. It begins with the first future.
+    The futures' own callbacks (`torch.futures.Future.then`) do the waiting, and they run in that thread. It
+    starts with the first future.
     """
 
     def __init__(self) -> None:
@@ -22,15 +22,15 @@ class Completer:
         self._thread: threading.Thread | None = None
 
     def set(self, future: torch.futures.Future[None]) -> None:
-        """Sets the future's result to None, after those of the futures that were given before."""
+        """Set the future's result to None, after the futures that were given before."""
         if self._thread is None:
-            # A daemon: who ends without having waited for a future is not held back by it.
+            # A daemon: a process that ends without waiting for a future does not wait for this thread.
             self._thread = threading.Thread(target=_serve, args=(self._given,), name="shoal", daemon=True)
             self._thread.start()
         self._given.put(future)
 
     def close(self) -> None:
-        """Ends the thread, after what it was given."""
+        """End the thread, after the futures that it was given."""
         self._given.put(None)
 
 

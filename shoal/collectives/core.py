@@ -1,4 +1,4 @@
-"""The native core, loaded: its functions with their types, and what they report as exceptions."""
+"""Loads the native core: its functions with their types, and its errors as exceptions."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _FAULTS = {
 _INTERRUPTED, _UNFINISHED = 9, 10
 
 GOING_ON = (-_INTERRUPTED, -_UNFINISHED)
-"""What a wait gives while the operation is still under way."""
+"""Results of a wait for an operation that is still running."""
 
 
 class Call(ctypes.Structure):
-    """One collective, as `shoal_call` in csrc/c_interface.h."""
+    """One collective: the struct `shoal_call` of csrc/c_interface.h."""
 
     _fields_ = [
         ("collective", ctypes.c_int32),
@@ -51,12 +51,12 @@ class Call(ctypes.Structure):
 
 
 class Core:
-    """The functions of csrc/c_interface.h, with their `shoal_` left out.
+    """The functions of csrc/c_interface.h, without the prefix `shoal_`.
 
-    What only begins an operation keeps the interpreter's lock, since giving it up and taking it again would
-    cost more than a small operation does; what may wait, or copy much, gives it up. `build` is the hash of
-    the sources that the core was built from; a rank gives up to `one_shot_bytes` to a collective by
-    one-shot, and a message of `eager_bytes` or more may be copied when it is sent.
+    A function that only begins an operation keeps the interpreter's lock, because to release and take it
+    again would cost more than a small operation. A function that may wait, or copy much, releases it. `build`
+    is the hash of the sources that the core was built from. A rank gives at most `one_shot_bytes` to a
+    collective by one-shot. A message of `eager_bytes` or more may be copied when it is sent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,11 +107,11 @@ class Core:
         self.flag_latency = function(releasing, "flag_latency", real, number, number)
 
     def failure(self, doing: str, code: int = 7) -> CollectiveError:
-        """What the last failed call of this thread reported.
+        """Return the error that the last failed call of this thread reported.
 
         Args:
-            doing: What was being done, as the subject of the message, such as "all_reduce".
-            code: What the call gave, positive.
+            doing: What failed, as the subject of the message, such as "all_reduce".
+            code: The call's error code, positive.
         """
         rank, text = ctypes.c_int(-1), ctypes.create_string_buffer(1024)
         self._last_failure(ctypes.byref(rank), text, len(text))
@@ -120,11 +120,11 @@ class Core:
         )
 
     def check(self, result: int, doing: str) -> int:
-        """Passes a result on.
+        """Return a result unless it is an error.
 
         Raises:
-            CollectiveError: It is negative.
-            BaseException: What a signal handler raised during the call, such as KeyboardInterrupt.
+            CollectiveError: The result is negative.
+            BaseException: A signal handler raised it during the call, such as KeyboardInterrupt.
         """
         if result == -_INTERRUPTED:
             self._raise()
@@ -135,7 +135,7 @@ class Core:
 
 @functools.cache
 def load_core() -> Core | None:
-    """The native core; None where it was not built.
+    """Return the native core; None if it was not built.
 
     Raises:
         ConfigError: It is there, and cannot be loaded, or is not that of these sources.
@@ -154,5 +154,5 @@ def load_core() -> Core | None:
 
 
 def is_built() -> bool:
-    """Whether the native core is there, and with it the backend "shoal"."""
+    """Return whether the native core was built, which the backend "shoal" needs."""
     return load_core() is not None

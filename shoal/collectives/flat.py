@@ -1,4 +1,4 @@
-"""Several tensors as one buffer, which is what the core moves."""
+"""Makes one buffer, which the core can move, from several tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["all_to_be_filled", "as_one", "joined", "to_spread"]
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A flat view of tensors of one type that lie one after the other without gaps; None if they do not."""
+    """Return a flat view of tensors that lie one after the other without gaps; None if they do not."""
     first = tensors[0]
     storage, position = first.untyped_storage().data_ptr(), first.data_ptr()
     for tensor in tensors:
@@ -27,7 +27,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all, one tensor after the other: a view where they lie so, otherwise a copy."""
+    """Return the elements of all tensors in order: a view if they lie one after the other, else a copy."""
     view = joined(tensors)
     if view is not None:
         return view
@@ -37,7 +37,7 @@ def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def all_to_be_filled(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """A flat tensor for the elements of all, in order, and what to do once it is written."""
+    """Return a flat tensor for the elements of all, in order, and the function to call once it is written."""
     flat = joined(tensors)
     if flat is not None:
         return flat, None
@@ -46,7 +46,7 @@ def all_to_be_filled(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Cal
 
 
 def to_spread(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """What copies the elements of `flat` to the tensors, one after the other."""
+    """Return a function that copies the elements of `flat` to the tensors, in order."""
     for tensor in tensors:
         require_places(tensor)
 

@@ -1,9 +1,9 @@
 """The backend "shoal": a process group whose ranks are CPUs.
 
-The methods are c10d's, and do what `torch.distributed` documents of them. They share this: a tensor that is
-not contiguous is copied before and after; where nothing is reduced, any type is moved, as bytes. What does
-not fit is refused before anything is sent (`checks.py`), and the group goes on. Where only the root was given
-what does not fit, only the root raises: the others wait for it to call again.
+The methods are those of c10d, as `torch.distributed` documents them. In all of them a tensor that is not
+contiguous is copied before and after the call. Where nothing is reduced, any type is moved, as bytes.
+Operands that do not fit are refused before anything is sent (`checks.py`), and the group goes on. If only the
+root has operands that do not fit, only the root raises, and the others wait for it to call again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["ProcessGroup"]
 Tensors = Sequence[torch.Tensor]
 
 
-# What is called without options gets those of c10d; they are only read.
+# Default options: those of c10d. They are only read.
 _ALL_REDUCE = c10d.AllreduceOptions()
 _BROADCAST = c10d.BroadcastOptions()
 _REDUCE = c10d.ReduceOptions()
@@ -55,10 +55,10 @@ _BARRIER = c10d.BarrierOptions()
 
 
 class ProcessGroup(NamedGroup):
-    """The ranks of a group, as one of them.
+    """A process group of the backend "shoal", on one of its ranks.
 
     Args:
-        native: Does the work.
+        native: The native group, which does the work.
     """
 
     def __init__(self, native: NativeGroup) -> None:
@@ -70,42 +70,42 @@ class ProcessGroup(NamedGroup):
 
     @property
     def hosts(self) -> int:
-        """How many hosts its ranks are on."""
+        """Number of hosts that its ranks are on."""
         return self._native.hosts
 
     @property
     def turns(self) -> int:
-        """How many of its ranks take turns on a core: 1 if each has one of its own, or is on another host."""
+        """Number of its ranks on one host that share a core: 1 if each has a core of its own."""
         return self._native.turns
 
     @property
     def timeout(self) -> timedelta:
-        """The time limit of operations that have none of their own."""
+        """Time limit of operations that have none of their own."""
         return timedelta(seconds=self._native.timeout)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time limit of operations that have none of their own."""
+        """Set the time limit of operations that have none of their own."""
         self._native.timeout = timeout.total_seconds()
 
     def abort(self) -> None:
-        """Frees every rank that waits; the group cannot be used any more."""
+        """Free every rank that waits; the group cannot be used any more."""
         self._native.abort("abort() was called")
 
     def shutdown(self) -> None:
-        """Leaves the group; nothing of it stays."""
+        """Leave the group and free its resources."""
         self._native.close()
 
     # --- collectives ---
 
     def allreduce(self, tensors: Tensors, opts: Any = _ALL_REDUCE) -> dist.Work:
-        """Reduces one tensor over all ranks, in place."""
+        """Reduce one tensor over all ranks, in place."""
         tensor = only(tensors, "all_reduce")
         if tensor.is_sparse:
             return all_reduce_sparse(self, tensor, opts)
         return self._all_reduce(tensor, opts, tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _ALL_REDUCE) -> dist.Work:
-        """Reduces several tensors over all ranks, in place."""
+        """Reduce several tensors over all ranks, in place."""
         require_list(tensors, "the list of allreduce_coalesced")
         flat = joined(tensors)
         if flat is not None:
@@ -125,7 +125,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = _BROADCAST) -> dist.Work:
-        """Gives every rank the root's tensor."""
+        """Give every rank the root's tensor."""
         tensor = only(tensors, "broadcast")
         root = require_in_group(opts.rootRank, self._size, "the root of broadcast")
         flat, finish = to_be_changed(tensor)
@@ -137,7 +137,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = _REDUCE) -> dist.Work:
-        """Reduces one tensor over all ranks, to the root's."""
+        """Reduce one tensor over all ranks, into the root's tensor."""
         tensor = only(tensors, "reduce")
         root = require_in_group(opts.rootRank, self._size, "the root of reduce")
         flat, finish = to_be_changed(tensor)
@@ -151,7 +151,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, opts)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _ALL_GATHER) -> dist.Work:
-        """Gives every rank everybody's tensor, as a list."""
+        """Give every rank the tensors of all ranks, as a list."""
         output, tensor = only(outputs, "all_gather"), to_be_read(only(inputs, "all_gather"))
         if not require_list(output, "the output list of all_gather", count=self._size, like=tensor):
             return all_gather_uneven(self, output, tensor, opts)
@@ -161,7 +161,7 @@ class ProcessGroup(NamedGroup):
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _ALL_GATHER
     ) -> dist.Work:
-        """Gives every rank everybody's tensor, one after the other in `output`."""
+        """Give every rank the tensors of all ranks, one after the other in `output`."""
         require_type(output, tensor, "all_gather")
         require_parts(output, tensor, self._size, "all_gather")
         flat, finish = to_be_filled(output)
@@ -172,7 +172,7 @@ class ProcessGroup(NamedGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _ALL_GATHER
     ) -> dist.Work:
-        """Does `all_gather_single` for several pairs of tensors."""
+        """Do `all_gather_single` for several pairs of tensors."""
         return all_gather_pairs(self, outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -180,7 +180,7 @@ class ProcessGroup(NamedGroup):
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = _ALL_GATHER
     ) -> dist.Work:
-        """Does `allgather` for several tensors; a list for every rank."""
+        """Do `allgather` for several tensors; `output_lists` has a list for every rank."""
         return all_gather_lists(self, output_lists, inputs, opts)
 
     def _all_gather(
@@ -201,7 +201,7 @@ class ProcessGroup(NamedGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
-        """Reduces a list of tensors over all ranks; rank i gets the i-th."""
+        """Reduce a list of tensors over all ranks; rank i gets the i-th."""
         output, parts = only(outputs, "reduce_scatter"), only(inputs, "reduce_scatter")
         if not require_list(parts, "the input list of reduce_scatter", count=self._size, like=output):
             return reduce_scatter_uneven(self, output, parts, opts)
@@ -210,7 +210,7 @@ class ProcessGroup(NamedGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
-        """Reduces one tensor over all ranks; rank i gets the i-th part."""
+        """Reduce one tensor over all ranks; rank i gets the i-th part."""
         require_type(output, tensor, "reduce_scatter")
         require_parts(tensor, output, self._size, "reduce_scatter")
         return self._reduce_scatter(output, to_be_read(tensor), opts)
@@ -220,7 +220,7 @@ class ProcessGroup(NamedGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _REDUCE_SCATTER
     ) -> dist.Work:
-        """Does `reduce_scatter_single` for several pairs of tensors."""
+        """Do `reduce_scatter_single` for several pairs of tensors."""
         return reduce_scatter_pairs(self, outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -235,7 +235,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, opts)
 
     def all_gather_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
-        """Gives every rank everybody's parts of the tensors in a buffer, in place; all are on one host."""
+        """Give every rank all parts of the tensors in a buffer, in place; all ranks are on one host."""
         operation = Operation(
             "all_gather", buffer, buffer, [buffer],
             nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes,
@@ -243,7 +243,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, _ALL_GATHER)
 
     def reduce_scatter_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
-        """Sums this rank's parts of the tensors in a buffer over all ranks, in place; all are on one host."""
+        """Sum this rank's parts of the tensors in a buffer, in place; all ranks are on one host."""
         operation = Operation(
             "reduce_scatter", buffer, buffer, [buffer],
             nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes, reduces=buffer.dtype,
@@ -251,7 +251,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, _REDUCE_SCATTER)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _GATHER) -> dist.Work:
-        """Gives the root everybody's tensor, as a list."""
+        """Give the root the tensors of all ranks, as a list."""
         tensor = only(inputs, "gather")
         root = require_in_group(opts.rootRank, self._size, "the root of gather")
         nbytes = bytes_of(tensor)
@@ -267,7 +267,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, opts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _SCATTER) -> dist.Work:
-        """Gives rank i the i-th tensor of the root's list."""
+        """Give rank i the i-th tensor of the root's list."""
         output = only(outputs, "scatter")
         root = require_in_group(opts.rootRank, self._size, "the root of scatter")
         nbytes = bytes_of(output)
@@ -284,7 +284,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _ALL_TO_ALL) -> dist.Work:
-        """Sends the i-th tensor to rank i, and receives the i-th from there."""
+        """Send the i-th tensor to rank i, and receive the i-th output from it."""
         require_list(outputs, "the output list of all_to_all", count=self._size)
         require_list(inputs, "the input list of all_to_all", count=self._size, like=outputs[0])
         flat, finish = all_to_be_filled(outputs)
@@ -299,7 +299,7 @@ class ProcessGroup(NamedGroup):
         input_splits: Sequence[int],
         opts: Any = _ALL_TO_ALL,
     ) -> dist.Work:
-        """Sends the i-th part of the first dim to rank i, and receives the i-th from there.
+        """Send the i-th part of the first dim to rank i, and receive the i-th part of the output from it.
 
         Without splits the parts are equal.
         """
@@ -330,7 +330,7 @@ class ProcessGroup(NamedGroup):
         return self._run(operation, opts)
 
     def barrier(self, opts: Any = _BARRIER) -> dist.Work:
-        """Completes when all ranks have called it."""
+        """Wait until all ranks have called this."""
         operation = Operation(
             "barrier", None, None, [],
             nbytes=0, whole=0, slot=0,
@@ -340,18 +340,18 @@ class ProcessGroup(NamedGroup):
     # --- messages ---
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
-        """Sends one tensor to a rank."""
+        """Send one tensor to a rank."""
         tensor = only(tensors, "send")
         require_in_group(peer, self._size, "the receiver of send", own=self._rank)
         return self._native.send(to_be_read(tensor), peer, require_tag(tag))
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
-        """Receives one tensor from a rank."""
+        """Receive one tensor from a rank."""
         require_in_group(peer, self._size, "the sender of recv", own=self._rank)
         return self._receive(tensors, peer, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        """Receives one tensor from whoever sends one first."""
+        """Receive one tensor from the rank that sends one first."""
         return self._receive(tensors, -1, tag)
 
     def _receive(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
@@ -359,15 +359,15 @@ class ProcessGroup(NamedGroup):
         return self._native.receive(flat, peer, require_tag(tag), finish)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that says who did not come.
+        """Wait for all ranks; the error names the ranks that did not come.
 
         Args:
-            timeout: For all to come.
-            wait_all_ranks: Whether rank 0 waits for everybody before it names those that are missing, rather
-                than naming the first.
+            timeout: Time limit for all ranks to come.
+            wait_all_ranks: Whether rank 0 waits for all ranks and then names every missing one, instead of
+                only the first.
 
         Raises:
-            CollectiveError: Not all came in time.
+            CollectiveError: Not all ranks came in time.
         """
         seconds = timeout.total_seconds() if timeout is not None else self._native.timeout
         self._native.monitored_barrier(seconds, wait_all_ranks)
@@ -376,5 +376,5 @@ class ProcessGroup(NamedGroup):
 
     def _run(self, operation: Operation, opts: Any) -> dist.Work:
         work = self._native.run(operation, opts)
-        self._sequence_number += 1  # of what was not refused
+        self._sequence_number += 1  # counts operations that were not refused
         return work

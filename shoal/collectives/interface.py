@@ -16,7 +16,7 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that a route to `host` begins at; nothing is sent.
+    """Return this machine's address on the route to `host`; nothing is sent.
 
     Raises:
         ConfigError: The name has no address, or there is no route.
@@ -35,7 +35,7 @@ def address_towards(host: str) -> str:
 
 
 def find_interface_address(name: str) -> str:
-    """The address of an interface, such as "eth0"; an address stands for itself.
+    """Return the address of an interface, such as "eth0"; an address is returned as it is.
 
     Raises:
         ConfigError: There is no such interface, or it has no address.
@@ -74,6 +74,6 @@ def _ipv6_address(name: str) -> str | None:
     file = Path("/proc/net/if_inet6")
     for line in file.read_text(encoding="ascii").splitlines() if file.exists() else ():
         digits, _, _, scope, _, interface = line.split()
-        if interface == name and scope == "00":  # reachable from elsewhere, not for one link alone
+        if interface == name and scope == "00":  # reachable from other networks, not on one link alone
             return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     return None

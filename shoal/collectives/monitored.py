@@ -1,4 +1,4 @@
-"""A barrier that says who did not come."""
+"""A barrier whose error names the ranks that did not come."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from shoal.errors import CollectiveError
 __all__ = ["MonitoredBarrier"]
 
 _TAG = -1
-"""Of the barrier's messages; those of `torch.distributed` are not negative."""
+"""Tag of the barrier's messages; tags of `torch.distributed` are not negative."""
 
 _PASSED = -1
 
 
 class Messages(Protocol):
-    """The ranks of a group, as far as they send each other messages: a `NativeGroup`."""
+    """A group that can send messages, such as a `NativeGroup`."""
 
     rank: int
     size: int
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Begins to send a contiguous tensor."""
+        """Begin to send a contiguous tensor."""
 
     def receive(
         self, tensor: torch.Tensor, peer: int, tag: int, finish: Callable[[], None] | None
     ) -> dist.Work:
-        """Begins to receive a contiguous tensor."""
+        """Begin to receive a contiguous tensor."""
 
 
 class MonitoredBarrier:
-    """Rank 0 receives a token from everybody, and then sends everybody the answer: who is missing, if any.
+    """A barrier in which rank 0 receives a token from every rank, then tells every rank who is missing.
 
-    A failure is this barrier's alone: the group goes on. A receive that nothing came for stays, for the next
-    barrier, since a rank that comes late sends its token all the same.
+    If the barrier fails, the group goes on. A receive that got nothing stays for the next barrier, because a
+    late rank still sends its token.
     """
 
     def __init__(self) -> None:
         self._receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
 
     def __call__(self, group: Messages, seconds: float, wait_all_ranks: bool) -> None:
-        """Returns when all ranks have called it.
+        """Return when all ranks have called it.
 
         Args:
-            group: The ranks; always the same.
-            seconds: For all to come.
-            wait_all_ranks: Whether rank 0 waits for everybody before it names those that are missing, rather
-                than naming the first.
+            group: The group, the same in every call.
+            seconds: Time limit for all ranks to come.
+            wait_all_ranks: Whether rank 0 waits for all ranks and then names every missing one, instead of
+                only the first.
 
         Raises:
-            CollectiveError: Not all came in time.
+            CollectiveError: Not all ranks came in time.
         """
         if group.rank == 0:
             self._collect(group, seconds, wait_all_ranks)
@@ -99,7 +99,7 @@ class MonitoredBarrier:
             "send/recv from rank 0"
         )
         try:
-            # A little longer than rank 0 waits, since what it says tells more.
+            # Wait a little longer than rank 0, because its answer says more.
             missing = self._take(0, seconds + 1)
         except CollectiveError as failure:
             raise CollectiveError(f"{met_trouble}: {failure}", rank=0, fault=failure.fault) from failure
@@ -126,5 +126,5 @@ class MonitoredBarrier:
 
 
 def _send(group: Messages, rank: int, number: int) -> None:
-    # Not waited for: so few bytes are on their way at once.
+    # No wait: so few bytes leave at once.
     group.send(torch.tensor([number]), rank, _TAG)

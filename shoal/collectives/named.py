@@ -1,4 +1,4 @@
-"""What c10d asks of every process group that is written in Python: who it is."""
+"""The identity that c10d asks of every process group written in Python: rank, size, name and purpose."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch.distributed as dist
 
 __all__ = ["NamedGroup"]
 
-_Base: Any = dist.ProcessGroup  # overloaded for many ways to call, of which c10d uses one each
+_Base: Any = dist.ProcessGroup  # it has many overloads, of which c10d uses one each
 
 
 class NamedGroup(_Base):
-    """A group's rank, size, name and purpose.
+    """A process group with its rank, size, name and purpose.
 
     Args:
-        rank: This process within the group.
-        size: Ranks in the group.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -28,17 +28,17 @@ class NamedGroup(_Base):
         self._sequence_number = 0
 
     def rank(self) -> int:
-        """This process within the group."""
+        """Return this process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """Ranks in the group."""
+        """Return the number of ranks in the group."""
         return self._size
 
     getRank, getSize = rank, size  # noqa: N815
 
     def name(self) -> str:
-        """The backend's name."""
+        """Return the backend's name."""
         return "shoal"
 
     getBackendName = name  # noqa: N815
@@ -51,22 +51,22 @@ class NamedGroup(_Base):
         return self
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The group's name."""
+        """Return the group's name."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Names the group."""
+        """Set the group's name."""
         self._name = name
 
     _set_group_name = setGroupName
     group_name = property(getGroupName)
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the group is for."""
+        """Return the group's purpose."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
-        """Says what the group is for."""
+        """Set the group's purpose."""
         self._description = description
 
     _set_group_desc = setGroupDesc

@@ -1,4 +1,4 @@
-"""The native group: collectives of flat buffers, with the algorithm chosen for each."""
+"""The native group: runs collectives of flat buffers, and chooses the algorithm for each."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from shoal.errors import CollectiveError
 __all__ = ["NativeGroup"]
 
 _NARROW = (2, 3)
-"""The numbers of the 16-bit floats."""
+"""Numbers of the types that are 16-bit floats."""
 
 
 class NativeGroup:
-    """The ranks of a group, as the native core connects them.
+    """A group whose ranks the native core connects.
 
     Args:
         core: The native core.
         store: The ranks' common store, for this group alone.
-        rank: This process within the group.
-        size: Ranks in the group.
-        timeout: Of operations that have none of their own, and for the group to form.
-        options: How it communicates.
-        known: What the ranks know of each other from another group.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        timeout: Time limit for the group to form, and for operations that have none of their own.
+        options: How the group communicates.
+        known: Facts that the ranks know about each other from another group.
 
     Raises:
         CollectiveError: The ranks did not all come, or cannot reach each other.
@@ -64,7 +64,7 @@ class NativeGroup:
         self._handle = self.formed.handle
         self.close = weakref.finalize(self, core.group_close, self._handle)
         self.hosts = len({member.host for member in self.formed.members})
-        # Within a host there would be nothing to gain: see Work.get_future.
+        # Within a host it would gain nothing: see Work.get_future.
         self._completer = Completer() if self.hosts > 1 else None
         self.turns = self.formed.turns if self.hosts == 1 else 1
         self._chooser = Chooser(options, core.one_shot_bytes, size, self.hosts, self.turns)
@@ -74,7 +74,7 @@ class NativeGroup:
         self._abandoned: list[tuple[int, object]] = []
 
     def __del__(self) -> None:
-        # Not where the interpreter's end closes it: a Work may be asked something after that.
+        # Not at the interpreter's end: a Work may be used after that.
         if hasattr(self, "close"):
             self.close()
             self._core.group_free(self._handle)
@@ -82,12 +82,12 @@ class NativeGroup:
                 self._completer.close()
 
     def run(self, operation: Operation, opts: Any) -> dist.Work:
-        """Begins a collective.
+        """Begin a collective.
 
         Args:
-            operation: Which.
-            opts: c10d's options of it: the time limit, the reduction, and whether it goes on while nobody
-                waits for it.
+            operation: The collective and its operands.
+            opts: c10d's options for it: the time limit, the reduction, and whether it runs in the
+                background.
         """
         if self._abandoned:
             self._forget_abandoned()
@@ -99,7 +99,7 @@ class NativeGroup:
             reach = operation.whole if splits is None else sum(splits[1])
             if -reach < taken - given < operation.whole and self._overlaps(operation, taken - given):
                 assert input_ is not None
-                input_ = input_.clone()  # who reads it could find what is written already
+                input_ = input_.clone()  # another rank could read what is already overwritten
                 given = input_.data_ptr()
         dtype, reduction = MOVED, 0
         if operation.reduces is not None:
@@ -125,7 +125,7 @@ class NativeGroup:
             timeout if timeout > 0 else self.timeout,
         )
         if splits is not None:
-            sent, received = self._Counts(*splits[0]), self._Counts(*splits[1])  # until the call has begun
+            sent, received = self._Counts(*splits[0]), self._Counts(*splits[1])  # kept until the call begins
             call.send_bytes, call.receive_bytes = ctypes.addressof(sent), ctypes.addressof(received)
         if stripes is not None:
             call.stripes, call.stripe_count = stripes.address, stripes.count
@@ -155,7 +155,7 @@ class NativeGroup:
         )
 
     def algorithm(self, collective: str, whole: int, slot: int, *, widening: int = 1) -> str:
-        """The name of the algorithm for a collective of that size; arguments as `Chooser.choose` has them."""
+        """Return the name of the algorithm for a collective; the arguments are those of `Chooser.choose`."""
         if self.size == 1:
             return "one-shot" if slot <= 4096 and collective != "all_to_all" else "direct"
         if collective == "barrier":
@@ -163,7 +163,12 @@ class NativeGroup:
         return self._chooser.choose(collective, whole, slot, widening)
 
     def _overlaps(self, operation: Operation, distance: int) -> bool:
-        """Whether input and output overlap, the output `distance` behind, in more than this rank's part."""
+        """Return whether input and output overlap in more than this rank's part.
+
+        Args:
+            operation: The collective and its operands.
+            distance: Bytes from the beginning of the input to that of the output.
+        """
         collective, nbytes = operation.collective, operation.nbytes
         if collective == "all_to_all":
             return True
@@ -172,7 +177,7 @@ class NativeGroup:
         return -nbytes < distance and distance != self.rank * nbytes
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        """Begins to send a contiguous tensor."""
+        """Begin to send a contiguous tensor."""
         nbytes = bytes_of(tensor)
         begin = self._core.send_small if nbytes < self._core.eager_bytes else self._core.send_large
         ticket = begin(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout)
@@ -183,7 +188,7 @@ class NativeGroup:
     def receive(
         self, tensor: torch.Tensor, peer: int, tag: int, finish: Callable[[], None] | None
     ) -> dist.Work:
-        """Begins to receive a contiguous tensor; from anyone, if `peer` is -1."""
+        """Begin to receive a contiguous tensor; from any rank if `peer` is -1."""
         nbytes = bytes_of(tensor)
         name = f"receive from rank {peer}" if peer >= 0 else "receive from any rank"
         ticket = self._core.check(
@@ -192,11 +197,11 @@ class NativeGroup:
         return self._message(ticket, name, tensor, finish)
 
     def abort(self, reason: str) -> None:
-        """Frees every rank that waits; the group cannot be used any more."""
+        """Free every rank that waits; the group cannot be used any more."""
         self._core.group_abort(self._handle, reason.encode())
 
     def monitored_barrier(self, seconds: float, wait_all_ranks: bool) -> None:
-        """A barrier that says who did not come; arguments and errors as `MonitoredBarrier` has them."""
+        """Wait for all ranks; arguments and errors are those of `MonitoredBarrier`."""
         self._monitored(self, seconds, wait_all_ranks)
 
     def _message(
@@ -215,7 +220,7 @@ class NativeGroup:
         )
 
     def _complete(self, ticket: int, name: str, operands: object) -> None:
-        """Waits for an operation of which nobody else knows; arguments as `Work` has them."""
+        """Wait for an operation that has no Work; the arguments are those of `Work`."""
         outcome = self._core.wait(self._handle, ticket, -1.0, None)
         if outcome in GOING_ON:
             self._abandon(ticket, operands)
@@ -224,7 +229,7 @@ class NativeGroup:
         self._core.check(outcome, name)
 
     def _abandon(self, ticket: int, operands: object) -> None:
-        """Keeps the operands of an operation that nobody can wait for any more, until it is complete."""
+        """Keep the operands of an operation whose Work was dropped, until it is complete."""
         self._abandoned.append((ticket, operands))
 
     def _forget_abandoned(self) -> None:
@@ -242,10 +247,10 @@ class NativeGroup:
         tensor: torch.Tensor | None,
         splits: tuple[Sequence[int], Sequence[int]] | None,
     ) -> None:
-        """Has the ranks compare what they are about to do.
+        """Compare this call with those of the other ranks.
 
         Raises:
-            CollectiveError: They are about to do different things.
+            CollectiveError: The calls differ.
         """
         calls = self._gather(describe_call(call, tensor), call.timeout)
         difference = first_difference(calls, self.rank)
@@ -256,7 +261,7 @@ class NativeGroup:
             raise CollectiveError(text, rank=rank, fault="mismatch")
 
     def _gather(self, own: Sequence[int], timeout: float) -> list[list[int]]:
-        """What every rank gives, of the same length."""
+        """Return the numbers that every rank gives; all ranks give equally many."""
         told = torch.tensor(own)
         everyone = torch.empty(self.size, len(own), dtype=torch.int64)
         nbytes = bytes_of(told)

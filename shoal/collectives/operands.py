@@ -1,4 +1,4 @@
-"""The tensors of a call, made into what the core takes: contiguous memory on the CPU."""
+"""Turns the tensors of a call into the core's operands: contiguous memory on the CPU."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ __all__ = [
 ]
 
 _ABOVE_OFFSETS = 1 << 44
-"""The address of no tensor without memory: none has an element so far behind its first."""
+"""An address above every element of a tensor that has no memory, whose first element has address 0."""
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """The size of its elements."""
+    """Return the bytes of a tensor's elements."""
     return tensor.nbytes
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where its elements begin; raises CollectiveError if they have no memory."""
+    """Return the address of a tensor's first element; raise CollectiveError if it has no memory."""
     address = tensor.data_ptr()
-    # No element has more than 16 bytes, and no memory begins as low: so this finds what begins at 0.
+    # No element has more than 16 bytes, and no memory begins as low: so this finds tensors at address 0.
     if address < _ABOVE_OFFSETS and address <= 16 * tensor.storage_offset() and tensor.numel():
         raise refusal(
-            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has none of the memory that is moved",
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory that could be moved",
             possible="a tensor that has memory",
-            change="give the tensor within it, of a DTensor its to_local()",
+            change="give the tensor inside it; for a DTensor, its to_local()",
         )
     return address
 
 
 def require_dense(tensor: torch.Tensor) -> None:
-    """Raises CollectiveError for a tensor that the core cannot move."""
+    """Raise CollectiveError for a tensor that the core cannot move."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_conj():
         kind = "a conjugated view" if tensor.is_conj() else f"{tensor.layout} on {tensor.device}"
         raise refusal(
@@ -52,7 +52,7 @@ def require_dense(tensor: torch.Tensor) -> None:
 
 
 def require_places(tensor: torch.Tensor) -> None:
-    """Raises CollectiveError for a tensor to which a copy could not be written back, once all is sent."""
+    """Raise CollectiveError for a tensor to which the result of a copy could not be written back."""
     address_of(tensor)
     if tensor.numel() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -65,7 +65,7 @@ def require_places(tensor: torch.Tensor) -> None:
 
 
 def to_be_read(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with the same elements."""
+    """Return a contiguous tensor with the same elements."""
     require_dense(tensor)
     if tensor.is_contiguous():
         return tensor
@@ -76,7 +76,7 @@ def to_be_read(tensor: torch.Tensor) -> torch.Tensor:
 def to_be_changed(
     tensor: torch.Tensor, finish: Callable[[], None] | None = None
 ) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """A contiguous tensor to be read and written, and what to do afterwards."""
+    """Return a contiguous tensor to read and write, and the function to call afterwards."""
     require_dense(tensor)
     if tensor.is_contiguous():
         return tensor, finish
@@ -92,7 +92,7 @@ def to_be_changed(
 
 
 def to_be_filled(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """A contiguous tensor to be written, and what to do afterwards."""
+    """Return a contiguous tensor to write, and the function to call afterwards."""
     require_dense(tensor)
     if tensor.is_contiguous():
         return tensor, None

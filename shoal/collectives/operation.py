@@ -19,18 +19,18 @@ class Operation:
 
     Attributes:
         collective: One of `COLLECTIVE_NUMBERS`.
-        input: Contiguous; None if this rank gives nothing.
-        output: Contiguous; None if this rank gets nothing.
-        result: What the work gives.
+        input: Contiguous input tensor; None if this rank gives nothing.
+        output: Contiguous output tensor; None if this rank gets nothing.
+        result: Tensors that the Work returns.
         nbytes: Bytes of the tensor, or of one rank's part where each has a part.
         whole: Bytes of the whole buffer, by which the algorithm is chosen.
         slot: Bytes that one-shot would put into a rank's slot.
-        root: Rank of the group.
+        root: Rank of the root in the group.
         reduces: The type that is reduced; None if bytes are moved.
         splits: For all-to-all, bytes to and from every rank.
-        stripes: For an all-gather or a reduce-scatter in place of several tensors in one buffer, where they
-            lie; the ranks are on one host.
-        finish: Called once it is complete.
+        stripes: Positions of several tensors in one buffer, for an all-gather or a reduce-scatter in place;
+            the ranks are on one host.
+        finish: Function that is called once it is complete.
     """
 
     collective: str

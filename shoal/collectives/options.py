@@ -1,4 +1,4 @@
-"""How a group communicates, where it is not left to the measured table."""
+"""Options of a group: forced algorithms, and how ranks communicate."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Options", "require_same"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `init_process_group` and `new_group` take as `pg_options` for the backend "shoal".
+    """The `pg_options` of the backend "shoal", for `init_process_group` and `new_group`.
 
     Attributes:
-        algorithms: For a collective, the algorithm that it always uses, such as {"all_reduce": "ring"}. One
-            that works only within a host is passed over where there are several.
-        table: What each algorithm costs on this machine; the rest is chosen by it.
-        streams: TCP connections between two ranks of different hosts.
+        algorithms: For a collective, the algorithm that it always uses, such as {"all_reduce": "ring"}. An
+            algorithm that works only within a host is ignored where there are several hosts.
+        table: The cost of each algorithm on this machine, by which other algorithms are chosen.
+        streams: Number of TCP connections between two ranks of different hosts.
         heartbeat: Seconds without a sign of life after which a peer counts as stopped.
-        direct_reads: Whether ranks of a host read each other's memory, where the system lets them; otherwise
-            they copy what is not in shared buffers.
-        debug: Whether ranks tell each other what they call, so that a mismatch is reported, not hung on.
+        direct_reads: Whether ranks of a host read each other's memory where the system allows it. Otherwise
+            they copy tensors that are not in shared buffers.
+        debug: Whether ranks compare their calls first, so that a mismatch raises an error and does not hang.
     """
 
     algorithms: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Options:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Options:
-        """What the environment says.
+        """Return the options that the environment sets.
 
         SHOAL_ALGORITHMS (all_reduce=ring,broadcast=chain), SHOAL_TABLE (a file that `shoal bench --calibrate`
         wrote), SHOAL_STREAMS, SHOAL_HEARTBEAT (seconds), SHOAL_DIRECT_READS (0) and SHOAL_DEBUG (1).
@@ -73,10 +73,10 @@ class Options:
         )
 
     def fingerprint(self, build: str) -> str:
-        """What has to be the same on all ranks of a group, as a short text without spaces.
+        """Return, as a short text without spaces, what has to be equal on all ranks of a group.
 
         Args:
-            build: Of the native core, as `Core` has it.
+            build: Hash of the native core's sources, `Core.build`.
         """
         shared = (
             sorted(self.algorithms.items()),
@@ -88,14 +88,14 @@ class Options:
 
 
 def require_same(fingerprints: Sequence[str], rank: int) -> None:
-    """Checks that the ranks of a group have one build of the core, and the same options.
+    """Check that the ranks of a group have one build of the core, and the same options.
 
     Args:
-        fingerprints: By rank, as `Options.fingerprint` gives them.
-        rank: This one.
+        fingerprints: The result of `Options.fingerprint` on each rank.
+        rank: This rank.
 
     Raises:
-        CollectiveError: One has another.
+        CollectiveError: A rank has another build or other options.
     """
     own, _, _ = fingerprints[rank].partition("/")
     for other, fingerprint in enumerate(fingerprints):

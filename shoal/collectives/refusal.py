@@ -1,4 +1,4 @@
-"""How a call that cannot be served is refused."""
+"""The error for a call that cannot be served."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["described", "refusal", "type_name"]
 
 
 def refusal(given: str, *, possible: str, change: str) -> CollectiveError:
-    """The error for a call that cannot be served. Nothing was sent, and the group goes on.
+    """Return the error for a call that cannot be served. Nothing was sent, and the group goes on.
 
     Args:
-        given: What was given and why it cannot work.
-        possible: What would be accepted.
-        change: What to change, as an instruction.
+        given: The operand that was given, and why it cannot work.
+        possible: The operands that would be accepted.
+        change: The change to make, as an instruction.
     """
     return CollectiveError(f"{given}\n  possible: {possible}\n  change: {change}", fault="invalid")
 
 
 def described(tensor: torch.Tensor) -> str:
-    """The type and shape of a tensor, such as "float32 [2, 3]"."""
+    """Return the type and shape of a tensor, such as "float32 [2, 3]"."""
     return f"{type_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """The name of a type, such as "float32"."""
+    """Return the name of a type, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The backend's name, made known to `torch.distributed`."""
+"""Registers the backend with `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Registers the backend "shoal" for CPUs, if it is not registered yet."""
+    """Register the backend "shoal" for CPUs, if it is not registered yet."""
     if dist.is_available() and "SHOAL" not in dist.Backend._plugins:
         dist.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu"])
 
@@ -49,7 +49,7 @@ def _create(asked: Any, options: Any) -> ProcessGroup:
 
 
 def _known(asked: Any) -> Formed | None:
-    """What the ranks of a group within the default group know of each other from there."""
+    """Return the facts that a group's ranks know about each other from the default group, if any."""
     everyone = dist.group.WORLD
     ranks = asked.global_ranks_in_group
     if not isinstance(everyone, ProcessGroup) or len(ranks) != asked.group_size:

@@ -1,8 +1,8 @@
-"""How the ranks of a new group find each other, and become a group of the native core.
+"""Rendezvous: the ranks of a new group find each other, and form a group of the native core.
 
-A group whose ranks know nothing of each other takes three rounds: who is on which host; where each one's
-shared memory lies and where it listens; whether all could reach it. The ranks of a group within another know
-the first and the last from there, and take one round.
+Ranks that know nothing about each other need three rounds. First each tells its host, then its shared memory
+and the address where it listens, then whether it could reach all others. The ranks of a subgroup know the
+first and the last from the larger group, and need one round.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from shoal.errors import ConfigError
 __all__ = ["Formed", "Member", "form_group", "host_identity"]
 
 _COPIES, _READS, _APART = 0, 1, 2
-"""How a rank reaches the memory of the others on its host (`shoal_group_join` in csrc/c_interface.h)."""
+"""Ways in which a rank reaches the memory of others on its host (`shoal_group_join`, csrc/c_interface.h)."""
 
 
 class Member(NamedTuple):
-    """What the ranks of a group know of one of them.
+    """Facts that the ranks of a group know about one rank.
 
     Attributes:
         identity: Short form of `host_identity`.
-        pid: Its process.
-        host: The number of its host: two ranks with one number share memory.
+        pid: Id of its process.
+        host: Number of its host: ranks with the same number share memory.
     """
 
     identity: str
@@ -53,9 +53,9 @@ class Formed:
 
     Attributes:
         handle: The native group.
-        members: Its ranks.
+        members: The facts about each rank.
         all_read: Whether the ranks of each host read each other's private memory.
-        turns: How many ranks of this host take turns on a core: 1 if each has one of its own.
+        turns: Number of ranks of this host that share a core: 1 if each has a core of its own.
     """
 
     handle: int
@@ -64,15 +64,16 @@ class Formed:
     turns: int
 
     def among(self, ranks: Sequence[int]) -> Formed:
-        """What is known of some of the ranks, in this order."""
+        """Return what is known about some of the ranks, in this order."""
         return Formed(self.handle, tuple(self.members[rank] for rank in ranks), self.all_read, self.turns)
 
 
 def host_identity(environment: Mapping[str, str] = os.environ) -> str:
-    """What two processes have in common if and only if they can share memory and see each other's process.
+    """Return a text that is equal in two processes if and only if they can share memory.
 
-    That is the running kernel, and the process and network namespaces within it. SHOAL_HOST_ID stands for it
-    where it is set, to keep processes of one machine apart.
+    They can if they have the running kernel, and the process and network namespaces in it, in common. Then
+    each also sees the other's process. SHOAL_HOST_ID replaces the text where it is set, to separate processes
+    of one machine.
     """
     if environment.get("SHOAL_HOST_ID"):
         return environment["SHOAL_HOST_ID"]
@@ -93,16 +94,16 @@ def form_group(
     options: Options,
     known: Formed | None = None,
 ) -> Formed:
-    """Forms the native group of these ranks.
+    """Form the native group of these ranks.
 
     Args:
         core: The native core.
         store: The ranks' common store, for this group alone.
-        rank: This process within the group.
-        size: Ranks in the group.
-        timeout: For all ranks to come.
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+        timeout: Time limit for all ranks to come.
         options: How the group communicates.
-        known: What the ranks know of each other from another group, the same on all of them.
+        known: Facts that the ranks know about each other from another group, equal on all of them.
 
     Raises:
         CollectiveError: The ranks did not all come, cannot reach each other, or have different options or
@@ -118,7 +119,7 @@ def form_group(
 
 
 class _Forming:
-    """One rank's part; arguments as `form_group` has them."""
+    """One rank's part in the forming of a group; the arguments are those of `form_group`."""
 
     SUBJECTS = ("acquaintance", "host", "introduction", "joined", "introduction apart", "joined apart")
 
@@ -135,7 +136,7 @@ class _Forming:
         self._group = 0
 
     def by_acquaintance(self, known: Formed) -> Formed | None:
-        """The group, formed in one round; None, on all ranks, if what is known does not hold any more."""
+        """Form the group in one round; return None, on all ranks, if the known facts are out of date."""
         members = known.members
         self._assembly.watch(self._neighbours(members))
         self._create(members)
@@ -153,7 +154,7 @@ class _Forming:
         return self._start(members, all(int(each[0]) == _READS for each in parts))
 
     def from_nothing(self) -> Formed:
-        """The group, formed in three rounds; in five, where ranks that could share memory are not let."""
+        """Form the group in three rounds, or in five if the system forbids a host's ranks to share memory."""
         identities, pids = self._compare(self._assembly.tell("host", self._about_itself()))
         members = tuple(
             Member(identity, pid, identities.index(identity))
@@ -180,14 +181,14 @@ class _Forming:
         return formed
 
     def give_up(self, reason: str) -> None:
-        """Tells the others why this rank will not come, and leaves what there is of the group."""
+        """Tell the others why this rank will not come, and free the unfinished group."""
         self._assembly.give_up(reason, self.SUBJECTS)
         if self._group:
             self._core.group_abort(self._group, reason.encode())
             self._free()
 
     def _form(self, members: Sequence[Member], again: str) -> Formed | list[int]:
-        """The group; or else the ranks that may not map the memory of others on their host."""
+        """Return the group, or else the ranks that may not map the memory of others on their host."""
         self._assembly.watch(self._neighbours(members))
         self._create(members)
         told = self._assembly.tell("introduction" + again, self._introduction())
@@ -203,7 +204,7 @@ class _Forming:
         return f"{self._options.fingerprint(self._core.build)} {os.getpid()} {identity}"
 
     def _compare(self, abouts: Sequence[str]) -> tuple[list[str], list[int]]:
-        """Each rank's identity of its host, and its process.
+        """Return the host identity of each rank, and the process of each.
 
         Raises:
             CollectiveError: Ranks have different options, or builds of the core.
@@ -229,7 +230,7 @@ class _Forming:
         )
         if not self._group:
             raise self._core.failure("forming a group")
-        if self._options.direct_reads:  # before anyone tries whether it can read
+        if self._options.direct_reads:  # before another rank tries to read
             own = hosts[self._rank]
             peers = [each.pid for rank, each in enumerate(members) if each.host == own and rank != self._rank]
             allowed = self._core.group_allow_reads(
@@ -263,7 +264,7 @@ class _Forming:
 
 
 def _own_address(store: Store, environment: Mapping[str, str] = os.environ) -> str:
-    """Where this rank listens: on the interface of SHOAL_INTERFACE, or the one towards where all met."""
+    """Return the address where this rank listens: of SHOAL_INTERFACE, or of the route to the store."""
     name = environment.get("SHOAL_INTERFACE")
     if name:
         return find_interface_address(name)

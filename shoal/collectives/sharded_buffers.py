@@ -20,16 +20,16 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 
 def share_buffers(module: nn.Module) -> None:
-    """Has FSDP2 gather parameters and reduce gradients in memory that the ranks of a host share.
+    """Make FSDP2 gather parameters and reduce gradients in memory that the ranks of a host share.
 
-    Peers then read the buffers in place, and a buffer's pages stay from step to step. What FSDP2 copies from
-    and to the buffers stays in ordinary memory: `keep_freed_memory` does the rest.
+    Peers then read the buffers in place, and a buffer's pages stay from step to step. The tensors that FSDP2
+    copies from and to the buffers stay in ordinary memory; `keep_freed_memory` keeps their pages.
 
     Args:
-        module: What `fully_shard` was applied to; modules within it that it was applied to are included.
+        module: A module that `fully_shard` was applied to. Modules inside it with `fully_shard` are included.
 
     Raises:
-        ModelError: It was applied to none of them.
+        ModelError: `fully_shard` was applied to none of them.
     """
     from torch.distributed.fsdp import FSDPModule  # takes long, and this is imported with torch
 
@@ -48,7 +48,7 @@ def share_buffers(module: nn.Module) -> None:
 
 
 class _SharedMemory:
-    """What FSDP2 asks for a buffer, by the interface of its `Comm`."""
+    """Allocates FSDP2's buffers in shared memory, with the interface of its `Comm`."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return (

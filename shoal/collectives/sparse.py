@@ -15,23 +15,24 @@ __all__ = ["all_reduce_sparse"]
 
 
 class Gathers(Protocol):
-    """The ranks of a group, as far as they gather tensors: a `ProcessGroup`."""
+    """A group that can gather tensors, such as a `ProcessGroup`."""
 
     def size(self) -> int:
         """Number of ranks."""
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work:
-        """Gives every rank everybody's tensor, one after the other in `output`."""
+        """Give every rank the tensors of all ranks, one after the other in `output`."""
 
 
 def all_reduce_sparse(group: Gathers, tensor: torch.Tensor, opts: Any) -> dist.Work:
-    """Sums a sparse COO tensor over all ranks, in place; complete when it returns.
+    """Sum a sparse COO tensor over all ranks, in place; the sum is complete when it returns.
 
-    The entries of all ranks are gathered, padded to the most that a rank has, and added where they coincide.
+    The entries of all ranks are padded to the largest number that a rank has, gathered, and added where they
+    have the same position.
 
     Args:
-        group: The ranks.
-        tensor: Of the same shape on all ranks.
+        group: The group of ranks.
+        tensor: The sparse tensor, which has the same shape on all ranks.
         opts: c10d's AllreduceOptions.
 
     Raises:
@@ -56,7 +57,7 @@ def all_reduce_sparse(group: Gathers, tensor: torch.Tensor, opts: Any) -> dist.W
 
 
 def _gather(group: Gathers, rows: torch.Tensor, most: int) -> torch.Tensor:
-    """The rows of all ranks, each rank's padded to `most`."""
+    """Return the rows of all ranks, each rank's padded to `most`."""
     padded = rows.new_zeros(most, *rows.shape[1:])
     padded[: rows.shape[0]] = rows
     gathered = rows.new_empty(group.size() * most, *rows.shape[1:])

@@ -9,12 +9,12 @@ __all__ = ["Stripes"]
 
 
 class Stripes:
-    """Where the tensors of a buffer lie, as the native core takes it.
+    """Positions of the tensors in a buffer, in the form of the native core.
 
     Args:
-        stripes: Of each tensor the byte where it begins and the bytes of one rank's part; rank i's part
-            begins i parts behind it. In the order in which they lie; none overlaps the next. All ranks have
-            the same.
+        stripes: For each tensor, the byte where it begins and the bytes of one rank's part. Rank i's part
+            begins i parts after that byte. The tensors are in the order of their positions, and none overlaps
+            the next. All ranks give the same.
     """
 
     def __init__(self, stripes: Sequence[tuple[int, int]]) -> None:

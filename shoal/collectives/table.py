@@ -1,7 +1,8 @@
-"""What each algorithm costs on this machine, and so which one to use: the one of least predicted time.
+"""The cost of each algorithm on this machine, and the choice of the one with the least predicted time.
 
-The time of every algorithm is a straight line over the size of the buffer, so the best for each size is the
-lower envelope of a few lines. It is worked out once per kind of call; after that a choice is a bisection.
+The time of every algorithm is a straight line over the size of the buffer, so the best for each size is on
+the lower envelope of a few lines. The envelope is computed once per kind of call; then a choice is a
+bisection.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shoal.errors import ConfigError
 __all__ = ["Call", "Choices", "Table"]
 
 _TURN_SECONDS = 20e-6
-"""How much longer a step takes for each rank that takes turns on a core, until all of them have run. Measured
+"""Seconds that a step takes longer for each rank that shares a core, until all of them have run. Measured
 with 4 and 8 ranks on two virtual cores (docs/log.md, 2026-11-22)."""
 
 
@@ -25,12 +26,12 @@ class Call(NamedTuple):
     """One kind of call, whatever the size of its buffer.
 
     Attributes:
-        collective: Such as "all_reduce".
+        collective: Name of the collective, such as "all_reduce".
         level: "shared-memory" or "network".
-        ranks: Of the group.
-        hosts: On which they are, equally many on each.
+        ranks: Number of ranks in the group.
+        hosts: Number of hosts that they are on, with equally many ranks on each.
         widening: Bytes in which partial sums travel, over those of the tensor: 2 for sums of 16-bit floats.
-        turns: How many ranks take turns on a core, in shared memory: 1 if each has one of its own.
+        turns: Number of ranks that share a core, in shared memory: 1 if each has a core of its own.
     """
 
     collective: str
@@ -47,7 +48,7 @@ class Call(NamedTuple):
 
     @property
     def ranks_per_host(self) -> int:
-        """How many ranks share a network interface. Over the loopback of one host each has its own."""
+        """Number of ranks that share a network interface. Over the loopback of one host each has its own."""
         shares = self.level == "network" and self.hosts > 1
         return -(-self.ranks // self.hosts) if shares else 1
 
@@ -56,15 +57,15 @@ class Choices(NamedTuple):
     """The best algorithm for each size of one kind of call.
 
     Attributes:
-        bounds: Sizes in bytes, ascending, from each of which on the next name is the best.
-        names: One more than bounds.
+        bounds: Sizes in bytes, ascending: from each size on, the next name is the best.
+        names: Names of algorithms, one more than bounds.
     """
 
     bounds: tuple[float, ...]
     names: tuple[str, ...]
 
     def choose(self, nbytes: int) -> str:
-        """The best algorithm for a buffer of that size, S as shoal.cost.collectives.algorithms defines it."""
+        """Return the best algorithm for a buffer of S bytes (see shoal.cost.collectives.algorithms)."""
         return self.names[bisect_right(self.bounds, nbytes)]
 
 
@@ -81,10 +82,10 @@ class _Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """alpha and beta by (collective, algorithm, level); algorithms without an entry are never chosen.
+    """Alpha and beta by (collective, algorithm, level); algorithms without an entry are never chosen.
 
-    In shared memory they are those of ranks with a core each. Between hosts, beta is that of a host's whole
-    network interface.
+    In shared memory the values hold for ranks that have a core each. Between hosts, beta is that of a host's
+    whole network interface.
     """
 
     entries: Mapping[tuple[str, str, str], AlphaBeta]
@@ -93,7 +94,9 @@ class Table:
     def choose(
         self, collective: str, level: str, ranks: int, hosts: int, nbytes: int, widening: int = 1
     ) -> str:
-        """The algorithm of least predicted time, for a buffer of `nbytes`; other arguments as in `Call`.
+        """Return the algorithm with the least predicted time for a buffer of `nbytes` bytes.
+
+        The other arguments are those of `Call`.
 
         Raises:
             ConfigError: The table has no algorithm for this call.
@@ -101,7 +104,7 @@ class Table:
         return self.choices(Call(collective, level, ranks, hosts, widening)).choose(nbytes)
 
     def choices(self, call: Call) -> Choices:
-        """The best algorithm for each size: what a group asks for once and keeps.
+        """Return the best algorithm for each size; a group calls this once and keeps the result.
 
         Raises:
             ConfigError: The table has no algorithm for this call.
@@ -111,12 +114,12 @@ class Table:
         return self._choices[call]
 
     def candidates(self, call: Call) -> tuple[str, ...]:
-        """The algorithms that the table has for a call.
+        """Return the algorithms that the table has for a call.
 
-        Hierarchical is one where there are several hosts, with several ranks each.
+        They include hierarchical if there are several hosts with several ranks each.
 
         Raises:
-            ConfigError: There is none.
+            ConfigError: The table has no algorithm for this call.
         """
         levelled = 1 < call.hosts < call.ranks and call.ranks % call.hosts == 0
         names = tuple(
@@ -134,7 +137,7 @@ class Table:
         return names
 
     def predict(self, name: str, call: Call, nbytes: int) -> float:
-        """Seconds that an algorithm takes for a buffer of `nbytes`.
+        """Return the seconds that an algorithm takes for a buffer of `nbytes` bytes.
 
         Raises:
             ConfigError: There is no such algorithm, or the table does not have it.
@@ -142,7 +145,7 @@ class Table:
         return self._line(name, call).at(nbytes)
 
     def predict_inside(self, name: str, call: Call, nbytes: int) -> float:
-        """Seconds of it for what an algorithm does inside the hosts first and last.
+        """Return the seconds of an algorithm's collectives inside the hosts, before and after.
 
         Raises:
             ConfigError: There is no such algorithm, or the table does not have that part of it.
@@ -182,10 +185,10 @@ class Table:
 
 
 def _lower_envelope(lines: Sequence[_Line]) -> Choices:
-    """The lowest line for each size from 0 on.
+    """Return the lowest line for each size from 0 on.
 
-    From the line that is lowest at 0, the next is the one that crosses it first; of lines that cross it
-    there, the one that stays lowest, which is the least steep.
+    Start with the line that is lowest at 0. The next line is the one that crosses it first; if several cross
+    it there, the least steep one, which stays lowest.
     """
     best = min(lines, key=lambda line: (line.at_zero, line.per_byte))
     bounds: list[float] = []
@@ -199,5 +202,5 @@ def _lower_envelope(lines: Sequence[_Line]) -> Choices:
 
 
 def _crossing(low: _Line, flat: _Line) -> float:
-    """From which size on `flat`, the higher at 0 and less steep, is lower."""
+    """Return the size from which `flat` is lower, which is higher at 0 and less steep."""
     return (flat.at_zero - low.at_zero) / (low.per_byte - flat.per_byte)

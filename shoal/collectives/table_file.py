@@ -1,4 +1,4 @@
-"""The table of algorithms as a file: TOML that comes with Shoal, or that a calibration wrote.
+"""The table of algorithms as a TOML file, which comes with Shoal or was written by a calibration.
 
 [all_reduce.shared-memory]
 one-shot = { alpha = 5e-07, beta = 2.5e-10 }
@@ -20,13 +20,13 @@ __all__ = ["built_in_table", "load_table", "save_table"]
 
 
 def built_in_table() -> Table:
-    """Values that hold roughly on most machines, for before this one is measured."""
+    """Return values that hold roughly on most machines, to use before this machine is measured."""
     text = resources.files("shoal.collectives").joinpath("table.toml").read_text(encoding="utf-8")
     return _parse(text, "table.toml")
 
 
 def load_table(file: Path) -> Table:
-    """The table in a file; built-in values for what it leaves out.
+    """Return the table in a file; built-in values replace what the file leaves out.
 
     Raises:
         ConfigError: The file cannot be read, or a name or a value in it is wrong.
@@ -43,12 +43,12 @@ def load_table(file: Path) -> Table:
 
 
 def save_table(table: Table, file: Path, heading: str) -> None:
-    """Writes a table so that `load_table` gives it again.
+    """Write a table in the form that `load_table` reads.
 
     Args:
-        table: What to write.
-        file: Where to; what is there is replaced.
-        heading: What was measured and on what, as text that becomes a comment.
+        table: The table to write.
+        file: The path to write to; a file there is replaced.
+        heading: A comment for the file, which says what was measured and where.
     """
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     section = None

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter of parts of different sizes, made of a rooted collective for each part."""
+"""All-gather and reduce-scatter of parts of different sizes, as one broadcast or reduce for each part."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Tensors = Sequence[torch.Tensor]
 def all_gather_uneven(
     group: dist.ProcessGroup, outputs: Tensors, tensor: torch.Tensor, opts: Any
 ) -> dist.Work:
-    """Gives every rank of the group everybody's tensor.
+    """Give every rank of the group the tensors of all ranks.
 
     Args:
-        group: Of the backend "shoal".
-        outputs: One for each rank.
-        tensor: This rank's.
+        group: A group of the backend "shoal".
+        outputs: One tensor for each rank.
+        tensor: This rank's tensor.
         opts: c10d's options, for the timeout.
     """
     rank = group.rank()
@@ -45,12 +45,12 @@ def all_gather_uneven(
 def reduce_scatter_uneven(
     group: dist.ProcessGroup, output: torch.Tensor, parts: Tensors, opts: Any
 ) -> dist.Work:
-    """Reduces a list of tensors over the group; rank i gets the i-th.
+    """Reduce a list of tensors over the group; rank i gets the i-th.
 
     Args:
-        group: Of the backend "shoal".
+        group: A group of the backend "shoal".
         output: This rank's result.
-        parts: One for each rank.
+        parts: One tensor for each rank.
         opts: c10d's options, for the timeout and the reduction.
     """
     rank = group.rank()

@@ -1,4 +1,4 @@
-"""An operation that was begun: what `torch.distributed` calls a Work."""
+"""Operations that have begun, with the interface of `torch.distributed.Work`."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ class Done(_Base):
     """An operation that is complete.
 
     Args:
-        result: The tensors that it gave.
-        algorithm: The name of the one used.
+        result: The tensors that the operation returned.
+        algorithm: Name of the algorithm that it used.
     """
 
     def __init__(self, result: Sequence[Any], algorithm: str = "") -> None:
-        _Base.__init__(self)  # a small operation notices super()
+        _Base.__init__(self)  # super() would slow a small operation
         self._result = result
         self.algorithm = algorithm
         self.finished = time.perf_counter()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns at once."""
+        """Return at once."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
     def exception(self) -> None:
-        """None."""
+        """Return None."""
 
     def result(self) -> list[Any]:
-        """The tensors that it gave."""
+        """Return the tensors that the operation returned."""
         return list(self._result)
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the tensors, complete."""
+        """Return a complete future of the tensors."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(list(self._result))
         return future
@@ -71,15 +71,16 @@ class Work(_Base):
     Args:
         core: The native core.
         group: The native group.
-        ticket: What the core gave for the operation.
-        name: Of the operation, for errors.
-        result: The tensors that it gives.
-        operands: What must not be freed before it is complete.
-        abandon: Takes the ticket and the operands if this goes before the operation is complete. It belongs
-            to the native group's owner, which so stays as long as this.
-        algorithm: The name of the one used.
-        finish: What remains to be done when the core is done, such as copying to where the result is wanted.
-        completer: Completes the future, while the thread that asks for it computes; None: that thread does.
+        ticket: The core's number for the operation.
+        name: Name of the operation in errors.
+        result: The tensors that the operation returns.
+        operands: Objects that must not be freed before it is complete.
+        abandon: Function that takes the ticket and the operands if this Work is deleted before the operation
+            is complete. It belongs to the native group's owner, which it so keeps alive.
+        algorithm: Name of the algorithm that it uses.
+        finish: Function to call when the core is done, such as a copy of the result to its place.
+        completer: Thread that completes the future while its caller computes; None: the caller's thread
+            completes it.
     """
 
     def __init__(
@@ -113,14 +114,14 @@ class Work(_Base):
         self._ending = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns once the operation is complete.
+        """Wait until the operation is complete.
 
         Args:
-            timeout: How long to wait; the operation goes on after it, and can be waited for again. None or 0:
-                as long as the operation itself may take, which its call or the group says.
+            timeout: Longest time to wait. The operation goes on after it, and can be waited for again. None
+                or 0: the time limit of the operation itself, from its call or the group.
 
         Raises:
-            CollectiveError: It failed, or is not complete within the timeout.
+            CollectiveError: The operation failed, or is not complete within the timeout.
         """
         self._wait(timeout)
         if self._failure is not None:
@@ -172,20 +173,20 @@ class Work(_Base):
         return list(self._result)
 
     def source_rank(self) -> int:
-        """Return the rank that sent what was received."""
+        """Return the rank that sent the received message."""
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the tensors.
+        """Return a future of the tensors.
 
-        Between hosts another thread completes it. Within one it is complete when it is returned: the ranks'
-        cores have to move the bytes anyway, so that a thread beside the one that computes would only take
-        turns with it, and handing over costs more than a small operation.
+        Between hosts another thread completes it. Within one host it is complete when it is returned: the
+        ranks' cores have to move the bytes anyway. A second thread would only share the core with the one
+        that computes, and to hand over costs more than a small operation.
         """
-        # A failure has to be raised within a callback: DistributedDataParallel ends the process on one that
-        # was set from outside.
+        # Raise a failure within a callback: DistributedDataParallel ends the process if it is set from
+        # outside.
         base: torch.futures.Future = torch.futures.Future()
         future = base.then(lambda _: self.result())
         if self._completer is None:
@@ -195,19 +196,19 @@ class Work(_Base):
         return future
 
     def __del__(self) -> None:
-        # Who drops a Work, as DistributedDataParallel does within a Join, may drop the tensors too, into
-        # which peers or the executor still write.
+        # A caller that drops a Work, such as DistributedDataParallel within a Join, may also drop the
+        # tensors, although peers or the executor still write into them.
         if self._ticket:
             self._abandon(self._ticket, self._operands)
 
 
 class Several(_Base):
-    """Operations that were begun together.
+    """Several operations as one Work.
 
     Args:
         works: The operations.
-        result: The tensors that they give.
-        finish: What remains to be done when all are complete.
+        result: The tensors that they return.
+        finish: Function to call when all are complete.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class Several(_Base):
         self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns once all are complete, within the timeout each; raises what went wrong first."""
+        """Wait until all are complete, each within the timeout; raise the first error."""
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         finish, self._finish = self._finish, None
@@ -228,24 +229,24 @@ class Several(_Base):
         return True
 
     def is_completed(self) -> bool:
-        """Whether all are complete, or have failed."""
+        """Return whether all are complete or have failed."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all are complete and none has failed."""
+        """Return whether all are complete and none has failed."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> CollectiveError | None:
-        """What went wrong in the first that failed; None if nothing did."""
+        """Return the error of the first that failed; None if none failed."""
         return next((work.exception() for work in self._works if work.exception() is not None), None)
 
     def result(self) -> list[Any]:
-        """The tensors that they give, once they are complete."""
+        """Return the tensors of the operations, once they are complete."""
         self.wait()
         return list(self._result)
 
     def get_future(self) -> torch.futures.Future:
-        """A future of the tensors, complete when it is returned."""
+        """Return a future of the tensors, already complete."""
         base: torch.futures.Future = torch.futures.Future()
         future = base.then(lambda _: self.result())
         base.set_result(None)

@@ -1,10 +1,11 @@
 """What things cost, as pure functions: no state, no torch, no measurement.
 
-Nouns: Costs (seconds of any Plan of a Workload on a Cluster), Memories (bytes, as well), Layout (what of a
-Plan a block's cost depends on), Algorithm (one way to do a collective on one level, with its steps and
-bytes), AlphaBeta (what a step and a byte cost), Offload (what keeping state outside of the device does to a
-step). Below are `collectives`, `time`, `memory` and `outlook`, each with a face of its own. Called by the
-choice of algorithm in shoal/collectives, by the simulator, the planner and the docs.
+Nouns: Costs (seconds of a Workload on a Cluster under any Plan), Memories (its bytes per rank), Layout (the
+settings of a Plan that a block's cost depends on), Algorithm (one way to do a collective on one level, with
+its steps and bytes), AlphaBeta (seconds per step and per byte), Offload (the effect of keeping state outside
+of the device). The packages below are `collectives`, `time`, `memory` and `outlook`; each exports its own
+names. The choice of algorithm in shoal/collectives, the simulator, the planner and the docs call this
+package.
 """
 
 from shoal.cost.collectives.algorithm import Algorithm, AlphaBeta

@@ -1,4 +1,4 @@
-"""What of a Plan decides how long a block takes on a rank: block costs are computed once for each."""
+"""The settings of a Plan that decide how long a block takes on a rank; block costs are cached by them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Layout(NamedTuple):
     """How one micro-batch of a block is laid over ranks.
 
     Attributes:
-        microbatch: Samples of one forward of a rank.
-        tp, cp, ep: The degrees.
-        tensor: As in a Plan.
-        context: As in a Plan.
-        recompute: As in a Plan.
-        precision: As in a Plan.
+        microbatch: Samples in one forward of a rank.
+        tp, cp, ep: The degrees of tensor, context and expert parallelism.
+        tensor: The Plan's kind of tensor parallelism.
+        context: The Plan's kind of context parallelism.
+        recompute: The Plan's recompute policy.
+        precision: The Plan's precision.
     """
 
     microbatch: int
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, plan: SettledPlan) -> Layout:
-        """The layout of a Plan."""
+        """Return the layout of a Plan."""
         return cls(
             plan.microbatch,
             plan.tp,
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of an element that computes."""
+        """Bytes of an element in the type of the compute."""
         return 2 if self.precision == "bf16" else 4
 
     def share(self, part: Part) -> float:

@@ -1,10 +1,10 @@
 """Resumable input for language-model training.
 
-A Tokenizer turns text into ids. `prepare` turns what a DataConfig names (files, folders, the standard
+A Tokenizer turns text into ids. `prepare` turns the sources of a DataConfig (files, folders, the standard
 library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
 fixed-length window of a split. A Loader deals samples out: one global order, a function of seed and
 epoch only, whose whole state is the global position, so that a run continues on any number of ranks.
-A Feed makes the next micro-batches ahead where that is sound. `train/` and users' own loops call this.
+A Feed makes the next micro-batches ahead where that changes nothing. `train/` and users' own loops call this.
 """
 
 from shoal.data.config import DataConfig

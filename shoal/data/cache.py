@@ -31,7 +31,7 @@ Entry = tuple[StreamInfo, NDArray[np.integer]]
 
 
 def default_directory() -> Path:
-    """$SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
+    """Return $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal.
 
     Raises:
         OSError: No variable names a directory, and this user has no home.
@@ -49,14 +49,15 @@ def default_directory() -> Path:
 def read_or_write_entry(
     directory: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo]
 ) -> Entry:
-    """The entry `key`, which `write` makes if it is not there.
+    """Return the entry `key`; `write` makes it if it is not there.
 
     Any number of processes may call this at the same moment: one writes, and the others wait for it.
 
     Args:
-        directory: Holds the entries; made if it is missing.
-        key: Names what was tokenized, and how; safe as a file name.
-        write: Writes the tokens to the first file, from where it stands; the second is for its own use.
+        directory: Directory of the entries; made if it is missing.
+        key: Name of the data and of the way it was tokenized; safe as a file name.
+        write: Function that writes the tokens to the first file, from its current position. The second file
+            is for its own use.
 
     Raises:
         OSError: The directory cannot be used, or is full; nothing half-written is left.
@@ -76,7 +77,7 @@ def read_or_write_entry(
 
 
 def _read_entry(path: Path, key: str) -> Entry | None:
-    """The entry, or None if it is not there, not whole, or not one of these."""
+    """Return the entry, or None if it is not there, not whole, or no entry."""
     try:
         with open(path, "rb") as file:
             header = json.loads(file.read(_HEADER_BYTES))
@@ -114,7 +115,7 @@ def _write_entry(path: Path, key: str, write: Callable[[BinaryIO, BinaryIO], Str
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system releases it if that process dies."""
+    """Hold a lock that one process at a time has; the system releases it if that process dies."""
     with open(path, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

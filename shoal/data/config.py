@@ -1,4 +1,4 @@
-"""What text to train on, and how it becomes tokens."""
+"""The configuration of the data: the text to train on, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DataConfig"]
 
 
 class DataConfig(BaseModel):
-    """What text to train on, and how it becomes tokens."""
+    """The text to train on, and its tokenizer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -53,5 +53,5 @@ class DataConfig(BaseModel):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """`source`, always as several."""
+        """`source` as a tuple, even if it is one."""
         return (self.source,) if isinstance(self.source, str) else self.source

@@ -37,14 +37,14 @@ class Corpus:
     documents_end: int
     """Where the training documents end and the validation documents begin."""
     validation_fraction: float
-    """The share of the stream that validation gets where documents cannot be told apart."""
+    """The share of the stream for validation if documents cannot be separated."""
     fingerprint: str
     """Equal for equal tokens and documents: tells whether a run resumes on the data it began with."""
     tokenizer: Tokenizer
-    """What made the tokens."""
+    """The tokenizer that made the tokens."""
 
     def samples(self, split: Split, sequence: int) -> TokenSamples:
-        """The samples of a split.
+        """Return the samples of a split.
 
         Args:
             split: "train" or "validation".
@@ -72,11 +72,11 @@ class Corpus:
         return TokenSamples(part, sequence)
 
     def boundary(self, sequence: int) -> int:
-        """Where train ends and validation begins in the stream, for samples of a sequence length.
+        """Return the position in the stream where train ends and validation begins.
 
-        This is where the validation documents begin, unless they are shorter than one sample or more than
-        half of the stream, as happens with few documents; then it is the tail of the stream, at least one
-        sample long, that is validation.
+        It depends on the sequence length. It is the start of the validation documents, unless they are
+        shorter than one sample or more than half of the stream, which happens with few documents. Then
+        validation is the tail of the stream, at least one sample long.
         """
         length = len(self.tokens)
         if sequence + 1 <= length - self.documents_end <= length / 2:
@@ -85,7 +85,7 @@ class Corpus:
 
 
 def prepare(config: DataConfig) -> Corpus:
-    """Tokenizes what `config` names, or finds that it is done already.
+    """Tokenize the sources of `config`, or find the tokens in the cache.
 
     Tokens are kept in the cache directory under a key made of the files' paths, sizes and times, the
     tokenizer and the configuration. Several processes may call this at the same moment; one does the
@@ -113,7 +113,7 @@ def prepare(config: DataConfig) -> Corpus:
 
 
 def _cache_key(files: Sequence[SourceFile], config: DataConfig, tokenizer: Tokenizer) -> str:
-    """Differs whenever the tokens may differ."""
+    """Return a key that differs whenever the tokens may differ."""
     content = {
         "format": _FORMAT,
         "tokenizer": tokenizer.identity,

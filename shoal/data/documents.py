@@ -26,22 +26,22 @@ class Document:
     """One text: a file, or a row of one."""
 
     name: str
-    """The same whenever the data is read; decides between train and validation."""
+    """Name, equal whenever the data is read; it decides between train and validation."""
     pieces: Iterator[str | bytes]
     """The text, cut at line ends; its bytes where the file is plain text, so that none are lost."""
 
 
 def holds_ids(file: SourceFile) -> bool:
-    """Whether this is a memory map of ids (.npy, .bin), to be read with `open_ids`."""
+    """Return whether this is a memory map of ids (.npy, .bin), to read with `open_ids`."""
     return file.path.suffix in (".npy", ".bin")
 
 
 def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
-    """Memory-maps the ids of a .npy or .bin file, `[length]`.
+    """Memory-map the ids of a .npy or .bin file, `[length]`.
 
     Args:
         file: The file.
-        dtype: The type of the ids, which a .bin file does not say itself.
+        dtype: Type of the ids in a .bin file, which does not state it.
 
     Raises:
         DataError: The file is not a one-dimensional array of integers.
@@ -63,9 +63,9 @@ def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
 
 
 def read_documents(file: SourceFile, field: str) -> Iterator[Document]:
-    """The documents of a file: one a line of .jsonl, one a row of .parquet, else the whole file.
+    """Yield the documents of a file: one per line of .jsonl, one per row of .parquet, else the whole file.
 
-    The pieces of a document are to be read before the next document is asked for.
+    Read the pieces of a document before you ask for the next document.
 
     Args:
         file: The file.
@@ -145,7 +145,7 @@ def _read_parquet(path: Path, column: str) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Raises what the operating system reports about `path` as a DataError that names it."""
+    """Turn an error of the operating system about `path` into a DataError that names the path."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The micro-batches of one rank, batch after batch, made ahead where that changes nothing.
+"""Makes the micro-batches of one rank, batch after batch, ahead of time where that changes nothing.
 
 Where micro-batches are made:
 
@@ -33,11 +33,11 @@ class Feed(Protocol[Item_co]):
     def __iter__(self) -> Iterator[Item_co]: ...
 
     def __next__(self) -> Item_co:
-        """The next micro-batch."""
+        """Return the next micro-batch."""
         ...
 
     def close(self) -> None:
-        """Ends what prepares micro-batches. Calling it again does nothing."""
+        """End the thread or the processes that make micro-batches. A second call does nothing."""
         ...
 
 
@@ -51,16 +51,16 @@ def open_feed(
     ahead: int = 2,
     workers: int = 0,
 ) -> Feed[Item]:
-    """The micro-batches that `Loader.stream` gives, each made where it may be.
+    """Return the micro-batches of `Loader.stream`, made in a thread or in processes where that is allowed.
 
     Args:
-        loader: Deals out the samples.
+        loader: The loader that distributes the samples.
         position: The global position at which the first batch starts.
         rank: This rank's place along the data-parallel axis.
         ranks: The whole data-parallel degree.
         microbatch: Samples that one forward sees on one rank.
-        ahead: How many micro-batches may wait to be taken.
-        workers: Processes that make them; 0 for none. They are made as `DataLoader` makes its own.
+        ahead: Number of micro-batches that may wait to be taken.
+        workers: Number of processes that make them; 0 for none. `DataLoader` starts these processes.
 
     Raises:
         PlanError: The batch size is not a multiple of `ranks * microbatch`.
@@ -86,12 +86,12 @@ class _Direct(Generic[Item]):
         return next(self._stream)
 
     def close(self) -> None:
-        """Does nothing: there is nothing ahead."""
+        """Do nothing: no micro-batch is made ahead."""
 
 
 @final
 class _Workers(Generic[Item]):
-    """Has processes make whole micro-batches, which torch's DataLoader starts, feeds and ends."""
+    """Makes whole micro-batches in processes, which torch's DataLoader starts, feeds and ends."""
 
     def __init__(
         self, loader: Loader[Item], place: tuple[int, int, int, int], ahead: int, workers: int
@@ -120,7 +120,7 @@ class _Workers(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         self._iterator = None
 
 

@@ -1,11 +1,11 @@
-"""What data draws at random: seeded for each sample, without touching what training draws.
+"""Random numbers of data: seeded for each sample, without a change to the random numbers of training.
 
-A dataset draws from global generators: torch's, numpy's, Python's. These belong to the process, so a thread
-that fetched samples would draw from them between two draws of training, at a moment that no seed fixes, and
-no lock mends that, because training draws without asking. So samples that may draw are fetched where nothing
-else draws meanwhile: in the thread that trains, or in processes of their own. Around a fetch the generators
-of training are put aside, and each sample is made with generators that are seeded by (seed, epoch, index).
-So a sample depends on nothing else: not on the ranks, the micro-batch, or how far ahead it was made.
+A dataset draws from global generators: torch's, numpy's, Python's. These belong to the process. A thread that
+fetched samples would draw from them between two draws of training, at a moment that no seed fixes. No lock
+prevents that, because training draws without a lock. So samples that may draw are fetched where nothing else
+draws at the same time: in the thread that trains, or in processes of their own. During a fetch the generators
+of training are saved, and each sample is made with generators that are seeded by (seed, epoch, index). So a
+sample depends on nothing else: not on the ranks, the micro-batch, or how far ahead it was made.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _thread = threading.local()
 
 
 def key_of(*numbers: int) -> int:
-    """A number of 64 bits that follows from others, and is as good as unrelated between any two of them."""
+    """Return a 64-bit hash of some numbers."""
     packed = b"".join((number & _MASK).to_bytes(8, "little") for number in numbers)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
 def seed_generators(key: int) -> None:
-    """Seeds the generators that a dataset draws from: torch's of the CPU, numpy's and Python's."""
+    """Seed the generators that a dataset draws from: torch's on the CPU, numpy's and Python's."""
     torch.default_generator.manual_seed(key)
     np.random.seed(np.array([key & 0xFFFFFFFF, key >> 32], dtype=np.uint32))
     random.seed(key)
@@ -42,7 +42,7 @@ def seed_generators(key: int) -> None:
 
 @contextmanager
 def generators_put_aside() -> Iterator[None]:
-    """After it these generators go on from where they were before it."""
+    """Save the state of these generators, and restore it after the context."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -54,7 +54,7 @@ def generators_put_aside() -> Iterator[None]:
 
 @contextmanager
 def shared_with_training() -> Iterator[None]:
-    """Within it, this thread runs beside the one that trains, so that nothing may be drawn in it."""
+    """Mark this thread, within the context, as one that runs beside training and must not draw."""
     _thread.shared = True
     try:
         yield
@@ -63,10 +63,10 @@ def shared_with_training() -> Iterator[None]:
 
 
 def refuse_here(what: str) -> None:
-    """Refuses data that may draw at random in a thread beside the one that trains.
+    """Refuse data that may draw random numbers, in a thread beside the one that trains.
 
     Raises:
-        DataError: This is such a thread.
+        DataError: This thread runs beside the one that trains.
     """
     if getattr(_thread, "shared", False):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Deals samples out to ranks: one global order, whose whole state is the global position."""
+"""Distributes samples to ranks in one global order, whose whole state is the global position."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Loader(Generic[Batch]):
     loader keeps no position: whoever trains keeps it, and saves it in the checkpoint.
 
     Args:
-        samples: What to deal out.
-        seed: Chooses the order.
+        samples: The samples to distribute.
+        seed: Seed of the order.
         batch_size: Samples that one optimizer step sees, over all ranks.
 
     Raises:
@@ -54,7 +54,7 @@ class Loader(Generic[Batch]):
         self.batch_size = batch_size
 
     def indices(self, position: int, count: int) -> NDArray[np.int64]:
-        """The samples at the global positions `[position, position + count)`, `[count]`.
+        """Return the samples' indices at the global positions `[position, position + count)`, `[count]`.
 
         Raises:
             ValueError: `position` or `count` is negative.
@@ -72,7 +72,7 @@ class Loader(Generic[Batch]):
         return np.concatenate(parts)
 
     def keys(self, position: int, count: int) -> list[int]:
-        """What seeds the generators for each sample there: a function of seed, epoch and index."""
+        """Return the seed of the generators for each sample there: a function of seed, epoch and index."""
         size = len(self.samples)
         places = range(position, position + count)
         return [
@@ -81,16 +81,16 @@ class Loader(Generic[Batch]):
         ]
 
     def fetch(self, position: int, count: int) -> Batch:
-        """The samples at the global positions `[position, position + count)`, joined; see `fetch`.
+        """Return the samples at the global positions `[position, position + count)`, joined; see `fetch`.
 
         Raises:
-            DataError: They may draw at random, and this is a thread beside the one that trains.
+            DataError: The samples may draw random numbers, and this thread runs beside the one that trains.
         """
         indices = self.indices(position, count)
         return fetch(self.samples, indices, lambda: self.keys(position, count))
 
     def accumulation(self, ranks: int, microbatch: int) -> int:
-        """How many micro-batches each rank takes for one batch.
+        """Return the number of micro-batches that each rank takes for one batch.
 
         Args:
             ranks: The whole data-parallel degree.
@@ -118,7 +118,7 @@ class Loader(Generic[Batch]):
         return whole
 
     def microbatches(self, position: int, rank: int, ranks: int, microbatch: int) -> Iterator[Batch]:
-        """The micro-batches that one rank takes from the batch that starts at `position`, in order.
+        """Yield the micro-batches that one rank takes from the batch that starts at `position`, in order.
 
         Micro-batch `j` holds the positions `position + (j * ranks + rank) * microbatch + [0, microbatch)`.
 
@@ -138,7 +138,7 @@ class Loader(Generic[Batch]):
 
     @staticmethod
     def start(position: int, number: int, rank: int, ranks: int, microbatch: int) -> int:
-        """The global position at which micro-batch `number` of one rank starts; see `microbatches`.
+        """Return the global position at which micro-batch `number` of a rank starts; see `microbatches`.
 
         Raises:
             ValueError: `rank` is not in `range(ranks)`.
@@ -148,10 +148,10 @@ class Loader(Generic[Batch]):
         return position + (number * ranks + rank) * microbatch
 
     def stream(self, position: int, rank: int, ranks: int, microbatch: int) -> Iterator[Batch]:
-        """The micro-batches of one rank for batch after batch from `position` on, without end.
+        """Yield the micro-batches of one rank, batch after batch from `position` on, without end.
 
-        This is what a Prefetcher reads, so that it runs on across batches. Arguments and errors are those
-        of `microbatches`.
+        A Prefetcher reads this, so that it continues across batches. Arguments and errors are those of
+        `microbatches`.
         """
         while True:
             yield from self.microbatches(position, rank, ranks, microbatch)

@@ -27,7 +27,7 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def order(seed: int, epoch: int, count: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-    """The sample that stands at each position of an epoch.
+    """Return the sample at each position of an epoch.
 
     For a fixed seed and epoch this is a permutation of `range(count)`. It takes no memory beyond that of
     `positions`.
@@ -35,7 +35,7 @@ def order(seed: int, epoch: int, count: int, positions: NDArray[np.integer]) -> 
     Args:
         seed: Any integer; its low 64 bits count.
         epoch: Any integer; its low 64 bits count.
-        count: How many samples an epoch has, from 1 to 2**62.
+        count: Number of samples in an epoch, from 1 to 2**62.
         positions: Positions within the epoch, `[n]`, each in `range(count)`.
 
     Returns:
@@ -60,7 +60,7 @@ def order(seed: int, epoch: int, count: int, positions: NDArray[np.integer]) -> 
 
 
 def _feistel(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[np.uint64]:
-    """Permutes `range(2**bits)`, value by value; the parts may differ by one bit in width."""
+    """Permute `range(2**bits)`, value by value; the two parts may differ by one bit in width."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << bits // 2) - 1)
     high_mask = np.uint64((1 << bits - bits // 2) - 1)
@@ -72,14 +72,14 @@ def _feistel(values: NDArray[np.uint64], bits: int, keys: list[int]) -> NDArray[
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014); numpy arrays wrap modulo 2**64."""
+    """Apply the finaliser of SplitMix64 (Steele, Lea and Flood, 2014); numpy arrays wrap modulo 2**64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MULTIPLIERS[0])
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MULTIPLIERS[1])
     return values ^ (values >> np.uint64(31))
 
 
 def _round_keys(seed: int, epoch: int) -> list[int]:
-    """One key a round, unrelated between any two (seed, epoch) pairs."""
+    """Return one key per round, unrelated between any two (seed, epoch) pairs."""
     words = np.array([seed & _MASK], dtype=np.uint64)
     words = _mix(words + np.uint64(_GOLDEN)) ^ np.uint64(epoch & _MASK)
     steps = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)

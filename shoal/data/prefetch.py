@@ -18,13 +18,13 @@ Item = TypeVar("Item")
 class Prefetcher(Generic[Item]):
     """Iterates over `source`, up to `depth` items ahead of the consumer.
 
-    It changes when items are made, not which: what was prepared and never taken is dropped by `close`,
-    and as the consumer holds the position, nothing is lost. An exception in `source` is raised in the
+    It changes when items are made, not which items: `close` drops items that were not taken, and nothing is
+    lost, because the consumer holds the position. An exception in `source` is raised in the
     consumer, after the items that were made before it. Use it as a context manager, or call `close`.
 
     Args:
-        source: What to iterate over; only the thread touches it.
-        depth: How many items may wait to be taken.
+        source: The items; only the thread uses it.
+        depth: Number of items that may wait to be taken.
 
     Raises:
         ValueError: `depth` is not positive.
@@ -36,7 +36,7 @@ class Prefetcher(Generic[Item]):
         self._depth = depth
         self._ready: deque[Item] = deque()
         self._error: BaseException | None = None
-        self._finished = False  # the source has ended, in whatever way, or close() was called
+        self._finished = False  # the source has ended or failed, or close() was called
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._fill, args=(source,), name="shoal-prefetch", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class Prefetcher(Generic[Item]):
             raise StopIteration
 
     def close(self) -> None:
-        """Ends the iteration, and returns once the thread is gone. Calling it again does nothing."""
+        """End the iteration, and wait until the thread has ended. A second call does nothing."""
         with self._changed:
             self._finished = True
             self._ready.clear()
@@ -74,7 +74,7 @@ class Prefetcher(Generic[Item]):
         self.close()
 
     def _fill(self, source: Iterable[Item]) -> None:
-        """The thread: makes an item whenever fewer than `depth` wait."""
+        """Make an item whenever fewer than `depth` wait; this is the thread's function."""
         try:
             items = iter(source)
             while self._has_room():
@@ -93,7 +93,7 @@ class Prefetcher(Generic[Item]):
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Waits until an item may be made; False once the iteration is over."""
+        """Wait until an item may be made; return False once the iteration is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._finished or len(self._ready) < self._depth)
             return not self._finished

@@ -1,8 +1,8 @@
-"""Samples: what one row of a batch is made from.
+"""Samples: the source of the rows of a batch.
 
-Beside what `Samples` asks for, an object may say two things of itself by attributes that are true:
-`deterministic`, that its `batch` draws nothing from a global random generator, so that a thread may fetch
-ahead; and `all_targets_count`, that none of its targets is -100, so that each micro-batch counts alike.
+Beside the interface of `Samples`, an object may have two attributes that are true. `deterministic`: its
+`batch` draws nothing from a global random generator, so a thread may fetch ahead. `all_targets_count`: none
+of its targets is -100, so all micro-batches have the same weight.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 class Samples(Protocol[Batch_co]):
-    """A fixed number of samples, of which any may be asked for, in any order, any number of times."""
+    """A fixed number of samples, which can be read in any order, any number of times."""
 
     def __len__(self) -> int:
-        """How many samples an epoch has."""
+        """Return the number of samples in an epoch."""
         ...
 
     def batch(self, indices: NDArray[np.int64]) -> Batch_co:
-        """The samples at `indices`, `[batch]`, joined into what the model takes."""
+        """Return the samples at `indices`, `[batch]`, joined into the model's input."""
         ...
 
 
@@ -86,12 +86,12 @@ class TokenSamples:
         return self._count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of one sample, int64 `[seq]` each."""
+        """Return inputs and targets of one sample, int64 `[seq]` each."""
         inputs, targets = self.batch(np.array([index], dtype=np.int64))
         return inputs[0], targets[0]
 
     def batch(self, indices: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the samples at `indices`, int64 `[batch, seq]` each.
+        """Return inputs and targets of the samples at `indices`, int64 `[batch, seq]` each.
 
         Raises:
             IndexError: An index is not in `range(len(self))`.
@@ -104,7 +104,7 @@ class TokenSamples:
 
 
 class MapDataset(Protocol):
-    """What a map-style dataset has; `torch.utils.data.Dataset` with a length is one, and so is a list."""
+    """A map-style dataset, such as a `torch.utils.data.Dataset` with a length, or a list."""
 
     def __len__(self) -> int: ...
 
@@ -115,16 +115,17 @@ class MapDataset(Protocol):
 class MapSamples:
     """Any map-style dataset as Samples.
 
-    Each item is made with torch's, numpy's and Python's global generators seeded for it, so that random
-    augmentations are the same in a run that goes on, on any number of ranks; so is each batch's `collate`.
-    Therefore items of a dataset that may draw are read in the thread that trains, or in processes (see
-    `open_feed`); those of one that draws nothing in a thread of their own.
+    Torch's, numpy's and Python's global generators are seeded for each item, and for each batch's `collate`.
+    So random augmentations are equal in a resumed run, on any number of ranks. Items of a dataset that may
+    draw are therefore read in the thread that trains, or in processes (see `open_feed`); items of a dataset
+    that draws nothing are read in a separate thread.
 
     Args:
-        dataset: Has `__len__` and `__getitem__`.
-        collate: Joins a list of items into a batch; by default as `torch.utils.data.DataLoader` does.
-        deterministic: Whether neither draws from a global generator. None: what is known of the dataset; a
-            list or a `TensorDataset` with the default `collate` draws nothing.
+        dataset: The dataset, which has `__len__` and `__getitem__`.
+        collate: Function that joins a list of items into a batch; by default that of
+            `torch.utils.data.DataLoader`.
+        deterministic: Whether neither `dataset` nor `collate` draws from a global generator. None: True for a
+            list or a `TensorDataset` with the default `collate`, which draw nothing.
 
     Raises:
         DataError: `dataset` is not map-style, or is empty.
@@ -158,11 +159,11 @@ class MapSamples:
         return len(self._dataset)
 
     def batch(self, indices: NDArray[np.int64], keys: Sequence[int] | None = None) -> Any:
-        """The items at `indices`, `[batch]`, collated.
+        """Return the items at `indices`, `[batch]`, collated.
 
         Args:
-            indices: Which items.
-            keys: Of each item, what the global generators are seeded by before it is made; None: not seeded.
+            indices: Indices of the items.
+            keys: Seed of the global generators for each item; None: they are not seeded.
         """
         if keys is None:
             return self._collate([self._dataset[int(index)] for index in indices])
@@ -175,12 +176,12 @@ class MapSamples:
 
 
 def as_samples(data: Any) -> Samples[Any]:
-    """Data as Samples: Samples as they are, any map-style dataset as `MapSamples`.
+    """Return data as Samples: Samples as they are, any map-style dataset as `MapSamples`.
 
     Raises:
-        DataError: It is neither.
+        DataError: The data is neither.
     """
-    # A dataset of the package `datasets` has a method `batch` of another meaning.
+    # A dataset of the package `datasets` has a method `batch` with another meaning.
     is_hugging_face = type(data).__module__.partition(".")[0] == "datasets"
     if hasattr(data, "batch") and hasattr(data, "__len__") and not is_hugging_face:
         return cast(Samples[Any], data)
@@ -195,28 +196,28 @@ def as_samples(data: Any) -> Samples[Any]:
 
 
 def all_targets_count(samples: Samples[Any]) -> bool:
-    """Whether samples say that none of their targets is -100."""
+    """Return whether samples say that none of their targets is -100."""
     return bool(getattr(samples, "all_targets_count", False))
 
 
 def is_deterministic(samples: Samples[Any]) -> bool:
-    """Whether samples say that they draw nothing from a global random generator."""
+    """Return whether samples say that they draw nothing from a global random generator."""
     return bool(getattr(samples, "deterministic", False))
 
 
 def fetch(
     samples: Samples[Batch_co], indices: NDArray[np.int64], keys: Callable[[], Sequence[int]]
 ) -> Batch_co:
-    """The samples at `indices`, with generators that their keys seed where they may draw.
+    """Return the samples at `indices`; if they may draw, their keys seed the generators first.
 
     Args:
-        samples: What to ask.
-        indices: Which samples, `[batch]`.
-        keys: Gives one for each, if they are needed. Of samples that are no `MapSamples`, all keys together
-            seed the whole batch.
+        samples: The samples to read from.
+        indices: Indices of the samples, `[batch]`.
+        keys: Function that returns a key for each sample, called only if keys are needed. For samples that
+            are not `MapSamples`, all keys together seed the whole batch.
 
     Raises:
-        DataError: They may draw, and this is a thread beside the one that trains.
+        DataError: The samples may draw, and this thread runs beside the one that trains.
     """
     if is_deterministic(samples):
         return samples.batch(indices)

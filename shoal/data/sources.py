@@ -1,4 +1,4 @@
-"""Sources: from what a configuration names to a list of files."""
+"""Finds the files of the sources that a configuration names."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class SourceFile:
     """One file of the corpus, as it was when it was found."""
 
     path: Path
-    """Where it is, absolute."""
+    """Absolute path."""
     name: str
-    """Its path below the folder that was given, so that it stays the same when the folder moves."""
+    """Path below the folder that was given, which does not change when the folder moves."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     modified: int
-    """Nanoseconds since the epoch."""
+    """Time of the last change, in nanoseconds since the epoch."""
 
 
 def find_files(sources: Collection[str], suffixes: Collection[str]) -> list[SourceFile]:
-    """The files that `sources` name, in an order that depends on their names only.
+    """Return the files that `sources` name, in an order that depends on their names only.
 
     Files of a folder are found at any depth, and sorted by their path below it. Empty files of a folder
     are left out, and so are files and folders whose name starts with a dot.
 
     Args:
         sources: Paths of files or folders; "stdlib" is Python's own standard library.
-        suffixes: Which files of a folder are read.
+        suffixes: Suffixes of the files of a folder that are read.
 
     Raises:
         DataError: A source is missing, unreadable, or holds nothing to read.

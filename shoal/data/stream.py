@@ -24,7 +24,7 @@ _BLOCK = 1 << 20  # ids of a memory map that are copied at a time
 
 @dataclass(frozen=True, kw_only=True)
 class StreamInfo:
-    """What is known about a token stream besides its tokens."""
+    """Facts about a token stream."""
 
     dtype: str
     """The smallest of uint8, uint16 and uint32 that holds the vocabulary, as numpy writes it."""
@@ -37,7 +37,7 @@ class StreamInfo:
 
 
 def in_validation(name: str, fraction: float) -> bool:
-    """Whether a document belongs to validation: by a hash of its name, so that others do not matter."""
+    """Return whether a document is in validation; a hash of its name decides, not other documents."""
     digest = hashlib.blake2b(name.encode("utf-8", errors="surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
@@ -49,18 +49,18 @@ def write_stream(
     output: BinaryIO,
     validation_output: BinaryIO,
 ) -> StreamInfo:
-    """Writes the tokens of `files` to `output`, without ever holding more than a piece of them.
+    """Write the tokens of `files` to `output`, with no more than a piece of them in memory.
 
     Args:
-        files: What to read.
-        config: How to read it.
-        tokenizer: Gives the ids, and the one that ends each document.
-        output: Takes the stream from where it stands; binary.
-        validation_output: Holds the validation documents until the training documents are written;
-            binary, seekable, empty.
+        files: The files to read.
+        config: The configuration, which says how to read them.
+        tokenizer: The tokenizer, which gives the ids and the id that ends each document.
+        output: Binary file that gets the stream, from its current position.
+        validation_output: Binary, seekable, empty file that holds the validation documents until the training
+            documents are written.
 
     Raises:
-        DataError: A file cannot be read, or there is nothing in them.
+        DataError: A file cannot be read, or all files are empty.
         MissingExtraError: A format needs an optional package.
     """
     dtype = _smallest_dtype(tokenizer.vocab_size)
@@ -107,7 +107,7 @@ class _Part:
 
 
 def _append_document(document: Document, tokenizer: Tokenizer, part: _Part) -> None:
-    """Adds a document and the id that ends it; an empty document adds nothing."""
+    """Add a document and the id that ends it; an empty document adds nothing."""
     if tokenizer.end_of_text is None:
         raise DataError(
             f"{document.name!r} is text, and the tokenizer {tokenizer.name!r} does not read text",
@@ -124,7 +124,7 @@ def _append_document(document: Document, tokenizer: Tokenizer, part: _Part) -> N
 def _append_ids(
     file: SourceFile, config: DataConfig, tokenizer: Tokenizer, train: _Part, validation: _Part
 ) -> None:
-    """Adds a memory map; it does not say where documents end, so its tail is kept for validation."""
+    """Add a memory map; it does not say where documents end, so its tail is for validation."""
     ids = open_ids(file, config.dtype)
     boundary = len(ids) - round(config.validation_fraction * len(ids))
     for part, first, last in ((train, 0, boundary), (validation, boundary, len(ids))):

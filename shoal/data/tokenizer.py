@@ -33,30 +33,30 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """What the configuration calls it."""
+        """Name in the configuration."""
         ...
 
     @property
     def identity(self) -> str:
-        """Differs between tokenizers that give different ids."""
+        """Text that differs between tokenizers that give different ids."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below this."""
+        """Number that is above every id."""
         ...
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that ends each document; None where documents cannot be told apart."""
+        """The id that ends each document; None if documents cannot be separated."""
         ...
 
     def encode(self, text: str | bytes) -> NDArray[np.integer]:
-        """The ids of `text`, `[length]`; bytes that are not UTF-8 are replaced where they cannot be kept."""
+        """Return the ids of `text`, `[length]`; bytes that are not UTF-8 are replaced if necessary."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`."""
+        """Return the text of `ids`."""
         ...
 
 
@@ -70,11 +70,11 @@ class ByteTokenizer:
     end_of_text = 0
 
     def encode(self, text: str | bytes) -> NDArray[np.uint8]:
-        """The bytes themselves, `[length]`, UTF-8 or not; lone surrogates in a str become "?"."""
+        """Return the bytes, `[length]`, UTF-8 or not; lone surrogates in a str become "?"."""
         return np.frombuffer(_to_bytes(text), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these bytes; what is not UTF-8 becomes U+FFFD.
+        """Return the text of these bytes; bytes that are not UTF-8 become U+FFFD.
 
         Raises:
             ValueError: An id is not in `range(256)`.
@@ -87,7 +87,7 @@ class IdTokenizer:
     """Ids that were made elsewhere, written as decimal numbers: for .npy and .bin files without a tokenizer.
 
     Args:
-        vocab_size: Every id is below this.
+        vocab_size: Number of ids: every id is below it.
     """
 
     end_of_text = None
@@ -97,10 +97,10 @@ class IdTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str | bytes) -> NDArray[np.int64]:
-        """The numbers in `text`, `[length]`, which spaces separate.
+        """Return the numbers in `text`, `[length]`, which spaces separate.
 
         Raises:
-            DataError: The text holds something else, or a number that is no id.
+            DataError: The text holds something else, or a number that is not an id.
         """
         words = _to_bytes(text).decode("utf-8", errors="replace").split()
         for word in words:
@@ -113,7 +113,7 @@ class IdTokenizer:
         return np.array([int(word) for word in words], dtype=np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The numbers, separated by spaces."""
+        """Return the numbers, separated by spaces."""
         return " ".join(str(int(one)) for one in ids)
 
 
@@ -148,18 +148,18 @@ class FileTokenizer:
         self.end_of_text = _find_end_of_text(vocabulary, file)
 
     def encode(self, text: str | bytes) -> NDArray[np.uint32]:
-        """The ids of `text`, `[length]`, without the tokens that some tokenizers add around it."""
+        """Return the ids of `text`, `[length]`, without the tokens that some tokenizers add around it."""
         clean = _to_bytes(text).decode("utf-8", errors="replace")
         return np.array(self._tokenizer.encode(clean, add_special_tokens=False).ids, dtype=np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens included; an id that the file does not hold gives no text."""
+        """Return the text of `ids` with special tokens; an id that the file does not have gives no text."""
         text: str = self._tokenizer.decode([int(one) for one in ids], skip_special_tokens=False)
         return text
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that a configuration names.
+    """Return the tokenizer that a configuration names.
 
     Args:
         name: "bytes", "ids:N", or the path of a Hugging Face `tokenizers` file.
@@ -199,7 +199,7 @@ def _load(content: bytes, file: Path) -> Any:
             possible="a tokenizer.json as the package `tokenizers` writes it",
             change="give the tokenizer.json of a model, or use 'bytes'",
         ) from error
-    # Settings meant for sentence models, which would cut documents short or fill them up.
+    # These settings are for sentence models: they would truncate or pad documents.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -1,8 +1,8 @@
-"""Which ranks there are, how they start, and how their end is told.
+"""Starts ranks, finds out which rank this process is, and reports how ranks ended.
 
-Nouns: World (the ranks that this process is one of), Outcome (how a rank ended), StopSignal, Nursery (where
-ranks are forked from). `shoal train` calls `launch` where nobody else started ranks; the trainer's processes
-call `join` and `run_rank`.
+Nouns: World (the ranks that this process is one of), Outcome (how a rank ended), StopSignal (a request to
+stop), Nursery (the process that ranks are forked from). `shoal train` calls `launch` where no other launcher
+started ranks; the trainer's processes call `join` and `run_rank`.
 """
 
 from shoal.launch.launcher import TERMINAL, launch

@@ -1,4 +1,4 @@
-"""What a process asks of the Linux kernel for itself; elsewhere nothing is done."""
+"""Requests of a process to the Linux kernel; on other systems they do nothing."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def name_process(name: str) -> None:
-    """Shows this process as `name` in `ps` and `top`, which keep 15 characters of it."""
+    """Show this process as `name` in `ps` and `top`, which keep 15 characters of the name."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 
 
 def die_with(parent: int) -> None:
-    """Has the kernel end this process when its parent ends, however that happens; now, if that has ended."""
+    """Make the kernel end this process when its parent ends; end it now if the parent has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended while this process was still importing
+    if os.getppid() != parent:  # the parent ended while this process was still importing
         os._exit(1)

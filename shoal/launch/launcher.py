@@ -1,7 +1,8 @@
-"""Starts ranks on this machine, and stands in for them as one process.
+"""Starts ranks on this machine, and represents them as one process.
 
-torchrun is for ranks on several hosts, which restart. Here all ranks are this process's children and none
-restarts, so that it knows which ended before it ended the others: the cause of a failure is among these.
+torchrun is for ranks on several hosts, which restart. Here all ranks are children of this process and none
+restarts. So this process knows which ranks ended before it ended the others: the cause of a failure is among
+these.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 __all__ = ["LAUNCHER", "OUTCOMES", "TERMINAL", "launch"]
 
 LAUNCHER = "SHOAL_LAUNCHER"
-"""Environment variable: the process that a rank is a child of, and that it must not outlive."""
+"""Environment variable: id of the process that is a rank's parent. A rank must not outlive it."""
 
 OUTCOMES = "SHOAL_OUTCOMES"
 """Environment variable: the folder where a rank that `launch` started leaves its outcome."""
 
 TERMINAL = "SHOAL_TERMINAL"
-"""Environment variable: set where what a rank prints on stderr is passed on to a terminal."""
+"""Environment variable: set if a rank's stderr is passed on to a terminal."""
 
 _LOOK = 0.05  # seconds between two looks at which ranks have ended
 _SETTLE = 0.5  # seconds in which ranks that fail because of the first to fail end by themselves
@@ -49,7 +50,7 @@ def launch(
     logs: Path | None = None,
     nursery: Nursery | None = None,
 ) -> int:
-    """Runs a command as each of some ranks on this machine, with torchrun's environment.
+    """Run a command as each of some ranks on this machine, with torchrun's environment.
 
     A signal (Ctrl-C, SIGTERM, the terminal that closes) is passed on to all ranks, which end their step and
     save; Ctrl-Z stops them until they are continued. When a rank fails, the others are ended. None outlives
@@ -57,16 +58,16 @@ def launch(
 
     Args:
         command: A program and its arguments; with a nursery, `[sys.executable, "-m", MODULE, ...]`.
-        ranks: How many.
-        environment: What OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken from, if the user set them.
-        logs: A directory in which what each rank prints is kept, once the directory is there.
-        nursery: Where ranks are forked from; None to start a program for each.
+        ranks: Number of ranks.
+        environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
+        logs: Directory in which each rank's output is kept, once the directory exists.
+        nursery: The Nursery that ranks are forked from; None to start a program for each.
 
     Returns:
         The exit code: 0, or `EXIT_STOPPED` after a signal if all ranks saved their state.
 
     Raises:
-        WorkerError: A rank failed; it names the one that failed first.
+        WorkerError: A rank failed; the error names the rank that failed first.
     """
     with (
         tempfile.TemporaryDirectory(prefix="shoal-") as folder,
@@ -96,9 +97,10 @@ class _End:
     """How ranks ended.
 
     Attributes:
-        exit_codes: Of those that ended by themselves. What this process ended is no cause of a failure.
-        stopped: Those that were stopped when the first failed.
-        signal: The one that this process got before any rank failed, if any.
+        exit_codes: Exit codes of the ranks that ended by themselves. A rank that this process ended is not
+            the cause of a failure.
+        stopped: Ranks that were stopped when the first rank failed.
+        signal: Signal that this process got before any rank failed, if any.
     """
 
     exit_codes: Mapping[int, int]
@@ -107,7 +109,7 @@ class _End:
 
 
 def _wait_for_end(processes: LocalRanks, signals: list[signal.Signals]) -> _End:
-    """Returns once all ranks have ended, or have been told to and had the time for it."""
+    """Wait until all ranks have ended, or have been told to end and had the time for it."""
     first: signal.Signals | None = None
     deadline = math.inf
     while processes.running() and time.monotonic() < deadline:
@@ -117,7 +119,7 @@ def _wait_for_end(processes: LocalRanks, signals: list[signal.Signals]) -> _End:
             if number == signal.SIGTSTP:
                 _stop_until_continued(processes)
                 continue
-            # Ranks heed SIGTERM and Ctrl-C. A terminal that closes is no reason to lose what was trained.
+            # Ranks obey SIGTERM and Ctrl-C. If the terminal closes, training must not be lost.
             processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
             if first is None:
                 first, deadline = number, time.monotonic() + _SAVE
@@ -131,21 +133,21 @@ def _wait_for_end(processes: LocalRanks, signals: list[signal.Signals]) -> _End:
 
 
 def _listen_for(processes: LocalRanks, seconds: float) -> None:
-    """Passes on what ranks print, until all have ended that are not stopped, for that time at most."""
+    """Pass on the ranks' output until all ranks that are not stopped have ended, at most `seconds`."""
     until = time.monotonic() + seconds
     while set(processes.running()) > set(processes.stopped()) and time.monotonic() < until:
         processes.listen(_LOOK)
 
 
 def _stop_until_continued(processes: LocalRanks) -> None:
-    """Stops the ranks and this process, as Ctrl-Z asks; they go on together."""
+    """Stop the ranks and this process after Ctrl-Z; they continue together."""
     processes.signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
     processes.signal(signal.SIGCONT)
 
 
 def _exit_code_after_signal(outcomes: Sequence[Outcome], ranks: int, signal_name: str) -> int:
-    """What became of ranks that a signal was passed on to; raises if they could not save their state."""
+    """Return the exit code after a signal to the ranks; raise WorkerError if one could not save its state."""
     failed = [outcome for outcome in outcomes if outcome.error]
     ended = set(range(ranks)) - {outcome.rank for outcome in outcomes}
     if ended and all(outcome.in_collective for outcome in failed):
@@ -153,13 +155,13 @@ def _exit_code_after_signal(outcomes: Sequence[Outcome], ranks: int, signal_name
         raise WorkerError(min(ended), reason, exit_code=130)
     if failed:
         raise root_cause(failed, {})
-    # All may have been done when the signal came.
+    # All ranks may have finished when the signal came.
     return max(outcome.exit_code for outcome in outcomes)
 
 
 @contextlib.contextmanager
 def _signals_noted() -> Iterator[list[signal.Signals]]:
-    """Within it, signals that a run heeds are appended to a list; one that is ignored stays so (nohup)."""
+    """Within this context, append a run's signals to a list; ignored signals stay ignored (nohup)."""
     received: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -179,9 +181,9 @@ def _signals_noted() -> Iterator[list[signal.Signals]]:
 
 @contextlib.contextmanager
 def _store_on_loopback() -> Iterator[int]:
-    """The store in which the ranks meet, which no other machine can reach; gives its port.
+    """Open the store in which the ranks meet, which no other machine can reach; yield its port.
 
-    torch's own server listens on every interface, except on a socket that it is given.
+    torch's own server listens on every interface unless it gets a socket.
     """
     from torch._C._distributed_c10d import TCPStore
 

@@ -1,4 +1,4 @@
-"""Ranks on this machine, as processes: started, listened to, signalled and ended."""
+"""Processes of ranks on this machine: starts them, reads their output, signals and ends them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.launch.output import RankLog, pass_on
 
 __all__ = ["LocalRanks"]
 
-_AT_ONCE = 1 << 16  # bytes that are read of a pipe, which holds as many
+_AT_ONCE = 1 << 16  # bytes to read from a pipe at once: a pipe holds as many
 
 
 @final
@@ -30,10 +30,10 @@ class LocalRanks:
     the ranks are told, and a signal to a rank reaches the processes that it started.
 
     Args:
-        command: A program and its arguments, the same for all ranks.
+        command: A program and its arguments, equal for all ranks.
         environments: The environment of each rank.
-        logs: The directory in which the output is kept too, if one is wanted.
-        nursery: Where ranks are forked from; None to start a program for each.
+        logs: The directory in which the output is also kept; None to keep nothing.
+        nursery: The Nursery that ranks are forked from; None to start a program for each.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class LocalRanks:
             log.close()
 
     def running(self) -> list[int]:
-        """The ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
 
     def exit_codes(self) -> dict[int, int]:
-        """The exit code of each rank that has ended; negative for the signal that ended it."""
+        """Return the exit code of each rank that has ended; negative for the signal that ended it."""
         codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stopped(self) -> list[int]:
-        """The ranks whose processes are stopped, as by SIGSTOP or a debugger (Linux)."""
+        """Return the ranks whose processes are stopped, such as by SIGSTOP or a debugger (Linux)."""
         return [rank for rank in self.running() if _state_of(self._processes[rank].pid) in ("T", "t")]
 
     def signal(self, number: int) -> None:
-        """Sends a signal to every rank that has not ended."""
+        """Send a signal to every rank that has not ended."""
         for rank in self.running():
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._processes[rank].pid, number)
 
     def listen(self, seconds: float) -> None:
-        """Passes on what ranks print next. Returns when something was passed on, or after that time."""
+        """Pass on the next output of ranks. Return when some was passed on, or after `seconds`."""
         if not self._outputs.get_map():
             time.sleep(seconds)
             return
@@ -116,7 +116,7 @@ def _start(
     outputs: tuple[int, int],
     nursery: Nursery | None,
 ) -> subprocess.Popen[bytes] | ForkedRank:
-    """Starts one rank, with these descriptors as its stdout and stderr."""
+    """Start one rank, with these descriptors as its stdout and stderr."""
     if nursery is not None:
         assert list(command[:2]) == [sys.executable, "-m"], "a nursery runs modules"
         return nursery.start(command[2], command[3:], environment, outputs)
@@ -126,7 +126,7 @@ def _start(
 
 
 def _state_of(process: int) -> str:
-    """The state of a process as Linux abbreviates it; empty where it cannot be known."""
+    """Return Linux's letter for the state of a process; empty if it cannot be known."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,9 +1,9 @@
-"""A process from which ranks are forked, so that all of them together import what they need once.
+"""A process from which ranks are forked, so that imports happen once for all ranks.
 
-To import torch and Shoal takes some seconds of a core and some hundred MB, for each rank that is started as a
-program. The nursery is forked off the launcher when that has imported everything and done nothing yet: no
-thread runs, and no device was touched. It then forks a rank whenever the launcher asks, and tells how each
-ended.
+For each rank that starts as a program, importing torch and Shoal takes some seconds of a core and some
+hundred MB. The launcher forks the nursery when it has imported everything and done nothing else: no thread
+runs, and no device was used. Then the nursery forks a rank whenever the launcher asks, and reports how each
+rank ended.
 
     launcher                     nursery                      rank
       fork ----------------------> waits
@@ -12,8 +12,8 @@ ended.
            <---------------------- process number
            <---------------------- exit code <-------------------- ends
 
-The nursery ends with the launcher, and the ranks with the nursery, as `run_rank` has them. Where there are
-accelerators ranks are not forked: their libraries do not outlive a fork.
+The nursery ends with the launcher, and the ranks end with the nursery, through `run_rank`. Where there are
+accelerators, ranks are not forked, because the libraries of accelerators do not work after a fork.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from shoal.launch.kernel import name_process
 
 __all__ = ["ForkedRank", "Nursery", "open_nursery", "serve"]
 
-_MOST = 1 << 20  # bytes of a request: an environment, above all
-_DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # of /dev, where accelerators are
+_MOST = 1 << 20  # bytes of a request, mostly the environment
+_DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # files in /dev where there are accelerators
 
 
 @contextmanager
 def open_nursery(module: str) -> Iterator[Nursery | None]:
-    """Within it there is a nursery, forked off this process, which must have done nothing yet.
+    """Fork a nursery from this process, which must have done nothing yet, and close it after the context.
 
-    It gives None where ranks must be started as programs: with accelerators, with threads, not on Linux.
+    Yield None where ranks must be started as programs: with accelerators, with threads, not on Linux.
 
     Args:
-        module: What it imports before, for the ranks.
+        module: Module that is imported before the fork, for the ranks.
     """
     importlib.import_module(module)
     is_quiet = threading.active_count() == 1
@@ -64,7 +64,7 @@ def open_nursery(module: str) -> Iterator[Nursery | None]:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # so that collections leave the shared pages alone
+    gc.freeze()  # so that garbage collections do not write to shared pages
     pid = os.fork()
     if pid == 0:
         here.close()
@@ -100,14 +100,14 @@ class Nursery:
         outputs: tuple[int, int],
         folder: str = "",
     ) -> ForkedRank:
-        """Forks a process that runs a module as `python -m` does, in a session of its own.
+        """Fork a process that runs a module as `python -m` does, in a session of its own.
 
         Args:
-            module: Its name.
-            arguments: Of its command line.
-            environment: All of it.
+            module: Name of the module.
+            arguments: Arguments of its command line.
+            environment: Its whole environment.
             outputs: Descriptors that become its stdout and stderr.
-            folder: Where it runs; where the nursery does by default.
+            folder: Its working directory; by default that of the nursery.
 
         Raises:
             CommunicationError: The nursery has ended.
@@ -124,7 +124,7 @@ class Nursery:
         raise CommunicationError("the process that ranks are forked from has ended")
 
     def exit_code(self, pid: int) -> int | None:
-        """How a rank ended, negative for the signal that ended it; None if it has not."""
+        """Return a rank's exit code, negative for the signal that ended it; None if it has not ended."""
         while pid not in self._codes:
             try:
                 told = self._connection.recv(_MOST, socket.MSG_DONTWAIT)
@@ -137,7 +137,7 @@ class Nursery:
         return self._codes[pid]
 
     def wait(self, pid: int) -> int:
-        """Blocks until a rank has ended; its exit code."""
+        """Wait until a rank has ended, and return its exit code."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._connection, selectors.EVENT_READ)
             while (code := self.exit_code(pid)) is None:
@@ -145,31 +145,31 @@ class Nursery:
         return code
 
     def close(self) -> None:
-        """Ends it, and with it the ranks that are left."""
+        """End the nursery, and the ranks that are left."""
         self._connection.close()
         os.waitpid(self.pid, 0)
 
 
 @final
 class ForkedRank:
-    """A process that a nursery forked, as far as `subprocess.Popen` has the same."""
+    """A process that a nursery forked, with a part of the interface of `subprocess.Popen`."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery = nursery
         self.pid = pid
 
     def poll(self) -> int | None:
-        """The exit code, if it has ended."""
+        """Return the exit code; None if it has not ended."""
         return self._nursery.exit_code(self.pid)
 
     def wait(self) -> int:
-        """Blocks until it has ended."""
+        """Wait until it has ended, and return its exit code."""
         return self._nursery.wait(self.pid)
 
 
 def serve(connection: socket.socket) -> NoReturn:
-    """Is a nursery, until the other end of the connection is closed."""
-    os.setsid()  # what a terminal sends is the launcher's affair
+    """Serve as a nursery until the other end of the connection is closed."""
+    os.setsid()  # so that only the launcher gets the signals of a terminal
     running: dict[int, int] = {}  # process by descriptor
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
@@ -196,7 +196,7 @@ def _tell(connection: socket.socket, kind: str, pid: int, code: int = 0) -> None
 
 
 def _fork(connection: socket.socket, selector: selectors.BaseSelector) -> int:
-    """Forks the rank of a request; the process number."""
+    """Fork the rank of a request, and return its process id."""
     request, ancillary, _, _ = connection.recvmsg(_MOST, socket.CMSG_SPACE(2 * array.array("i").itemsize))
     if not request:
         os._exit(0)
@@ -218,7 +218,7 @@ def _fork(connection: socket.socket, selector: selectors.BaseSelector) -> int:
 
 
 def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> NoReturn:
-    """Runs a module as the program of this process, and ends it."""
+    """Run a module as the program of this process, and end the process."""
     code = 1
     try:
         name_process(f"shoal rank {environment['RANK']}" if "RANK" in environment else "shoal")
@@ -226,7 +226,7 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
         os.environ.update(environment)
         _use_threads(environment)
         if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed()  # or all ranks would draw the same; `random` does so by itself
+            numpy.random.seed()  # or all ranks would draw equal numbers; `random` reseeds itself
         if folder:
             os.chdir(folder)
         sys.argv = [module, *arguments]
@@ -248,8 +248,8 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
 
 
 def _use_threads(environment: Mapping[str, str]) -> None:
-    """As many threads as OMP_NUM_THREADS says, which torch has read before."""
-    import torch  # not above: a launcher that forks nothing needs none
+    """Use OMP_NUM_THREADS threads: torch read the variable before the fork."""
+    import torch  # not at the top: a launcher that forks nothing does not need it
 
     wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0]
     if wanted.isdecimal() and int(wanted) > 0:

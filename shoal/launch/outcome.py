@@ -1,7 +1,7 @@
-"""How each rank ended, and which rank's end was the cause of the others'.
+"""How each rank ended, and which rank's failure caused the others.
 
-When one rank dies, the others fail a moment later in the collective that it left. What the user needs is the
-first: so each rank writes how it ended, and says whether it failed in a collective.
+When one rank dies, the others fail a moment later in the collective that it left. The user needs the first
+failure. So each rank writes how it ended, and whether it failed in a collective.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Outcome:
 
     Attributes:
         rank: The global rank.
-        exit_code: What its process exits with.
-        error: Its error in the words for the user; empty if there was none.
-        detail: The traceback; empty for an error that the user can mend.
+        exit_code: Exit code of its process.
+        error: Its error message for the user; empty if there was none.
+        detail: The traceback; empty for an error that the user can correct.
         in_collective: Whether it failed in a collective, and so perhaps because of another rank.
-        when: Seconds since the epoch.
+        when: Time of its end, in seconds since the epoch.
     """
 
     rank: int
@@ -45,7 +45,7 @@ class Outcome:
 
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> Outcome:
-        """The outcome of a rank that raised."""
+        """Return the outcome of a rank that raised an error."""
         known = isinstance(error, ShoalError)
         return cls(
             rank=rank,
@@ -56,27 +56,27 @@ class Outcome:
         )
 
     def write(self, folder: Path) -> None:
-        """Leaves the outcome for the launcher."""
+        """Write the outcome to a file for the launcher."""
         (folder / f"rank-{self.rank:05d}.json").write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def read_all(cls, folder: Path) -> list[Outcome]:
-        """What the ranks left, by rank."""
+        """Read the outcomes that the ranks wrote, by rank."""
         return [cls(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json"))]
 
 
 def root_cause(
     outcomes: Sequence[Outcome], exit_codes: Mapping[int, int], stopped: Collection[int] = ()
 ) -> WorkerError:
-    """The failure that came before the others.
+    """Return the failure that came before the others.
 
-    In this order: the earliest error outside of a collective, a rank that a signal killed, a rank that ended
-    without a word, a rank that is stopped, the earliest error in a collective.
+    It is the first of these that exists: the earliest error outside of a collective, a rank that a signal
+    killed, a rank that ended without an outcome, a rank that is stopped, the earliest error in a collective.
 
     Args:
-        outcomes: What ranks left.
-        exit_codes: Of the ranks that failed by themselves, not of those that were ended because of it;
-            negative for a signal, as `subprocess` gives them.
+        outcomes: The outcomes that ranks wrote.
+        exit_codes: Exit codes of the ranks that failed by themselves, without those that were ended because
+            of a failure; negative for a signal, as in `subprocess`.
         stopped: Ranks whose processes were stopped, not ended, when the others failed.
     """
     failures = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: outcome.when)

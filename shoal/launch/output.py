@@ -1,4 +1,4 @@
-"""What ranks print: passed on to the terminal, and kept in the `log/` of their run."""
+"""Passes the output of ranks on to the terminal, and keeps it in the `log/` of their run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, TextIO, cast, final
 
 __all__ = ["RankLog", "keep_output", "pass_on"]
 
-_OVERWRITE = b"\r\x1b[K"  # what begins a line of progress that is written over on a terminal
+_OVERWRITE = b"\r\x1b[K"  # beginning of a line of progress that a terminal overwrites
 
 
 @final
 class RankLog:
     """The file `rank-00000.log` of a rank. Runs that are resumed append to it.
 
-    The directory is made by rank 0 when the run begins. Until then the output is held in memory, and it is
-    dropped if there is no run in the end.
+    Rank 0 makes the directory when the run begins. Until then the output stays in memory; it is dropped if no
+    run begins.
 
     Args:
         directory: The `log/` of a run; None to keep nothing.
         rank: The global rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
     """
 
     def __init__(self, directory: Path | None, rank: int, ranks: int) -> None:
@@ -35,15 +35,15 @@ class RankLog:
         self._held = f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, rank {rank} of {ranks}\n".encode()
 
     def close(self) -> None:
-        """Leaves a file for a rank that printed nothing too."""
+        """Write the log's file, also for a rank that printed nothing."""
         self.write(b"")
 
     def write(self, data: bytes) -> None:
-        """Keeps what the rank printed. A full disk loses the log, and does not stop the run."""
+        """Keep output of the rank. A full disk loses the log, but does not stop the run."""
         if self._directory is None:
             return
         self._held += data
-        # Only runs have such a directory, so that a look at it tells whether there is one yet.
+        # Only runs have such a directory, so its existence shows whether there is a run yet.
         with contextlib.suppress(OSError):
             if self._directory.is_dir():
                 with self._path.open("ab") as file:
@@ -52,7 +52,7 @@ class RankLog:
 
 
 def pass_on(data: bytes, descriptor: int) -> None:
-    """Writes to a file descriptor of this process. A reader that is gone gets nothing."""
+    """Write to a file descriptor of this process. If the reader is gone, do nothing."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
@@ -64,7 +64,7 @@ def pass_on(data: bytes, descriptor: int) -> None:
 
 @contextlib.contextmanager
 def keep_output(log: RankLog) -> Iterator[None]:
-    """Within it, what this process prints through `sys.stdout` and `sys.stderr` is kept in the log too."""
+    """Within this context, also keep the output to `sys.stdout` and `sys.stderr` in the log."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Kept(stream, log)) for stream in before)
     try:
@@ -75,19 +75,19 @@ def keep_output(log: RankLog) -> Iterator[None]:
 
 @final
 class _Kept:
-    """A text stream whose text goes to a log too."""
+    """A text stream that also writes to a log."""
 
     def __init__(self, stream: TextIO, log: RankLog) -> None:
         self._stream = stream
         self._log = log
 
     def write(self, text: str) -> int:
-        """Writes to the log first: the terminal may be gone."""
+        """Write to the log first, because the terminal may be gone."""
         self._log.write(text.encode(errors="backslashreplace"))
         return self._stream.write(text)
 
     def writelines(self, lines: Iterator[str]) -> None:
-        """Writes each."""
+        """Write each line."""
         for line in lines:
             self.write(line)
 

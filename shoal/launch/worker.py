@@ -1,4 +1,4 @@
-"""What a process does around the work of its rank: die with its launcher, heed signals, leave an outcome."""
+"""Runs the work of a rank: ends with its launcher, obeys signals, and writes an outcome."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["StopSignal", "run_rank"]
 
 
 class StopSignal:
-    """Whether someone asked this process to stop, by SIGTERM or Ctrl-C; a second Ctrl-C ends it at once.
+    """Knows whether SIGTERM or Ctrl-C asked this process to stop; a second Ctrl-C ends it at once.
 
-    Until `heed` is called there is nothing to save, and a signal ends the process: also where it waits for
-    ranks that will never come, in native code that no handler of Python's interrupts.
+    Until `heed` is called there is nothing to save, and a signal ends the process. This works even where it
+    waits for missing ranks in native code, which no Python handler interrupts.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class StopSignal:
             signal.signal(number, signal.SIG_DFL)
 
     def heed(self) -> None:
-        """From here on a signal is only noted; who does the work looks at `received`."""
+        """Only record signals from now on; the work checks `received`."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._receive)
 
@@ -41,14 +41,14 @@ class StopSignal:
 
 
 def run_rank(rank: int, work: Callable[[StopSignal], int]) -> int:
-    """Does the work of one rank and accounts for how it ended.
+    """Do the work of one rank and report how it ended.
 
-    Under `shoal`'s own launcher the outcome is left for the launcher to tell. Under another one it is told
-    here, and left in the error file that torchelastic asks for.
+    Under `shoal`'s own launcher, the launcher reports the outcome that this writes. Under another launcher
+    this prints the outcome, and writes it to the error file that torchelastic asks for.
 
     Args:
         rank: The global rank.
-        work: Gives the exit code.
+        work: Function that does the work and returns the exit code.
 
     Returns:
         The exit code of the process.

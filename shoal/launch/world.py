@@ -1,4 +1,4 @@
-"""The ranks that this process is one of, as its launcher's environment describes them."""
+"""Reads from the launcher's environment which ranks there are and which one this process is."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class World:
     """The ranks that this process is one of.
 
     Attributes:
-        rank: This process among all.
-        ranks: How many there are.
-        local_rank: This process among those of its host.
+        rank: This process's rank.
+        ranks: Number of ranks.
+        local_rank: This process's number on its host.
         master: Host and port where the ranks meet.
     """
 
@@ -36,11 +36,11 @@ class World:
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """Reads what torchrun, accelerate or srun say of this process; None if none of them started it.
+    """Return the World that torchrun, accelerate or srun set; None if none of them started this process.
 
     torchrun and accelerate set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. srun sets
-    SLURM_PROCID and its like, from which the meeting point follows: the first host of the step, and a port
-    made of the job's number, unless MASTER_ADDR or MASTER_PORT say otherwise.
+    SLURM_PROCID and similar variables. Then the ranks meet at the first host of the step, at a port computed
+    from the job's number, unless MASTER_ADDR or MASTER_PORT is set.
 
     Raises:
         ConfigError: The environment is incomplete, or contradicts itself.
@@ -63,7 +63,7 @@ def _read_world(environment: Mapping[str, str]) -> World | None:
             local_rank=_number(environment, "LOCAL_RANK"),
             master=(_text(environment, "MASTER_ADDR"), _number(environment, "MASTER_PORT")),
         )
-    if "SLURM_STEP_NUM_TASKS" in environment:  # set by srun for its tasks alone, not in a batch script
+    if "SLURM_STEP_NUM_TASKS" in environment:  # srun sets it for its tasks only, not in a batch script
         host = environment.get("MASTER_ADDR") or _first_host(_text(environment, "SLURM_STEP_NODELIST"))
         if environment.get("MASTER_PORT"):
             port = _number(environment, "MASTER_PORT")
@@ -85,15 +85,15 @@ def join(
     timeout: float,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Forms the default process group of all ranks: NCCL between GPUs, Shoal's own between CPUs.
+    """Form the default process group of all ranks: NCCL between GPUs, Shoal's backend between CPUs.
 
-    Where the native core was not built, gloo takes its place, and rank 0 says so.
+    If the native core was not built, gloo replaces Shoal's backend, and rank 0 prints a notice.
 
     Args:
         world: The ranks.
-        device: What this rank computes on.
-        timeout: Seconds after which a collective that not all ranks came to fails.
-        environment: Gets MASTER_ADDR and MASTER_PORT, which torch reads.
+        device: The device of this rank.
+        timeout: Seconds after which a collective fails if not all ranks called it.
+        environment: Environment that gets MASTER_ADDR and MASTER_PORT, which torch reads.
 
     Raises:
         CommunicationError: The ranks did not all meet.
@@ -107,7 +107,7 @@ def join(
             rank=world.rank,
             world_size=world.ranks,
             timeout=timedelta(seconds=timeout),
-            # NCCL otherwise guesses the device from the rank, and warns that it does.
+            # Otherwise NCCL guesses the device from the rank, and prints a warning.
             device_id=device if device.type == "cuda" else None,
         )
     except RuntimeError as error:
@@ -130,7 +130,7 @@ def _backend(world: World, device: torch.device) -> str:
 
 
 def _first_host(hosts: str) -> str:
-    """The first of Slurm's list of hosts, such as `node[003-007,12],login1`.
+    """Return the first of Slurm's list of hosts, such as `node[003-007,12],login1`.
 
     >>> _first_host("node[003-007,12]-ib,login1"), _first_host("a,b")
     ('node003-ib', 'a')

@@ -1,4 +1,4 @@
-"""The blocks of a model: one of its repeated parts each, such as a transformer's layer."""
+"""The blocks of a model: its repeated parts, such as a transformer's layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their ow
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The elements with parameters of the outermost `ModuleList`s and `Sequential`s, in order."""
+    """Return the elements with parameters of the outermost `ModuleList`s and `Sequential`s, in order."""
     if isinstance(model, nn.ModuleList | nn.Sequential):
         parts = (
             [part] if not isinstance(part, _CONTAINERS) else find_blocks(part) for part in model.children()

@@ -1,4 +1,4 @@
-"""The shape of a transformer, and what follows from it alone: its parameters and its FLOP."""
+"""The shape of a transformer, with its number of parameters and FLOP."""
 
 from __future__ import annotations
 
@@ -68,11 +68,11 @@ class TransformerConfig(BaseModel):
         return self._parameters(self.experts)
 
     def active_parameter_count(self) -> int:
-        """Number of parameters that one token meets: those of the experts it does not go to are left out."""
+        """Number of parameters that one token uses, without those of experts it does not go to."""
         return self._parameters(self.experts_per_token)
 
     def flops_per_token(self, seq: int) -> float:
-        """FLOP to train on one token of a sample of `seq` tokens: forward, and twice that for backward.
+        """Return the FLOP to train on one token of a sample of `seq` tokens: 1 part forward, 2 backward.
 
         6 for each parameter that takes part in a matrix product with it (the head does; the embedding's
         look-up and the experts that it does not go to do not), and `12 * layers * hidden * seq` for
@@ -90,7 +90,7 @@ class TransformerConfig(BaseModel):
         return self.layers * self._block_matrices(experts) + norms + tables
 
     def _block_matrices(self, experts: int) -> int:
-        """Elements of a block's matrices, with so many experts if it has any."""
+        """Return the elements of a block's matrices, with so many experts if it has any."""
         attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
         if not self.experts:
             return attention + 3 * self.hidden * self.ffn
@@ -149,7 +149,7 @@ def _require_multiple(whole: str, size: int, part: str, count: int) -> None:
 
 
 def _model_error(error: ValidationError) -> ModelError:
-    """Says the first problem that pydantic found in Shoal's words."""
+    """Return the first problem that pydantic found as a ModelError."""
     problem = error.errors()[0]
     name = ".".join(str(part) for part in problem["loc"]) or "the configuration"
     fields = list(TransformerConfig.model_fields)

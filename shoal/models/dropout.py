@@ -33,8 +33,8 @@ class Dropout(nn.Module):
     """In training, zeroes elements with probability `p` and divides the others by `1 - p`.
 
     Args:
-        p: From 0, below 1.
-        name: What tells this layer's masks from those of others; see `name_dropouts`.
+        p: Probability, at least 0 and below 1.
+        name: Name that makes this layer's masks different from those of others; see `name_dropouts`.
 
     Raises:
         ModelError: `p` is not such a probability.
@@ -63,18 +63,18 @@ class Dropout(nn.Module):
         self._salt = int.from_bytes(digest, "little", signed=True)
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
-        """Drops elements of `hidden`.
+        """Drop elements of `hidden`.
 
         Args:
-            hidden: `[batch, seq, channels]`, or any shape that ends in channels.
-            keys: The key of each token `[batch, seq]`, as `token_keys` gives them. None: drawn from torch's
-                generator of the device, so that masks are new in every call.
+            hidden: Tensor `[batch, seq, channels]`, or of any shape that ends in channels.
+            keys: Key of each token, `[batch, seq]`, from `token_keys`. None: keys come from torch's generator
+                of the device, so masks are new in every call.
 
         Returns:
-            The shape and dtype of `hidden`; outside training and with p = 0, `hidden` itself.
+            A tensor with the shape and dtype of `hidden`; `hidden` itself outside training or with p = 0.
 
         Raises:
-            ModelError: There are keys for other tokens than `hidden` has.
+            ModelError: The shape of `keys` does not fit the tokens of `hidden`.
         """
         if not self.training or self.p == 0:
             return hidden
@@ -91,33 +91,33 @@ class Dropout(nn.Module):
         return scaled.masked_fill_(self._dropped(keys, hidden.shape[-1]), 0)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Return the text that `print(model)` shows."""
         return f"p={self.p}"
 
     def _dropped(self, keys: Tensor, channels: int) -> Tensor:
-        """The mask `[batch, seq, channels]`, true where an element is dropped."""
+        """Return the mask `[batch, seq, channels]`, true where an element is dropped."""
         channel = _mix(torch.arange(channels, device=keys.device) * _STRIDE + self._salt)
-        # Products fall evenly on all signed numbers: a share p of them lies below this.
+        # Products are uniform over all signed numbers: a share p of them is below this.
         bound = -(2**63) + int(self.p * 2**64)
         return (keys | 1).unsqueeze(-1) * channel < bound
 
 
 def name_dropouts(model: nn.Module) -> None:
-    """Gives each Dropout within `model` its name in `named_modules()`."""
+    """Give each Dropout within `model` its name in `named_modules()`."""
     for name, module in model.named_modules():
         if isinstance(module, Dropout):
             module.name = name
 
 
 def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tensor:
-    """The keys from which dropout's masks follow, for those tokens that one forward sees.
+    """Return the keys of dropout's masks, for the tokens that one forward sees.
 
     Args:
-        seed: Of the training run.
-        step: Number of the optimizer step, or of whatever shall have masks of its own.
-        samples: Where each sample stands in the step's batch, or in all data, `[batch]`, int64.
-        positions: Where each token stands in its sample, `[seq]`, int64, in any order; or `[batch, seq]`,
-            where that differs between samples.
+        seed: Seed of the training run.
+        step: Number of the optimizer step, or any number that selects other masks.
+        samples: Number of each sample in the step's batch, or in all data, `[batch]`, int64.
+        positions: Position of each token in its sample, `[seq]`, int64, in any order; or `[batch, seq]` if it
+            differs between samples.
 
     Returns:
         `[batch, seq]`, int64, on the device of `samples` and `positions`.
@@ -129,17 +129,17 @@ def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tens
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """The finaliser of SplitMix64: a bijection of int64 in which each bit depends on all bits before."""
+    """Apply the finaliser of SplitMix64, a bijection of int64 that mixes all bits."""
     numbers = (numbers ^ _shifted(numbers, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     numbers = (numbers ^ _shifted(numbers, 27)) * (0x94D049BB133111EB - 2**64)
     return numbers ^ _shifted(numbers, 31)
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
-    """Shifted right with zeros coming in, where int64's own shift brings in copies of the sign."""
+    """Shift right and fill with zeros; int64's own shift fills with copies of the sign."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(number: int) -> int:
-    """A number modulo 2^64, as int64 has it."""
+    """Return a number modulo 2^64 as a signed int64."""
     return (number + 2**63) % 2**64 - 2**63

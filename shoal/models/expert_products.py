@@ -27,16 +27,16 @@ __all__ = [
 ]
 
 Multiply = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
-"""Rows, counts and weights to results, as `multiply_by_experts` has them."""
+"""Function from rows, counts and weights to results, such as `multiply_by_experts`."""
 
 
 def multiply_by_experts(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Multiplies each expert's run of rows by its matrices; under autocast in autocast's type.
+    """Multiply each expert's run of rows by its matrices; under autocast in autocast's type.
 
     Args:
-        rows: `[rows, in]`, sorted by expert.
-        counts: `[experts]`, int64: how many rows each expert has; they add up to all rows.
-        weights: `[experts, out_i, in]` each.
+        rows: Rows `[rows, in]`, sorted by expert.
+        counts: Number of rows of each expert, `[experts]`, int64; they add up to all rows.
+        weights: Weights, `[experts, out_i, in]` each.
 
     Returns:
         `[rows, out_i]` for each weight.
@@ -50,26 +50,26 @@ def multiply_by_experts(rows: Tensor, counts: Tensor, weights: Sequence[Tensor])
 
 
 def expert_products(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> ExpertProducts:
-    """What multiplies these fastest; the arguments are those of `multiply_by_experts`."""
+    """Return the fastest ExpertProducts for these arguments, which are those of `multiply_by_experts`."""
     if _can_group(rows, weights[0]):
         return GroupedProducts(counts)
     return LoopedProducts(counts)
 
 
 class ExpertProducts(ABC):
-    """How runs of rows are multiplied."""
+    """A way to multiply runs of rows."""
 
     @abstractmethod
     def results(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """From `[rows, in]` and `[experts, out, in]` to `[rows, out]`."""
+        """Multiply rows `[rows, in]` by weights `[experts, out, in]`, to `[rows, out]`."""
 
     @abstractmethod
     def rows_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-        """From the gradients `[rows, out_i]` of the results to that of the rows, `[rows, in]`."""
+        """Return the gradient of the rows, `[rows, in]`, from those of the results, `[rows, out_i]`."""
 
     @abstractmethod
     def weight_gradient(self, gradient: Tensor, rows: Tensor) -> Tensor:
-        """From `[rows, out]` and `[rows, in]` to `[experts, out, in]`, zeros for an expert without rows."""
+        """Return the weight's gradient `[experts, out, in]`, with zeros for an expert without rows."""
 
 
 @final
@@ -100,10 +100,10 @@ class GroupedProducts(ExpertProducts):
 
 @final
 class LoopedProducts(ExpertProducts):
-    """A product for each expert, written where it belongs.
+    """One product for each expert, written into a common result.
 
-    Autograd's own backward would join the gradients of the runs, and of the experts' matrices, from tensors
-    of their own.
+    Autograd's own backward would copy the gradients of the runs, and of the experts' matrices, from separate
+    tensors.
     """
 
     def __init__(self, counts: Tensor) -> None:
@@ -134,13 +134,13 @@ class LoopedProducts(ExpertProducts):
 
 
 def _can_group(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these, and gains: on a CPU it is a loop as well."""
+    """Return whether torch's grouped product takes these and is faster; on a CPU it is a loop too."""
     aligned = all(size * weight.element_size() % 16 == 0 for size in weight.shape[1:])
     return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
 
 
 class _Multiply(torch.autograd.Function):
-    """Both halves of backward at once."""
+    """The product with both halves of backward at once."""
 
     @staticmethod
     def forward(context: Any, products: ExpertProducts, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

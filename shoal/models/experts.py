@@ -50,15 +50,16 @@ class Mixture(nn.Module):
     Four attributes are functions that a layout over ranks replaces; see each one's default.
 
     Attributes:
-        gate, up: `[experts, expert_ffn, hidden]`.
-        down: `[experts, hidden, expert_ffn]`.
-        score: From hidden states and the router's matrix, both in fp32 or wider, to logits: `F.linear`.
-        compute: What gives the choices' rows to the experts: `run_experts`, whose arguments it has.
-        keep: Which choices the capacity keeps: `within_capacity`.
-        share_statistics: From the counts `[batch, experts]` of the choices in this part of each sample, in
-            fp32, to those of the whole samples: the identity.
-        auxiliary_scale: What the gradients of the auxiliary losses are multiplied by.
-        balance_loss, z_loss: Of the last forward, unweighted scalars; None before it.
+        gate, up: Weights `[experts, expert_ffn, hidden]`.
+        down: Weight `[experts, hidden, expert_ffn]`.
+        score: Function from hidden states and the router's matrix, both in fp32 or wider, to logits. Default:
+            `F.linear`.
+        compute: Function that runs the experts on the choices' rows. Default: `run_experts`.
+        keep: Function that says which choices the capacity keeps. Default: `within_capacity`.
+        share_statistics: Function from the counts `[batch, experts]` of the choices in this part of each
+            sample, in fp32, to those of the whole samples. Default: the identity.
+        auxiliary_scale: Factor on the gradients of the auxiliary losses.
+        balance_loss, z_loss: Losses of the last forward, unweighted scalars; None before it.
         load: Share of the last forward's choices that fell to each expert, `[experts]`; None before it.
     """
 
@@ -85,7 +86,7 @@ class Mixture(nn.Module):
         self.load: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Maps `[batch, seq, hidden]` to the same shape; a token whose choices are all dropped gets zeros."""
+        """Map `[batch, seq, hidden]` to the same shape; a token whose choices are all dropped gets zeros."""
         logits = self._logits(hidden)
         probabilities = logits.softmax(-1)
         shares, chosen = probabilities.topk(self.per_token)
@@ -97,7 +98,7 @@ class Mixture(nn.Module):
         return self._exchange(hidden, chosen, shares)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """The router's `[batch, seq, experts]`, in fp32 or wider: a choice is as good as its logits."""
+        """Return the router's logits `[batch, seq, experts]`, in fp32 or wider for exact choices."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             return self.score(hidden.to(wide), self.router.weight.to(wide))
@@ -105,10 +106,10 @@ class Mixture(nn.Module):
     def _with_auxiliary_losses(
         self, shares: Tensor, chosen: Tensor, logits: Tensor, probabilities: Tensor
     ) -> Tensor:
-        """The shares as they are, with the gradients of the auxiliary losses in their backward.
+        """Return the shares unchanged; their backward adds the gradients of the auxiliary losses.
 
         The balance loss of a sample is `experts * sum_e(fraction_e * probability_e)`: the fraction of its
-        choices that fall to expert e, and e's mean probability over its tokens. It is 1 when both are even,
+        choices that go to expert e, times e's mean probability over its tokens. It is 1 when both are even,
         and only the probability has a gradient. The z-loss is the mean of `logsumexp(logits) ** 2`.
         """
         counts = self.share_statistics(_count(chosen.flatten(1), self.experts).float())
@@ -124,7 +125,7 @@ class Mixture(nn.Module):
         return with_losses
 
     def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Gives rows to experts and adds up what comes back; the choice `experts` is a dropped one."""
+        """Give rows to experts and add up their results; the choice `experts` is a dropped choice."""
         choices = chosen.flatten()
         order = choices.argsort(stable=True)
         counts = _count(choices, self.experts)
@@ -146,15 +147,15 @@ def run_experts(
     *,
     multiply: Multiply = multiply_by_experts,
 ) -> Tensor:
-    """Each expert on its own run of rows.
+    """Run each expert on its own run of rows.
 
     Args:
-        rows: `[rows, hidden]`, sorted by expert.
-        counts: `[experts]`, int64: how many rows each expert has; they add up to all rows.
-        gate: `[experts, ffn, hidden]`, and `up` as well.
-        up: See `gate`.
-        down: `[experts, hidden, ffn]`.
-        multiply: Computes the products; `multiply_by_experts`, or what does the same.
+        rows: Rows `[rows, hidden]`, sorted by expert.
+        counts: Number of rows of each expert, `[experts]`, int64; they add up to all rows.
+        gate: Weight `[experts, ffn, hidden]`.
+        up: Weight `[experts, ffn, hidden]`.
+        down: Weight `[experts, hidden, ffn]`.
+        multiply: Function that computes the products, such as `multiply_by_experts`.
 
     Returns:
         `[rows, hidden]`, in the order of `rows`.
@@ -165,16 +166,16 @@ def run_experts(
 
 
 def within_capacity(chosen: Tensor, experts: int, capacity: float) -> Tensor:
-    """Which choices an expert takes when it takes at most `capacity` times an even share of each sample's.
+    """Return which choices experts keep: each takes at most `capacity` times an even share of a sample's.
 
-    The even share of a sample is `seq * experts_per_token / experts`; the limit is rounded up. Those of the
-    earliest positions are taken, and of one position the likeliest first, so that no token changes what
-    happens to those before it.
+    The even share of a sample is `seq * experts_per_token / experts`; the limit is rounded up. An expert
+    keeps the choices of the earliest positions, and at one position the likeliest first. So no token changes
+    the result of earlier tokens.
 
     Args:
-        chosen: `[batch, seq, experts_per_token]`, int64.
-        experts: How many there are.
-        capacity: The factor.
+        chosen: Experts of each token, `[batch, seq, experts_per_token]`, int64.
+        experts: Number of experts.
+        capacity: Factor on the even share.
 
     Returns:
         A mask of the shape of `chosen`.
@@ -182,15 +183,15 @@ def within_capacity(chosen: Tensor, experts: int, capacity: float) -> Tensor:
     choices = chosen.flatten(1)
     limit = math.ceil(capacity * choices.shape[1] / experts)
     ordered, order = choices.sort(stable=True, dim=-1)
-    begin = torch.searchsorted(ordered, ordered)  # of the run of choices of the same expert
+    begin = torch.searchsorted(ordered, ordered)  # start of the run of choices of the same expert
     place = torch.arange(choices.shape[1], device=chosen.device) - begin
     return torch.empty_like(choices, dtype=torch.bool).scatter_(1, order, place < limit).view_as(chosen)
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor | None:
-    """The auxiliary losses of a model's last forward, weighted and added up; None if it has none.
+    """Return the weighted sum of the auxiliary losses of a model's last forward; None if it has none.
 
-    A scalar without a gradient, for a report: what a backward needs of it is there already.
+    It is a scalar without a gradient, for a report: backward adds the gradients by itself.
     """
     losses = [
         module.balance_weight * module.balance_loss + module.z_weight * module.z_loss
@@ -201,11 +202,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor | None:
 
 
 def set_auxiliary_scale(model: nn.Module, scale: float | Tensor) -> None:
-    """Says what a forward's mean loss is multiplied by before its backward, until said otherwise.
+    """Set the factor by which a forward's mean loss is multiplied before its backward, until the next call.
 
     Args:
         model: A model that may hold `Mixture`s.
-        scale: Such as `1 / micro_batches` where gradients of micro-batches are added up.
+        scale: The factor, such as `1 / micro_batches` if gradients of micro-batches are added up.
     """
     for module in model.modules():
         if isinstance(module, Mixture):
@@ -213,7 +214,7 @@ def set_auxiliary_scale(model: nn.Module, scale: float | Tensor) -> None:
 
 
 class _AddLoss(torch.autograd.Function):
-    """Passes a tensor through, and in backward starts that of a loss (as Megatron's MoEAuxLossAutoScaler)."""
+    """Returns a tensor unchanged; its backward also starts a loss's (as Megatron's MoEAuxLossAutoScaler)."""
 
     @staticmethod
     def forward(context: Any, passed: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
@@ -227,9 +228,9 @@ class _AddLoss(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """The row of each choice's token; backward adds a token's rows up in the order of its choices.
+    """Returns the row of each choice's token; backward adds a token's rows in the order of its choices.
 
-    That of `index_select` adds them in any order on a GPU, and one by one on a CPU.
+    The backward of `index_select` adds them in any order on a GPU, and one by one on a CPU.
     """
 
     @staticmethod
@@ -248,7 +249,7 @@ class _Spread(torch.autograd.Function):
 
 
 def _count(choices: Tensor, experts: int) -> Tensor:
-    """How often each of `experts` stands in `[..., choices]`: `[..., experts]`, int64."""
+    """Count how often each of `experts` is in `[..., choices]`: `[..., experts]`, int64."""
     ordered = choices.sort(-1).values
     each = torch.arange(experts, device=choices.device).expand(*choices.shape[:-1], experts).contiguous()
     up_to = torch.searchsorted(ordered, each, right=True)

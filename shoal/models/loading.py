@@ -1,4 +1,4 @@
-"""From the text that names a model to the model."""
+"""Builds a model from the text that names it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(
     overrides: Mapping[str, object] | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """Builds the model that a text names.
+    """Build the model that a text names.
 
     ==========================  ==========================================  ==============================
     spec                        gives                                       overrides are
@@ -47,10 +47,10 @@ def build(
     Args:
         spec: One of the above.
         overrides: Changes to what the spec says.
-        device: Where the parameters are created; "meta" creates none.
+        device: Device on which the parameters are created; "meta" creates none.
 
     Raises:
-        ModelError: The spec names nothing, an override fits nothing, or what it names is no module.
+        ModelError: The spec names nothing, an override fits nothing, or the result is no module.
         MissingExtraError: `hf:` without the extra `hf`.
     """
     return _required(spec, build_or_task(spec, overrides=overrides, device=device))
@@ -62,10 +62,10 @@ def build_or_task(
     overrides: Mapping[str, object] | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module | Task:
-    """As `build`, but a factory may also return a Task, which says what the model's inputs and loss are.
+    """Build the model or the Task that a text names; a factory may return a Task with its inputs and loss.
 
     Raises:
-        UserError: As `build` does.
+        UserError: See `build`.
     """
     changes = dict(overrides or {})
     if spec.startswith("hf:"):
@@ -104,10 +104,10 @@ def _required(spec: str, made: object) -> nn.Module:
 
 
 def find_factory(spec: str) -> Callable[..., object]:
-    """What `package.module:function` names.
+    """Return the function that `package.module:function` names.
 
     Raises:
-        ModelError: There is no such module, or no such function in it.
+        ModelError: There is no such module, or no such function in the module.
     """
     module_name, _, function_name = spec.partition(":")
     module = _import(module_name)
@@ -142,7 +142,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _siblings(missing: str) -> list[str]:
-    """The modules that could have been meant: those in the same package, or at the top."""
+    """Return the modules that could be meant: those in the same package, or at the top."""
     parent, _, _ = missing.rpartition(".")
     if not parent:
         return [module.name for module in pkgutil.iter_modules()]
@@ -178,7 +178,7 @@ def _from_hugging_face(path: Path, changes: dict[str, Any], device: torch.device
     model: nn.Module
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        # Training never reads the cache of keys and values, and would pay for it.
+        # Training never reads the cache of keys and values, but would pay for it.
         config.use_cache = False
         _change_config(config, changes)
         if has_weights:
@@ -197,13 +197,13 @@ def _from_hugging_face(path: Path, changes: dict[str, Any], device: torch.device
             possible="the configuration of a causal language model that the installed transformers knows",
             change="correct the configuration, or what overrides it",
         ) from error
-    # Published weights are often bf16; precision in training is the Plan's to choose.
+    # Published weights are often bf16, but the Plan chooses the precision of training.
     return model.to(device=device, dtype=torch.float32).train()
 
 
 @contextlib.contextmanager
 def _without_bars(progress: Any) -> Iterator[None]:
-    """Within it transformers draws no progress bar: every rank loads, and each would draw its own."""
+    """Turn off transformers' progress bars within the context, because every rank would draw its own."""
     was_enabled = progress.is_progress_bar_enabled()
     progress.disable_progress_bar()
     try:

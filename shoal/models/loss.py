@@ -10,19 +10,19 @@ from shoal.errors import ModelError
 __all__ = ["IGNORED", "logits_of", "next_token_loss"]
 
 IGNORED = -100
-"""The target of a position that has none, as in torch."""
+"""Target value, as in torch, for a position that has no target."""
 
 
 def next_token_loss(output: object, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token, computed in fp32 whatever the dtype of the logits.
+    """Return the mean cross-entropy in nats per token, in fp32 for any dtype of the logits.
 
-    The auxiliary losses of experts are no part of it: `Mixture` adds their gradients in backward.
+    It does not include the auxiliary losses of experts: `Mixture` adds their gradients in backward.
 
     Args:
-        output: What the model returned: logits `[batch, seq, vocab]`, or an object that computes
-            `token_loss(targets)` `[batch, seq]` itself, as tensor parallelism's do, or one whose `logits`
-            are either.
-        targets: `[batch, seq]`, int64: the token that follows each input position. They are not shifted here.
+        output: Output of the model: logits `[batch, seq, vocab]`, or an object that computes
+            `token_loss(targets)` `[batch, seq]` itself, as with tensor parallelism, or an object whose
+            `logits` are one of these.
+        targets: Token that follows each input position, `[batch, seq]`, int64. They are not shifted here.
 
     Returns:
         A scalar, fp32.
@@ -46,12 +46,12 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
 
 
 def logits_of(output: object) -> Tensor:
-    """The logits in a model's output: the output itself, or its `logits` as Hugging Face models return.
+    """Return the logits in a model's output: the output itself, or its `logits` for Hugging Face models.
 
-    Those that tensor parallelism split are gathered, for which all its ranks must call.
+    Logits that tensor parallelism split are gathered; then all its ranks must call this.
 
     Raises:
-        ModelError: It is neither.
+        ModelError: The output is neither.
     """
     logits = output
     while not isinstance(logits, Tensor) and hasattr(logits, "logits"):

@@ -1,4 +1,4 @@
-"""Tensors within mappings, sequences and dataclasses, as batches and the outputs of models hold them."""
+"""Tensors within mappings, sequences and dataclasses, such as batches and outputs of models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["map_tensors", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Each tensor of a structure, in order."""
+    """Yield each tensor of a structure, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -28,10 +28,10 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return the structure with each tensor changed; what is no tensor stays as it is.
+    """Return the structure with each tensor changed; other values stay as they are.
 
     Args:
-        change: Called with each tensor.
+        change: Function that is called with each tensor.
         value: A tensor, or dicts, lists, tuples and dataclasses of them, nested to any depth.
 
     Returns:

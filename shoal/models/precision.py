@@ -1,4 +1,4 @@
-"""A module made to compute in another type, as plainly as it can be: what layouts are held against."""
+"""Makes a module compute in another type, in simple code: the reference for layouts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["SingleDevice", "cast_module"]
 
 @final
 class SingleDevice:
-    """A module on one device, as the loss of a Task takes it.
+    """A module on one device, in the form that the loss of a Task takes.
 
     Args:
         module: The module.
-        dtype: What floating inputs are cast to.
+        dtype: Type that floating inputs are cast to.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -28,25 +28,25 @@ class SingleDevice:
         self._dtype = dtype
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output."""
+        """Return the module's output."""
         inputs, named = map_tensors(_to(self._dtype), (inputs, named))
         return self.module(*inputs, **named)
 
 
 def cast_module(module: nn.Module, dtype: torch.dtype) -> None:
-    """Has an fp32 module compute in `dtype`, in place.
+    """Make an fp32 module compute in `dtype`, in place.
 
-    A wider type, fp64, is that of all its floating parameters and buffers. A narrower one, bf16, is that of
-    its parameters; buffers stay as they are, since a running mean or a rotary frequency is no longer right in
-    8 bits. Batch normalization stays fp32 whole, as its kernels want. The buffers of parametrizations, such
-    as those of spectral normalization, meet nothing but weights, and get the weights' type.
+    A wider type, fp64, applies to all floating parameters and buffers. A narrower type, bf16, applies to
+    parameters only: buffers stay as they are, because a running mean or a rotary frequency is not accurate in
+    8 bits. Batch normalization stays in fp32, because its kernels need that. The buffers of parametrizations,
+    such as spectral normalization, are used with weights only, and get the weights' type.
 
-    Each layer with parameters casts the floating tensors among its inputs, so that what a buffer made fp32
-    fits the next layer.
+    Each layer with parameters casts the floating tensors among its inputs, so that a tensor which a buffer
+    made fp32 fits the next layer.
 
     Args:
-        module: To be changed. Its parameters stay the same objects.
-        dtype: fp32 changes nothing.
+        module: The module to change. Its parameters stay the same objects.
+        dtype: Type to compute in; fp32 changes nothing.
     """
     if dtype == torch.float32:
         return

@@ -13,7 +13,7 @@ __all__ = ["preset", "preset_names"]
 
 
 def preset(name: str) -> TransformerConfig:
-    """The configuration with this name.
+    """Return the configuration with this name.
 
     Raises:
         ModelError: There is no such preset.
@@ -29,7 +29,7 @@ def preset(name: str) -> TransformerConfig:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every preset's name, from small to large."""
+    """Return the names of all presets, from small to large."""
     return tuple(_read())
 
 

@@ -1,4 +1,4 @@
-"""Text from a trained model, one token at a time."""
+"""Generates text with a trained model, one token at a time."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ def generate(
     seed: int = 0,
     context: int,
 ) -> Iterator[int]:
-    """Continues a prompt, and yields each new token as it is drawn.
+    """Continue a prompt, and yield each new token as it is drawn.
 
-    The whole window runs through the model for every token: simple, and quick enough for a look at what
-    a run has learnt. The model is in evaluation mode until the iterator ends or is closed.
+    The whole window runs through the model for every token: this is simple, and quick enough to see what a
+    run has learnt. The model is in evaluation mode until the iterator ends or is closed.
 
     Args:
-        model: Maps tokens `[1, seq]` to logits `[1, seq, vocab]`, or to an object with `.logits`.
-        prompt: `[seq]`, int64, on the model's device.
-        tokens: How many to draw.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Draw from this many likeliest tokens only; all when None.
-        seed: Fixes what is drawn.
-        context: The model sees this many tokens at most, the last ones.
+        model: Module that maps tokens `[1, seq]` to logits `[1, seq, vocab]`, or to an object with `.logits`.
+        prompt: Tokens `[seq]`, int64, on the model's device.
+        tokens: Number of tokens to draw.
+        temperature: Divisor of the logits; 0 takes the likeliest token.
+        top_k: Number of likeliest tokens to draw from; None draws from all.
+        seed: Seed of the draws.
+        context: Largest number of tokens that the model sees: the last ones.
 
     Raises:
         DataError: The prompt is not a row of at least one token.
@@ -80,7 +80,7 @@ def _continue(
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
-    """One token from logits `[vocab]` on the CPU, where a seed gives the same tokens for every device."""
+    """Draw one token from logits `[vocab]` on the CPU, so that a seed gives equal tokens for every device."""
     if temperature == 0:
         return int(logits.argmax())
     kept, token = logits.topk(min(top_k or len(logits), len(logits)))
@@ -90,7 +90,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 
 
 def _require(name: str, value: float, *, at_least: int) -> None:
-    # Written this way round, it refuses NaN too.
+    # In this form the test refuses NaN too.
     if not value >= at_least:
         raise ConfigError(
             f"{name}={value} is too small to draw tokens",

@@ -1,4 +1,4 @@
-"""A model together with the batches and the loss that train it, whatever its inputs are."""
+"""A model with any inputs, together with the batches and the loss that train it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Task", "batch_normalizations", "rows", "sample_count"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What it takes to train a model whose inputs are no plain tokens.
+    """A model whose inputs are not plain tokens, with its batches and its loss.
 
     Attributes:
-        build: Gives the module, in fp32 on the CPU, with the values that training starts from. After the same
-            `torch.manual_seed` they are the same.
-        batch: From a number to the batch of that number: tensors with samples along dim 0, alone or in any
-            nesting of dicts, lists, tuples and dataclasses. The same number gives the same batch.
-        loss: From a model and a batch, or rows of one, to the mean loss over its samples, a scalar. The model
-            is called like the module; its attribute `module` is the module itself.
+        build: Function that returns the module, in fp32 on the CPU, with the values that training starts
+            from. After the same `torch.manual_seed` they are the same.
+        batch: Function from a number to the batch of that number: tensors with samples along dim 0, alone or
+            in any nesting of dicts, lists, tuples and dataclasses. The same number gives the same batch.
+        loss: Function from a model and a batch, or rows of a batch, to the mean loss over its samples, a
+            scalar. Call the model like the module; its attribute `module` is the module itself.
     """
 
     build: Callable[[], nn.Module]
@@ -33,16 +33,16 @@ class Task:
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
-    """The samples `start` to `stop` of a batch."""
+    """Return the samples `start` to `stop` of a batch."""
     return map_tensors(lambda tensor: tensor[start:stop], batch)
 
 
 def sample_count(batch: Any) -> int:
-    """Samples in a batch: the length of its first tensor's dim 0; 0 if there is no tensor with one."""
+    """Return the number of samples in a batch: the length of its first tensor's dim 0; 0 without one."""
     return next((len(tensor) if tensor.ndim else 0 for tensor in tensors_in(batch)), 0)
 
 
 def batch_normalizations(module: nn.Module) -> list[str]:
-    """The names of the layers that normalize a sample by those beside it, and keep running statistics."""
+    """Return the names of the layers of batch normalization, which keep running statistics."""
     kind = nn.modules.batchnorm._BatchNorm
     return [name for name, each in module.named_modules() if isinstance(each, kind)]

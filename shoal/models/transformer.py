@@ -42,8 +42,8 @@ class Rotary(nn.Module):
     there is no buffer that the meta device, a checkpoint or a cast to bf16 could spoil.
 
     Attributes:
-        positions: Gives the positions `[seq]`, int64, of what comes in, from `seq` and the device. By default
-            0 to seq - 1; it is replaced where only a part of the sequence comes in.
+        positions: Function from `seq` and the device to the positions `[seq]`, int64, of the input. By
+            default 0 to seq - 1; it is replaced if the input is a part of the sequence.
     """
 
     def __init__(self, head_dim: int, base: float) -> None:
@@ -72,9 +72,9 @@ class Attention(nn.Module):
     """Causal self-attention in which `heads / kv_heads` queries share one key and value.
 
     Attributes:
-        attend: Mixes the values, given query `[batch, heads, seq, head_dim]` and key and value
+        attend: Function that mixes the values, given query `[batch, heads, seq, head_dim]` and key and value
             `[batch, kv_heads, seq, head_dim]`; the result has the shape of the query. By default
-            `causal_attention`; it is replaced where only a part of the sequence comes in.
+            `causal_attention`; it is replaced if the input is a part of the sequence.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -104,12 +104,12 @@ class Attention(nn.Module):
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention in which each position sees itself and those before it, by torch's fastest kernel.
+    """Compute attention in which each position sees itself and earlier ones, by torch's fastest kernel.
 
     Args:
         query: `[batch, heads, seq, head_dim]`.
         key: `[batch, kv_heads, seq, head_dim]`, where `kv_heads` divides `heads`.
-        value: As well.
+        value: `[batch, kv_heads, seq, head_dim]`.
 
     Returns:
         `[batch, heads, seq, head_dim]`.
@@ -166,8 +166,8 @@ class Transformer(nn.Module):
     modules that share a parameter would come apart when a model on the meta device is materialised.
 
     Attributes:
-        dropout_keys: The key of each token `[batch, seq]` that the next forward sees, from `token_keys`; who
-            trains sets them before each forward. None: masks are drawn from torch's generator.
+        dropout_keys: Key of each token `[batch, seq]` of the next forward, from `token_keys`. Set them before
+            each training forward. None: masks are drawn from torch's generator.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         name_dropouts(self)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Predicts, at every position, the token that follows.
+        """Predict, at every position, the token that follows.
 
         Args:
             tokens: `[batch, seq]`, int64, each below `vocab_size`.
@@ -206,7 +206,7 @@ class Transformer(nn.Module):
         return logits
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """The logits `[batch, seq, vocab_size]` by the embedding's weight."""
+        """Return the logits `[batch, seq, vocab_size]`, by the embedding's weight."""
         return F.linear(hidden, self.embed.weight)
 
     def initialize(self, seed: int) -> None:
@@ -226,7 +226,7 @@ class Transformer(nn.Module):
 
         Args:
             name: The parameter's name in `named_parameters()`.
-            tensor: What to fill: the parameter, or a view of its shape into a larger buffer.
+            tensor: Tensor to fill: the parameter, or a view of its shape into a larger buffer.
             seed: Any integer.
 
         Raises:
@@ -253,7 +253,7 @@ class Transformer(nn.Module):
                     possible="the names in `named_parameters()`, such as " + ", ".join(names[:3]),
                     change="pass a name of this model",
                 )
-        # A fresh tensor: what a generator draws into a given one depends on how that one lies in memory.
+        # Draw into a new tensor: draws into a given tensor depend on its memory layout.
         drawn = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         tensor.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name)))
 

@@ -1,7 +1,7 @@
-"""What the bench compares: one file per kind of contestant, and `enter`, which makes one from its name.
+"""The contestants of the bench: one file per kind, and `enter`, which makes a contestant from its name.
 
 shoal          the backend, on ordinary tensors
-shoal-shared   the same, on tensors that lie in memory shared by the ranks
+shoal-shared   the same backend, on tensors in memory that the ranks share
 gloo, nccl     torch's own backends
 mpi            the MPI library under mpi4py
 oneccl         Intel's oneCCL, through its C interface

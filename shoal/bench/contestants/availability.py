@@ -1,4 +1,4 @@
-"""Whether a contestant can take part here, asked before any process is started."""
+"""Checks whether a contestant can take part here, before any process is started."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["require_available"]
 
 
 def require_available(name: str) -> None:
-    """Returns if the contestant can take part.
+    """Check that the contestant can take part.
 
     Raises:
-        ConfigError: It cannot; says what it lacks.
-        MissingExtraError: It lacks a Python package.
+        ConfigError: It cannot; the message says what is missing.
+        MissingExtraError: A Python package is missing.
     """
     match name:
         case "shoal" | "shoal-shared":

@@ -1,4 +1,4 @@
-"""What a contestant is: where its buffers live, and how it does a collective on them."""
+"""The interface of a contestant: where its buffers are, and how it does a collective on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.bench.collective import Collective
 __all__ = ["Buffers", "Contestant", "Operation", "UnsupportedError"]
 
 Operation = Callable[[], object]
-"""Does a collective once, on buffers that it holds."""
+"""Function that does a collective once, on buffers that it holds."""
 
 
 class UnsupportedError(Exception):
@@ -22,13 +22,13 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What one rank gives and gets: one-dimensional, contiguous, the same tensor where it is in place."""
+    """The buffers that one rank gives and gets: one-dimensional, contiguous, one tensor if in place."""
 
     input: Tensor
     output: Tensor
 
     def zero(self) -> None:
-        """Fills with what stays as it is, however often it is reduced."""
+        """Fill both with zeros, which no number of reductions changes."""
         self.input.zero_()
         self.output.zero_()
 
@@ -37,7 +37,7 @@ class Contestant(ABC):
     """One implementation of the collectives.
 
     Attributes:
-        memory: Where its buffers live. Contestants that say the same can share them.
+        memory: Kind of memory of its buffers. Contestants with the same kind can share buffers.
         communicates: Whether its results are those of the collective, so that they can be checked.
     """
 
@@ -46,15 +46,15 @@ class Contestant(ABC):
 
     @abstractmethod
     def empty(self, elements: int, like: Tensor) -> Tensor:
-        """A buffer with that many elements of the type of `like`."""
+        """Return a buffer with that many elements of the type of `like`."""
 
     @abstractmethod
     def operation(self, collective: Collective, buffers: Buffers, op: str) -> Operation:
-        """Prepares a collective.
+        """Prepare a collective, and return a function that does it.
 
         Args:
-            collective: Which.
-            buffers: Of this rank; made by `empty`.
+            collective: The collective.
+            buffers: This rank's buffers, made by `empty`.
             op: Name of the operator.
 
         Raises:
@@ -63,8 +63,8 @@ class Contestant(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Waits until all that was started is done."""
+        """Wait until all operations are complete."""
 
     @abstractmethod
     def version(self) -> str:
-        """Name and version of the library, for the facts under the table."""
+        """Return name and version of the library, for the facts under the table."""

@@ -1,4 +1,4 @@
-"""From a contestant's name to the contestant, on every rank at once."""
+"""Makes a contestant from its name, on every rank at once."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _TIMEOUT = timedelta(seconds=120)  # for one operation: gigabytes over a slow li
 
 
 def enter(name: str, *, algorithms: Mapping[str, str], local_rank: int) -> Contestant:
-    """Makes a contestant; every rank of the default group must.
+    """Make a contestant; every rank of the default group must call this.
 
     Args:
-        name: One of `BACKENDS`, and available.
-        algorithms: By collective, those that Shoal's backend must use.
-        local_rank: Of this process on its host: the GPU that NCCL uses.
+        name: One of `BACKENDS`, which must be available.
+        algorithms: By collective, the algorithm that Shoal's backend must use.
+        local_rank: This process's number on its host, which is that of the GPU that NCCL uses.
     """
     match name:
         case "shoal":
@@ -46,7 +46,7 @@ def enter(name: str, *, algorithms: Mapping[str, str], local_rank: int) -> Conte
             return MPI()
         case "oneccl":
             library = find_oneccl()
-            assert library is not None  # it is available
+            assert library is not None  # require_available has checked this
             return OneCCL(library)
         case "memory":
             return PrivateMemory(dist.get_rank(), dist.get_world_size())
@@ -54,7 +54,7 @@ def enter(name: str, *, algorithms: Mapping[str, str], local_rank: int) -> Conte
 
 
 def _options(algorithms: Mapping[str, str]) -> Options:
-    """The environment's, but for the algorithms that the bench was told to use."""
+    """Return the environment's options, with the algorithms that the bench must use."""
     options = Options.from_environment()
     return dataclasses.replace(options, algorithms={**options.algorithms, **algorithms})
 

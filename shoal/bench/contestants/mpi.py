@@ -1,7 +1,7 @@
-"""MPI through mpi4py: the peer that collectives on CPUs are usually measured by.
+"""MPI through mpi4py: the usual reference for collectives on CPUs.
 
-Its ranks are those that `mpirun` started: where MPI takes part, `mpirun` starts the bench itself, so that the
-groups of the other backends live in the same processes. Calls go straight to mpi4py, without torch between.
+Its ranks are those that `mpirun` started. Where MPI takes part, `mpirun` starts the bench itself, so that the
+groups of the other backends are in the same processes. Calls go straight to mpi4py, without torch.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class MPI(Contestant):
         self._communicator = self._mpi.COMM_WORLD
 
     def empty(self, elements: int, like: Tensor) -> Tensor:
-        """Ordinary memory."""
+        """Return a buffer in ordinary memory."""
         return torch.empty(elements, dtype=like.dtype)
 
     def operation(self, collective: Collective, buffers: Buffers, op: str) -> Operation:
-        """A call to mpi4py with its arguments."""
+        """Return a call to mpi4py with its arguments."""
         world, in_place = self._communicator, self._mpi.IN_PLACE
         if collective.name == "barrier":
             return world.Barrier  # type: ignore[no-any-return]
@@ -63,14 +63,14 @@ class MPI(Contestant):
         raise UnsupportedError(collective.name)
 
     def finish(self) -> None:
-        """Every call has ended when it returns."""
+        """Return at once: every call has ended when it returns."""
 
     def version(self) -> str:
-        """What the library calls itself."""
+        """Return the name that the library gives itself."""
         return str(self._mpi.Get_library_version()).partition(",")[0].strip("\0\n ").splitlines()[0]
 
     def _array(self, tensor: Tensor, collective: Collective) -> Any:
-        """The tensor as numpy shows it to MPI; as bytes where types do not matter and numpy lacks them."""
+        """Return the tensor as a numpy array; as bytes if numpy lacks the type and nothing is reduced."""
         if not collective.reduces:
             return tensor.view(torch.uint8).numpy()
         if tensor.dtype in (torch.float16, torch.bfloat16):

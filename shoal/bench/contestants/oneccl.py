@@ -1,8 +1,8 @@
 """Intel's oneCCL on CPUs, through its C interface (`libccl.so.2`, since release 2022).
 
-PyTorch's bindings for it have ended, so calls go straight to the library. It finds its ranks through a unique
-id, which rank 0 makes, and moves bytes through Intel MPI, which it is quicker with than with libfabric: so
-`mpirun` starts its ranks, with LD_LIBRARY_PATH, by which the library finds its parts. To install it:
+PyTorch's bindings for oneCCL are discontinued, so calls go straight to the library. It finds its ranks
+through a unique id, which rank 0 makes. It moves bytes through Intel MPI, which is quicker than libfabric, so
+`mpirun` starts its ranks. The library finds its parts through LD_LIBRARY_PATH. To install it:
 pip install oneccl impi-rt impi-devel mpi4py.
 """
 
@@ -46,24 +46,24 @@ class _UniqueId(ctypes.Structure):
 
 
 def find_oneccl(prefix: str = sys.prefix) -> Path | None:
-    """The library in the environment that this Python lives in; None if it is not there."""
+    """Return the library in this Python's environment; None if it is not there."""
     library = Path(prefix) / "lib" / "libccl.so.2"
     return library if library.exists() else None
 
 
 class OneCCL(Contestant):
-    """All ranks of the default group, which tells them the id.
+    """oneCCL on all ranks of the default group, through which rank 0 tells them the id.
 
     Args:
-        library: `libccl.so.2`.
-        environment: Gets what selects the CPU and the transport, unless it says so already.
+        library: Path of `libccl.so.2`.
+        environment: Environment that gets the variables for CPU and transport, unless it has them already.
     """
 
     def __init__(self, library: Path, environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault("CCL_PLUGIN", "ONECCL_LEGACY_CPU")
         environment.setdefault("CCL_ATL_TRANSPORT", "mpi")
         environment.setdefault("CCL_LOG_LEVEL", "error")
-        # Its worker threads would compete with the ranks for their cores, and slow every other contestant.
+        # oneCCL's worker threads would compete with the ranks for their cores, and slow other contestants.
         environment.setdefault("CCL_WORKER_OFFLOAD", "0")
         self._library: Any = ctypes.CDLL(str(library))
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -75,11 +75,11 @@ class OneCCL(Contestant):
         )
 
     def empty(self, elements: int, like: Tensor) -> Tensor:
-        """Ordinary memory."""
+        """Return a buffer in ordinary memory."""
         return torch.empty(elements, dtype=like.dtype)
 
     def operation(self, collective: Collective, buffers: Buffers, op: str) -> Operation:
-        """A call to the library with its arguments."""
+        """Return a call to the library with its arguments."""
         given, got = ctypes.c_void_p(buffers.input.data_ptr()), ctypes.c_void_p(buffers.output.data_ptr())
         if buffers.output.dtype not in _TYPES:
             raise UnsupportedError(f"oneCCL has no {buffers.output.dtype}")
@@ -109,16 +109,16 @@ class OneCCL(Contestant):
         return partial(_checked, partial(call, *arguments, self._communicator, None))
 
     def finish(self) -> None:
-        """Every call has ended when it returns."""
+        """Return at once: every call has ended when it returns."""
 
     def version(self) -> str:
-        """As the library says."""
+        """Return the version that the library reports."""
         code = ctypes.c_int()
         _check(self._library.onecclGetVersion(ctypes.byref(code)))
         return f"oneCCL {code.value // 10000}.{code.value // 100 % 100}"
 
     def _id(self) -> _UniqueId:
-        """The id that rank 0 makes."""
+        """Return the id that rank 0 makes."""
         unique = _UniqueId()
         if self._rank == 0:
             _check(self._library.onecclGetUniqueId(ctypes.byref(unique)))

@@ -1,12 +1,12 @@
-"""No communication at all: the bound that a collective through shared memory is measured by.
+"""No communication: a lower bound on the time of a collective through shared memory.
 
-A collective within a host has to read and write certain bytes, whoever's they are. In an all-reduce of S
-bytes over n ranks by two shots, for one, each rank reads S/n from n buffers and writes the sum to n buffers.
-This contestant has every rank do just these reads and writes on memory of its own, all ranks at once. Nobody
-waits for anybody, no cache line is another core's: what a collective takes beyond this is what coordination
-and the traffic between caches cost.
+A collective within a host has to read and write certain bytes. For example, in a two-shot all-reduce of S
+bytes over n ranks, each rank reads S/n bytes from each of n buffers and writes the sum to n buffers. Here
+every rank does just these reads and writes on its own memory, all ranks at once. No rank waits for another,
+and no cache line belongs to another core. The additional time of a collective is the cost of coordination and
+of the traffic between caches.
 
-It walks in blocks that a core's own cache holds, so that a value that is written n times is read from memory
+It works in blocks that fit in a core's own cache, so that a value that is written n times is read from memory
 once.
 """
 
@@ -35,11 +35,11 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 class PrivateMemory(Contestant):
-    """One rank's reads and writes.
+    """Does one rank's reads and writes.
 
     Args:
         rank: This rank.
-        ranks: How many there are.
+        ranks: Number of ranks.
     """
 
     communicates = False
@@ -49,11 +49,11 @@ class PrivateMemory(Contestant):
         self._ranks = ranks
 
     def empty(self, elements: int, like: Tensor) -> Tensor:
-        """Ordinary memory."""
+        """Return a buffer in ordinary memory."""
         return torch.empty(elements, dtype=like.dtype)
 
     def operation(self, collective: Collective, buffers: Buffers, op: str) -> Operation:
-        """What this rank reads and writes in the collective."""
+        """Return a function that does this rank's reads and writes of the collective."""
         given, got = buffers.input, buffers.output
         match collective.name:
             case "all_reduce":
@@ -70,24 +70,24 @@ class PrivateMemory(Contestant):
                 return _nothing
             case "gather" if self._rank != 0:
                 return _nothing
-        # What is left writes the whole output, and reads as much, all of it different bytes.
+        # The other collectives write the whole output, and read as many bytes, all different.
         return partial(got.copy_, torch.zeros_like(got))
 
     def finish(self) -> None:
-        """Every call has ended when it returns."""
+        """Return at once: every call has ended when it returns."""
 
     def version(self) -> str:
-        """What the figures stand for."""
+        """Return what the figures mean."""
         return "memory: the same reads and writes on private memory, all ranks at once"
 
     def _parts(self, whole: Tensor) -> list[Tensor]:
-        """One part for each rank; elements that do not divide are left out."""
+        """Return one part for each rank, without the elements that do not divide evenly."""
         part = whole.numel() // self._ranks
         return [whole[rank * part : (rank + 1) * part] for rank in range(self._ranks)]
 
 
 def _blocks(parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-    """The parts cut into blocks; the n-th entry has the n-th block of each part."""
+    """Cut the parts into blocks; the n-th entry has the n-th block of each part."""
     elements = max(1, _BLOCK_BYTES // parts[0].element_size())
     return list(zip(*(part.split(elements) for part in parts), strict=True))
 
@@ -97,7 +97,7 @@ def _reduce(
     targets: Sequence[Sequence[Tensor]],
     combine: Callable[..., Tensor],
 ) -> None:
-    """Combines the n-th blocks of all sources, and writes the result to the n-th block of every target."""
+    """Combine the n-th blocks of all sources, and write the result to the n-th block of every target."""
     for blocks, (result, *copies) in zip(sources, targets, strict=True):
         combine(blocks[0], blocks[-1], out=result)
         for block in blocks[1:-1]:
@@ -107,4 +107,4 @@ def _reduce(
 
 
 def _nothing() -> None:
-    """Reads and writes nothing."""
+    """Do nothing."""

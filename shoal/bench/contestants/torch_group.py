@@ -1,4 +1,4 @@
-"""A backend of `torch.distributed`: what a user's call costs, Python included."""
+"""A backend of `torch.distributed`: measures a user's call, including Python."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class TorchGroup(Contestant):
     """A process group of all ranks.
 
     Args:
-        name: What the facts call it.
+        name: Name in the facts.
         group: The group.
-        allocate: Makes a tensor of a shape, with `dtype=`; `torch.empty` or something like it.
-        memory: Where such tensors live.
-        device: What the ranks compute on.
+        allocate: Function that makes a tensor of a shape, with `dtype=`, such as `torch.empty`.
+        memory: Kind of memory of these tensors.
+        device: Device of the ranks.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class TorchGroup(Contestant):
         self._device = device
 
     def empty(self, elements: int, like: Tensor) -> Tensor:
-        """Memory of the group's kind."""
+        """Return a buffer in the group's kind of memory."""
         placed = {} if self._device is None else {"device": self._device}
         return self._allocate((elements,), dtype=like.dtype, **placed)
 
     def operation(self, collective: Collective, buffers: Buffers, op: str) -> Operation:
-        """A call to `torch.distributed` with its arguments."""
+        """Return a call to `torch.distributed` with its arguments."""
         group, given, got = self._group, buffers.input, buffers.output
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         root, after, before = (
@@ -90,17 +90,17 @@ class TorchGroup(Contestant):
         raise UnsupportedError(collective.name)
 
     def finish(self) -> None:
-        """On a GPU, waits for it; on the CPU every call has ended when it returns."""
+        """Wait for the GPU; on the CPU every call has ended when it returns."""
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def version(self) -> str:
-        """The backend, and the torch that it is part of or plugs into."""
+        """Return the backend, and the version of torch that it belongs to."""
         return f"{self._name} of torch {torch.__version__}"
 
 
 def _current(name: str, before: str) -> Any:
-    """A function of `torch.distributed` that torch 2.13 renamed."""
+    """Return a function of `torch.distributed` that torch 2.13 renamed."""
     return getattr(dist, name, None) or getattr(dist, before)
 
 

@@ -10,7 +10,7 @@ __all__ = ["Algorithm", "AlphaBeta"]
 
 
 class AlphaBeta(NamedTuple):
-    """What a step and a byte cost.
+    """Seconds per step and per byte.
 
     Attributes:
         alpha: Seconds per step.
@@ -26,16 +26,18 @@ class Algorithm:
     """One way to do a collective on one level, as counts for n peers that have an interface each.
 
     Attributes:
-        collective: What it does, such as "all_reduce".
-        name: As users write it in options, such as "halving-doubling".
+        collective: The collective that it does, such as "all_reduce".
+        name: The name that users write in options, such as "halving-doubling".
         level: "shared-memory" or "network".
-        steps_of: Messages that wait for one another.
-        path_of: Bytes on the path, over S, the bytes of the whole buffer.
-        sent_of: Bytes that the busiest peer sends, or in shared memory reads from others, over S.
+        steps_of: Function of n: messages that wait for one another.
+        path_of: Function of n: bytes on the path, divided by S, the bytes of the whole buffer.
+        sent_of: Function of n: bytes that the busiest peer sends, divided by S. In shared memory, bytes that
+            it reads from others.
         crowds: Whether all ranks of a host send to other hosts at once.
-        forwards_sums: Whether ranks pass on partial sums. Those of 16-bit floats travel as 32-bit ones.
-        inside: What it starts and ends with inside each host, as (collective, algorithm) in shared memory.
-            Its peers are then hosts, and each rank of a host carries an equal part of the bytes to others.
+        forwards_sums: Whether ranks pass on partial sums. Partial sums of 16-bit floats travel as 32-bit
+            floats.
+        inside: Collectives inside each host, before and after, as (collective, algorithm) in shared memory.
+            The peers are then hosts, and each rank of a host carries an equal part of the bytes to others.
     """
 
     collective: str
@@ -49,21 +51,21 @@ class Algorithm:
     inside: tuple[tuple[str, str], ...] = ()
 
     def steps(self, ranks: int, ranks_per_host: int = 1) -> int:
-        """Messages that wait for one another.
+        """Return the number of messages that wait for one another.
 
         Args:
-            ranks: Of the group.
-            ranks_per_host: How many of them share a network interface; 1 in shared memory.
+            ranks: Number of ranks in the group.
+            ranks_per_host: Number of ranks that share a network interface; 1 in shared memory.
         """
         return self.steps_of(self._peers(ranks, ranks_per_host))
 
     def bytes_on_path(self, ranks: int, nbytes: float, ranks_per_host: int = 1) -> float:
-        """Bytes that go one after another through the busiest interface, or the busiest rank's memory.
+        """Return the bytes that pass one after another the busiest interface, or the busiest rank's memory.
 
         Args:
-            ranks: Of the group.
+            ranks: Number of ranks in the group.
             nbytes: S, as shoal.cost.collectives.algorithms defines it for each collective.
-            ranks_per_host: How many ranks share a network interface; 1 in shared memory.
+            ranks_per_host: Number of ranks that share a network interface; 1 in shared memory.
         """
         alone = self.path_of(self._peers(ranks, ranks_per_host)) * nbytes
         if self.crowds and ranks > 1:
@@ -71,12 +73,15 @@ class Algorithm:
         return alone
 
     def bytes_sent(self, ranks: int, nbytes: float, ranks_per_host: int = 1) -> float:
-        """Bytes that the busiest rank sends, or in shared memory reads from others; arguments as above."""
+        """Return the bytes that the busiest rank sends, or in shared memory reads from others.
+
+        The arguments are those of `bytes_on_path`.
+        """
         sent = self.sent_of(self._peers(ranks, ranks_per_host)) * nbytes
         return sent / ranks_per_host if self.inside else sent
 
     def time(self, cost: AlphaBeta, ranks: int, nbytes: float, ranks_per_host: int = 1) -> float:
-        """Seconds, without those of `inside`; arguments as above."""
+        """Return the seconds without those of `inside`; the arguments are those of `bytes_on_path`."""
         path = self.bytes_on_path(ranks, nbytes, ranks_per_host)
         return cost.alpha * self.steps(ranks, ranks_per_host) + cost.beta * path
 

@@ -1,15 +1,17 @@
 """Collectives and their algorithms by name, with the steps and bytes of each: the one list of them.
 
-n ranks, g of them on each host, k = n / g hosts; S bytes of the whole buffer: of all-reduce, broadcast and
-reduce the tensor, of all-gather and gather the output, of the others one rank's (the root's) input.
+There are n ranks, g on each host, and k = n / g hosts. S is the bytes of the whole buffer: the tensor for
+all-reduce, broadcast and reduce; the output for all-gather and gather; for the others the input of one rank
+(for scatter, of the root).
 
-Bytes on the path are the largest transfer of each step, summed. With the seconds of a step (alpha) and of a
-byte (beta),
+Bytes on the path are the sum over steps of each step's largest transfer. With alpha seconds per step and
+beta seconds per byte,
 
     time = alpha * steps + beta * bytes on the path
 
-In shared memory ranks read one another's buffers: one-shot what each has copied into a shared slot, direct
-(of all-reduce: two-shot) the buffers themselves. A step is a synchronisation, however many ranks take part.
+In shared memory, ranks read one another's buffers. With one-shot, each rank first copies its buffer into a
+shared slot, and the others read the slot; with direct (all-reduce: two-shot) they read the buffer itself. A
+step is a synchronisation, however many ranks take part.
 
 | collective     | algorithm        | steps                 | bytes on the path / S                 |
 |----------------|------------------|-----------------------|---------------------------------------|
@@ -25,7 +27,7 @@ In shared memory ranks read one another's buffers: one-shot what each has copied
 | scatter        | one-shot, direct | 1                     | 1/n                                   |
 
 Over the network a step is a message that waits for the one before it; in a step a rank sends to one rank and
-receives from one. The pipelined ones (double-tree, chain) are given in the limit of small chunks.
+receives from one. The counts of pipelined algorithms (double-tree, chain) are the limit for small chunks.
 
 | collective     | algorithm        | steps                 | bytes on the path / S                 |
 |----------------|------------------|-----------------------|---------------------------------------|
@@ -46,10 +48,11 @@ receives from one. The pipelined ones (double-tree, chain) are given in the limi
 | gather         | direct           | n-1                   | (n-1)/n                               |
 | scatter        | direct           | n-1                   | (n-1)/n                               |
 
-* Every rank of a host sends to other hosts at once, so g(n-g)/(n-1) times as much goes through the host's
-interface; of the others one flow leaves a host, as ranks are numbered host by host. Ring all-reduce moves
-nearly 2S through every rank: its bytes do not shrink with more ranks. Halving-doubling that hands the buffers
-of ranks beyond a power of two to ranks within would take 2 steps and 2S more; ours takes any number as it is.
+* Every rank of a host sends to other hosts at once, so g(n-g)/(n-1) times as many bytes go through the host's
+interface. With the other algorithms one flow leaves a host, because ranks are numbered host by host. Ring
+all-reduce moves nearly 2S through every rank: its bytes do not shrink with more ranks. Halving-doubling here
+works with any number of ranks. The variant for powers of two, in which each rank beyond the power first hands
+its buffer to another rank, would take 2 steps and 2S more.
 
 Sources: Thakur, Rabenseifner and Gropp, 2005 (ring, recursive, pairwise, tree); Träff, 2024, arXiv:2410.14234
 (halving-doubling of any number of ranks); Sanders, Speck and Träff, 2009 (double tree).
@@ -80,7 +83,7 @@ COLLECTIVES: tuple[str, ...] = (
 
 
 def find_algorithm(collective: str, name: str, level: str) -> Algorithm:
-    """The algorithm of that name.
+    """Return the algorithm with that name.
 
     Raises:
         ConfigError: There is no such collective, level or algorithm, or it is not on that level.
@@ -93,17 +96,17 @@ def find_algorithm(collective: str, name: str, level: str) -> Algorithm:
 
 
 def algorithms_of(collective: str, level: str) -> tuple[Algorithm, ...]:
-    """The algorithms of a collective on a level, in the order of the tables above."""
+    """Return the algorithms of a collective on a level, in the order of the tables above."""
     return tuple(each for each in ALGORITHMS.values() if (each.collective, each.level) == (collective, level))
 
 
 def require_name(what: str, given: str, offered: Sequence[str]) -> None:
-    """Raises ConfigError unless the name is among those offered.
+    """Raise ConfigError unless the name is among those offered.
 
     Args:
-        what: What it should be, with its article, such as "a collective".
-        given: The name.
-        offered: Those that there are.
+        what: The kind of name, with its article, such as "a collective".
+        given: The name to check.
+        offered: The names that exist.
     """
     if given not in offered:
         raise ConfigError(
@@ -114,7 +117,7 @@ def require_name(what: str, given: str, offered: Sequence[str]) -> None:
 
 
 def _once(n: int) -> int:
-    """1, or 0 for a rank alone."""
+    """Return 1, or 0 if there is one rank only."""
     return min(n - 1, 1)
 
 
@@ -131,7 +134,7 @@ def _others_twice(n: int) -> int:
 
 
 def _rest(n: int) -> float:
-    """The share of a buffer that belongs to others."""
+    """Return the share of a buffer that belongs to other ranks."""
     return (n - 1) / n
 
 
@@ -144,7 +147,7 @@ def _part(n: int) -> float:
 
 
 def _doublings(n: int) -> int:
-    """ceil(log2 n)"""
+    """Return ceil(log2 n)."""
     return (n - 1).bit_length()
 
 
@@ -164,7 +167,7 @@ def _network(
     forwards_sums: bool = False,
     inside: tuple[tuple[str, str], ...] = (),
 ) -> Algorithm:
-    """Without `sent`, one rank sends all that is on the path."""
+    """Make a network algorithm; without `sent`, one rank sends all bytes on the path."""
     sent = sent or path
     return Algorithm(collective, name, "network", steps, path, sent, crowds, forwards_sums, inside)
 
@@ -230,4 +233,4 @@ _DEFINED = (
 ALGORITHMS: dict[tuple[str, str, str], Algorithm] = {
     (each.collective, each.name, each.level): each for each in _DEFINED
 }
-"""By collective, name and level."""
+"""Every algorithm, by collective, name and level."""

@@ -1,4 +1,4 @@
-"""What a step and a byte cost, from measured times."""
+"""Fits the seconds per step and per byte to measured times."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["fit_alpha_beta"]
 def fit_alpha_beta(
     steps: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float], known: Sequence[float]
 ) -> AlphaBeta:
-    """The alpha and beta of seconds = alpha * steps + beta * nbytes + known.
+    """Fit alpha and beta of seconds = alpha * steps + beta * nbytes + known.
 
-    They have the least sum of squared errors relative to the times: in absolute terms the largest buffers
-    alone would decide, and the step's cost, which only small ones show, would be noise. Neither is below 0:
-    where plain least squares give that, the best fit within bounds has one at 0 (the problem is convex).
+    The fit has the least sum of squared relative errors. With absolute errors the largest buffers alone would
+    decide, and alpha, which only small buffers show, would be noise. Neither alpha nor beta is below 0: where
+    plain least squares make one negative, the best fit within bounds has one at 0 (the problem is convex).
 
     Args:
         steps: Steps of each measurement, [measurements].
-        nbytes: Bytes on its path, [measurements].
-        seconds: What it took, above 0, [measurements].
-        known: The seconds of it that are not asked for, [measurements].
+        nbytes: Bytes on the path of each measurement, [measurements].
+        seconds: Seconds that each measurement took, above 0, [measurements].
+        known: Seconds of each measurement that are already explained, [measurements].
     """
-    import numpy as np  # planning needs nothing else of it, and starts without
+    import numpy as np  # imported here, so that planning, which does not fit, starts without it
 
     weight = 1 / np.asarray(seconds)
     counts = np.stack([steps, nbytes], axis=1) * weight[:, None]
@@ -42,6 +42,6 @@ def fit_alpha_beta(
 
 
 def _fit_one(counts: np.ndarray, wanted: np.ndarray) -> float:
-    """The x, not below 0, with the least sum of (counts * x - wanted)^2."""
+    """Return the x >= 0 with the least sum of (counts * x - wanted)^2."""
     square = float(counts @ counts)
     return max(float(counts @ wanted) / square, 0.0) if square else 0.0

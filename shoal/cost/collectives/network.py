@@ -1,10 +1,10 @@
 """Seconds of collectives over a cluster's levels of links, by algorithm.
 
-A group is n ranks, `stride` apart in the order of the mesh, or runs of neighbours that are. At each level it
-has so many members inside one group of that level's links; those k parts of g members talk over the next
-level. S are the bytes of the whole buffer, a the seconds of a step and B the rate of one device at the level
-that all are in; a_i and B_i are those inside a part, b a device's rate to other parts, R a device's rate into
-switches that add up.
+A group is n ranks that lie `stride` apart in the order of the mesh, or runs of neighbours that do. One group
+of links at a level joins some members of the group; k such parts, of g members each, communicate over the
+next level. S is the bytes of the whole buffer, a the seconds of a step and B the rate of one device at the
+level that joins all members; a_i and B_i are the same inside a part, b is a device's rate to other parts, and
+R a device's rate into switches that add up.
 
 | collective                | algorithm | seconds besides `setup`                                         |
 |---------------------------|-----------|-----------------------------------------------------------------|
@@ -20,24 +20,24 @@ switches that add up.
 
 Over several levels:
 
-- ring, chain: one ring through all. Of its n-1 steps k-1 are between parts, and k(g-1) inside them. Every
-  member of a part has links of its own to others, and as many rings use them all at once: B is the lesser of
-  B_i and g b.
-- tree: double binary trees at each level. The busiest of n ranks sends up and down in one tree where it has
-  two children, and is a leaf of the other: 2 S. Of three it is 3/2 S, and of two S, as each is root of one
-  tree and the other's leaf: why two nodes alone look quicker than any larger number. Levels hand the buffer
-  on in c chunks, so that all are busy at once: with p a the seconds of all steps but the last, a of the
-  outermost level, and M the slowest level's seconds for the bytes, that is (c + p)(a + M/c). A chunk more
-  costs another a, one less leaves more of the tree idle at the beginning and end; the best number is
-  sqrt(p M/a), or 1.
-- switch: devices send to the switch, which adds up and sends to all; levels whose switches do not are joined
-  by trees, in chunks as above. Between parts each byte goes up once, S/(g R).
+- ring, chain: one ring goes through all ranks. Of its n-1 steps, k-1 are between parts and k(g-1) inside
+  them. Every member of a part has links of its own to other parts, and g rings use all of them at once: B is
+  the lesser of B_i and g b.
+- tree: double binary trees at each level. The busiest of n ranks has two children in one tree, where it sends
+  up and down, and is a leaf of the other: it sends 2 S. With three ranks it sends 3/2 S. With two ranks it
+  sends S, because each rank is the root of one tree and the leaf of the other: so two nodes are quicker than
+  any larger number. Levels pass the buffer on in c chunks, so that all are busy at once. That takes
+  (c + p)(a + M/c), where p a is the seconds of all steps but the last, a those of a step of the outermost
+  level, and M the slowest level's seconds for the bytes. One more chunk costs another a; one less leaves more
+  of the tree idle at the beginning and end. The best number of chunks is sqrt(p M/a), or 1.
+- switch: devices send to the switch, which adds up and sends to all. Trees join the levels whose switches do
+  not add up, in chunks as above. Between parts each byte goes up once: S/(g R).
 - all_to_all: links inside and between parts are busy at once.
 
-Where several are possible the quickest counts. Small buffers reach less: S/B is `(S/B)(1 + sqrt(s0/S))`, with
-s0 the level's `half_size`, of rings and exchanges the outermost level's. `setup` is the innermost links',
-once. Sources: Sanders, Speck and Träff, 2009 (double trees, chunks); NCCL's tuning.cc (steps, and what the
-switches add up); docs/concepts/cost-model.md.
+Where several algorithms are possible, the quickest counts. Small buffers reach a lower rate: S/B becomes
+`(S/B)(1 + sqrt(s0/S))`, where s0 is the level's `half_size` (for rings and all_to_all, that of the outermost
+level). `setup` is that of the innermost links, counted once. Sources: Sanders, Speck and Träff, 2009 (double
+trees, chunks); NCCL's tuning.cc (steps, and what the switches add up); docs/concepts/cost-model.md.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ __all__ = ["algorithm_seconds", "collective_load", "collective_seconds", "member
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What a group uses of one level.
+    """The part of one level that a group uses.
 
     Attributes:
         level: The links.
-        parts: How many of the level within, or devices, they join here.
-        inside: Members in each of these.
+        parts: Number of groups of the next inner level (or devices) that these links join.
+        inside: Members in each part.
         rate: Bytes/s of all members of a part together.
-        hops: Steps over these links of a ring through all ranks.
+        hops: Steps over these links in a ring through all ranks.
     """
 
     level: Level
@@ -73,19 +73,19 @@ class _Span:
 
     @property
     def steps(self) -> int:
-        """Steps from the root of a tree over the parts to its leaves."""
+        """Number of steps from the root of a tree over the parts to its leaves."""
         return (self.parts - 1).bit_length()
 
 
 @lru_cache(maxsize=1 << 16)
 def collective_seconds(collective: str, nbytes: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a collective by the quickest algorithm.
+    """Return the seconds of a collective by the quickest algorithm.
 
     Args:
         collective: all_reduce, all_gather, reduce_scatter, broadcast, reduce or all_to_all.
-        nbytes: S of the table: of all_gather the output, of the others the input of one rank.
-        group: Who takes part.
-        cluster: Where.
+        nbytes: S of the table: the output for all_gather, the input of one rank for the others.
+        group: The ranks that take part.
+        cluster: The machines and links that it runs on.
     """
     if group.size == 1 or nbytes <= 0:
         return 0.0
@@ -93,7 +93,10 @@ def collective_seconds(collective: str, nbytes: float, group: Group, cluster: Cl
 
 
 def algorithm_seconds(collective: str, nbytes: float, group: Group, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a collective of two ranks or more by each algorithm that is possible; arguments as above."""
+    """Return the seconds of a collective of two ranks or more, by each possible algorithm.
+
+    The arguments are those of `collective_seconds`.
+    """
     spans = _spans(group, cluster)
     setup = cluster.levels[0].setup
     return {
@@ -106,10 +109,10 @@ def algorithm_seconds(collective: str, nbytes: float, group: Group, cluster: Clu
 
 @lru_cache(maxsize=1 << 12)
 def collective_load(group: Group, cluster: Cluster) -> float:
-    """How much a group's collectives load a device: 1 at the innermost links' rate, less at slower ones'.
+    """Return how much a group's collectives load a device: 1 at the innermost links' rate, less if slower.
 
-    Compute beside them lacks the multiprocessors and the memory's rate that their bytes take: links that move
-    few bytes a second take few of these.
+    The bytes of a collective take multiprocessors and memory bandwidth from compute that runs beside it.
+    Links that move few bytes a second take little of both.
     """
     if group.size == 1:
         return 0.0
@@ -118,20 +121,20 @@ def collective_load(group: Group, cluster: Cluster) -> float:
 
 
 def members_within(group: Group, level: Level) -> int:
-    """How many ranks of the group one group of a level's links joins."""
+    """Return how many ranks of the group are joined by one group of a level's links."""
     if level.devices < group.stride:
         return min(group.run, level.devices)
     return min(group.size, level.devices // group.stride * group.run)
 
 
 def send_seconds(nbytes: float, distance: int, cluster: Cluster) -> float:
-    """Seconds of a message to the rank that is so far away in the mesh's order."""
+    """Return the seconds of a message to a rank `distance` ranks away in the mesh's order."""
     level = next((level for level in cluster.levels if distance < level.devices), cluster.levels[-1])
     return cluster.levels[0].setup + level.latency + nbytes / level.rate(2)
 
 
 def _spans(group: Group, cluster: Cluster) -> list[_Span]:
-    """The levels that a group uses, innermost first."""
+    """Return the levels that a group uses, innermost first."""
     spans, inside = [], 1
     for level in cluster.levels:
         members = group.size if level is cluster.levels[-1] else members_within(group, level)
@@ -144,12 +147,17 @@ def _spans(group: Group, cluster: Cluster) -> list[_Span]:
 
 
 def _slowed(nbytes: float, level: Level) -> float:
-    """The bytes of a large buffer that would take as long, at a large buffer's rate."""
+    """Return the bytes that would take as long at the rate of a large buffer."""
     return nbytes + math.sqrt(nbytes * level.half_size)
 
 
 def _circle(passes: int, whole: bool) -> Callable[[float, int, Sequence[_Span]], float]:
-    """A ring that so often takes to each rank what the others have, or a chain of the whole buffer."""
+    """Make the time function of a ring, or of a chain.
+
+    Args:
+        passes: How often the ring carries every rank's part to all others.
+        whole: Whether the whole buffer travels, as in a chain.
+    """
 
     def seconds(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
         latency = sum(span.hops * span.level.latency for span in spans)
@@ -166,12 +174,12 @@ def _tree(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
 
 
 def _through_tree(nbytes: float, span: _Span) -> float:
-    """Seconds of what the busiest part of double binary trees sends."""
+    """Return the seconds of the bytes that the busiest part of double binary trees sends."""
     return min(2.0, span.parts / 2) * _slowed(nbytes, span.level) / span.rate
 
 
 def _in_chunks(latency: float, moved: float, spans: Sequence[_Span]) -> float:
-    """What steps and bytes take together: over several levels in the best number of chunks."""
+    """Return the seconds of steps and bytes together; several levels use the best number of chunks."""
     last = spans[-1].level.latency
     if len(spans) == 1 or last == 0:
         return latency + moved
@@ -206,7 +214,7 @@ def _unpipelined_tree(nbytes: float, size: int, spans: Sequence[_Span]) -> float
 
 def _pairwise(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
     slowed = _slowed(nbytes, spans[-1].level)
-    others = [(span.parts - 1) * span.inside for span in spans]  # whom each level leads to
+    others = [(span.parts - 1) * span.inside for span in spans]  # ranks that each level leads to
     latency = sum(count * span.level.latency for count, span in zip(others, spans, strict=True))
     return latency + max(
         count / size * slowed * span.inside / span.rate for count, span in zip(others, spans, strict=True)
@@ -226,4 +234,4 @@ _ALGORITHMS: Mapping[str, Mapping[str, Callable[[float, int, Sequence[_Span]], f
     "reduce": {"chain": _circle(passes=1, whole=True), "tree": _unpipelined_tree},
     "all_to_all": {"pairwise": _pairwise},
 }
-"""By collective and name: seconds of so many bytes among so many ranks over their spans, but for `setup`."""
+"""By collective and name: function of bytes, ranks and spans that gives the seconds without `setup`."""

@@ -1,23 +1,24 @@
-"""What a rank keeps of a micro-batch from forward to backward, block by block.
+"""Bytes that a rank keeps for a micro-batch from forward to backward, block by block.
 
-A Workload lists the tensors that a block's forward keeps, and how tensor parallelism divides each. This file
-adds what laying a block over ranks does to that list:
+A Workload lists the tensors that a block's forward keeps, and how tensor parallelism divides each. When a
+block is laid over ranks, that list changes:
 
-- `recompute` leaves out those of a layer that its backward makes anew; embedding and end keep theirs.
-- With tp > 1 results of products that are divided by rows are partial sums, which nobody keeps.
-- Ulysses keeps attention's result twice, by heads for its own backward and by positions for what follows.
-- With tp > 1 the end keeps the logits in the type that computes, and of each token 22 bytes: 8 for the
-  embedding's index, 8 for the target's, 4 for the loss's normalizer and 2 for its masks.
+- `recompute` drops the tensors of a layer that its backward makes again; embedding and end keep theirs.
+- With tp > 1, results of products that are divided by rows are partial sums, and no rank keeps them.
+- Ulysses keeps attention's result twice: by heads for its own backward, by positions for the next operation.
+- With tp > 1 the end keeps the logits in the type of the compute, and 22 bytes per token: 8 for the index of
+  the embedding, 8 for that of the target, 4 for the normalizer of the loss and 2 for its masks.
 
-What a block's backward holds for a moment, beside what is kept, is the larger of these two, taken at the
-product with a result as wide as the stream where it is most (the last one of a feed-forward layer):
+For a moment a block's backward also holds working memory. It is the larger of the two amounts below, at the
+product where it is largest, among products with a result as wide as the stream (in a feed-forward layer, the
+last one):
 
-- the gradients of the product's input and of the two tensors that this was made of, less the input itself,
-  that is twice the input;
-- the gradient of its input and of its weight, with the gradient of its output gathered where tensor
-  parallelism splits the sequence, in two orders if there are several samples.
+- the gradients of the product's input and of the two tensors that this input was made from, without the input
+  itself: twice the bytes of the input;
+- the gradients of the product's input and of its weight. Where tensor parallelism splits the sequence, also
+  the gathered gradient of its output, in two orders if there are several samples.
 
-Where attention is not fused, its scores' gradients, twice the scores, may be more than either.
+Where attention is not fused, the gradients of its scores, twice the bytes of the scores, may be more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shoal.workload import Attention, Block, Part, Product, Saved, Workload
 __all__ = ["BlockMemory", "EndMemory", "block_memory", "end_memory", "stream_bytes"]
 
 _FP32 = 4  # bytes
-_OF_TOKEN = 22  # bytes that the end keeps with tp > 1
+_OF_TOKEN = 22  # bytes per token that the end keeps with tp > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,12 @@ class BlockMemory:
     """Bytes of a block on a rank for one micro-batch.
 
     Attributes:
-        kept: From forward to backward.
-        whole: The same once backward has made anew what was not kept.
-        working: What backward holds besides at its fullest moment.
-        halves: What W needs after I: inputs of products, and gradients of their outputs.
-        dense: Parameters that the rank has after tensor parallelism, without experts.
-        experts: Parameters of its experts.
+        kept: Bytes kept from forward to backward.
+        whole: Bytes of all activations, after backward has made again those that were not kept.
+        working: Other bytes that backward holds at its fullest moment.
+        halves: Bytes that W needs after I: inputs of products, and gradients of their outputs.
+        dense: Number of parameters on the rank after tensor parallelism, without experts.
+        experts: Number of parameters of the rank's experts.
     """
 
     kept: float
@@ -56,7 +57,7 @@ class BlockMemory:
 
     @property
     def parameters(self) -> float:
-        """All that the rank has of the block."""
+        """Number of the block's parameters on the rank."""
         return self.dense + self.experts
 
 
@@ -65,11 +66,11 @@ class EndMemory:
     """Bytes that the loss and the head hold for a moment, on the rank that has the end.
 
     Attributes:
-        loss: When the loss's backward has made the logits' gradient: that of the logarithms too, but where
-            the vocabulary is divided, since then they are made in place.
-        head: In the head's backward: the gradients of its input and of its weight; where tensor parallelism
-            splits the sequence also the input gathered, its gradient twice before it is reduced, and with
-            several samples the logits' gradient in the order of the parts.
+        loss: Bytes when the loss's backward has made the logits' gradient. They include the gradient of the
+            logarithms, unless the vocabulary is divided, since it is then made in place.
+        head: Bytes in the head's backward: the gradients of its input and of its weight. Where tensor
+            parallelism splits the sequence, also the gathered input, its gradient twice before it is reduced,
+            and with several samples the logits' gradient in the order of the parts.
     """
 
     loss: float
@@ -77,20 +78,20 @@ class EndMemory:
 
 
 def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: bool) -> BlockMemory:
-    """What a block holds.
+    """Return the memory of a block.
 
     Args:
-        block: Of the workload.
-        workload: Says the stream's width and length.
+        block: A block of the workload.
+        workload: The Workload, which says the stream's width and length.
         layout: How the block is laid over ranks.
-        is_layer: Whether `recompute` is for it.
+        is_layer: Whether the block is a layer, so that `recompute` applies to it.
     """
     policy = layout.recompute if is_layer else "none"
     kept = _saved_bytes(block, layout, policy)
     whole = _saved_bytes(block, layout, "none")
     stream = stream_bytes(workload, layout)
     if policy == "selective" and layout.tp == 1:
-        whole += stream  # the last product's result, which nothing asks for again
+        whole += stream  # the last product's result, which no later operation reads
     if block is workload.end and layout.tp > 1:
         tokens = layout.microbatch * workload.length / layout.cp
         extra = _OF_TOKEN * tokens + _logits(block, layout) - _logits(block, layout, _FP32)
@@ -106,7 +107,7 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
 
 
 def end_memory(workload: Workload, layout: Layout) -> EndMemory:
-    """What loss and head hold for a moment."""
+    """Return the bytes that loss and head hold for a moment."""
     logits = _logits(workload.end, layout)
     heads = [each for each in workload.end.operations if isinstance(each, Product)]
     weight = heads[-1].inputs * heads[-1].outputs * layout.width / layout.tp if heads else 0.0
@@ -118,7 +119,7 @@ def end_memory(workload: Workload, layout: Layout) -> EndMemory:
 
 
 def stream_bytes(workload: Workload, layout: Layout) -> float:
-    """Bytes of the hidden state between two layers, or of its gradient."""
+    """Return the bytes of the hidden state between two layers, or of its gradient."""
     return layout.width * workload.length * workload.hidden * layout.share(Part.STREAM)
 
 
@@ -137,7 +138,7 @@ def _bytes_of(saved: Saved, layout: Layout) -> float:
 
 
 def _logits(end: Block, layout: Layout, width: int | None = None) -> float:
-    """Bytes of the logits: fp32 where they are whole, else the product's type, or a given width."""
+    """Return the bytes of the logits: fp32 if they are whole, else the product's type, or a given width."""
     products = [each for each in end.operations if isinstance(each, Product)]
     if not products:
         return 0.0
@@ -147,7 +148,7 @@ def _logits(end: Block, layout: Layout, width: int | None = None) -> float:
 
 
 def _working(block: Block, workload: Workload, layout: Layout) -> Iterator[float]:
-    """What backward may hold beside the stream's gradient, by operation."""
+    """Yield, by operation, the bytes that backward may hold beside the stream's gradient."""
     gathered = 0.0
     if _splits_sequence(layout):
         gathered = (1 + (layout.microbatch > 1)) * layout.tp * stream_bytes(workload, layout)
@@ -166,7 +167,10 @@ def _working(block: Block, workload: Workload, layout: Layout) -> Iterator[float
 
 
 def _operands(block: Block, layout: Layout) -> float:
-    """Inputs of products and gradients of their outputs; those in a row that are as wide share an input."""
+    """Return the bytes of products' inputs and of their outputs' gradients.
+
+    Products that follow one another and have equally wide inputs share one input.
+    """
     elements, before = 0.0, 0
     for operation in block.operations:
         if not isinstance(operation, Product):

@@ -1,15 +1,16 @@
-"""Memory of each rank along the axis `pp`: how much, when in a step, and of what.
+"""Memory of each rank along the axis `pp`: how many bytes, at which moment of a step, and for what.
 
-A rank has, all the time, the states of `states.py`; the gradients among them come only in backward where they
-are sharded and one micro-batch is all of a step. Beside these it has what `moments.py` says for each moment
-of the step, with the activations of as many micro-batches as `held.py` says, each as large as
-`activations.py` says. With pp > 1 come five messages of the stream: one received ahead, four being sent.
+A rank holds the states of `states.py` all the time. Gradients that are sharded are an exception: if a step is
+one micro-batch, they exist in backward only. The rank also holds what `peak_candidates.py` lists for each
+moment of the step. `activation_peaks.py` says for how many micro-batches it holds activations, and
+`activations.py` how large these are. With pp > 1 there are also five messages of the stream: one received
+ahead, four being sent.
 
-So much for the tensors. On a Cluster there are also its `reserved` bytes (contexts, libraries' buffers), and
-what an allocator holds beyond the tensors: FRAGMENTS of them, and the shards of gradients all the time, which
-are made on a stream of their own, whose memory the other streams do not get.
+These are the tensors. A Cluster adds its `reserved` bytes (contexts, libraries' buffers) and the bytes that
+an allocator holds beyond the tensors: FRAGMENTS of the tensors' bytes, and the shards of gradients all the
+time, because they are made on a stream of their own and other streams cannot use that memory.
 
-Not counted: what one kernel takes for itself, and the batch.
+The memory that one kernel takes for itself, and that of the batch, are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shoal.workload import Workload
 __all__ = ["FRAGMENTS", "Memories", "RankMemory", "memory_of"]
 
 FRAGMENTS = 0.08
-"""Share of the tensors' bytes that an allocator holds besides, in pieces that none of them fits."""
+"""Bytes that an allocator holds in gaps which no tensor fits, as a share of the tensors' bytes."""
 
 _FP32 = 4.0  # bytes
 _MESSAGES = 5
@@ -45,12 +46,12 @@ class RankMemory:
     """Bytes of a rank at its peak.
 
     Attributes:
-        rank: Where along the axis `pp`; the ranks along the other axes hold as much.
-        moment: When in a step: loss, head, block k from its end, or optimizer.
+        rank: Index along the axis `pp`; the ranks along the other axes hold as much.
+        moment: Moment of the step: loss, head, block k from its end, or optimizer.
         parts: Bytes by name: weights, gradients, optimizer, activations, working, gathered, buckets,
             messages, fragments, reserved.
         states: Bytes of weights, gradients and optimizer between two steps.
-        kept: Bytes that forwards keep for backward, with zero3 gathered weights among them.
+        kept: Bytes that forwards keep for backward; with zero3 they include gathered weights.
     """
 
     rank: int
@@ -61,27 +62,27 @@ class RankMemory:
 
     @property
     def peak(self) -> float:
-        """All parts together."""
+        """Bytes of all parts together."""
         return sum(self.parts.values())
 
     @property
     def allocated(self) -> float:
-        """What an allocator such as torch's reports as reserved: all but contexts and libraries' buffers."""
+        """Bytes that an allocator such as torch's reports as reserved: no contexts, no libraries' buffers."""
         return self.peak - self.parts.get("reserved", 0.0)
 
     @property
     def largest(self) -> str:
-        """The name of the largest part."""
+        """Name of the largest part."""
         return max(self.parts, key=self.parts.__getitem__)
 
     def fits(self, cluster: Cluster, margin: float = 0.0) -> bool:
-        """Whether a device has that much, when the share `margin` of its memory is to be left free."""
+        """Return whether the peak fits in a device's memory when the share `margin` of it stays free."""
         return self.peak <= cluster.device.memory * (1 - margin)
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What of a rank's memory does not depend on how many ranks a state is cut over."""
+    """Memory of a rank that does not depend on the sharding degree."""
 
     outline: Outline
     messages: float
@@ -91,13 +92,13 @@ class _Rank:
 
 
 class Memories:
-    """The memory of a Workload's ranks under any Plan; remembers what Plans share.
+    """Computes the memory of a Workload's ranks under any Plan, and caches what Plans share.
 
     Args:
-        workload: What is trained.
-        cluster: Where; None: tensors alone are counted.
-        costs: Of the same workload and cluster, by which `split=cost` cuts it; None: those that follow from
-            the cluster, and without one FLOP.
+        workload: The work of the model that is trained.
+        cluster: The machines that it runs on; None counts tensors alone.
+        costs: Costs of the same workload and cluster, by which `split=cost` cuts the model into stages. None:
+            the costs on the cluster, or FLOP if there is no cluster.
         copies: Whether the backend copies what it reduces and scatters, as gloo does.
     """
 
@@ -129,10 +130,10 @@ class Memories:
         return tuple(self._memory(plan, batch, rank) for rank in ranks)
 
     def fullest(self, plan: SettledPlan, batch: int) -> RankMemory:
-        """The one of these with the highest peak; does not look at ranks that cannot be it.
+        """Return the memory of the rank with the highest peak; skip ranks that cannot have it.
 
         Args:
-            plan: With its micro-batch settled: this is asked of too many Plans to check each.
+            plan: The Plan, with its micro-batch settled. It is not checked, since callers try many Plans.
             batch: Samples of a step.
 
         Raises:
@@ -156,12 +157,12 @@ class Memories:
         return self._memory(plan, batch, fullest)
 
     def _tensors(self, plan: SettledPlan, batch: int, rank: _Rank) -> float:
-        """Bytes of a rank's tensors at its highest moment."""
+        """Return the bytes of a rank's tensors at its peak."""
         states, moment = self._at_peak(plan, batch, rank, self._states(plan, rank.outline))
         return sum(states) + moment.whole + rank.messages
 
     def _memory(self, plan: SettledPlan, batch: int, rank: _Rank) -> RankMemory:
-        """A rank's, at its highest moment."""
+        """Return the memory of a rank at its peak."""
         between = self._states(plan, rank.outline)
         states, moment = self._at_peak(plan, batch, rank, between)
         parts = {
@@ -180,7 +181,7 @@ class Memories:
         return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept)
 
     def _at_peak(self, plan: SettledPlan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
-        """What a rank that has so much between two steps has at its highest moment, and that moment."""
+        """Return the states at a rank's peak, and its moment; `states` are those between two steps."""
         if self.cluster is None and plan.sharding.cuts_gradients and batch == plan.dp * plan.microbatch:
             shards = plan.shards * plan.cp
             highest = max(rank.moments, key=lambda moment: moment.whole + moment.freed / shards)
@@ -188,7 +189,7 @@ class Memories:
         return states, rank.highest
 
     def _states(self, plan: SettledPlan, outline: Outline) -> States:
-        """Bytes of the states of all parameters of a rank, between two steps."""
+        """Return the bytes of the states of all parameters of a rank, between two steps."""
         shards = plan.shards * plan.cp
         weights, gradients, optimizer = states_of(plan, shards)
         dense, experts = outline.dense, outline.experts
@@ -202,7 +203,7 @@ class Memories:
         )
 
     def _outlines(self, plan: SettledPlan, layout: Layout, batch: int) -> Iterator[Outline]:
-        """What each rank along `pp` has."""
+        """Yield the outline of each rank along `pp`."""
         pieces = self._pieces.get(layout)
         if pieces is None:
             pieces = self._pieces[layout] = Pieces(self.workload, layout)
@@ -235,13 +236,13 @@ class Memories:
 def memory_of(
     workload: Workload, plan: SettledPlan, batch: int, cluster: Cluster | None = None
 ) -> tuple[RankMemory, ...]:
-    """The memory of every rank along `pp`; who asks for many Plans keeps a `Memories`.
+    """Return the memory of every rank along `pp`. For many Plans, make one `Memories` instead.
 
     Args:
-        workload: What is trained.
-        plan: How it is laid over ranks.
+        workload: The work of the model that is trained.
+        plan: The Plan that lays it over ranks.
         batch: Samples of a step.
-        cluster: Where; None: tensors alone are counted.
+        cluster: The machines that it runs on; None counts tensors alone.
 
     Raises:
         PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
@@ -250,7 +251,7 @@ def memory_of(
 
 
 def _uncovered(outlines: Iterable[Outline]) -> list[Outline]:
-    """Those that no other covers; of several that are alike, the first."""
+    """Return the outlines that no other covers; of equal ones, the first."""
     left: list[Outline] = []
     for outline in outlines:
         if not any(other.covers(outline) for other in left):

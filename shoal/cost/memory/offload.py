@@ -1,24 +1,25 @@
-"""What it takes, and frees, to keep the optimizer's state or the weights in the host's memory, or in files.
+"""Time and memory when the optimizer's state or the weights are kept in the host's memory, or in files.
 
-The trainer does not do it: no Plan says it. This tells whether it would be worth having, and is a bound for
-programs that do (Ren et al., "ZeRO-Offload", arXiv:2101.06840; Rajbhandari et al., "ZeRO-Infinity",
-arXiv:2104.07857). A rank's optimizer owns N parameters, whose weights have w bytes where they compute and
-whose state has s = 12: Adam's moments and the fp32 weight. L is the rate of the device's link to the host in
-one direction, H and D what a device gets of the host's memory and of its files, which devices share. Of one
-step:
+The trainer does not offload, and no Plan asks for it. This file says whether offloading would be worth
+having, and gives a bound for programs that do it (Ren et al., "ZeRO-Offload", arXiv:2101.06840; Rajbhandari
+et al., "ZeRO-Infinity", arXiv:2104.07857). A rank's optimizer owns N parameters. A weight has w bytes where
+it computes, and its state has s = 12: Adam's moments and the fp32 weight. L is the rate of the device's link
+to the host in one direction. H and D are one device's share of the rates of the host's memory and of its
+files. The seconds of one step are:
 
-    gradients   4 N down the link beside the last backward B, block by block; with a pipeline, whose stages
-                reduce after their last backward, beside nothing: max(0, 4 N / L - B)
-    update      30 N through the host's memory, and chunk by chunk beside it w N up the link, and s N out of
-                files and into them: the longest of 30 N / H, w N / L and 2 s N / D
+    gradients   4 N bytes go down the link, block by block, while the last backward (B seconds) runs:
+                max(0, 4 N / L - B). In a pipeline stages reduce after their last backward, so B counts as 0
+    update      30 N bytes pass the host's memory; at the same time, chunk by chunk, w N go up the link and
+                s N go out of files and into them: the longest of 30 N / H, w N / L and 2 s N / D
 
-in place of the optimizer's passes on the device. With weights in the host's memory too (zero3 alone, as other
-shardings need them whole all the time) none goes up then; in every micro-batch each device fetches its shards
-before they are gathered, in forward and again in backward, beside these:
+They replace the optimizer's passes on the device. The weights can be in the host's memory too, with zero3
+alone, because other shardings need them whole all the time. Then the update sends no weights up the link.
+Instead each device fetches its shards before they are gathered, in the forward (F seconds) and again in the
+backward of each of m micro-batches:
 
-    weights     m (max(0, w N / L - F) + max(0, w N / L - B)), of files at the lesser of L and D
+    weights     m (max(0, w N / L - F) + max(0, w N / L - B)); from files, at the lesser of L and D
 
-On the device stay the gradients, and shards of w N for weights that are not in the host's memory.
+The gradients stay on the device, and so do shards of w N bytes for weights that are not in the host's memory.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from shoal.units import format_bytes
 __all__ = ["PLACES", "WHAT", "Offload"]
 
 WHAT = ("optimizer", "parameters")
-"""What can be kept elsewhere: the optimizer's state, or the weights as well."""
+"""What can be offloaded: the optimizer's state, or the weights as well."""
 
 PLACES = ("host", "file")
-"""Where: in the host's memory, or in its files."""
+"""Places to offload to: the host's memory, or its files."""
 
 _FP32 = 4.0  # bytes
 _STATE = 3 * _FP32
@@ -48,16 +49,16 @@ _STATE = 3 * _FP32
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What keeping state outside of the device does to a step.
+    """The effect on a step of keeping state outside of the device.
 
     Attributes:
         what: One of WHAT.
         to: One of PLACES.
-        parts: Seconds of a step that nothing hides: gradients, update, weights.
-        replaced: Seconds of the optimizer's passes on the device, which are then not made.
-        link_bytes: Over the link of the device that moves most, both directions, in a step.
-        file_bytes: To and from files for that device, in a step.
-        host_bytes: That all devices of a host together keep there.
+        parts: Exposed seconds of a step, by name: gradients, update, weights.
+        replaced: Seconds that the step saves: the optimizer's passes on the device.
+        link_bytes: Bytes in a step over the link of the device that moves most, in both directions.
+        file_bytes: Bytes in a step to and from files, for that device.
+        host_bytes: Bytes that all devices of a host together keep in the host's memory or files.
         weights: Share of the bytes between two steps that weights keep on the device.
     """
 
@@ -72,11 +73,11 @@ class Offload:
 
     @property
     def extra(self) -> float:
-        """Seconds by which a step is longer."""
+        """Seconds that offloading adds to a step."""
         return sum(self.parts.values()) - self.replaced
 
     def freed(self, memory: RankMemory) -> float:
-        """Bytes of a rank's peak that are not on the device then."""
+        """Return the bytes of a rank's peak that offloading takes off the device."""
         moved = memory.parts["optimizer"] + (1 - self.weights) * memory.parts["weights"]
         return moved * (1 + FRAGMENTS if "fragments" in memory.parts else 1)
 
@@ -84,18 +85,18 @@ class Offload:
     def of(
         cls, costs: Costs, plan: SettledPlan, batch: int, what: str = "optimizer", to: str = "host"
     ) -> Offload:
-        """What it does to a step of `batch` samples under a Plan.
+        """Return the effect of offloading on a step of `batch` samples under a Plan.
 
         Args:
-            costs: Of the model on the cluster.
-            plan: With its micro-batch.
+            costs: Costs of the model on the cluster.
+            plan: The Plan, with its micro-batch settled.
             batch: Samples of a step.
             what: One of WHAT.
             to: One of PLACES.
 
         Raises:
             ConfigError: `what` or `to` is not one of these.
-            PlanError: Weights are to be offloaded which the Plan keeps whole.
+            PlanError: The weights are to be offloaded, but the Plan keeps them whole.
             ClusterError: A rate of the host is not known, or its memory is too small.
         """
         _require("offload", what, WHAT)
@@ -114,7 +115,7 @@ class Offload:
         host = costs.cluster.host
         if to == "host" and worst.host_bytes > host.memory:
             raise ClusterError(
-                f"what is offloaded takes {format_bytes(round(worst.host_bytes))} of each host, which has "
+                f"the offloaded state takes {format_bytes(round(worst.host_bytes))} on each host, which has "
                 f"{format_bytes(round(host.memory))}",
                 possible="more sharding, more hosts, or to=file",
                 change="shard the state over more ranks, or offload to files",
@@ -124,14 +125,14 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Bytes/s that one device gets; files' are infinite where there are none.
+    """Rates that one device gets, in bytes/s.
 
     Attributes:
-        to: Where state is kept.
-        link: To and from the host, each.
-        memory: Of the host.
-        file: Of its files.
-        sharing: Devices that share a host.
+        to: Where the state is kept: one of PLACES.
+        link: Rate to the host, and as much from it.
+        memory: Rate of the host's memory.
+        file: Rate of the host's files; infinite where there are none.
+        sharing: Number of devices that share a host.
     """
 
     to: str
@@ -150,8 +151,8 @@ class _Rates:
         for name, value in needed.items():
             if not value:
                 raise ClusterError(
-                    f"{cluster.name} does not say {name}, which offloading goes by",
-                    possible="bytes or bytes/s above 0; of devices that have memory of their own",
+                    f"{cluster.name} does not say {name}, which offloading needs",
+                    possible="bytes or bytes/s above 0, for devices that have memory of their own",
                     change=f"write {name} into the cluster's .toml file, or choose another cluster",
                 )
         sharing = min(host.devices, cluster.devices_per_node)

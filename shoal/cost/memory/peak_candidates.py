@@ -1,17 +1,19 @@
-"""The moments of a step at which a rank may be at its peak, and what it then has beside its states.
+"""The moments of a step at which a rank may be at its peak, and its bytes then, without its states.
 
     loss        all activations, and the gradients of the loss, on the rank that has the end
-    head        all activations, and what the head's backward holds
-    block k     in the backward of the k-th layer from a stage's end: the layer made whole again, and what its
-                backward holds besides; of this micro-batch the k layers behind it and the end keep nothing
+    head        all activations, and the working memory of the head's backward
+    block k     in the backward of the k-th layer from a stage's end: all activations of that layer, made
+                again if need be, and the working memory of its backward. In this micro-batch the k layers
+                behind it and the end keep nothing any more
     optimizer   nothing: the states alone
 
-With zero2 and zero3, at block k, come buckets of fp32 gradients: the one that is filled, the two before it,
-and where the backend copies what it reduces, as gloo does, one of these again; of those before, this rank's
-shards. The head is a bucket, and so is each layer, with zero2 as many layers as `bucket` says.
+With zero2 and zero3, block k also has buckets of fp32 gradients: the one that is filled now and the two
+before it. If the backend copies what it reduces, as gloo does, one of these counts twice. Of earlier buckets
+the rank has its shards. The head is one bucket. Each layer is one bucket too, or with zero2 as many layers as
+`bucket` allows.
 
-With zero3 come the weights that are gathered: those of embedding and head from forward to backward and the
-last layer's; at block k those of two layers and of the embedding.
+With zero3 the gathered weights count too: those of embedding and head from forward to backward, and those of
+the last layer; at block k, those of two layers and of the embedding.
 """
 
 from __future__ import annotations
@@ -31,16 +33,16 @@ _FP32 = 4.0  # bytes
 
 
 class Moment(NamedTuple):
-    """Bytes beside the states.
+    """Bytes that a rank holds at one moment, beside the states.
 
     Attributes:
-        name: As above.
-        activations: Kept from forward to backward, or made again from what was.
-        working: What exists for this moment alone.
-        gathered: Weights of zero3.
-        buckets: Gradients not yet reduced.
-        freed: Gradients that were reduced since the step began; what a rank has of them is this over the
-            shards.
+        name: Name of the moment, as in the table above.
+        activations: Bytes kept from forward to backward, or made again from those.
+        working: Bytes that exist for this moment alone.
+        gathered: Bytes of gathered weights, with zero3.
+        buckets: Bytes of gradients not yet reduced.
+        freed: Bytes of gradients that were reduced since the step began. A rank holds these divided by the
+            sharding degree.
     """
 
     name: str
@@ -52,23 +54,24 @@ class Moment(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """All bytes that no number of shards divides."""
+        """Bytes that do not depend on the sharding degree."""
         return self.activations + self.working + self.gathered + self.buckets
 
     def covers(self, other: Moment) -> bool:
-        """Whether it is at least as much as another, whatever the number of shards."""
+        """Return whether it has at least the bytes of another moment, whatever the sharding degree."""
         return self.whole >= other.whole and self.freed >= other.freed
 
 
 @dataclass(frozen=True, slots=True)
 class StageEnds:
-    """What a rank has of the model's ends.
+    """The parts of the model's embedding and end that are on a rank.
 
     Attributes:
-        embedding: Parameters of the embedding on it.
-        head: Parameters of the end on it, a tied weight that is another rank's among them.
-        kept: Bytes that the end keeps of a micro-batch.
-        last: What loss and head hold for a moment; None where the end is another rank's.
+        embedding: Number of parameters of the embedding on the rank.
+        head: Number of parameters of the end on the rank. They include a tied weight whose embedding is on
+            another rank.
+        kept: Bytes that the end keeps for a micro-batch.
+        last: Bytes that loss and head hold for a moment; None if the end is on another rank.
     """
 
     embedding: float = 0.0
@@ -86,14 +89,14 @@ def moments_of(
     *,
     copies: bool,
 ) -> Iterator[Moment]:
-    """The moments of one rank; of the layers between, those that others do not exceed are left out.
+    """Yield the moments of one rank, without the layers at which memory cannot be highest.
 
     Args:
-        plan: Says sharding and buckets.
-        layout: Of the same Plan.
+        plan: The Plan, which says sharding and buckets.
+        layout: Layout of the same Plan.
         held: Bytes of all activations at the rank's fullest moment.
         stack: The layers of the stage whose backward comes next.
-        ends: What the rank has of the model's ends.
+        ends: The parts of the model's ends on the rank.
         copies: Whether the backend copies what it reduces.
     """
     layers = stack.layers
@@ -112,7 +115,10 @@ def moments_of(
 
 
 def gathered_bytes(plan: SettledPlan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
-    """Weights that zero3 has gathered when forward ends; arguments as of `moments_of`."""
+    """Return the bytes of weights that zero3 has gathered when forward ends.
+
+    The arguments are those of `moments_of`.
+    """
     if not plan.sharding.cuts_weights:
         return 0.0
     return layout.width * (ends.embedding + ends.head + sum([each.parameters for each in stack.layers[:1]]))
@@ -131,7 +137,7 @@ class _Buckets:
             self._together = max(1, min(layers, round(plan.bucket / max(first, 1.0))))
 
     def at(self, place: int) -> tuple[float, float]:
-        """Bytes of the buckets in memory in a layer's backward, and of those freed before."""
+        """Return the bytes of the buckets in memory in a layer's backward, and of those freed before."""
         current = 1 + place // self._together
         first = max(0, current - 2)
         filled = self._before(current + 1, self._stack.gradients) - self._before(first, self._stack.gradients)
@@ -142,7 +148,7 @@ class _Buckets:
         return filled + copied, self._before(first, self._stack.freed)
 
     def _before(self, bucket: int, sums: tuple[float, ...]) -> float:
-        """Bytes of the buckets before one."""
+        """Return the bytes of the buckets before one."""
         if bucket == 0:
             return 0.0
         return self._head + sums[min((bucket - 1) * self._together, len(sums) - 1)]

@@ -1,6 +1,6 @@
-"""What the ranks along the axis `pp` have of a model under a Layout: their blocks, and what these keep.
+"""The blocks of each rank along the axis `pp` under a Layout, and the activations that they keep.
 
-That is the part of their memory that is the same for every way to shard the states, so it is computed once.
+This part of the memory is the same for every sharding of the states, so it is computed once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["Outline", "Pieces"]
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """What one rank has.
+    """Parameters, activations and layers of one rank.
 
     Attributes:
-        index: Of the rank along `pp`.
-        dense: Parameters after tensor parallelism, without experts.
-        experts: Parameters of its experts.
-        activations: Bytes of all micro-batches at its fullest moment.
-        stack: The layers of the stage whose backward comes next then.
-        ends: What it has of the model's ends.
+        index: The rank's index along `pp`.
+        dense: Number of parameters after tensor parallelism, without experts.
+        experts: Number of parameters of its experts.
+        activations: Bytes of the activations of all micro-batches at its fullest moment.
+        stack: The layers of the stage whose backward comes next at that moment.
+        ends: The parts of the model's ends on the rank.
     """
 
     index: int
@@ -41,7 +41,7 @@ class Outline:
     ends: StageEnds
 
     def covers(self, other: Outline) -> bool:
-        """Whether it needs at least as much as another at every moment, however states are sharded."""
+        """Return whether it needs at least another's memory at every moment, under any sharding."""
         mine, its = self.ends, other.ends
         return (
             self.dense >= other.dense
@@ -59,8 +59,8 @@ class Pieces:
     """The pieces of a Workload under a Layout, with running sums over them.
 
     Args:
-        workload: What is laid out.
-        layout: How.
+        workload: The Workload that is laid over ranks.
+        layout: The Layout that it has there.
     """
 
     def __init__(self, workload: Workload, layout: Layout) -> None:
@@ -85,12 +85,12 @@ class Pieces:
     def outlines(
         self, stages: Sequence[range], placement: Sequence[int], held: Sequence[Sequence[Held]]
     ) -> Iterator[Outline]:
-        """What each rank has, in order.
+        """Yield the outline of each rank, in order.
 
         Args:
-            stages: The pieces of each.
-            placement: By stage, its rank.
-            held: By rank, the moments at which it may hold most.
+            stages: The pieces of each stage.
+            placement: The rank of each stage.
+            held: For each rank, the moments at which it may hold most.
         """
         mine: list[list[range]] = [[] for _ in held]
         for stage, rank in zip(stages, placement, strict=True):
@@ -101,7 +101,7 @@ class Pieces:
     def _ends_of(
         self, workload: Workload, layout: Layout, has_embedding: bool, has_end: bool
     ) -> tuple[StageEnds, float]:
-        """What a rank has of the ends, and of a tied weight that another rank's embedding has too."""
+        """Return the ends on a rank, and the size of a tied weight whose embedding is on another rank."""
         embedding, end = self._blocks[0], self._blocks[-1]
         tied = 0.0
         if workload.tied and has_end and not has_embedding:

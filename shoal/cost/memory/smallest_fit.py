@@ -1,4 +1,4 @@
-"""Whether a Plan has room, by how much it has not, and the fewest devices on which a model could train."""
+"""Says why a Plan does not fit in memory, and finds the smallest cluster on which a model could train."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MOST_DEVICES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SmallestFit:
-    """The fewest devices that have room.
+    """The fewest devices on which a model fits.
 
     Attributes:
-        devices: How many.
-        plan: One that fits them.
-        memory: Of its fullest rank.
+        devices: Number of devices.
+        plan: A Plan that fits on them.
+        memory: Memory of its fullest rank.
     """
 
     devices: int
@@ -34,12 +34,12 @@ class SmallestFit:
 
 
 def too_large(memory: RankMemory, cluster: Cluster, margin: float = 0.0) -> str:
-    """One sentence on a rank that does not fit: by how much, and which part is largest.
+    """Return a sentence that says how far a rank exceeds its device's memory, and its largest part.
 
     Args:
-        memory: Of the rank.
-        cluster: Whose devices it does not fit.
-        margin: Share of a device's memory that is to be left free.
+        memory: Memory of the rank.
+        cluster: The Cluster with the devices that it does not fit.
+        margin: Share of a device's memory that stays free.
     """
     limit = cluster.device.memory * (1 - margin)
     left = f" with {margin:.0%} left free" if margin else ""
@@ -51,18 +51,18 @@ def too_large(memory: RankMemory, cluster: Cluster, margin: float = 0.0) -> str:
 
 
 def smallest_fit(workload: Workload, cluster: Cluster, batch: int, margin: float = 0.0) -> SmallestFit | None:
-    """The fewest devices at which some Plan has room, under the most frugal settings.
+    """Return the fewest devices on which some Plan fits, under the settings that need least memory.
 
-    These are zero3 over all data-parallel ranks, recompute=full, a sample in a micro-batch, 16 bit where the
-    device has it; tensor parallelism up to a node, and any stages, parts of the sequence and experts that
-    divide the devices and the model. Tried are powers of two up to a node, then whole nodes, their number
-    doubled until it is enough and then bisected.
+    These settings are zero3 over all data-parallel ranks, recompute=full, one sample in a micro-batch and 16
+    bit where the device has it. Tensor parallelism goes up to a node; pipeline, context and expert
+    parallelism may divide the devices and the model in any way. The search tries powers of two up to a node,
+    then whole nodes: it doubles their number until the model fits, then bisects.
 
     Args:
-        workload: What is trained.
-        cluster: Its devices and nodes; how many there are does not matter.
+        workload: The work of the model that is trained.
+        cluster: The kind of devices and nodes; their number does not matter.
         batch: Samples of a step.
-        margin: Share of a device's memory that is to be left free.
+        margin: Share of a device's memory that stays free.
 
     Returns:
         None if no number of devices is enough.
@@ -92,12 +92,12 @@ def smallest_fit(workload: Workload, cluster: Cluster, batch: int, margin: float
 def _leanest(
     memories: Memories, cluster: Cluster, devices: int, batch: int, margin: float
 ) -> SmallestFit | None:
-    """The frugal Plan that needs least of so many devices, if it fits them."""
+    """Return the frugal Plan that needs least memory on so many devices, or None if it does not fit."""
     best: SmallestFit | None = None
     for plan in _frugal_plans(memories.workload, cluster, devices, batch):
         try:
             memory = memories.fullest(plan, batch)
-        except PlanError:  # the batch, or the model, does not divide so
+        except PlanError:  # the batch or the model cannot be divided like this
             continue
         if best is None or memory.peak < best.memory.peak:
             best = SmallestFit(devices, plan, memory)
@@ -130,7 +130,7 @@ def _frugal_plans(workload: Workload, cluster: Cluster, devices: int, batch: int
 
 
 def _powers(number: int) -> list[int]:
-    """The powers of two that divide a number."""
+    """Return the powers of two that divide a number."""
     return [1 << power for power in range((number & -number).bit_length())]
 
 

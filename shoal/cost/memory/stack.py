@@ -1,4 +1,4 @@
-"""The layers of a stage as its backward meets them, from the end on, with running sums over them."""
+"""The layers of a stage in the order of its backward, with running sums over them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _FP32 = 4.0  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Layers of one stage; each sum is over all layers before a place, in backward's order.
+    """Layers of one stage; each sum is over all layers before a position, in backward's order.
 
     Attributes:
-        layers: What each takes.
-        peak_candidates: Places of those at which memory can be most: between them it changes evenly.
-        kept: Sums of bytes kept of a micro-batch.
+        layers: Memory of each layer.
+        peak_candidates: Positions of the layers at which memory can be highest; between them it changes
+            evenly.
+        kept: Sums of bytes kept for a micro-batch.
         gradients: Sums of bytes of fp32 gradients on the rank.
-        freed: The same before experts are divided: they are on so many fewer ranks that share their
-            gradients' shards.
+        freed: Sums of bytes of fp32 gradients with those of experts times ep, because ep times fewer ranks
+            share the shards of experts' gradients.
     """
 
     layers: tuple[BlockMemory, ...]

@@ -1,4 +1,4 @@
-"""What training with Adam keeps of each parameter from step to step.
+"""Bytes that training with Adam keeps for each parameter from step to step.
 
     shard   weights          gradients   optimizer
     none    w                4           8 + m
@@ -6,9 +6,9 @@
     zero2   w                4 / s       (8 + m) / s
     zero3   4 / s            4 / s       8 / s
 
-Bytes of a parameter, s being the ranks that a state is cut over; in fp32 w = 4 and m = 0, in bf16 w = 2 and
-m = 4, the optimizer's own copy of the weight. With zero3 that copy is the only one between two
-steps.
+These are bytes per parameter. s is the sharding degree, w the bytes of a weight, and m those of the
+optimizer's own copy of the weight: in fp32 w = 4 and m = 0, in bf16 w = 2 and m = 4. With zero3 that copy is
+the only one between two steps.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FP32 = 4.0  # bytes
 
 
 class States(NamedTuple):
-    """Bytes of a parameter on a rank.
+    """Bytes per parameter on a rank.
 
     Attributes:
-        weights: That compute, or with zero3 the shards that they are gathered from.
-        gradients: Their sums.
-        optimizer: Adam's two moments, and its copy of the weights if these have 16 bit.
+        weights: Bytes of the weights that compute, or with zero3 of the shards that they are gathered from.
+        gradients: Bytes of the sums of gradients.
+        optimizer: Bytes of Adam's two moments, and of its copy of the weights if these have 16 bit.
     """
 
     weights: float
@@ -37,11 +37,11 @@ class States(NamedTuple):
 
 
 def states_of(plan: Plan, shards: float) -> States:
-    """Bytes for each parameter that a rank has after tensor and expert parallelism.
+    """Return the bytes for each parameter that a rank has after tensor and expert parallelism.
 
     Args:
-        plan: Says precision and sharding.
-        shards: Ranks that a state is cut over.
+        plan: The Plan, which says precision and sharding.
+        shards: Sharding degree: the number of ranks that a state is cut over.
     """
     shards = max(shards, 1)
     width, copy = (2.0, _FP32) if plan.precision == "bf16" else (_FP32, 0.0)
@@ -55,5 +55,5 @@ def states_of(plan: Plan, shards: float) -> States:
 
 
 def state_bytes(plan: Plan, shards: float) -> float:
-    """The sum of `states_of`."""
+    """Return the sum of `states_of`."""
     return sum(states_of(plan, shards))

@@ -1,9 +1,9 @@
-"""The selective recompute of torchtitan: of results of products, every second is made again too.
+"""The selective recompute of torchtitan, which makes the result of every second product again.
 
 Shoal's recompute=selective keeps the results of all products and of attention. torchtitan keeps those of
 attention and of every second product of a layer, in the order of its forward, which is query, key, value,
 output, gate, up, down (`torchtitan/models/llama3/parallelize.py`, its option "op"). To predict a step of
-theirs, a Workload is told so.
+torchtitan, change the Workload with `every_second_product`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["every_second_product"]
 
 
 def every_second_product(workload: Workload) -> Workload:
-    """The Workload whose dense layers keep the results of every second product under recompute=selective."""
+    """Return a Workload whose dense layers keep every second product's result under recompute=selective."""
     return workload.with_layers(_changed)
 
 
 def _changed(layer: Block) -> Block:
     products = [each for each in layer.operations if isinstance(each, Product)]
     if not all(product.is_divided for product in products):
-        return layer  # experts, whose products are of another kind
+        return layer  # experts: their products are not divided
     rest = [each for each in layer.saved if each.keep not in (Keep.RESULTS, Keep.SELECTIVE)]
     return replace(layer, saved=(*rest, *_attention(layer), *_results(layer)), remade=0.5)
 
@@ -38,7 +38,7 @@ def _attention(layer: Block) -> Iterator[Saved]:
 
 
 def _results(layer: Block) -> Iterator[Saved]:
-    """Return the results of products. What backward reads is made again; the rest is not kept."""
+    """Yield the results of products; those that are not kept but that backward reads are made again."""
     for index, (name, elements, part) in enumerate(_matrices(layer)):
         is_kept = index % 2 == 0
         if part is Part.COLUMNS:
@@ -48,7 +48,7 @@ def _results(layer: Block) -> Iterator[Saved]:
 
 
 def _matrices(layer: Block) -> Iterator[tuple[str, float, Part]]:
-    """Name, elements and part of the result of each matrix; a Product may be of several."""
+    """Yield name, elements and part of the result of each matrix; a Product may have several."""
     attention = next(layer.attentions, None)
     for product in layer.operations:
         if not isinstance(product, Product):

@@ -1,4 +1,4 @@
-"""Long runs: failures, goodput and days; and a Cluster corrected by what runs measured."""
+"""Long runs: failures, goodput and days. Also corrects a Cluster by measurements of runs."""
 
 from shoal.cost.outlook.goodput import goodput
 from shoal.cost.outlook.jitter import straggler_share, with_stragglers

@@ -1,23 +1,23 @@
-"""Corrects a Cluster by what runs measured, so that the next prediction is nearer.
+"""Corrects a Cluster by measurements of runs, so that the next prediction is nearer.
 
-What is compared, and what each difference corrects:
+The left column is the quantity that is compared, the right column what its difference corrects:
 
-    the optimizer's seconds of a step              the rate of the memory: an update is passes over it only
-    forward and backward of a step, without        the rates of products and attention, by one factor, as no
-    what they wait for                             span tells them apart
-    each communication's seconds, from when all    the rate of the level that its group spans: the median over
-    of its group were there                        the transfers that are large enough to show it
+    the optimizer's seconds of a step              the rate of the memory, because an update only passes over
+                                                   memory
+    forward and backward of a step, without        the rates of products and attention, by one factor, because
+    waits                                          no span tells them apart
+    each communication's seconds, once all         the rate of the level that its group spans: the median over
+    ranks of its group are there                   the transfers that are large enough to show it
     waits for later ranks, without a pipeline      jitter: how much the ranks' steps vary
 
-Where a data sheet says what a device could do, a rate is a share of it: one that would leave (0, 1] ends at
-its bound, and the rest of the difference is told as `left`. Of cores nothing is said but what was measured,
-so rates have no bound. There caches decide how fast a pass is, and an update, which streams through memory,
-says nothing of other passes: forward and backward correct all of a device's rates by one factor, and the
-optimizer then its rate of streams.
+A GPU has a data sheet, and its rates are shares of the data sheet's. A share that would leave (0, 1] stays at
+its bound, and `left` reports the rest of the difference. CPU cores have no such bound: their rates are
+measured. On cores, caches decide how fast a pass is, and an update, which streams through memory, says
+nothing about other passes. So forward and backward correct all rates of the device by one factor, and then
+the optimizer corrects the rate of streams.
 
-Of several runs each counts alike: their predictions are over and under by the same proportion. Factors are
-looked for with the cost model itself, which is quicker with every larger rate, so that formulas stand in one
-place.
+All runs have the same weight: predictions are too high and too low by the same proportion. The search for a
+factor calls the cost model itself, whose seconds fall as any rate grows, so formulas stand in one place only.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = ["Calibration", "Correction", "calibrate"]
 _PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")
 _LEAST_SHARE = 1e-3
 _MOST_JITTER = 0.99
-_HALVINGS = 40  # of the interval in which a factor is looked for
-_LIMIT = 1e3  # of a factor, up and down
-_STEADY = 0.05  # jitter from which another is looked for
+_HALVINGS = 40  # steps of the bisection for a factor
+_LIMIT = 1e3  # largest factor; the smallest is 1 / _LIMIT
+_STEADY = 0.05  # jitter that a factor applies to where the Cluster has none
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What one difference changed.
+    """The effect of the correction of one quantity.
 
     Attributes:
-        name: Of what was compared: "optimizer", "compute", a level's name, or "stragglers".
-        measured, before, after: Seconds: measured, predicted with the Cluster as it was, and as it is now; of
-            several runs their sums.
+        name: The quantity that was compared: "optimizer", "compute", a level's name, or "stragglers".
+        measured, before, after: Seconds, summed over the runs: measured, predicted with the original Cluster,
+            and predicted with the corrected one.
     """
 
     name: str
@@ -62,24 +62,24 @@ class Correction:
 
     @property
     def left(self) -> float:
-        """What still is between prediction and measurement, as a share of the measured seconds."""
+        """Difference that is left between prediction and measurement, as a share of the measured seconds."""
         return self.after / self.measured - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A Cluster that was corrected, and how."""
+    """A corrected Cluster, and its corrections."""
 
     cluster: Cluster
     corrections: tuple[Correction, ...]
 
 
 def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibration:
-    """The Cluster with which predictions of these runs would have come closest.
+    """Return the Cluster whose predictions are closest to these runs.
 
     Args:
-        cluster: What predictions were made with.
-        observations: One run or more.
+        cluster: The Cluster that predictions were made with.
+        observations: Measurements of one run or more.
 
     Raises:
         ClusterError: The Cluster cannot have as many devices as a run had ranks.
@@ -104,12 +104,13 @@ def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibrat
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """What is compared.
+    """A quantity that is compared.
 
     Attributes:
-        name: Of the correction.
-        measured: Its seconds in a run, one by one.
-        predicted: The same, on a Cluster with as many devices as the run had ranks.
+        name: Name of the correction.
+        measured: Function that gives its measured seconds in a run, one by one.
+        predicted: Function that gives its predicted seconds, one by one, on a Cluster with as many devices as
+            the run had ranks.
     """
 
     name: str
@@ -117,12 +118,12 @@ class _Quantity:
     predicted: Callable[[Observation, Cluster], Sequence[float]]
 
     def is_measured(self, observation: Observation, cluster: Cluster) -> bool:
-        """Whether the run says anything of it."""
+        """Return whether the run measured this quantity."""
         measured = self.measured(observation, cluster)
         return bool(measured) and min(measured) > 0
 
     def error(self, observation: Observation, cluster: Cluster) -> float:
-        """Logarithm of predicted over measured, the median of them."""
+        """Return the logarithm of the median of predicted over measured seconds."""
         measured = self.measured(observation, cluster)
         pairs = zip(self.predicted(observation, cluster), measured, strict=True)
         return math.log(median(predicted / seconds for predicted, seconds in pairs))
@@ -156,7 +157,7 @@ def _straggler_seconds(observation: Observation, cluster: Cluster) -> float:
 
 
 def _compute_seconds(observation: Observation, cluster: Cluster) -> float:
-    """Forward and backward of a step without communication, the mean over the ranks of pp."""
+    """Return the seconds of forward and backward without communication, the mean over the ranks of pp."""
     plan = observation.plan
     count = plan.microbatches_of(observation.batch)
     stages = Costs(observation.workload, cluster).stages(plan, count)
@@ -182,7 +183,7 @@ _STRAGGLERS = _Quantity(
 
 
 def _transfers_over(index: int, name: str) -> _Quantity:
-    """The transfers whose group a level's links join, and those within it do not."""
+    """Make the quantity for the transfers whose innermost common level is this one."""
 
     def chosen(observation: Observation, cluster: Cluster) -> list[Transfer]:
         return [each for each in observation.transfers if _level_of(each, cluster) == index]
@@ -195,7 +196,7 @@ def _transfers_over(index: int, name: str) -> _Quantity:
 
 
 def _level_of(transfer: Transfer, cluster: Cluster) -> int:
-    """Index of the innermost level whose links join all of the group."""
+    """Return the index of the innermost level whose links join all of the group."""
     group, last = transfer.group, len(cluster.levels) - 1
     return next(
         (i for i, level in enumerate(cluster.levels) if members_within(group, level) == group.size), last
@@ -254,9 +255,9 @@ def _corrected(
     quantity: _Quantity,
     observations: Iterable[Observation],
 ) -> Cluster:
-    """The Cluster with a rate changed by the factor for which runs are over and under by the same proportion.
+    """Return the Cluster with one rate times the factor that makes the mean error of the runs zero.
 
-    The factor is at most `_LIMIT`, and at least one over it, and found by bisection.
+    Bisection finds the factor, between 1 / `_LIMIT` and `_LIMIT`.
     """
     measured = [each for each in observations if quantity.is_measured(each, _sized(cluster, each))]
     if not measured:

@@ -1,15 +1,15 @@
-"""What failures leave of a long run: the share of time that trains, and the days and dollars that follow.
+"""Goodput of a long run: the share of time that trains despite failures, and its days and dollars.
 
-A run saves a checkpoint after every T seconds of training, which stops it for s seconds. The n devices fail
-independently, each `failures` times an hour, so the machine fails every M = 3600 / (n failures) seconds on
-average. A failure loses what was done since the last checkpoint, and R seconds until training goes on; it may
-come while the run saves, or restarts. T seconds of training then take
+A run saves a checkpoint after every T seconds of training; each stops training for s seconds. The n devices
+fail independently, each `failures` times an hour, so the machine fails every M = 3600 / (n failures) seconds
+on average. A failure loses the work since the last checkpoint, and R seconds until training goes on. It may
+come while the run saves or restarts. T seconds of training then take
 
     M exp(R / M) (exp((T + s) / M) - 1)
 
 seconds (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation
-7), and T / that is the goodput. The interval is T = sqrt(2 M s), which is nearly the best (Young, "A first
-order approximation to the optimum checkpoint interval", 1974), in whole steps.
+7). T divided by that is the goodput. The interval is T = sqrt(2 M s), rounded to whole steps, which is nearly
+the best (Young, "A first order approximation to the optimum checkpoint interval", 1974).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _DAY = 24 * _HOUR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """Where the time of a long run goes. The four shares sum to 1.
+    """The shares of a long run's time. The four shares sum to 1.
 
     Attributes:
-        step: Seconds.
+        step: Seconds of a step.
         between_failures: Seconds from one failure of any device to the next, on average; inf if none fails.
         interval: Steps from one checkpoint to the next; inf if none is needed.
-        share: Of the time, what trains: the goodput.
-        saving: Of the time, what checkpoints stop it for.
-        restarting: Of the time, what passes from a failure to the next step.
-        lost: Of the time, what is done again.
+        share: Share of the time that trains: the goodput.
+        saving: Share of the time for which checkpoints stop training.
+        restarting: Share of the time between a failure and the next step.
+        lost: Share of the time for work that is done again.
         price: Dollars an hour for all devices; 0 if not known.
     """
 
@@ -50,23 +50,23 @@ class Goodput:
     price: float
 
     def days(self, tokens: float, tokens_per_step: float) -> float:
-        """Until a model has seen so many tokens, failures and checkpoints included."""
+        """Return the days until a model has seen so many tokens, failures and checkpoints included."""
         training = tokens / tokens_per_step * self.step
         return training / self.share / _DAY if self.share else math.inf
 
     def dollars(self, tokens: float, tokens_per_step: float) -> float:
-        """What these days cost at the price of the devices."""
+        """Return the cost of these days at the price of the devices."""
         return self.days(tokens, tokens_per_step) * (_DAY / _HOUR) * self.price
 
 
 def goodput(cluster: Cluster, step: float, save: float, restart: float) -> Goodput:
-    """The share of time that trains, when devices fail.
+    """Return the goodput of a run whose devices fail.
 
     Args:
-        cluster: All its devices take part, and one that fails stops all.
+        cluster: The machines. All devices take part, and the failure of one stops all.
         step: Seconds of a step.
-        save: Seconds that a checkpoint stops training for. One that is written while training goes on stops
-            it only while the state is copied.
+        save: Seconds for which a checkpoint stops training. A checkpoint that is written while training goes
+            on stops it only while the state is copied.
         restart: Seconds from a failure until the next step begins: to notice it, start again and load.
     """
     price = cluster.price * cluster.devices
@@ -87,7 +87,7 @@ def goodput(cluster: Cluster, step: float, save: float, restart: float) -> Goodp
     section = trained + save
     undisturbed = math.exp(-(restart + section) / between) / -math.expm1(-section / between) / between
     share, saving = trained * undisturbed, save * undisturbed
-    restarting = -math.expm1(-restart / between)  # of the time to the next failure, its first R seconds
+    restarting = -math.expm1(-restart / between)  # share of time in the first R seconds after a failure
     return Goodput(
         step=step,
         between_failures=between,

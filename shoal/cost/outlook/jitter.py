@@ -1,18 +1,19 @@
 """How much longer a step takes because all ranks wait for the slowest one.
 
-Ranks that do the same work do not take the same time. Where each meets all others once in a step, the step
-takes as long as the longest of n times: with F their distribution, on average
+Ranks that do the same work do not take the same time. Where each rank waits once in a step for all others,
+the step takes as long as the slowest of n ranks. If F is the distribution of their times, that is on average
 
     integral of t d F(t)^n
 
-which grows without bound: for normal times by about sqrt(2 ln n) standard deviations, faster for lognormal
-ones, whose tail is longer. Both functions of `maximum.py` give the factor over the mean of one rank, by
-integrating over the normal variable x that the time is a function of:
+It grows without bound: for normal times by about sqrt(2 ln n) standard deviations, faster for lognormal
+times, whose tail is longer. Both functions of `maximum.py` give this over the mean of one rank. They
+integrate over the normal variable x that the time is a function of:
 
     integral of time(x) n pdf(x) cdf(x)^(n - 1) dx
 
-In a step all ranks meet at the norm of all gradients, after which each has only the optimizer to do. So with
-a Cluster's `jitter`, in lognormal times, they wait for so much of all that comes before.
+In a step, all ranks wait for one another at the norm of all gradients; after that only the optimizer is left.
+A Cluster's `jitter` is the variation of lognormal times. The wait is the resulting share of all seconds
+before the norm.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ __all__ = ["straggler_share", "with_stragglers"]
 
 
 def straggler_share(cluster: Cluster) -> float:
-    """How long all ranks of a Cluster wait for the slowest one, over what they do until they meet."""
+    """Return the wait for the slowest rank, as a share of the seconds before all ranks meet."""
     return lognormal_maximum(cluster.devices, cluster.jitter) - 1 if cluster.jitter else 0.0
 
 
 def with_stragglers(cost: StepCost, cluster: Cluster) -> StepCost:
-    """A step with the wait for the slowest rank, which counts with the part "straggler"."""
+    """Return the cost of a step with the wait for the slowest rank added to its part "straggler"."""
     wait = straggler_share(cluster) * (cost.seconds - cost.parts["optimizer"])
     parts = {**cost.parts, "straggler": cost.parts["straggler"] + wait}
     return replace(cost, seconds=cost.seconds + wait, parts=parts)

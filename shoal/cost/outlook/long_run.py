@@ -1,13 +1,13 @@
-"""A long run: how many days, dollars and failures a number of steps takes, and when to save.
+"""A long run: how many days, dollars and failures its steps take, and when to save.
 
-A checkpoint holds 12 bytes of a parameter: the weight and Adam's two moments in fp32. All nodes write it at
-once, each at the rate of its storage, and training stands still meanwhile; after a failure they read as
-much, what replicas read more than once not counted. `shoal.cost.outlook.goodput` says what failures then
-cost, and the best interval between checkpoints.
+A checkpoint holds 12 bytes per parameter: the weight and Adam's two moments in fp32. All nodes write it at
+once, each at the rate of its storage, and training stops meanwhile. After a failure they read as much; that
+replicas read the same bytes again is not counted. `shoal.cost.outlook.goodput` gives the cost of failures and
+the best interval between checkpoints.
 
-The storage's rate, if nothing is said, is what Llama 3 had: 2 TB/s that 16,384 devices sustained, 8 to a
-node, which is 1 GB/s of a node (arXiv:2407.21783, section 3.3.1). That noticing a failure and starting again
-takes five minutes is a guess.
+The default rate of the storage is that of Llama 3: 16,384 devices, 8 to a node, sustained 2 TB/s, which is
+1 GB/s per node (arXiv:2407.21783, section 3.3.1). The default five minutes to notice a failure and start
+again are a guess.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from shoal.workload import Workload
 __all__ = ["RESTART", "STORAGE", "LongRun", "long_run"]
 
 STORAGE = 1e9
-"""Bytes/s of a node, to and from where checkpoints are."""
+"""Bytes/s of a node to and from the storage of checkpoints."""
 
 RESTART = 300.0
 """Seconds from a failure until all ranks have started again."""
 
-_SAVED = 12.0  # bytes of a parameter
+_SAVED = 12.0  # bytes per parameter
 _DAY = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongRun:
-    """Many steps.
+    """The cost of a run of many steps.
 
     Attributes:
-        steps: How many.
-        tokens: That they see.
-        checkpoint: Bytes of one.
-        save: Seconds of one.
+        steps: Number of steps.
+        tokens: Number of tokens that the steps see.
+        checkpoint: Bytes of one checkpoint.
+        save: Seconds to write one checkpoint.
         restart: Seconds from a failure until the next step begins.
-        goodput: What share of the time trains.
+        goodput: The shares of the run's time.
     """
 
     steps: int
@@ -54,17 +54,17 @@ class LongRun:
 
     @property
     def days(self) -> float:
-        """In all; infinity if more is lost than done."""
+        """Days of the whole run; infinity if failures lose more than is done."""
         return self.goodput.days(self.steps, 1)
 
     @property
     def dollars(self) -> float:
-        """In all; 0 if the price is not known."""
+        """Dollars of the whole run; 0 if the price is not known."""
         return self.goodput.dollars(self.steps, 1) if self.goodput.price else 0.0
 
     @property
     def failures(self) -> float:
-        """Expected in all; 0 if their rate is not known."""
+        """Expected failures in the whole run; 0 if their rate is not known."""
         between = self.goodput.between_failures
         return 0.0 if math.isinf(between) else self.days * _DAY / between
 
@@ -80,20 +80,20 @@ def long_run(
     storage: float = STORAGE,
     restart: float = RESTART,
 ) -> LongRun:
-    """What many steps come to.
+    """Return the cost of a run of many steps.
 
     Args:
-        workload: What is trained.
-        cluster: Where, all of whose devices take part.
+        workload: The work of the model that is trained.
+        cluster: The machines that it runs on; all devices take part.
         step: Seconds of a step.
-        tokens_per_step: Of the batch.
-        steps: How many; or
-        tokens: as many as see so many tokens.
-        storage: Bytes/s of a node, to and from where checkpoints are.
+        tokens_per_step: Tokens in a batch.
+        steps: Number of steps; or give `tokens`.
+        tokens: Number of tokens that the steps see together; or give `steps`.
+        storage: Bytes/s of a node to and from the storage of checkpoints.
         restart: Seconds from a failure until all ranks have started again, before they load.
 
     Raises:
-        ConfigError: A number is none that can be.
+        ConfigError: A number is out of its range.
     """
     if steps is None:
         _require((tokens or 0) > 0, "tokens", tokens, "more than 0, such as 15T")

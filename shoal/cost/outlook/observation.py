@@ -1,4 +1,4 @@
-"""What a run says of the machines that it ran on: the seconds of its work and of its communications."""
+"""Measurements of a run that show the speed of its machines: seconds of compute and of communications."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shoal.workload import Workload
 __all__ = ["SENDS", "Observation", "Transfer", "transfers_of"]
 
 SENDS = ("activation", "gradient", "shift")
-"""Operations that are a message to one rank."""
+"""Operations that send a message to one rank."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-_LEAST_BYTES = 64 << 10  # of a transfer whose time the rate decides, and not the latency
+_LEAST_BYTES = 64 << 10  # least size of a transfer whose time depends on the rate and not on the latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Transfer:
     """Communications of one name, size and group form.
 
     Attributes:
-        operation: Of a span's name, the part before the colon.
-        nbytes: As the span counts them.
-        group: Who took part.
-        seconds: Of one, from when all of its group were there: the median.
+        operation: Name of the operation: the part of a span's name before the colon.
+        nbytes: Bytes, as the span counts them.
+        group: The ranks that took part.
+        seconds: Median seconds of one communication, counted from when all ranks of the group are there.
     """
 
     operation: str
@@ -42,16 +42,16 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A run, and what it measured of a step: seconds of a rank, the mean over ranks.
+    """A run and its measured seconds in a step, as the mean over ranks.
 
     Attributes:
-        workload: What was trained.
-        plan: Its layout, with the micro-batch settled.
+        workload: The work of the model that was trained.
+        plan: The Plan that it ran under, with the micro-batch settled.
         batch: Samples of a step.
-        compute: Forward and backward, without what they wait for.
-        optimizer: The update.
-        stragglers: What a rank waits for later ones.
-        transfers: Collectives and messages.
+        compute: Seconds of forward and backward, without waits.
+        optimizer: Seconds of the update.
+        stragglers: Seconds that a rank waits for slower ranks.
+        transfers: The collectives and messages.
     """
 
     workload: Workload
@@ -64,7 +64,7 @@ class Observation:
 
     @classmethod
     def of(cls, workload: Workload, plan: SettledPlan, batch: int, timeline: Timeline) -> Observation:
-        """What a Timeline says.
+        """Make the observation from a Timeline.
 
         Raises:
             ShoalError: No rank finished a step.
@@ -82,9 +82,9 @@ class Observation:
 
 
 def transfers_of(timeline: Timeline) -> tuple[Transfer, ...]:
-    """The communications of a Timeline that show a rate: those that compute waited for, if there are any.
+    """Return the communications of a Timeline that show a rate: those that compute waited for, if any.
 
-    What runs beside compute may take its time: on cores both take turns.
+    A communication that runs beside compute can be slowed by it: on cores both take turns.
     """
     windows = {rank: steps for rank in timeline.ranks if (steps := StepWindows(timeline, rank))}
     waited: dict[tuple[str, int, Group], list[float]] = {}

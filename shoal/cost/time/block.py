@@ -1,18 +1,18 @@
 """Seconds of a block on one rank for one micro-batch, and the communications within it.
 
-What tensor parallelism communicates is in `joins.py`. Context parallelism sends keys and values round the
-ring beside attention, or exchanges heads (Ulysses). Experts are exchanged twice in forward and twice in
-backward. With recompute=full a layer's forward is done again, communications and all; embedding and end are
-not recomputed. Without tensor parallelism it ends with the last result that backward reads: the layer's last
-product is not made again, which is a fifth to a third of forward. Programs that recompute by functions of
-their own (Megatron-LM, DeepSpeed) make all of it.
+`joins.py` has the communications of tensor parallelism. Context parallelism sends keys and values round the
+ring beside attention, or exchanges heads (Ulysses). Expert parallelism exchanges tokens twice in forward and
+twice in backward. With recompute=full a layer's forward runs again, with its communications; embedding and
+end are not recomputed. Without tensor parallelism the recompute stops at the last result that backward reads:
+it leaves out the layer's last product, which is a fifth to a third of forward. Programs that recompute by
+functions of their own (Megatron-LM, DeepSpeed) repeat the whole forward.
 
-A selective recompute does passes again, not products and attention; or, where attention is not fused and
-writes its scores to memory, attention alone (Korthikanti et al., arXiv:2205.05198).
+A selective recompute repeats passes, but no products and no attention. Where attention is not fused and
+writes its scores to memory, it repeats attention alone (Korthikanti et al., arXiv:2205.05198).
 
-Where the host takes longer to start the operations than the device to do them, the host's time counts.
+If the host takes longer to start the operations than the device to do them, the host's time counts.
 
-At each communication that no compute runs beside, ranks also wait for who is late: see `synchronisations.py`.
+At each communication that no compute runs beside, ranks also wait for late ranks: see `synchronisations.py`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = ["BlockCost", "block_cost"]
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What a block takes on a rank for one micro-batch, in seconds.
+    """Seconds of a block on a rank for one micro-batch. A pair is forward and backward.
 
     Attributes:
-        compute: Of its operations, what is recomputed counting with `input`.
-        joins: Communications over tp: in forward, in backward.
-        tensor: Of these, what nothing hides.
-        context: The same over cp.
-        expert: The same over ep.
-        late: What ranks wait for one another at all of these: in forward, in backward.
+        compute: Seconds of its operations; `input` includes the recompute.
+        joins: Communications over tp.
+        tensor: Exposed seconds of the communications over tp.
+        context: Exposed seconds of the communications over cp.
+        expert: Exposed seconds of the communications over ep.
+        late: Seconds that ranks wait for late ranks at these communications.
     """
 
     compute: Seconds
@@ -54,27 +54,27 @@ class BlockCost:
 
     @property
     def forward(self) -> float:
-        """Seconds of forward, with what it waits for."""
+        """Seconds of forward, with its waits."""
         return self.compute.forward + self.tensor[0] + self.context[0] + self.expert[0] + self.late[0]
 
     @property
     def backward(self) -> float:
-        """Seconds of backward, with what it waits for."""
+        """Seconds of backward, with its waits."""
         return self.compute.backward + self.tensor[1] + self.context[1] + self.expert[1] + self.late[1]
 
 
 def block_cost(
     block: Block, hidden: int, length: int, cluster: Cluster, layout: Layout, *, is_layer: bool = True
 ) -> BlockCost:
-    """What a block takes.
+    """Return the cost of a block.
 
     Args:
-        block: Of a Workload.
+        block: A block of a Workload.
         hidden: Width of the stream.
         length: Tokens of a sample.
-        cluster: Where it runs; ranks of tp are neighbours, those of cp are tp apart.
-        layout: How it is laid over ranks.
-        is_layer: Whether it is one, which may be recomputed, and not the embedding or the end.
+        cluster: The machines that it runs on. Ranks of tp are neighbours; those of cp are tp apart.
+        layout: How the block is laid over ranks.
+        is_layer: Whether the block is a layer, which may be recomputed, or else the embedding or the end.
     """
     recompute = layout.recompute if is_layer else "none"
     stream = float(layout.width) * layout.microbatch * length / layout.cp * hidden
@@ -123,7 +123,7 @@ def _compute(block: Block, cluster: Cluster, layout: Layout, recompute: str) -> 
 
 
 def _unread(block: Block, device: Device, layout: Layout) -> float:
-    """Seconds of forward that a full recompute leaves out."""
+    """Return the seconds of forward that a full recompute leaves out."""
     if not block.stops_early or layout.tp > 1:
         return 0.0
     return sum(operation_seconds(each, device, layout).forward for each in block.unread)
@@ -164,7 +164,16 @@ def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, floa
 def _late(
     block: Block, joins: Sequence[Join], work: float, cluster: Cluster, layout: Layout, rounds: int = 1
 ) -> float:
-    """In a pass with these joins and so much work; each round exchanges over cp and with experts."""
+    """Return the seconds that ranks wait for late ranks in a pass.
+
+    Args:
+        block: The block.
+        joins: The pass's communications over tp.
+        work: Seconds of compute in the pass.
+        cluster: The machines that it runs on.
+        layout: How the block is laid over ranks.
+        rounds: How often the pass communicates over cp and ep.
+    """
     if not cluster.noise:
         return 0.0
     joined = (each for join in joins for each in (*join.before, *join.behind))

@@ -1,7 +1,7 @@
-"""Seconds that buckets of gradients and weights take by themselves, and how they load the device meanwhile.
+"""Seconds of buckets of gradients and weights when nothing runs beside them, and their load on the device.
 
-Gradients are copied in fp32 to their bucket, summed over the shards and then over the replicas, and a rank's
-shard is added to that of the micro-batches before; weights are gathered over the shards.
+Gradients are copied in fp32 to their bucket and summed over the shards, then over the replicas. A rank's
+shard is added to its shard from earlier micro-batches. Weights are gathered over the shards.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class BucketTimes(NamedTuple):
     """Seconds of buckets.
 
     Attributes:
-        reduce: Of their gradients' sums.
-        reduce_loaded: Of these, times how much they load the device (`network.collective_load`).
-        gather: Of their weights.
-        gather_loaded: As above.
-        copy: Of the passes that take gradients into them, and a rank's shard out of them.
+        reduce: Seconds to sum their gradients.
+        reduce_loaded: `reduce` times its load on the device (`network.collective_load`).
+        gather: Seconds to gather their weights.
+        gather_loaded: `gather` times its load on the device.
+        copy: Seconds of the passes that copy gradients into them, and a rank's shard out of them.
     """
 
     reduce: float
@@ -47,11 +47,11 @@ class BucketTimes(NamedTuple):
 
 
 NOTHING = BucketTimes(0.0, 0.0, 0.0, 0.0, 0.0)
-"""Of no bucket."""
+"""Times of no bucket."""
 
 
 def bucket_times(bucket: Bucket, width: int, cluster: Cluster) -> BucketTimes:
-    """Times of all equal buckets together, with so many bytes of each weight and gradient."""
+    """Return the times of all equal buckets together; `width` is the bytes of a weight or gradient."""
     load = collective_load(bucket.family.shards, cluster)
     scatter, reduce = _sums(bucket, cluster)
     gather = gather_seconds(bucket, width, cluster)
@@ -65,26 +65,23 @@ def bucket_times(bucket: Bucket, width: int, cluster: Cluster) -> BucketTimes:
 
 
 def together(timed: Iterable[tuple[Bucket, BucketTimes]]) -> BucketTimes:
-    """Seconds of all buckets, one after another."""
+    """Return the seconds of all buckets, one after another."""
     return BucketTimes(*map(sum, zip(NOTHING, *(times for _, times in timed), strict=True)))
 
 
 def reduce_seconds(bucket: Bucket, cluster: Cluster) -> float:
-    """Seconds of all equal buckets' gradients, over the shards and then over the replicas."""
+    """Return the seconds to sum the gradients of all equal buckets, over shards and then over replicas."""
     return sum(_sums(bucket, cluster))
 
 
 def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
-    """Seconds of all equal buckets' weights, of so many bytes each, over the shards."""
+    """Return the seconds to gather the weights, `width` bytes each, of all equal buckets."""
     nbytes = width * bucket.parameters
     return bucket.number * collective_seconds("all_gather", nbytes, bucket.family.shards, cluster)
 
 
 def copy_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
-    """Seconds of the passes that copy gradients into a bucket, and this rank's shard out of it.
-
-    Of all equal buckets together.
-    """
+    """Return the seconds of the passes that copy gradients into all equal buckets, and a rank's shard out."""
     shards = bucket.family.shards.size
     if shards * bucket.family.replicas.size == 1:
         return 0.0
@@ -93,7 +90,7 @@ def copy_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
 
 
 def _sums(bucket: Bucket, cluster: Cluster) -> tuple[float, float]:
-    """Over the shards, and over the replicas."""
+    """Return the seconds to sum gradients over the shards, and over the replicas."""
     family, nbytes = bucket.family, float(SUM_WIDTH) * bucket.parameters
     scatter = collective_seconds("reduce_scatter", nbytes, family.shards, cluster)
     owned = nbytes / family.shards.size

@@ -1,4 +1,4 @@
-"""Which parameters of a stage data-parallel ranks exchange together, and over which ranks.
+"""Buckets: the parameters of a stage that data-parallel ranks communicate together, and over which ranks.
 
 `shoal.plan.groups` says which families of parameters there are, and which ranks keep them.
 
@@ -30,7 +30,7 @@ class Family:
     """Parameters that are sharded and summed over the same ranks.
 
     Attributes:
-        kinds: Which of a block's, as fields of `Parameters`.
+        kinds: Kinds of a block's parameters, as fields of `Parameters`.
         shards: The ranks that together hold one state.
         replicas: The ranks that hold the same shard.
     """
@@ -40,7 +40,7 @@ class Family:
     replicas: Group
 
     def count(self, held: Parameters) -> int:
-        """How many of a block's, of which a rank has `held`."""
+        """Return how many of a block's parameters are in this family, if a rank has `held` of the block."""
         return sum(getattr(held, kind) for kind in self.kinds)
 
 
@@ -49,12 +49,12 @@ class Bucket:
     """Parameters that are reduced and gathered together.
 
     Attributes:
-        parameters: That the rank has of them.
-        first: Position of its first block in the stage: where forward first needs it, and backward completes
-            its gradients.
-        last: Position of its last block: where backward first needs it.
-        family: Which ranks exchange it.
-        number: Of equal buckets; a large block has several.
+        parameters: Number of its parameters on the rank.
+        first: Position of its first block in the stage. Forward first needs the bucket there, and backward
+            completes its gradients there.
+        last: Position of its last block. Backward first needs the bucket there.
+        family: The family of its parameters, with the ranks that communicate them.
+        number: Number of equal buckets; a large block has several.
     """
 
     parameters: float
@@ -65,7 +65,7 @@ class Bucket:
 
 
 def families_of(plan: Plan) -> tuple[Family, ...]:
-    """The families of a Plan's parameters, each with its ranks."""
+    """Return the families of a Plan's parameters, each with its ranks."""
     groups = Groups.of(plan)
     whole = ("whole",) if plan.ep > 1 else ("whole", "experts")
     dense = ("divided", *(whole if plan.tp == 1 else ()))
@@ -78,23 +78,23 @@ def families_of(plan: Plan) -> tuple[Family, ...]:
 
 
 def parameters_on_rank(parameters: Parameters, tp: int, ep: int) -> Parameters:
-    """What a rank has of a block's parameters, before sharding."""
+    """Return the number of a block's parameters on a rank, before sharding."""
     return Parameters(parameters.whole, parameters.divided // tp, parameters.experts // ep)
 
 
 def owned_by_rank(held: Parameters, plan: Plan) -> float:
-    """How many of the parameters that a rank has its optimizer changes: its shard of them."""
+    """Return how many of the rank's parameters its optimizer updates: the rank's shard."""
     groups = Groups.of(plan)
     return (held.whole + held.divided) / groups.dense.shards.size + held.experts / groups.experts.shards.size
 
 
 def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width: int) -> list[Bucket]:
-    """The buckets of a stage, in the order in which backward completes them.
+    """Return the buckets of a stage, in the order in which backward completes them.
 
     Args:
-        blocks: Of the stage.
+        blocks: Blocks of the stage.
         roots: Positions of the embedding and the end.
-        plan: Says sharding and size.
+        plan: The Plan, which says the sharding and the size of buckets.
         width: Bytes of a weight that computes.
     """
     by_block = plan.sharding.cuts_weights

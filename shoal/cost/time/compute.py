@@ -1,16 +1,18 @@
 """Seconds that one device takes for operations, by their shapes.
 
-A product of m rows, k inputs and n outputs takes the longer of these two, and `stall` of the shorter:
+A product of m rows, k inputs and n outputs takes the longer of the two times below, plus `stall` times the
+shorter:
 
-- its 2 m n k FLOP at `peak * product_share * fill * depth`: products are computed in tiles, `units` at a
-  time, so `fill` is the part of the last wave and of the tiles at the edges that is of use, the best over
-  the sizes of tiles that libraries have; `depth = k / (k + product_depth)` is for what a tile takes to begin
-  and end, as many seconds in every precision, so that a slower one has less depth;
+- its 2 m n k FLOP at `peak * product_share * fill * depth`. Products are computed in tiles, `units` at a
+  time. `fill` is the useful part of the tiles in all waves, since the last wave and the tiles at the edges
+  are partly empty; it is the best over the sizes of tiles that libraries have.
+  `depth = k / (k + product_depth)` is for the beginning and end of a tile. These take as many seconds in
+  every precision, so `product_depth` scales with the precision's peak;
 - its bytes at the memory's rate.
 
-Attention that is fused takes its FLOP, half of them if it is causal, at its share of the peak; backward 2.5
-times as many. Unfused it is two products for each head and four passes over the scores. Whatever it is, a
-kernel takes `launch` seconds besides.
+Fused attention takes its FLOP, half of them if it is causal, at its share of the peak; backward has 2.5 times
+as many FLOP. Unfused attention is two products for each head and four passes over the scores. Each kernel of
+any kind adds `launch` seconds.
 """
 
 from __future__ import annotations
@@ -35,23 +37,23 @@ __all__ = [
 ]
 
 _TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.95), (0.5, 0.5, 0.8), (0.25, 0.5, 0.6))
-"""Smaller tiles: rows and columns over those of the largest, and the rate of one over that of the largest."""
+"""Sizes of tiles: rows, columns and rate, each over that of the largest tile."""
 
 _BACKWARD_OF_ATTENTION = 2.5  # scores again, and two products for each of forward's two
-_SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes an element: scaled softmax, dropout and its mask, in 16 bit
+_SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes per element: scaled softmax, dropout and its mask, in 16 bit
 _SCORES_BACKWARD = 3 * 2 + 2 * 2 + 1
 
 
-_STARTS = 30  # of operators: a buffer, views of it, autograd's function, the group's call, two spans
+_STARTS = 30  # operators to start: a buffer, views of it, autograd's function, the group's call, two spans
 
 
 class Seconds(NamedTuple):
     """Seconds of one rank for one micro-batch.
 
     Attributes:
-        forward: Of forward.
-        input: Of the gradient of the input, and whatever else cannot be put off.
-        weight: Of the weights' gradients.
+        forward: Seconds of forward.
+        input: Seconds of the input's gradient, and of all else in backward that cannot be delayed.
+        weight: Seconds of the weights' gradients.
     """
 
     forward: float
@@ -64,13 +66,13 @@ class Seconds(NamedTuple):
         return self.input + self.weight
 
     def __add__(self, other: object) -> Seconds:
-        """Elementwise."""
+        """Add each of the three."""
         assert isinstance(other, Seconds)
         return Seconds(self.forward + other.forward, self.input + other.input, self.weight + other.weight)
 
 
 def operation_seconds(operation: Operation, device: Device, layout: Layout) -> Seconds:
-    """What one operation takes on a rank for a micro-batch."""
+    """Return the seconds of one operation on a rank for a micro-batch."""
     if isinstance(operation, Product):
         return _product(operation, device, layout)
     if isinstance(operation, Attention):
@@ -85,7 +87,7 @@ def operation_seconds(operation: Operation, device: Device, layout: Layout) -> S
 
 
 def host_seconds(cluster: Cluster) -> float:
-    """What a communication takes a core that also computes, besides the seconds that it travels; else 0."""
+    """Return the seconds of compute that one communication takes from a core; 0 on other devices."""
     return _STARTS * cluster.device.launch if cluster.cores else 0.0
 
 
@@ -93,7 +95,7 @@ def host_seconds(cluster: Cluster) -> float:
 def product_seconds(
     device: Device, precision: str, rows: int, inputs: int, outputs: int, copies: int = 1
 ) -> float:
-    """Seconds of `copies` equal products `[rows, inputs] x [inputs, outputs]`, made together."""
+    """Return the seconds of `copies` equal products `[rows, inputs] x [inputs, outputs]`, made together."""
     width = 2 if precision == "bf16" else 4
     depth = device.product_depth * device.peak[precision] / device.peak.get("bf16", device.peak[precision])
     fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth)
@@ -105,18 +107,21 @@ def product_seconds(
 
 
 def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
-    """Seconds that so many kernels take to move so many bytes."""
+    """Return the seconds that so many kernels take to move so many bytes."""
     return kernels * device.launch + nbytes / (device.bandwidth * device.bandwidth_share)
 
 
 def stream_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
-    """Seconds to read and write bytes that no cache holds."""
+    """Return the seconds to read and write bytes that no cache holds."""
     share = device.stream_share or device.bandwidth_share
     return kernels * device.launch + nbytes / (device.bandwidth * share)
 
 
 def attention_seconds(attention: Attention, device: Device, layout: Layout) -> tuple[float, float]:
-    """Forward and backward of attention itself, without the products that make queries, keys and values."""
+    """Return the seconds of attention's forward and backward.
+
+    The products that make queries, keys and values are not included.
+    """
     share = layout.microbatch / layout.tp / layout.cp
     if not attention.fused:
         return _unfused(attention, device, layout, share)
@@ -168,7 +173,7 @@ def _unfused(attention: Attention, device: Device, layout: Layout, share: float)
 
 @lru_cache(maxsize=1 << 16)
 def _fill(device: Device, rows: int, columns: int, copies: int) -> float:
-    """How much of the units' time the tiles of a product are of use, for the best size of tiles."""
+    """Return the share of the units' time in which a product's tiles do useful work, at the best size."""
     return max(_filled(device, rows, columns, copies, tile) for tile in _TILES)
 
 

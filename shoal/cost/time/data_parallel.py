@@ -1,31 +1,34 @@
-"""Seconds of gradients and weights that data-parallel ranks exchange and no compute hides, in closed form.
+"""Exposed seconds in which data-parallel ranks combine gradients and gather weights, in closed form.
 
-Buckets (`buckets.py`) travel one after another, each as soon as it can: gradients once backward has made
-them, weights so that forward finds them. Of one stage and micro-batch, with F and B its forward and backward:
+Buckets (`buckets.py`) travel one after another, each as soon as it can: gradients after backward has made
+them, weights before forward needs them. For one stage and micro-batch, whose forward and backward take F and
+B seconds:
 
-    reduce    R seconds in all. Backward needs `lead` to complete the first bucket, and what is complete only
-              when it ends, `tail`, is never hidden: max(c (R - tail) + tail, lead + R - B)
-    gather    G seconds besides those of embedding and end, which forward waits for at once. Its first bucket
-              is never hidden, and behind the last one come `after` seconds:
+    reduce    All buckets take R seconds. Backward needs `lead` seconds to complete the first bucket. The
+              buckets that are complete only when backward ends, `tail` seconds, are never hidden:
+              max(c (R - tail) + tail, lead + R - B)
+    gather    All buckets take G seconds, without those of embedding and end (`ends`), for which forward waits
+              at once. The first bucket is never hidden, and `after` seconds of forward come after the last:
               ends + max(c (G - first) + first, G - (F - after))
 
-with c the share of its seconds by which what travels slows compute: the device's `contention`, times how much
-it loads the device (1 at the innermost links' rate, less on slower ones), times the share that compute has of
-F + B. What is reduced in every backward (zero2, zero3) is first copied in fp32 to its bucket, and then added
-to the rank's shard: passes that make backward longer; elsewhere products may add to the sums. With m
-micro-batches:
+c is how much communication slows compute, as a share of the communication's seconds: the device's
+`contention`, times the communication's load on the device (1 at the innermost links' rate, less on slower
+links), times the share of compute in F + B. Gradients that are reduced in every backward (zero2, zero3) are
+first copied in fp32 to their bucket, and then added to the rank's shard; these passes make backward longer.
+With the other shardings, products may add to the sums themselves. With m micro-batches and a pipeline of p
+ranks with v stages each:
 
-    none, zero1   reduce once: without a pipeline beside the last backward. With one a stage begins when its
-                  last backward is over: the first stage's is exposed, the rank's v - 1 others travel beside
-                  the min(m, p) (v - 1) / v backwards that are left
+    none, zero1   reduce once. Without a pipeline this runs beside the last backward. In a pipeline a stage
+                  begins after its last backward: the reduce of the rank's first stage is exposed, and those
+                  of its other v - 1 stages run beside the min(m, p) (v - 1) / v backwards that are left
     zero1, zero2  gather once, when the step begins
     zero2         reduce in every backward
     zero3         gather in every forward and backward, and reduce in every backward; without a pipeline the
                   embedding, the end and the last layer stay from forward to backward
 
-Of ranks of a pipeline those behind wait for the first forwards, and end before the first rank does unless the
-schedule fills that time: what they exchange once has so much longer. What is exposed in every micro-batch is
-also exposed in the (p - 1) / v that fill the pipeline.
+In a pipeline, later ranks wait for their first forward, and end before the first rank unless the schedule
+fills that time. Communication that they do once in a step has this additional time. Seconds that are exposed
+in every micro-batch are also exposed in the (p - 1) / v micro-batches that fill the pipeline.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ from shoal.workload import Block, Workload
 __all__ = ["DataParallelCosts", "Runs", "StageWork", "runs_of"]
 
 Runs = tuple[tuple[Block, int], ...]
-"""Blocks in order: each with how many like it follow one another."""
+"""Blocks in order, each with the number of equal blocks that follow one another."""
 
 
 class StageWork(NamedTuple):
@@ -55,8 +58,8 @@ class StageWork(NamedTuple):
 
     Attributes:
         runs: Its blocks, in order.
-        forward: With what is waited for within blocks.
-        backward: With what is waited for within blocks.
+        forward: Seconds of forward, with waits inside blocks.
+        backward: Seconds of backward, with waits inside blocks.
         computed: Share of these seconds in which the device computes.
     """
 
@@ -68,22 +71,22 @@ class StageWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _BucketsOfStage:
-    """Seconds of one stage's buckets by themselves, and the blocks whose compute lies between.
+    """Seconds of one stage's buckets when nothing runs beside them, and the blocks that compute between them.
 
     Attributes:
-        reduce: Of all gradients.
-        last: Of those that are complete when backward ends.
-        before: Of those that are complete at the place before that.
-        between: What backward computes between these two.
-        lead: What backward computes before the first bucket is complete.
-        gather: Of all weights but those of embedding and end.
-        ends: Of these.
-        first: Of what the first layer needs.
-        top: Of what the last layer needs.
-        after: What forward computes once the last bucket is there.
-        reduce_load, gather_load: How much these load the device (`network.collective_load`), on average.
-        copy, copy_first, copy_last: What taking gradients into buckets adds to backward, to `lead` and to
-            `between`.
+        reduce: Seconds to reduce all gradients.
+        last: Seconds to reduce the buckets that are complete when backward ends.
+        before: Seconds to reduce the buckets that are complete just before those.
+        between: Blocks whose backward runs between these two.
+        lead: Blocks whose backward runs before the first bucket is complete.
+        gather: Seconds to gather all weights without those of embedding and end.
+        ends: Seconds to gather the weights of embedding and end.
+        first: Seconds to gather the weights that the first layer needs.
+        top: Seconds to gather the weights that the last layer needs.
+        after: Blocks whose forward runs after the last bucket has come.
+        reduce_load, gather_load: Mean load of reduce and gather on the device (`network.collective_load`).
+        copy, copy_first, copy_last: Seconds that copies of gradients to buckets add to backward, to `lead`
+            and to `between`.
     """
 
     reduce: float
@@ -104,12 +107,12 @@ class _BucketsOfStage:
 
 
 class DataParallelCosts:
-    """What stages of a Workload exchange on a Cluster; remembers what Plans share.
+    """Computes exposed data-parallel communication of a Workload on a Cluster; caches what Plans share.
 
     Args:
-        workload: What is trained.
-        cluster: Where.
-        cost: What a block takes under a layout.
+        workload: The work of the model that is trained.
+        cluster: The machines that it runs on.
+        cost: Function that gives the cost of a block under a layout.
     """
 
     def __init__(
@@ -122,18 +125,18 @@ class DataParallelCosts:
         self._times: dict[tuple[object, ...], BucketTimes] = {}
 
     def in_micro_batch(self, plan: SettledPlan, stages: Sequence[StageWork]) -> float:
-        """Exposed seconds of every micro-batch of a rank with these stages."""
+        """Return the exposed seconds in every micro-batch of a rank with these stages."""
         if not plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
             return 0.0
         return sum(number * self._in_passes(plan, stage) for stage, number in Counter(stages).items())
 
     def in_step(self, plan: SettledPlan, stages: Sequence[StageWork], count: int) -> tuple[float, float]:
-        """Exposed seconds of every step of a rank with these stages: before, and after all its compute.
+        """Return the exposed seconds once in a step: before all compute of a rank, and after it.
 
         Args:
-            plan: How.
-            stages: Of the rank, in order.
-            count: Micro-batches of a step.
+            plan: The Plan that it runs under.
+            stages: Stages of the rank, in order.
+            count: Number of micro-batches in a step.
         """
         if plan.ranks == plan.pp:
             return 0.0, 0.0
@@ -175,7 +178,7 @@ class DataParallelCosts:
     def _behind_backward(
         self, found: _BucketsOfStage, gathered: float, stage: StageWork, layout: Layout
     ) -> float:
-        """Exposed seconds of gradients, where weights take `gathered` seconds beside them."""
+        """Return the exposed seconds of gradients while weights take `gathered` seconds of the links."""
         c = self._cluster.device.contention * stage.computed
         total = found.reduce + gathered
         between = self._backward(found.between, layout) + found.copy_last
@@ -200,7 +203,7 @@ class DataParallelCosts:
         blocks = [block for block, number in runs for _ in range(number)]
         roots = [position for position, block in enumerate(blocks) if block in self._ends]
         timed = [(each, self._of_bucket(each, width)) for each in buckets_of(blocks, roots, plan, width)]
-        # Where backward completes buckets.
+        # The positions at which backward completes buckets.
         places = [(first, together(there)) for first, there in groupby(timed, key=lambda each: each[0].first)]
         layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
         lowest = min((each.first for each, _ in layers), default=0)
@@ -235,5 +238,5 @@ class DataParallelCosts:
 
 
 def runs_of(blocks: Iterable[Block]) -> Runs:
-    """Blocks in order, alike neighbours as one run."""
+    """Return blocks in order, equal neighbours as one run."""
     return tuple((block, sum(1 for _ in alike)) for block, alike in groupby(blocks))

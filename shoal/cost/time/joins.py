@@ -1,9 +1,9 @@
-"""The communications of tensor parallelism within a block, and what of them its products hide.
+"""The communications of tensor parallelism within a block, and how much of them its products hide.
 
-Products that are divided by columns compute from the whole stream, and those divided by rows give partial
-sums. A layer joins the ranks of tp once for each product by rows, with the products by columns before it; the
-end has products by columns alone, and the embedding looks up rows. This is what `shoal.parallel` sends
-(Korthikanti et al., arXiv:2205.05198), and beside which products it travels:
+Products that are divided by columns need the whole stream; products that are divided by rows give partial
+sums. A layer has one join of the ranks of tp for each product by rows and the products by columns before it.
+The end has products by columns alone, and the embedding looks up rows. The table shows what `shoal.parallel`
+sends (Korthikanti et al., arXiv:2205.05198), and the products beside which it travels:
 
     tensor=            forward                              backward
     plain      columns                                      all-reduce, beside the weights' gradients
@@ -11,17 +11,18 @@ end has products by columns alone, and the embedding looks up rows. This is what
     sequence   columns all-gather                           all-gather, beside the input's gradient;
                                                             reduce-scatter, beside the weights' gradients
                rows    reduce-scatter                       all-gather
-    async      the same; what sequence exposes goes round a ring of n ranks in n parts, beside the product's
+    async      as sequence, but the communications that sequence exposes go round a ring of n ranks in n
+               parts, beside the parts of the product
 
-What is beside a product is hidden for no longer than that takes. Of a whole collective `contention` of the
-seconds that are hidden count all the same, on links slower than the innermost less; of one in parts the
-device's `overlap` is the share that can be hidden, by the products of all parts but one. The loss gathers
-two fp32 numbers for each token from each rank.
+A product hides a communication at most as long as the product takes. For a whole collective, `contention` of
+the hidden seconds count nevertheless (less on links slower than the innermost). For one in parts, the
+device's `overlap` is the share that can be hidden, by the products of all parts but one. The loss gathers two
+fp32 numbers for each token from each rank.
 
-On cores the thread that computes also makes a communication ready, which takes it as long as the starts of
-some operators (`host_seconds`); a rank's part is copied to where parts are gathered. Where a micro-batch has
-several samples, ranks' parts of their sequences do not lie together: a pass puts in order what was gathered,
-what a product by rows is made from, and in backward the gradients of products by columns.
+On cores, the thread that computes also starts each communication, which takes as long as the starts of some
+operators (`host_seconds`). A rank's part is copied to where parts are gathered. If a micro-batch has several
+samples, the ranks' parts of one sequence do not lie together in memory. Then a pass puts in order the
+gathered stream, the input of a product by rows, and in backward the gradients of products by columns.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ from shoal.workload import Block, Part, Product
 
 __all__ = ["Join", "Joined", "joins_of"]
 
-_OF_LOSS = 2 * 4  # bytes of a token: the logarithm of its sum of exponentials, and its target's logit
+_OF_LOSS = 2 * 4  # bytes per token: the logarithm of its sum of exponentials, and its target's logit
 
 
 class Joined(NamedTuple):
     """One communication over the ranks of tp.
 
     Attributes:
-        name: As the runtime records it, such as "all_gather:column".
-        seconds: That nothing hides.
-        nbytes: Of the whole buffer.
-        is_beside: Whether products run beside it, which also hide that a rank is late.
+        name: Name that the runtime records, such as "all_gather:column".
+        seconds: Exposed seconds.
+        nbytes: Bytes of the whole buffer.
+        is_beside: Whether products run beside it, so that they also hide the wait for late ranks.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Joined(NamedTuple):
 
 
 class Join(NamedTuple):
-    """What stands before, and what behind a part of a block's compute."""
+    """The communications before and after one part of a block's compute."""
 
     before: tuple[Joined, ...]
     behind: tuple[Joined, ...]
@@ -72,13 +73,13 @@ class Join(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """The products that one join is made for.
+    """The products that one join serves.
 
     Attributes:
-        columns, rows: Their seconds; None where there are none of a kind.
-        outputs: Of those by columns, on this rank for one token.
-        inputs: Of that by rows, on this rank for one token.
-        tokens: That they, or the loss, see.
+        columns, rows: Seconds of the products by columns, and of that by rows; None if there is none.
+        outputs: Number of outputs of the products by columns, on this rank for one token.
+        inputs: Number of inputs of the product by rows, on this rank for one token.
+        tokens: Number of tokens that the products, or the loss, see.
     """
 
     columns: Seconds | None
@@ -91,13 +92,13 @@ class _Products:
 def joins_of(
     block: Block, stream: float, cluster: Cluster, layout: Layout
 ) -> tuple[tuple[Join, ...], tuple[Join, ...]]:
-    """The joins of a block's forward, and those of its backward without what is recomputed.
+    """Return the joins of a block's forward, and of its backward without the recompute.
 
     Args:
-        block: Of a Workload.
+        block: A block of a Workload.
         stream: Bytes of a micro-batch's hidden state on all ranks of tp.
-        cluster: Where it runs; ranks of tp are neighbours.
-        layout: How it is laid over ranks.
+        cluster: The machines that it runs on; ranks of tp are neighbours.
+        layout: How the block is laid over ranks.
     """
     if layout.tp == 1 or not block.joins:
         return (), ()
@@ -109,7 +110,7 @@ def joins_of(
 
 
 def _products(block: Block, cluster: Cluster, layout: Layout) -> Iterator[_Products]:
-    """By join: columns up to and with the product by rows that ends it."""
+    """Yield the products of each join: those by columns, and the product by rows that ends it."""
     columns = None
     outputs = tokens = 0.0
     for operation in block.operations:
@@ -130,12 +131,12 @@ def _products(block: Block, cluster: Cluster, layout: Layout) -> Iterator[_Produ
 
 
 class _Wire:
-    """What each side of a join sends.
+    """Computes the communications on each side of a join.
 
     Args:
         stream: Bytes of the hidden state.
-        cluster: Where.
-        layout: How.
+        cluster: The machines that it runs on.
+        layout: How the block is laid over ranks.
     """
 
     def __init__(self, stream: float, cluster: Cluster, layout: Layout) -> None:
@@ -152,13 +153,13 @@ class _Wire:
         self._is_put_in_order = cluster.cores > 0 and self._is_split and layout.microbatch > 1
 
     def gather_forward(self, products: _Products) -> tuple[Joined, ...]:
-        """Before products by columns."""
+        """Return the communications before products by columns."""
         if products.columns is None or not self._is_split:
             return ()
         return (self._ordered(self._parts("all_gather", "column", products.columns.forward), self._stream),)
 
     def scatter_forward(self, products: _Products) -> tuple[Joined, ...]:
-        """Behind a product by rows, or a loss."""
+        """Return the communications after a product by rows, or after the loss."""
         if products.rows is None:
             return (self._whole("all_gather", "loss", nbytes=self._group.size * _OF_LOSS * products.tokens),)
         if not self._is_split:
@@ -173,7 +174,7 @@ class _Wire:
         )
 
     def gather_backward(self, products: _Products) -> tuple[Joined, ...]:
-        """Before the backward of a product by rows."""
+        """Return the communications before the backward of a product by rows."""
         if products.rows is None or not self._is_split:
             return ()
         if products.columns is None:
@@ -181,7 +182,7 @@ class _Wire:
         return (self._ordered(self._parts("all_gather", "row", products.rows.backward), self._stream),)
 
     def scatter_backward(self, products: _Products) -> tuple[Joined, ...]:
-        """In and behind the backward of products by columns."""
+        """Return the communications in and after the backward of products by columns."""
         if products.columns is None:
             return ()
         if not self._is_split:
@@ -197,7 +198,7 @@ class _Wire:
     def _whole(
         self, collective: str, name: str, *, beside: float = 0.0, nbytes: float | None = None
     ) -> Joined:
-        """One collective, beside so many seconds of products."""
+        """Return one whole collective, with `beside` seconds of products that run beside it."""
         nbytes = self._stream if nbytes is None else nbytes
         seconds = collective_seconds(collective, nbytes, self._group, self._cluster)
         hidden = (1 - self._contention) * min(seconds, beside)
@@ -205,7 +206,7 @@ class _Wire:
         return Joined(f"{collective}:{name}", ready + seconds - hidden, nbytes, beside > 0)
 
     def _parts(self, collective: str, name: str, beside: float) -> Joined:
-        """Cut the communications into parts if tensor=async."""
+        """Return one collective, in parts if tensor=async."""
         if not self._in_parts:
             return self._whole(collective, name)
         seconds = collective_seconds(collective, self._stream, self._group, self._cluster)
@@ -215,7 +216,7 @@ class _Wire:
         return Joined(f"shift:{name}", ready + seconds - hidden, self._stream, is_beside=True)
 
     def _ordered(self, joined: Joined, nbytes: float) -> Joined:
-        """With the pass that puts so many bytes in the order of ranks, or back."""
+        """Add the pass that puts `nbytes` bytes in the order of ranks, or back, where one is needed."""
         if not self._is_put_in_order:
             return joined
         return joined._replace(seconds=joined.seconds + pass_seconds(self._device, 2 * nbytes))

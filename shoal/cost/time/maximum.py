@@ -1,8 +1,8 @@
 """The expected longest of several ranks' times, over the mean of one.
 
-With F their distribution and f its density, of n ranks it is the integral of t n f(t) F(t)^(n - 1) dt. It
-grows without bound with n: for normal times by about sqrt(2 ln n) standard deviations, faster for lognormal
-ones, whose tail is longer.
+For n ranks whose times have the distribution F and the density f, it is the integral of
+t n f(t) F(t)^(n - 1) dt. It grows without bound with n: for normal times by about sqrt(2 ln n) standard
+deviations, faster for lognormal times, whose tail is longer.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ _STEPS_PER_DEVIATION = 32  # the trapezoidal rule of so smooth an integrand is e
 
 
 def normal_maximum(ranks: int, variation: float) -> float:
-    """The expected longest of the ranks' times over their mean, if times are normal.
+    """Return the expected longest of the ranks' times over their mean, if times are normal.
 
     Args:
-        ranks: How many wait for each other.
+        ranks: Number of ranks that wait for each other.
         variation: Standard deviation of a rank's time over its mean.
     """
     return _expected_of_largest(ranks, lambda deviate: 1 + variation * deviate)
 
 
 def lognormal_maximum(ranks: int, variation: float) -> float:
-    """Return the factor for lognormal times: most ranks near the mean, some far above it."""
+    """Return the same factor for lognormal times: most ranks near the mean, some far above it."""
     squared = math.log1p(variation**2)
     sigma = math.sqrt(squared)
     return _expected_of_largest(ranks, lambda deviate: math.exp(sigma * deviate - squared / 2))
 
 
 def _expected_of_largest(ranks: int, time: Callable[[float], float]) -> float:
-    """Mean of `time` of the largest of `ranks` independent standard normal variables."""
+    """Return the mean of `time` at the largest of `ranks` independent standard normal variables."""
     total = 0.0
     for index in range(-round(_REACH * _STEPS_PER_DEVIATION), round(_REACH * _STEPS_PER_DEVIATION) + 1):
         deviate = index / _STEPS_PER_DEVIATION

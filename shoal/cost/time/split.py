@@ -1,4 +1,4 @@
-"""Which pieces of a Workload each pipeline stage has, as a Plan's `split` says."""
+"""Splits the pieces of a Workload into pipeline stages by a Plan's `split`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["flop_costs", "pieces_by_stage"]
 def pieces_by_stage(
     workload: Workload, plan: SettledPlan, microbatches: int, costs: Callable[[], Sequence[Cost]]
 ) -> tuple[range, ...]:
-    """The pieces of each stage.
+    """Return the pieces of each stage.
 
     Args:
-        workload: What is cut.
-        plan: How.
-        microbatches: In a step.
-        costs: Of each piece, asked for if the split is by cost.
+        workload: The Workload that is split.
+        plan: The Plan, which says the stages and the split.
+        microbatches: Number of micro-batches in a step.
+        costs: Function that gives each piece's cost; called only if the split is by cost.
 
     Raises:
-        PlanError: The model has fewer blocks than there are stages, or the split is not one of this model.
+        PlanError: The model has fewer blocks than there are stages, or the split does not fit this model.
     """
     layers = len(workload.layers)
     if plan.pp == 1:
@@ -36,5 +36,5 @@ def pieces_by_stage(
 
 
 def flop_costs(workload: Workload) -> list[Cost]:
-    """FLOP of each piece: enough to cut a model of like blocks where no Cluster is known."""
+    """Return the FLOP of each piece as its cost, to split a model of equal blocks without a Cluster."""
     return [Cost(piece.flop, 2 * piece.flop) for piece in workload.pieces]

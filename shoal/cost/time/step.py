@@ -1,21 +1,21 @@
-"""Seconds of one optimizer step, in closed form: quick enough for the planner to ask for thousands of Plans.
+"""Seconds of one optimizer step, in closed form: quick enough for thousands of Plans of the planner.
 
     step = pace + fill + sends + data + update
 
-With m micro-batches over p ranks of v virtual stages, W_r the seconds of rank r's stages for one micro-batch,
-forward and backward, with what they wait for within blocks:
+There are m micro-batches over p ranks of v virtual stages. W_r is the seconds of rank r's stages for one
+micro-batch, forward and backward, with the waits inside blocks:
 
     pace    m max W_r
     fill    the bubble: (sum of W_r - max W_r) / v for gpipe, 1f1b, looped-bfs and interleaved; less
-            (p - 1) 2 W for zb-h1 and (p - 1) 3 W for zb-v, dualpipe-v and search, W being a rank's weight
-            gradients, and never below the last stages' share
-    sends   of hidden states between stages: 2 (p - 1) that fill and drain the pipeline, and of the 2 m v
-            others those that `shoal.cost` takes to be exposed, half of them
-    data    of gradients and weights what neither backward nor forward hides: see `exchange.py`
+            (p - 1) 2 W for zb-h1 and (p - 1) 3 W for zb-v, dualpipe-v and search, where W is the seconds of
+            a rank's weight gradients; never below the last stages' share
+    sends   hidden states that travel between stages: 2 (p - 1) messages that fill and drain the pipeline,
+            and half of the 2 m v others, the share that is assumed to be exposed
+    data    exposed communication of gradients and weights: see `data_parallel.py`
     update  the optimizer's passes over this rank's state
 
-What runs beside compute slows it, by what `contention` says of its seconds. A table with other times
-is played by `shoal.simulate`, which needs no closed form.
+Communication beside compute slows the compute by `contention` times its own seconds. `shoal.simulate` needs
+no closed form: it plays a table of operations with any times.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class StageCost:
     """Seconds of all stages of one rank, for one micro-batch.
 
     Attributes:
-        forward, input, weight: With what is waited for within blocks.
-        tensor, context, expert: Of these, what is communication, forward and backward together.
-        late: Of these, what ranks wait for one another there.
-        parameters: That the rank has.
-        stages: What of it is of each stage.
+        forward, input, weight: Seconds of forward and of the two halves of backward, with waits in blocks.
+        tensor, context, expert: Seconds of communication in these, forward and backward together.
+        late: Seconds in these that ranks wait for late ranks.
+        parameters: Number of parameters on the rank.
+        stages: Work of each stage.
     """
 
     forward: float
@@ -67,18 +67,18 @@ class StageCost:
 
     @property
     def total(self) -> float:
-        """Forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.input + self.weight
 
 
 class Unlike(NamedTuple):
-    """The ranks along a pipeline that have the same.
+    """Ranks along a pipeline that have equal stages.
 
     Attributes:
-        stage: What each has.
-        number: How many they are.
+        stage: Cost of the stages of each.
+        number: Number of these ranks.
         waits: Seconds until the first of them can begin its first forward.
-        rests: Seconds from that one's last backward to that of the pipeline's first rank.
+        rests: Seconds from the last backward of the first of them to that of the pipeline's first rank.
     """
 
     stage: StageCost
@@ -89,12 +89,12 @@ class Unlike(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PipelineCost:
-    """Seconds of the forwards and backwards of a step, which no sharding changes.
+    """Seconds of the forwards and backwards of a step, which do not depend on the sharding.
 
     Attributes:
-        slowest: The rank that sets the pace.
-        unlike: Ranks that differ; most of a long pipeline do not.
-        pace, fill, sends: As above.
+        slowest: Cost of the rank that sets the pace.
+        unlike: Groups of equal ranks; a long pipeline has few.
+        pace, fill, sends: Seconds of the terms in the formula above.
     """
 
     slowest: StageCost
@@ -105,7 +105,7 @@ class PipelineCost:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Seconds of pace, fill and sends."""
         return self.pace + self.fill + self.sends
 
 
@@ -114,9 +114,9 @@ class StepCost:
     """Seconds of one step.
 
     Attributes:
-        seconds: All of it.
-        compute: Of the rank that sets the pace, without what it waits for.
-        parts: What the rest is, by kind: tensor, context, expert, bubble, pipeline, data, straggler,
+        seconds: Seconds of the whole step.
+        compute: Seconds of compute on the rank that sets the pace, without its waits.
+        parts: The other seconds, by kind: tensor, context, expert, bubble, pipeline, data, straggler,
             optimizer.
     """
 
@@ -130,11 +130,11 @@ _Held = tuple[Runs, ...]
 
 
 class Costs:
-    """The costs of a Workload on a Cluster under any Plan; remembers what Plans share.
+    """Computes the costs of a Workload on a Cluster under any Plan, and caches what Plans share.
 
     Args:
-        workload: What is trained.
-        cluster: Where.
+        workload: The work of the model that is trained.
+        cluster: The machines that it runs on.
     """
 
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
@@ -148,7 +148,7 @@ class Costs:
         self._data_parallel = DataParallelCosts(workload, cluster, self.block)
 
     def step(self, plan: SettledPlan, batch: int) -> StepCost:
-        """Seconds of a step of `batch` samples under a Plan whose micro-batch is settled."""
+        """Return the seconds of a step of `batch` samples under a Plan whose micro-batch is settled."""
         count = plan.microbatches_of(batch)
         pipeline = self.pipeline(plan, count)
         slowest = pipeline.slowest
@@ -168,7 +168,7 @@ class Costs:
         return StepCost(pipeline.total + data + update, compute, parts)
 
     def pipeline(self, plan: SettledPlan, count: int) -> PipelineCost:
-        """What `count` micro-batches take on the ranks along pp, but for what follows from sharding."""
+        """Return the cost of `count` micro-batches on the ranks along pp, without the cost of sharding."""
         key = (Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.split, count)
         found = self._pipelines.get(key)
         if found is None:
@@ -196,7 +196,7 @@ class Costs:
         return PipelineCost(slowest, tuple(unlike.values()), count * slowest.total, fill, sends)
 
     def block(self, block: Block, layout: Layout) -> BlockCost:
-        """What a block takes on a rank for one micro-batch."""
+        """Return the cost of a block on a rank for one micro-batch."""
         key = block, layout
         found = self._blocks.get(key)
         if found is None:
@@ -212,7 +212,7 @@ class Costs:
         return found
 
     def stages(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
-        """By rank along pp, what its stages take together for one micro-batch."""
+        """Return, by rank along pp, the cost of its stages together for one micro-batch."""
         layout = Layout.of(plan)
         key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, count if plan.split == "cost" else 0
         found = self._stages.get(key)
@@ -224,18 +224,18 @@ class Costs:
         return found
 
     def piece_costs(self, layout: Layout) -> list[Cost]:
-        """Cost of each block, for splitting stages."""
+        """Return the cost of each block, for splitting stages."""
         costs = [self.block(piece, layout) for piece in self.workload.pieces]
         return [Cost(each.forward, each.backward) for each in costs]
 
     def blocks_of(self, plan: SettledPlan, count: int) -> list[Sequence[Block]]:
-        """By stage of the whole pipeline, its blocks; one stage without a pipeline."""
+        """Return the blocks of each stage of the whole pipeline; one stage without a pipeline."""
         pieces = self.workload.pieces
         ranges = pieces_by_stage(self.workload, plan, count, lambda: self.piece_costs(Layout.of(plan)))
         return [pieces[each.start : each.stop] for each in ranges]
 
     def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:
-        """By rank, its stages' blocks."""
+        """Return the blocks of each rank's stages."""
         held: list[list[Runs]] = [[] for _ in range(plan.pp)]
         placement = plan.placement if plan.pp > 1 else (0,)
         for rank, blocks in zip(placement, self.blocks_of(plan, count), strict=True):
@@ -283,11 +283,11 @@ class Costs:
         )
 
     def send(self, plan: SettledPlan) -> float:
-        """Seconds of one micro-batch's hidden state from a stage to the next."""
+        """Return the seconds to send one micro-batch's hidden state from a stage to the next."""
         return self.send_apart(Layout.of(plan), plan.ranks // plan.pp)
 
     def send_apart(self, layout: Layout, apart: int) -> float:
-        """Seconds of a message to the rank that is so far away in the mesh's order."""
+        """Return the seconds to send it to a rank that is `apart` ranks away in the mesh's order."""
         nbytes = float(layout.width) * layout.microbatch * self.workload.length / layout.cp
         nbytes *= self.workload.hidden
         if layout.tensor != "plain":
@@ -295,8 +295,8 @@ class Costs:
         return send_seconds(nbytes, apart, self.cluster)
 
     def _data(self, plan: SettledPlan, pipeline: PipelineCost, count: int) -> float:
-        """Seconds of the gradients' (and parameters') exchange that nothing hides."""
-        if plan.ranks == plan.pp:  # of tp too: it has some parameters whole on every rank
+        """Return the exposed seconds of data-parallel communication."""
+        if plan.ranks == plan.pp:  # with tp > 1 there is some: parameters that every rank has whole
             return 0.0
         slowest = every = before = after = 0.0
         for stage, number, waits, rests in pipeline.unlike:
@@ -309,10 +309,16 @@ class Costs:
         return before + after + count * pace + fill
 
     def update(self, plan: SettledPlan, parameters: Parameters) -> float:
-        """Seconds of the optimizer's passes over what a rank with so many parameters owns of them."""
+        """Return the seconds of the optimizer's passes over the rank's shard of these parameters."""
         return stream_seconds(self.cluster.device, UPDATE_BYTES * owned_by_rank(parameters, plan), 4)
 
 
 def exposed_sends(ranks: int, count: int, virtual: int) -> float:
-    """How many sends of a step nothing hides, over `ranks` with so many stages and micro-batches."""
+    """Return how many sends of a step are exposed.
+
+    Args:
+        ranks: Pipeline-parallel degree.
+        count: Number of micro-batches.
+        virtual: Stages on a rank.
+    """
     return 2 * (ranks - 1) + _EXPOSED_SENDS * 2 * count * virtual

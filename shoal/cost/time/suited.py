@@ -1,4 +1,4 @@
-"""The work of a model as the devices of a Cluster do it."""
+"""The Workload of a model on the devices of a Cluster."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["workload_on"]
 
 
 def workload_on(cluster: Cluster, shape: ModelShape) -> Workload:
-    """The Workload of a shape; on cores torch does a norm by several operators, which keep more.
+    """Return the Workload of a shape; on cores, torch's norm is several operators, which keep more.
 
     Args:
-        cluster: Where it is trained.
-        shape: Of the model.
+        cluster: The machines that it is trained on.
+        shape: Shape of the model.
     """
     return workload_of(shape.replace(fused_passes=shape.fused_passes and not cluster.cores))

@@ -1,16 +1,16 @@
-"""How long ranks wait for one another where they meet many times in a step.
+"""Seconds that ranks wait for one another when they synchronise many times in a step.
 
-Work that takes all ranks the same time on average takes each a little more or less: interrupts, other
-programs, what caches hold. Such delays add up as the steps of a random walk do, so that after t seconds a
-rank is off the mean by a standard deviation of `noise` sqrt(t), a Cluster's `noise` being that after one
-second. Ranks that meet n times in T seconds of work, each time at once and with nothing else to do until the
-last is there, so wait
+Work that takes all ranks the same time on average takes each rank a little more or less: because of
+interrupts, other programs, the state of caches. Such delays add up like the steps of a random walk: after t
+seconds a rank differs from the mean by a standard deviation of `noise` sqrt(t), where a Cluster's `noise` is
+the deviation after one second. Ranks that synchronise n times in T seconds of work, and do nothing else until
+the last rank is there, wait
 
     n m noise sqrt(T / n)  =  m noise sqrt(n T)
 
-where m is by how many standard deviations the last of them is behind the mean. It grows with the number of
-synchronisations, whereas `jitter` is what a whole step's pace differs by: ranks wait for that once, however
-often they meet.
+seconds, where m is the number of standard deviations by which the last rank is behind the mean. The wait
+grows with the number of synchronisations. `jitter` is another thing: the variation of a whole step's pace.
+Ranks wait for that once, however often they synchronise.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ __all__ = ["behind_the_mean", "seconds_late"]
 
 @lru_cache
 def behind_the_mean(ranks: int) -> float:
-    """By how many standard deviations the last of so many ranks is behind their mean."""
+    """Return by how many standard deviations the last of so many ranks is behind their mean."""
     return normal_maximum(ranks, 1.0) - 1.0
 
 
 def seconds_late(noise: float, work: float, synchronisations: Sequence[tuple[int, int]]) -> float:
-    """How long a rank waits for others in a piece of work.
+    """Return the seconds that a rank waits for others during some work.
 
     Args:
-        noise: See `shoal.cluster.Cluster`.
+        noise: The noise of the Cluster; see `shoal.cluster.Cluster`.
         work: Seconds of the work.
-        synchronisations: How many ranks meet, and how often they do, at equal distances.
+        synchronisations: Pairs of how many ranks synchronise and how often, at equal intervals.
     """
     number = sum(times for _, times in synchronisations)
     if not noise or not number:
