@@ -112,27 +112,8 @@ def parallelize(
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
     on = next(model.parameters()).device
     deferral = Deferral() if pieces is not None and plan.has_halves else None
-    if layout is not None:
-        tensor_parallel(model, layout, split, axes.tp, plan, deferral)
-        if has_tensor_plan(model) and plan.tensor != "plain":
-            split_stream(model, layout, axes)
-    if has_tensor_plan(model):
-        use_no_cache(model)
-        if plan.tp * plan.cp > 1:
-            refuse_labels(model)
-    context_parallel(model, axes.cp, plan.context)
-    _limit_samples(model, plan.cp)
-    expert_parallel(
-        model,
-        axes.ep,
-        axes.sequence,
-        lambda part, on: residual_positions(part, axes, plan.context, on),
-    )
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32 if name in in_fp32 else dtype)
-    if dtype != torch.float32:
-        cast_inputs(model, blocks, dtype)
+    _divide_layers(model, plan, axes, layout, split, deferral)
+    _cast(model, blocks, dtype, in_fp32)
     setup = Setup(
         model=model,
         blocks=blocks,
@@ -151,6 +132,42 @@ def parallelize(
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
     return Parallel(model, plan, axes, strategies, whole=whole, cuts=cuts, device=on, pipeline=pipeline)
+
+
+def _divide_layers(
+    model: nn.Module,
+    plan: Plan,
+    axes: Axes,
+    layout: TensorLayout | None,
+    split: TensorCuts,
+    deferral: Deferral | None,
+) -> None:
+    """Apply what divides a layer among ranks: tensor, context and expert parallelism, in this order."""
+    if layout is not None:
+        tensor_parallel(model, layout, split, axes.tp, plan, deferral)
+        if has_tensor_plan(model) and plan.tensor != "plain":
+            split_stream(model, layout, axes)
+    if has_tensor_plan(model):
+        use_no_cache(model)
+        if plan.tp * plan.cp > 1:
+            refuse_labels(model)
+    context_parallel(model, axes.cp, plan.context)
+    _limit_samples(model, plan.cp)
+    expert_parallel(
+        model,
+        axes.ep,
+        axes.sequence,
+        lambda part, on: residual_positions(part, axes, plan.context, on),
+    )
+
+
+def _cast(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, in_fp32: frozenset[str]) -> None:
+    """Cast frozen parameters, and what blocks get; the strategy casts what is trained."""
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32 if name in in_fp32 else dtype)
+    if dtype != torch.float32:
+        cast_inputs(model, blocks, dtype)
 
 
 def _room(
