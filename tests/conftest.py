@@ -62,9 +62,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the marks when its turn comes
-def pytest_collection_modifyitems(items):
+def pytest_itemcollected(item):
     """Tests that share ranks or programs run one after another, as these would take each other's cores."""
-    for item in items:
-        if {"ranks", "pool", "programs"} & set(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+    if {"ranks", "pool", "programs"} & set(item.fixturenames):
+        item.add_marker(pytest.mark.xdist_group("processes"))
