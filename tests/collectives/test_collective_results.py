@@ -180,7 +180,7 @@ def refuse_without_memory() -> None:
             lambda tensor=tensor: dist.recv(tensor, peer),
         ):
             with pytest.raises(
-                CollectiveError, match=f"{type(tensor).__name__} of shape .* has none"
+                CollectiveError, match=f"{type(tensor).__name__} of shape .* has no memory"
             ) as raised:
                 call()
             assert raised.value.fault == "invalid"

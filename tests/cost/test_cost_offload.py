@@ -94,7 +94,7 @@ def test_what_cannot_be_offloaded_is_refused():
         offload(cluster=machine(link=0.0))
     with pytest.raises(ClusterError, match="file_bandwidth"):
         offload(cluster=machine(host=dataclasses.replace(HOST, file_bandwidth=0.0)), to="file")
-    with pytest.raises(ClusterError, match="of each host"):
+    with pytest.raises(ClusterError, match="on each host"):
         offload(cluster=machine(host=dataclasses.replace(HOST, memory=1e9)))
 
 
