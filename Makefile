@@ -25,7 +25,7 @@ train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 test-long: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long

@@ -60,9 +60,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def pytest_itemcollected(item):
-    """Tests that share ranks or programs run one after another, as these would take each other's cores."""
-    if {"ranks", "pool", "programs"} & set(item.fixturenames):
-        item.add_marker(pytest.mark.xdist_group("processes"))
