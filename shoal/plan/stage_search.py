@@ -33,7 +33,10 @@ def search_split(load: Load) -> tuple[int, ...] | None:
     """Return the best split that is found, or None if none is found within the memory limit."""
     stages = len(load.placement)
     if len(set(load.placement)) == stages:
-        return partition(load.times, load.memory, stages, load.limit)
+        split = partition(load.times, load.memory, stages, load.limit)
+        # Each stage takes all that it may there, which misses splits whose later stages hold less of a piece.
+        if split is not None or load.limit == math.inf:
+            return split
     best = min((descend(load, first) for first in _first_splits(load)), key=load.score)
     best = _Exhaustive(load, best).run()
     return None if load.score(best)[0] > 0 else best

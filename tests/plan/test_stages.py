@@ -131,6 +131,12 @@ def test_activations_count_as_often_as_the_stage_holds_them(pieces, placement, d
     assert max(sums(work, split, placement)[0]) == min(fitting)
 
 
+def test_a_piece_that_an_earlier_stage_cannot_hold_may_be_in_a_later_one():
+    costs = [Cost(0, 0, 0, kept) for kept in (0, 0, 0, 0, 6, 0)]
+    split = split_by_cost(costs, 3, (0, 1, 2), 5, held=[0, 1, 0])
+    assert 4 not in ranges_of(split)[1]
+
+
 def test_a_limit_that_cannot_be_kept_is_refused_with_one_that_can():
     costs = costs_of([1, 1, 1, 1], [1024, 1024, 2048, 1024])
     with pytest.raises(PlanError) as caught:
