@@ -6,6 +6,7 @@ import dataclasses
 
 from shoal.errors import PlanError
 from shoal.plan.plan import Plan, divisors
+from shoal.plan.schedules import kind_of
 
 __all__ = ["SettledPlan"]
 
@@ -87,8 +88,4 @@ def _largest_microbatch(plan: Plan, local: int) -> int:
 
 
 def _takes(plan: Plan, micro_batches: int) -> bool:
-    try:
-        plan.require_micro_batches(micro_batches)
-    except PlanError:
-        return False
-    return True
+    return kind_of(plan.schedule).takes(plan.pp, plan.stages // plan.pp, micro_batches)

@@ -64,13 +64,15 @@ class Kind:
         """Return the stages on a rank to show the schedule with by default: two if it takes any number."""
         return 2 if self.most_virtual is None else self.least_virtual
 
+    def takes_virtual(self, virtual: int) -> bool:
+        """Whether the schedule can be made for so many stages on a rank."""
+        return self.least_virtual <= virtual and (self.most_virtual is None or virtual <= self.most_virtual)
+
     def takes(self, ranks: int, virtual: int, microbatches: int) -> bool:
         """Return whether the schedule can be made for these numbers, each 1 or more."""
-        most, least = self.most_virtual, self.microbatches_per_rank * ranks
         return (
-            self.least_virtual <= virtual
-            and (most is None or virtual <= most)
-            and microbatches >= least
+            self.takes_virtual(virtual)
+            and microbatches >= self.microbatches_per_rank * ranks
             and not (self.in_rounds and microbatches % ranks)
         )
 

@@ -91,9 +91,9 @@ def require_numbers(name: str, ranks: int, virtual: int, microbatches: int) -> N
 
 
 def _require_virtual(kind: Kind, virtual: int) -> None:
-    least, most = kind.least_virtual, kind.most_virtual
-    if virtual >= least and (most is None or virtual <= most):
+    if kind.takes_virtual(virtual):
         return
+    least, most = kind.least_virtual, kind.most_virtual
     stages = "stages" if virtual > 1 else "stage"
     given = f"the schedule {kind.name} was asked for with {virtual} virtual {stages} on a rank"
     if most is None:
@@ -102,11 +102,7 @@ def _require_virtual(kind: Kind, virtual: int) -> None:
             possible=f"{least} or more; with one it would be 1f1b",
             change=f"give {least} virtual stages, or choose 1f1b",
         )
-    fitting = [
-        other
-        for other, each in KINDS.items()
-        if virtual >= each.least_virtual and (each.most_virtual is None or virtual <= each.most_virtual)
-    ]
+    fitting = [other for other, each in KINDS.items() if each.takes_virtual(virtual)]
     raise PlanError(
         given,
         possible=f"exactly {least}",
