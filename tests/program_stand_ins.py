@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from run_stand_ins import free_port
+from run_stand_ins import free_port, torchrun_environment
 
-from shoal.launch.nursery import ForkedRank, Nursery
+from shoal.launch.nursery import ForkedRank, Nursery, connected
 
 _SERVER = """
 import socket, sys
@@ -41,9 +40,7 @@ class Programs:
         folder: Path,
     ) -> ForkedRank:
         if self._nursery is None:
-            here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            for end in (here, there):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            here, there = connected()
             words = [sys.executable, "-c", _SERVER, str(there.fileno())]
             environ = {**os.environ, "OMP_NUM_THREADS": "1"}
             # Else programs that it forks could not be interrupted where the tests themselves cannot.
@@ -71,10 +68,9 @@ class Programs:
         self, arguments: Sequence[str], ranks: int, folder: Path, *, module: str = "shoal.cli.main"
     ) -> list[subprocess.CompletedProcess[str]]:
         """Runs one as each of some ranks, with the environment that torchrun gives."""
-        shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        environments = [{**shared, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-        told = [{name: str(value) for name, value in each.items()} for each in environments]
-        return self._run(arguments, folder, told, module, 180.0)
+        port = free_port()
+        environments = [torchrun_environment(rank, ranks, port) for rank in range(ranks)]
+        return self._run(arguments, folder, environments, module, 180.0)
 
     def _run(
         self,

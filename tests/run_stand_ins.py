@@ -38,14 +38,7 @@ def shoal_as_rank(arguments: Sequence[str], folder: Path, port: int) -> Ended:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()  # the program forms its own
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    with environment_of({name: str(value) for name, value in environment.items()}):
+    with environment_of(torchrun_environment(rank, ranks, port)):
         return shoal(arguments, folder)
 
 
@@ -80,6 +73,15 @@ def environment_of(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank by its environment, with all ranks on this machine."""
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(value) for name, value in told.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def free_port() -> int:

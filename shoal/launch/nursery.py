@@ -39,7 +39,7 @@ from typing import NoReturn, final
 from shoal.errors import CommunicationError
 from shoal.launch.kernel import name_process
 
-__all__ = ["ForkedRank", "Nursery", "open_nursery", "serve"]
+__all__ = ["ForkedRank", "Nursery", "connected", "open_nursery", "serve"]
 
 _MOST = 1 << 20  # bytes of a request, mostly the environment
 _DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # files in /dev where there are accelerators
@@ -59,9 +59,7 @@ def open_nursery(module: str) -> Iterator[Nursery | None]:
     if sys.platform != "linux" or not is_quiet or any(Path("/dev", name).exists() for name in _DEVICES):
         yield None
         return
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (here, there):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
+    here, there = connected()
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # so that garbage collections do not write to shared pages
@@ -76,6 +74,14 @@ def open_nursery(module: str) -> Iterator[Nursery | None]:
         yield nursery
     finally:
         nursery.close()
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    """Return the two ends of what a launcher and its nursery talk over."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (here, there):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
+    return here, there
 
 
 @final

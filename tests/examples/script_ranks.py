@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
-from run_stand_ins import free_port
+from run_stand_ins import free_port, torchrun_environment
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 
@@ -22,9 +22,7 @@ def run_on_ranks(pool, name, *arguments):
 def _as_rank(file, arguments, port):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()  # the file forms a group of its own
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    environment = {key: str(value) for key, value in told.items()}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
+    environment = torchrun_environment(rank, ranks, port) | {"DS_ACCELERATOR": "cpu"}
     sys.path.insert(0, str(file.parent))  # the pool puts the path back
     before = set(sys.modules)
     printed = io.StringIO()
