@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from memory import LiveStorages
@@ -43,7 +44,7 @@ from shoal.plan import Plan
 from shoal.plan.schedules import Action, Receive, Schedule, Send, Work, transfers
 from shoal.record import NullRecorder, OpenSpan, Recorder
 from shoal.testing import RankPool
-from shoal.timeline import Kind, Lane
+from shoal.timeline import Kind
 
 __all__ = ["MEMORY_SHAPE", "Held", "Sizes", "held_by_table", "measure_held", "memory_rows", "sizes_of"]
 
@@ -181,29 +182,11 @@ class _AfterForwards(Recorder):
         self._live = live
         self._nothing = NullRecorder()
 
-    def span(
-        self,
-        kind: Kind,
-        name: str = "",
-        *,
-        lane: Lane = Lane.COMPUTE,
-        bytes: int = 0,
-        group: tuple[int, ...] = (),
-        purpose: str = "",
-    ) -> AbstractContextManager[None]:
+    def span(self, kind: Kind, name: str = "", **fields: Any) -> AbstractContextManager[None]:
         return self._read_after() if kind == Kind.FORWARD else nullcontext()
 
-    def open(
-        self,
-        kind: Kind,
-        name: str = "",
-        *,
-        lane: Lane,
-        bytes: int = 0,
-        group: tuple[int, ...] = (),
-        purpose: str = "",
-    ) -> OpenSpan:
-        return self._nothing.open(kind, name, lane=lane)
+    def open(self, kind: Kind, name: str = "", **fields: Any) -> OpenSpan:
+        return self._nothing.open(kind, name, **fields)
 
     def step(self, index: int) -> AbstractContextManager[None]:
         return nullcontext()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import final
+from typing import Any, final
 
 from shoal.plan.schedules import Action
 from shoal.record import NullRecorder, OpenSpan, Recorder
-from shoal.timeline import Kind, Lane
+from shoal.timeline import Kind
 
 __all__ = ["ForwardRecorder"]
 
@@ -30,16 +30,7 @@ class ForwardRecorder(Recorder):
         self._nothing = NullRecorder()
 
     @contextmanager
-    def span(
-        self,
-        kind: Kind,
-        name: str = "",
-        *,
-        lane: Lane = Lane.COMPUTE,
-        bytes: int = 0,
-        group: tuple[int, ...] = (),
-        purpose: str = "",
-    ) -> Iterator[None]:
+    def span(self, kind: Kind, name: str = "", **fields: Any) -> Iterator[None]:
         """See `Recorder.span`."""
         if kind is not Kind.FORWARD:
             yield
@@ -51,18 +42,9 @@ class ForwardRecorder(Recorder):
         finally:
             self.microbatch = None
 
-    def open(
-        self,
-        kind: Kind,
-        name: str = "",
-        *,
-        lane: Lane,
-        bytes: int = 0,
-        group: tuple[int, ...] = (),
-        purpose: str = "",
-    ) -> OpenSpan:
+    def open(self, kind: Kind, name: str = "", **fields: Any) -> OpenSpan:
         """See `Recorder.open`."""
-        return self._nothing.open(kind, name, lane=lane, bytes=bytes, group=group)
+        return self._nothing.open(kind, name, **fields)
 
     def step(self, index: int) -> AbstractContextManager[None]:
         """See `Recorder.step`."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.local import nursery_for
 from shoal.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
@@ -92,11 +92,11 @@ def run(args: argparse.Namespace) -> int:
     # Imported here because they bring torch, which `--help` should not wait for.
     from shoal.bench.mpirun import abort, choose_master, ranks_of_mpi, started_by_mpirun
     from shoal.bench.world import Ranks
-    from shoal.launch import find_world, open_nursery, run_rank
+    from shoal.launch import find_world, run_rank
 
     world = find_world()
     if world is None and not started_by_mpirun():
-        with open_nursery("shoal.bench.measure") if args.is_program else nullcontext() as nursery:
+        with nursery_for(args, "shoal.bench.measure") as nursery:
             return _on_this_machine(args, nursery)
     settings = _settings(args)
     if world is not None:

@@ -11,10 +11,10 @@ import json
 import math
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.local import nursery_for
 from shoal.errors import ConfigError, WorkerError
 from shoal.plan import Plan, SettledPlan
 from shoal.plan.legal import VARIED, legal_plans
@@ -104,13 +104,14 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.launch import find_world, open_nursery
+    from shoal.launch import find_world
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
-    is_launcher = world is None and args.is_program
-    with open_nursery("shoal.check") if is_launcher else nullcontext() as nursery:
-        return _compare(args, world, nursery)
+    if world is not None:
+        return _compare(args, world, None)
+    with nursery_for(args, "shoal.check") as nursery:
+        return _compare(args, None, nursery)
 
 
 def _compare(args: argparse.Namespace, world: World | None, nursery: Nursery | None) -> int:

@@ -9,11 +9,11 @@ import argparse
 import json
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.local import nursery_for
 from shoal.cli.table import table_of
 from shoal.errors import ConfigError, UserError, WorkerError, nearest
 
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     """
     # Imported here because they bring torch, which `--help` should not wait for.
     from shoal.bench.world import Ranks
-    from shoal.launch import find_world, open_nursery, run_rank
+    from shoal.launch import find_world, run_rank
 
     world = find_world()
     if world is None:
-        with open_nursery("shoal.probe") if args.is_program else nullcontext() as nursery:
+        with nursery_for(args, "shoal.probe") as nursery:
             return _on_this_machine(args, nursery)
     backend = _backend(args.backend)
     _require_writable(args.out)

@@ -7,11 +7,11 @@ import pickle
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.local import nursery_for
 from shoal.errors import WorkerError
 
 if TYPE_CHECKING:
@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.launch import find_world, open_nursery
+    from shoal.launch import find_world
 
     world = find_world()
     if world is not None:
         return _as_rank(world, lambda: _checked_job(args, world.ranks))
-    with open_nursery("shoal.train") if args.is_program else nullcontext() as nursery:
+    with nursery_for(args, "shoal.train") as nursery:
         return _on_this_machine(args, nursery)
 
 
