@@ -1,7 +1,7 @@
 """Every error that Shoal raises on purpose.
 
 ShoalError                    anything that Shoal itself reports; exit code 1
-├── UserError                 something given cannot work; exit code 2, no traceback
+├── UserError                 wrong input; exit code 2, no traceback
 │   ├── ConfigError           a key or a value of the configuration
 │   ├── PlanError             a Plan that is malformed, or does not fit the ranks, batch or model
 │   ├── DataError             text or tokens that are missing, empty or unreadable

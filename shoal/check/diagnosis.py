@@ -62,8 +62,8 @@ def explain_samples(evidence: Evidence) -> str:
         if step.samples and first != step.samples:
             order = "in another order" if sorted(first) == sorted(step.samples) else "on other samples"
             return (
-                f"rank {rank} trains {order} than the ranks with the same place along dp, which hold other "
-                "parts or stages of the same samples"
+                f"rank {rank} trains {order} than other ranks at the same place along dp, which must have "
+                "the same samples"
             )
     counts = Counter(itertools.chain.from_iterable(by_place.values()))
     wanted = Counter(evidence.wanted)
@@ -77,14 +77,14 @@ def explain_samples(evidence: Evidence) -> str:
         for text, indices in (
             ("dropped:", sorted(dropped)),
             ("duplicated:", twice),
-            ("of another step:", foreign),
+            ("from another step:", foreign),
         )
         if indices
     ]
     if twice:
         holders = [place for place, held in by_place.items() if twice[0] in held]
         told.append(f"sample {twice[0]} is at {_listed(holders)} along dp")
-    return f"samples of the batch are not each trained on once: {'; '.join(told)}"
+    return f"not every sample of the batch is trained on once: {'; '.join(told)}"
 
 
 def explain_gradient(evidence: Evidence, departing: Sequence[Any]) -> str:
@@ -98,9 +98,9 @@ def explain_gradient(evidence: Evidence, departing: Sequence[Any]) -> str:
         return "\n  an element is not a number, or no rank owns it"
     factor, _ = _projection(held[0].values, reference)
     if factor == 0.0 and all(float(copy.values.norm()) == 0.0 for copy in held):
-        return f"\n  it is zero: none was computed{_where(evidence, departing)}"
+        return f"\n  it is zero: it was not computed{_where(evidence, departing)}"
     if _all_fit(held, reference, factor):
-        return f"\n  it is {factor:.4g} times what it should be{_as_mean(evidence.mesh, factor)}"
+        return f"\n  it is {factor:.4g} times the reference{_as_mean(evidence.mesh, factor)}"
     return (
         _not_reduced(evidence, name)
         or _not_added_up(evidence, held, reference)
@@ -119,12 +119,10 @@ def explain_norm(evidence: Evidence) -> str:
     if all(
         math.isclose(step.norm, norm, rel_tol=_FITS) for step, norm in zip(evidence.seen, own, strict=True)
     ):
-        lines.append(
-            "each is the norm of what the rank itself owns: the squares are not summed over the ranks"
-        )
+        lines.append("each is the norm of the rank's own part: the squares are not summed over the ranks")
     else:
         factor = norms[-1] / evidence.reference.norm
-        lines.append(f"it is {factor:.4g} times what it should be, {factor**2:.4g} times squared")
+        lines.append(f"it is {factor:.4g} times the reference, and its square {factor**2:.4g} times")
     return "".join(f"\n  {line}" for line in lines)
 
 
@@ -163,7 +161,7 @@ def _not_reduced(evidence: Evidence, name: str) -> str:
                     factors.append(factor if rest <= _FITS else math.nan)
         if factors and max(factors) - min(factors) <= _FITS:
             return (
-                f"\n  each rank holds {factors[0]:.4g} times the gradient of samples of its own: "
+                f"\n  each rank holds {factors[0]:.4g} times the gradient of its own samples: "
                 f"it is not summed over the axis {' and '.join(missing)}"
             )
     return ""
@@ -180,8 +178,8 @@ def _not_added_up(evidence: Evidence, held: Sequence[Copy], reference: torch.Ten
     if rest > _FITS or abs(factor - 1) > _FITS:
         return ""
     return (
-        f"\n  the ranks at {_listed(sorted(by_place))} along pp hold parts of it that make it up together: "
-        "the gradients of a tied parameter are not added up between the stages that share it"
+        f"\n  the ranks at {_listed(sorted(by_place))} along pp hold gradients whose sum is right: "
+        "the gradients of a tied parameter are not summed over the stages that share it"
     )
 
 
@@ -221,7 +219,7 @@ def _where(evidence: Evidence, departing: Sequence[Any]) -> str:
         rank for rank, step in enumerate(evidence.seen) if any(each.name in names for each in step.gradients)
     ]
     places = sorted({mesh.coordinate(rank, "pp") for rank in ranks})
-    return f"; what departs is on rank {_listed(ranks)}, at {_listed(places)} along pp"
+    return f"; the fault is on rank {_listed(ranks)}, at {_listed(places)} along pp"
 
 
 def _unlike(evidence: Evidence, name: str, held: Sequence[Copy], *, of_parameters: bool = False) -> str:
@@ -256,7 +254,7 @@ def _unlike(evidence: Evidence, name: str, held: Sequence[Copy], *, of_parameter
         )
     ]
     if wrong and len(wrong) < sum(map(bool, fragments)):
-        lines.append(f"it departs on rank {_listed(wrong)} alone")
+        lines.append(f"it departs only on rank {_listed(wrong)}")
     return "".join(f"\n  {line}" for line in lines)
 
 

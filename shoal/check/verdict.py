@@ -164,7 +164,7 @@ def with_fault(verdict: Verdict, fault: Fault | None) -> Verdict:
     if fault is not None:
         layer, told = fault.layer, fault.text
     elif verdict.steps[0].loss.departs:
-        layer, told = "", "forward: every layer agrees whose output a rank has whole"
+        layer, told = "", "forward: every layer agrees of which one rank has the whole output"
     else:
         return verdict
     return replace(verdict, departure=replace(departure, layer=layer, text=f"{departure.text}\n  {told}"))
@@ -210,7 +210,7 @@ def _said(step: int, what: str, departing: Sequence[Deviation]) -> str:
     if len(departing) > 1:
         others = [each.name for each in departing[1:]]
         shown = others if len(others) <= _SHOWN else [*others[: _SHOWN - 1], "...", others[-1]]
-        text += f"; so do {len(others)} behind it: {', '.join(shown)}"
+        text += f"; so do {len(others)} after it: {', '.join(shown)}"
     return text
 
 

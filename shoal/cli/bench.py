@@ -1,6 +1,6 @@
 """`shoal bench`: how fast collectives are, on local ranks that it starts or on those that are there.
 
-Exit codes: 0; 1, a result was wrong or a rank failed; 2, something given cannot work; 130, stopped by Ctrl-C.
+Exit codes: 0; 1, a result was wrong or a rank failed; 2, wrong input; 130, stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["add_parser", "run"]
 _STOPPED = 130
 
 _DESCRIPTION = """\
-Measures collectives: checks results, then times all backends in interleaved rounds. With no arguments:
-all-reduce on two local ranks over shoal and gloo. Under torchrun, srun or mpirun it joins the ranks that are
-there; with mpi among the backends it starts its ranks through mpirun.
+Measures collectives: checks results, then times all backends in interleaved rounds. Without arguments, it
+measures all-reduce on two local ranks over shoal and gloo. Under torchrun, srun or mpirun, it runs as one of
+the ranks they started. With the backend mpi, it starts its ranks through mpirun.
 
 backends: shoal; shoal-shared (buffers in shared memory); gloo; nccl; mpi (through mpi4py); oneccl;
-memory (no communication: the same reads and writes on private memory, the bound of shared-memory collectives)
+memory (the same reads and writes on private memory, without communication: what shared memory cannot beat)
 collectives: all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send_recv barrier
 
-Exit codes: 0 all right; 1 a result was wrong, or a rank failed; 2 something given cannot work; 130 stopped.
+Exit codes: 0 measured; 1 a result was wrong, or a rank failed; 2 wrong input; 130 stopped.
 """
 
 
@@ -45,13 +45,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--collective", metavar="NAME,...", default="all_reduce", help="or all (default all_reduce)"
+        "--collective",
+        metavar="NAME,...",
+        default="all_reduce",
+        help="collectives, or all (default all_reduce)",
     )
     parser.add_argument(
         "--backend",
         metavar="NAME,...",
         default="shoal,gloo",
-        help="default shoal,gloo; ratios are to the first",
+        help="backends; ratios are to the first (default shoal,gloo)",
     )
     parser.add_argument("--ranks", metavar="N", type=int, default=2, help="local ranks to start (default 2)")
     parser.add_argument(
@@ -63,21 +66,27 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--dtype", default="float32", help="element type (default float32)")
     parser.add_argument("--op", default="sum", help="sum, avg, min, max or product (default sum)")
     parser.add_argument(
-        "--rounds", metavar="N", type=int, default=5, help="turns of each backend (default 5)"
+        "--rounds", metavar="N", type=int, default=5, help="rounds of each backend (default 5)"
     )
-    parser.add_argument("--algorithm", metavar="NAME", help="that the backend shoal must use")
     parser.add_argument(
-        "--fresh", action="store_true", help="measure new tensors for each operation too, beside reused ones"
+        "--algorithm", metavar="NAME", help="algorithm for the backend shoal (default: from its table)"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="also measure with new tensors for each operation"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every round's time")
     parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="also draw time and busbw over size, such as bench.png"
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="also draw time and busbw over size, into a file such as bench.png",
     )
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
         type=Path,
-        help="instead time every algorithm of the backend shoal, and write the table it chooses by (TOML)",
+        help="instead, time every algorithm of the backend shoal, and write the table from which it chooses, "
+        "as TOML",
     )
     parser.set_defaults(run=run)
 

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Compares what runs measured with what the description of their machines predicts, and writes a description
-whose predictions are nearer: the optimizer corrects the memory's rate, forward and backward those of the
-device, collectives those of the links, waits for later ranks the jitter. What no rate within the data sheet's
-bounds explains is left. Of several runs all count alike.
+Compares measured runs with predictions for their machines, and writes a corrected description that predicts
+them better. The time of the optimizer corrects the memory's rate; forward and backward correct the device's;
+collectives correct the links'; waits for later ranks correct the jitter. No rate leaves the bounds of the
+data sheet; the error that remains is printed. All runs have the same weight.
 
-Exit codes: 0; 2 something given cannot work.
+Exit codes: 0 corrected; 2 wrong input.
 """
 
 
@@ -34,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the program."""
     parser = commands.add_parser(
         "calibrate",
-        help="correct a description of machines by what runs measured",
+        help="correct a description of machines with measured runs",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,9 +42,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help="that they ran on, a preset or a file (default: what the first run was given)",
+        help="the machines of the runs, a preset or a file (default: the first run's --cluster)",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="of the corrected one")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, required=True, help="file for the corrected description"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -75,7 +77,7 @@ def _cluster(run: Run, named: str | None) -> Cluster:
     found = Cluster.parse(named) if named is not None else recorded_cluster(run)
     if found is None:
         raise RunError(
-            f"{run.path} was not told what machines it is on, so there is no description to correct",
+            f"{run.path} was trained without --cluster, so there is no description to correct",
             possible="--cluster with a preset or a file of `shoal probe`; runs of `shoal train --cluster`",
             change="give --cluster",
         )
@@ -91,7 +93,7 @@ def _observation(run: Run, cluster: Cluster) -> Observation:
     timeline = measured_timeline(run)
     if not timeline.steps():
         raise RunError(
-            f"{run.path} has no timeline of steps under its Plan, so there is nothing to correct by",
+            f"{run.path} has no timeline of steps under its Plan, so there is nothing to compare with",
             possible="a run that recorded its timeline",
             change="train with recording on",
         )

@@ -1,7 +1,7 @@
 """`shoal check`: proves that a layout computes the same training as one device, or says where it departs.
 
-Exit codes: 0, all Plans pass; 1, one computes something else, or did not end; 2, something given cannot work;
-130, stopped by Ctrl-C.
+Exit codes: 0, all Plans pass; 1, one computes something else, or did not end; 2, wrong input; 130, stopped by
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ _ZOO = "shoal.testing.zoo:"
 
 _DESCRIPTION = """\
 Trains the same model on the same samples on one device and under a Plan, and compares loss, gradients,
-gradient norm and parameters step by step. Samples are random tokens; a factory that gives a Task of
-shoal.models says itself what its batches and its loss are. The bound of each deviation is measured: it is a
-multiple of how far the training on one device departs from itself when its sums are made in another order
-and in higher precision. Local ranks are started; under torchrun or srun it joins the ranks that are there.
-Torch's own dropout is turned off, since its masks depend on the layout; that of Shoal's models takes part.
+gradient norm and parameters after each step. Samples are random tokens, unless the model's factory returns a
+Task of shoal.models, which brings its own batches and loss. The bound of each deviation is measured: a
+multiple of the difference on one device between sums in this order and in another order and higher precision.
+Starts local ranks; under torchrun or srun, it runs as one of the ranks they started. Turns off torch's own
+dropout, because its masks depend on the layout; dropout of Shoal's models stays on.
 
-Exit codes: 0 all pass; 1 one computes something else, or did not end; 2 something given cannot work;
-130 stopped.
+Exit codes: 0 all Plans pass; 1 a Plan computes something else, or did not end; 2 wrong input; 130 stopped.
 """
 
 
@@ -53,25 +52,30 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero3")
     which.add_argument(
-        "--all", action="store_true", help="every legal Plan of --ranks ranks, in two micro-batches or more"
+        "--all",
+        action="store_true",
+        help="check every legal Plan for --ranks ranks, with two micro-batches or more",
     )
     parser.add_argument(
-        "--axes", metavar="N", type=int, help="of --all only Plans with N or more degrees above 1 (ep is one)"
+        "--axes",
+        metavar="N",
+        type=int,
+        help="with --all, check only Plans with N or more degrees above 1, ep included",
     )
     parser.add_argument(
         "--sample",
         metavar="N",
         type=int,
-        help="of --all only N Plans, in which as many pairs of settings stand together as can",
+        help="with --all, check only N Plans, chosen to cover as many pairs of settings as possible",
     )
     parser.add_argument(
-        "--ranks", metavar="N", type=int, help="how many; with --all 2 by default, else as the Plan says"
+        "--ranks", metavar="N", type=int, help="number of ranks (default: 2 with --all, else the Plan's)"
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
         default="tiny",
-        help="as for shoal train (default tiny), a factory of a Task, or zoo:NAME",
+        help="a model, named as for shoal train, or zoo:NAME, or a factory of a Task (default tiny)",
     )
     parser.add_argument(
         "--option",
@@ -85,14 +89,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--batch",
         metavar="N",
         type=int,
-        help="sequences in a step (default: two micro-batches a rank and pipeline stage, 8 or more)",
+        help="sequences in a step (default: 8 or more, for two micro-batches on each rank and stage)",
     )
-    parser.add_argument("--sequence", metavar="N", type=int, help="tokens (default 32)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of weights and tokens (default 0)")
+    parser.add_argument("--sequence", metavar="N", type=int, help="tokens in a sequence (default 32)")
     parser.add_argument(
-        "--precision", default="fp32", help="of the Plans of --all: fp32 or bf16 (default fp32)"
+        "--seed", metavar="N", type=int, default=0, help="seed of weights and tokens (default 0)"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
+    parser.add_argument(
+        "--precision", default="fp32", help="precision of the Plans of --all: fp32 or bf16 (default fp32)"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default auto)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -196,7 +204,7 @@ def _require_all(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None and not args.all:
             raise ConfigError(
                 f"--{name} was given with --plan",
-                possible="it chooses among the Plans of --all",
+                possible="--{name} with --all, of whose Plans it selects some",
                 change=f"leave out --{name}, or give --all in place of --plan",
             )
 
@@ -245,7 +253,7 @@ def _conclude(args: argparse.Namespace, trial: AnyTrial, verdicts: list[Verdict]
 def _table(trial: AnyTrial, verdict: Verdict) -> str:
     lines = [
         f"{verdict.plan} against one device: {trial.model}, {trial.size}, seed {trial.seed}",
-        "relative deviation / what rounding explains",
+        "relative deviation / its bound from rounding",
         f"{'step':>4}  {'loss':>17}  {'gradient norm':>17}  {'gradient':>17}  {'parameter':>17}",
     ]
     for step in verdict.steps:
@@ -263,7 +271,7 @@ def _table(trial: AnyTrial, verdict: Verdict) -> str:
     statistics = trial.statistics()
     if statistics:
         lines.append(
-            "not compared: running statistics, of which each rank has those of its own rows, in "
+            "not compared: running statistics, which each rank takes over its own samples, in "
             + ", ".join(statistics)
         )
     return "\n".join(lines)

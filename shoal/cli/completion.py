@@ -9,8 +9,8 @@ from pathlib import Path
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Prints a script with which the Tab key completes commands, options, files, and names of models and clusters.
-The script is fixed text: it does not start Shoal. Print it again after an update.
+Prints a script for the Tab key: it completes commands, options, files, and names of models and clusters. The
+script is fixed text: it does not start Shoal. Print it again after an update.
 
 bash: shoal completion bash > ~/.local/share/bash-completion/completions/shoal
       (without the package bash-completion: add the line `source FILE` to ~/.bashrc)
@@ -21,7 +21,7 @@ fish: shoal completion fish > ~/.config/fish/completions/shoal.fish
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Adds the command to the program's."""
+    """Add the command to the program."""
     parser = commands.add_parser(
         "completion",
         help="print a script that completes this command in bash, zsh or fish",
@@ -33,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the script for `args.program`, the parser of the whole command."""
+    """Print the script for `args.program`, the parser of the whole command."""
     import shtab
 
     from shoal.cluster import PRESETS
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 def _suggest(
     parser: argparse.ArgumentParser, names: Mapping[str, tuple[str, ...]], file: Mapping[str, object]
 ) -> None:
-    """Marks, for shtab, what an argument may be: one of the names of its metavar, or a file."""
+    """Mark, for shtab, whether an argument is a file or one of the names of its metavar."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():

@@ -23,7 +23,9 @@ __all__ = ["ModelStages", "add_arguments", "open_model"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options for the model and for its costs."""
     model = parser.add_argument_group("stages of a model, in place of equal ones")
-    model.add_argument("--model", metavar="NAME", help="as for shoal train; a Plan with its split is printed")
+    model.add_argument(
+        "--model", metavar="NAME", help="a model, named as for shoal train; prints the Plan with its split"
+    )
     model.add_argument(
         "--option",
         metavar="KEY=VALUE",
@@ -32,30 +34,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="change one of the model's options, such as layers=2; may be given several times",
     )
     model.add_argument(
-        "--measure", action="store_true", help="measure its costs on this device (default: computed)"
+        "--measure",
+        action="store_true",
+        help="measure the costs of its blocks on this device (default: compute them)",
     )
     model.add_argument(
         "--memory",
         metavar="SIZE",
-        help="cut it so that a rank holds no more, such as 8GiB: states with Adam, and activations",
+        help="limit for the memory of a rank, such as 8GiB: weights, gradients, Adam's state, activations",
     )
     model.add_argument(
         "--microbatch",
         metavar="N",
         type=int,
         default=1,
-        help="sequences to measure with, and whose activations take memory (default 1)",
+        help="sequences in a micro-batch (default 1)",
     )
     model.add_argument(
-        "--sequence", metavar="N", type=int, default=128, help="tokens of each of these (default 128)"
+        "--sequence", metavar="N", type=int, default=128, help="tokens in a sequence (default 128)"
     )
     model.add_argument(
         "--recompute",
         metavar="POLICY",
         default="none",
-        help="of the Plan, to measure with and for the memory (default none)",
+        help="recomputation for --measure and --memory: none, selective or full (default none)",
     )
-    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default auto)")
+    model.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device to measure on (default auto)",
+    )
 
 
 _Weigh = Callable[[Sequence[Cost], Plan, int], list[Cost]]

@@ -20,14 +20,14 @@ def add_offload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offload",
         metavar="WHAT",
-        help="also say what it would take and free to keep the state of the `optimizer`, or the `parameters` "
-        "as well, outside of the devices; no Plan does it",
+        help="also predict time and memory if the state of the `optimizer`, or the `parameters` as well, "
+        "were kept outside the devices; shoal train cannot do it",
     )
     parser.add_argument(
         "--to",
         metavar="PLACE",
         default="host",
-        help="where: in memory of the `host` (default), or in a `file`",
+        help="place of that state: memory of the `host` (default), or a `file`",
     )
 
 
@@ -67,7 +67,8 @@ def offload_text(summary: Mapping[str, Any]) -> str:
         (
             f"with offload={summary['what']} to {summary['to']}: a step of "
             f"{format_seconds(summary['step_seconds'])}, at most {size['peak']} on a device",
-            f"  exposed: {exposed}; the optimizer's {format_seconds(summary['replaced_seconds'])} are not",
+            f"  exposed: {exposed}; it replaces "
+            f"{format_seconds(summary['replaced_seconds'])} of the optimizer",
             f"  a device moves {moved} in a step; a host keeps {size['host']}",
         )
     )

@@ -6,6 +6,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.table import paragraph
 from shoal.errors import ClusterError, ConfigError
 from shoal.units import format_bytes, format_count, format_seconds, parse_count
 
@@ -21,20 +22,25 @@ def add_outlook(parser: argparse.ArgumentParser) -> None:
     """Add the options for a long run, and for how much ranks vary."""
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--tokens", metavar="N", help="such as 15T: also say the days, money and failures until then"
+        "--tokens",
+        metavar="N",
+        help="also predict days, money and failures of a run of N tokens, such as 15T",
     )
-    length.add_argument("--steps", metavar="N", type=int, help="the same for a number of steps")
+    length.add_argument("--steps", metavar="N", type=int, help="also predict these for a run of N steps")
     parser.add_argument(
-        "--storage", metavar="RATE", help="bytes/s of a node to where checkpoints are kept (default 1G)"
+        "--storage", metavar="RATE", help="bytes/s from a node to the storage of checkpoints (default 1G)"
     )
     parser.add_argument(
-        "--restart", metavar="SECONDS", type=float, help="from a failure until ranks load (default 300)"
+        "--restart",
+        metavar="SECONDS",
+        type=float,
+        help="seconds from a failure until ranks load a checkpoint (default 300)",
     )
     parser.add_argument(
         "--jitter",
         metavar="SHARE",
         type=float,
-        help="standard deviation of a rank's step over its mean, such as 0.02, if not the cluster's",
+        help="standard deviation of a rank's step time over its mean, such as 0.02 (default: the cluster's)",
     )
 
 
@@ -62,16 +68,16 @@ def long_run_of(
     if args.tokens is None and args.steps is None:
         if about_failures:
             raise ConfigError(
-                f"--{about_failures[0]} was given, and no long run",
-                possible="--storage and --restart beside --tokens or --steps",
-                change="add how long the run is, such as --tokens 15T",
+                f"--{about_failures[0]} was given without the length of a run",
+                possible="--storage and --restart together with --tokens or --steps",
+                change="add the length of the run, such as --tokens 15T",
             )
         return None
     if about_failures and not cluster.failures:
         raise ClusterError(
             f"--{about_failures[0]} was given, and {cluster.name} does not say how often devices fail",
-            possible="a Cluster with `failures` of a device in an hour, such as 2e-5",
-            change="write its failures into a file of the Cluster, or leave out --storage and --restart",
+            possible="a Cluster that has `failures`, per device and hour, such as 2e-5",
+            change="add `failures` to the Cluster's file, or leave out --storage and --restart",
         )
     return long_run(
         workload,
@@ -92,11 +98,13 @@ def _count(name: str, text: str | None) -> float | None:
         found = parse_count(text.replace("G", "B"))
     except ValueError as error:
         raise ConfigError(
-            f"--{name} {text} cannot be read", possible="such as 300B, 15T or 2e9", change=f"correct --{name}"
+            f"--{name} {text} is not a number",
+            possible="a number such as 300B, 15T or 2e9",
+            change=f"correct --{name}",
         ) from error
     if not 0 < found < math.inf:
         raise ConfigError(
-            f"--{name} {text} cannot be", possible="a number above 0", change=f"correct --{name}"
+            f"--{name} {text} is out of range", possible="a number above 0", change=f"correct --{name}"
         )
     return found
 
@@ -135,28 +143,29 @@ def _finite(value: float) -> float | None:
 
 def long_run_text(run: LongRun) -> str:
     """Return the long run in words."""
-    return "\n".join([_length_text(run), *_failures_text(run)])
+    return "\n".join(map(paragraph, [_length_text(run), *_failures_text(run)]))
 
 
 def _length_text(run: LongRun) -> str:
     goodput = run.goodput
     length = f"{format_count(run.tokens)} tokens are {run.steps:,} steps of {format_seconds(goodput.step)}"
     if not math.isfinite(run.days):
-        return f"{length}, and never end: more is lost than done."
-    money = f"${run.dollars:,.0f}" if goodput.price else "dollars unknown, since the cluster has no price"
+        return f"{length}, and never end: failures undo more than the steps between them do."
+    money = f"${run.dollars:,.0f}" if goodput.price else "dollars unknown: the cluster has no price"
     return f"{length}: {run.days:,.1f} days, {money}."
 
 
 def _failures_text(run: LongRun) -> list[str]:
     goodput = run.goodput
     if not math.isfinite(goodput.between_failures):
-        return ["How often devices fail is not known of this cluster, so no failures are counted."]
-    total = f"{run.failures:,.0f} in all" if math.isfinite(run.failures) else "without end"
+        return ["The cluster does not say how often devices fail, so failures are not counted."]
+    total = f"{run.failures:,.0f} in all" if math.isfinite(run.failures) else "without limit"
     return [
         f"A device fails every {format_seconds(goodput.between_failures)}, {total}; it takes "
-        f"{format_seconds(run.restart)} to go on.",
-        f"A checkpoint of {format_bytes(round(run.checkpoint))} takes {format_seconds(run.save)}; best is "
-        f"one every {goodput.interval:,} steps, {format_seconds(goodput.interval * goodput.step)}.",
-        f"Goodput {goodput.share:.1%}: of the time {goodput.saving:.1%} saves, {goodput.restarting:.1%} "
-        f"restarts, {goodput.lost:.1%} does again what was lost.",
+        f"{format_seconds(run.restart)} to restart.",
+        f"A checkpoint of {format_bytes(round(run.checkpoint))} takes {format_seconds(run.save)}; "
+        f"it is best to save one every {goodput.interval:,} steps, "
+        f"{format_seconds(goodput.interval * goodput.step)}.",
+        f"Goodput {goodput.share:.1%}: {goodput.saving:.1%} of the time goes into saving, "
+        f"{goodput.restarting:.1%} into restarts, {goodput.lost:.1%} into steps that are repeated.",
     ]

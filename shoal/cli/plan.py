@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.files import write_file
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
-from shoal.cli.workload import add_arguments, open_workload
-from shoal.errors import ModelError, UserError
+from shoal.cli.workload import MFU, add_arguments, open_workload
+from shoal.errors import ModelError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_DESCRIPTION = """\
-Chooses how a model is laid over devices: every legal Plan, pruned by memory and by bounds that no Plan beats,
-ranked by predicted time. One row is the best Plan of its degrees. Then: what bounds the best, what half and
-twice each degree would cost, the best layout of another kind and why it loses, and what a machine with twice
-of one thing would gain, planned anew.
+_DESCRIPTION = f"""\
+Finds the fastest Plans for a model on a cluster. Considers every legal Plan, leaves out those that do not fit
+in memory and those that a lower bound shows to be slower, and ranks the rest by predicted step time. The
+table has one row, the best Plan, for each choice of degrees. The text below it says what bounds the best
+Plan, what half and twice each degree would cost, which layout of another kind is best and why it loses, and
+what would be gained on a machine with twice as much of one resource.
 
-The model is a preset, such as llama3-8b, or a .json file of a traced one; the cluster a preset or a .toml
-file. With --objective money fewer devices may be taken, where they train a token for less.
-MFU counts three times the FLOP of forward's products and attention over the whole square of positions,
-nothing that is recomputed.
+The model is a preset, such as llama3-8b, or a .json file of a traced model. The cluster is a preset or a
+.toml file. With --objective money, a Plan may use fewer devices if they train a token for less money.
 
-Exit codes: 0; 2 something given cannot work, or the model fits nowhere.
+{paragraph(MFU, indent="")}
+
+Exit codes: 0 a Plan was found; 2 wrong input, or the model does not fit.
 """
 
 
@@ -49,10 +50,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_arguments(parser)
     add_outlook(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
-    parser.add_argument("--objective", choices=("time", "money"), default="time", help="what decides")
+    parser.add_argument("--objective", choices=("time", "money"), default="time", help="what to minimise")
     parser.add_argument("--top", metavar="N", type=int, default=5, help="rows of the table (default 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--write", metavar="CONFIG.toml", type=Path, help="also write it for shoal train")
+    parser.add_argument(
+        "--write", metavar="CONFIG.toml", type=Path, help="also write a configuration for shoal train"
+    )
     parser.set_defaults(run=run)
 
 
@@ -104,21 +107,13 @@ def _write(args: argparse.Namespace, best: Candidate) -> None:
 
     if args.model.endswith(".json"):
         raise ModelError(
-            f"--write was given for {args.model}, which does not say how the model is built",
-            possible="--write for presets",
+            f"--write was given for {args.model}, a trace, which does not say how to build the model",
+            possible="--write with a preset",
             change="leave out --write, and give the Plan to shoal train --plan with your model",
         )
     found = shape(args.model)
     text = configuration(best, found if args.sequence is None else found.replace(seq=args.sequence))
-    try:
-        args.write.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"the configuration cannot be written to {args.write}: {error.strerror}",
-            possible="a file in a directory that can be written to",
-            change="give another CONFIG.toml to --write",
-        ) from error
-    print(f"configuration written to {args.write}", file=sys.stderr)
+    write_file("configuration", args.write, "--write", lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
@@ -185,8 +180,8 @@ def _text(summary: dict[str, Any]) -> str:
     heading = (
         f"{summary['model']}, {size} parameters, on {summary['devices']} devices of {summary['cluster']}: "
         f"batch {summary['batch']} x {summary['sequence']} tokens\n"
-        f"{summary['legal_plans']:,} legal Plans, of which {summary['timed_plans']:,} had to be timed; "
-        f"steps below are {plans[0]['step_seconds_source']}"
+        f"{summary['legal_plans']:,} legal Plans, {summary['timed_plans']:,} of them timed; "
+        f"step times below are {plans[0]['step_seconds_source']}"
     )
     return "\n\n".join(
         [

@@ -1,6 +1,6 @@
 """`shoal probe`: measures this machine, and writes a description that plans are made with.
 
-Exit codes: 0; 1, a rank failed; 2, something given cannot work; 130, stopped by Ctrl-C.
+Exit codes: 0; 1, a rank failed; 2, wrong input; 130, stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ _STOPPED = 130
 _BACKENDS = ("shoal", "gloo", "nccl")
 
 _DESCRIPTION = """\
-Measures the machine that it runs on: matrix products by shape and type, passes over memory, attention, small
-operators, and every collective's curve inside a host and between hosts, with all ranks busy at once. Fits a
-description of the machine to it, says how well it fits and what looks wrong, and writes the description to a
-file that plans are made with anywhere.
+Measures this machine: matrix products by shape and type, passes over memory, attention, small operators, and
+each collective by size, within a host and between hosts, with all ranks busy. Fits a description of the
+machine, reports errors of the fit and suspicious figures, and writes the description to a file for --cluster.
 
-Alone it starts ranks on this machine: as many as there are GPUs, or cores. Under torchrun or srun it joins
-the ranks that are there, on as many hosts as there are; measure three or more to describe a fabric.
+Starts one rank on this machine for each GPU, or for each core. Under torchrun or srun, it runs as one of the
+ranks they started; measure on three hosts or more to describe a fabric.
 
-Exit codes: 0 all right; 1 a rank failed; 2 something given cannot work; 130 stopped.
+Exit codes: 0 measured; 1 a rank failed; 2 wrong input; 130 stopped.
 """
 
 
@@ -44,21 +43,29 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the program."""
     parser = commands.add_parser(
         "probe",
-        help="measure this machine into a description that plans are made with",
+        help="measure this machine, and write a description for --cluster",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, default=Path("cluster.toml"), help="default cluster.toml"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("cluster.toml"),
+        help="file for the description (default cluster.toml)",
     )
-    parser.add_argument("--name", metavar="NAME", default="", help="of the machine (default: that of FILE)")
+    parser.add_argument(
+        "--name", metavar="NAME", default="", help="name of the machine (default: the file's)"
+    )
     parser.add_argument("--ranks", metavar="N", type=int, help="local ranks to start")
     parser.add_argument(
         "--backend",
         metavar="NAME",
-        help=f"{', '.join(_BACKENDS)} (default: what `shoal train` would use here)",
+        help=f"{', '.join(_BACKENDS)} (default: what `shoal train` uses here)",
     )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, and larger errors")
+    parser.add_argument(
+        "--quick", action="store_true", help="measure fewer rounds and sizes, with larger errors"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every measurement")
     parser.set_defaults(run=run)
 
@@ -127,7 +134,7 @@ def _local_ranks(asked: int | None, backend: str) -> int:
         return torch.cuda.device_count() if backend == "nccl" else len(os.sched_getaffinity(0))
     if asked < 1:
         raise ConfigError(
-            f"--ranks {asked} are no ranks", possible="1 or more", change="give a larger --ranks"
+            f"--ranks {asked} is too small", possible="1 or more", change="give a larger --ranks"
         )
     return asked
 
@@ -176,7 +183,7 @@ def _text(probed: Probed) -> str:
     cluster, device = probed.cluster, probed.cluster.device
     facts = [
         *((f"products, {name}", _flops(rate * device.product_share)) for name, rate in device.peak.items()),
-        ("half of it at", f"{device.product_depth:.3g} inputs"),
+        ("half that rate at", f"an inner dimension of {device.product_depth:.3g}"),
         ("passes over memory", f"{device.bandwidth * device.bandwidth_share / 1e9:.3g} GB/s"),
         ("streams", f"{device.bandwidth * device.stream_share / 1e9:.3g} GB/s"),
         ("attention", f"{device.attention_share:.1%} of the peak forward"),

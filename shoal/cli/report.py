@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text, words
+from shoal.cli.files import write_file
 from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import table_of
 from shoal.cluster import Cluster
@@ -43,8 +44,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help="predict the step on these machines, such as a file of `shoal probe`, and compare; by default "
-        "on those that the run was given, if any",
+        help="also compare with a prediction for these machines, such as a file of `shoal probe` "
+        "(default: the run's --cluster, if any)",
     )
     parser.set_defaults(run=run)
 
@@ -165,21 +166,17 @@ def _write_trace(run: Run, timeline: Timeline, rank: int | None, path: Path) -> 
             possible="a run that recorded its timeline",
             change="leave out --trace, or train with recording on",
         )
-    try:
-        write_chrome_trace(timeline if rank is None else Timeline(timeline.of(rank)), path)
-    except OSError as error:
-        raise UserError(
-            f"the trace cannot be written to {path}: {error.strerror}",
-            possible="a file in a directory that can be written to",
-            change="give another FILE to --trace",
-        ) from error
-    print(f"trace written to {path}; open it in https://ui.perfetto.dev", file=sys.stderr)
+    shown = timeline if rank is None else Timeline(timeline.of(rank))
+    write_file("trace", path, "--trace", lambda path: write_chrome_trace(shown, path))
+    print("open it in https://ui.perfetto.dev", file=sys.stderr)
 
 
 def _text(summary: Mapping[str, Any]) -> str:
     paragraphs = [_heading(summary)]
     if (breakdown := summary["breakdown"]) is None:
-        paragraphs.append("No timeline of steps under this Plan: where the time went is not known.")
+        paragraphs.append(
+            "The run has no timeline of steps under this Plan, so it cannot say where the time went."
+        )
     else:
         paragraphs.append(parts_text(breakdown))
         if len(breakdown["ranks"]) > 1:

@@ -20,9 +20,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("path", metavar="RUN", type=Path, help="a run, or one of its checkpoints")
     parser.add_argument("--prompt", default="\n", help="what to continue (default: a new line)")
     parser.add_argument("--tokens", type=int, default=300, help="how many tokens to add (default: 300)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: 0.8)")
-    parser.add_argument("--top-k", type=int, help="draw from this many likeliest tokens only")
-    parser.add_argument("--seed", type=int, default=0, help="fixes what is drawn (default: 0)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the most likely token (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, help="draw only from this many of the most likely tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     parser.set_defaults(run=run)
 
 

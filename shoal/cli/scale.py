@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.files import write_file
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
 from shoal.cli.table import table_of
 from shoal.cli.workload import add_arguments, open_workload
-from shoal.errors import PlanError, UserError
+from shoal.errors import PlanError
 from shoal.units import format_seconds
 
 if TYPE_CHECKING:
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
-Chooses the best Plan for each number of devices, and prints how step time, efficiency and the share of
-communication go with it. Efficiency is tokens/s of a device over those on the fewest devices. Doubling the
-devices pays while it brings 1.5 times the tokens/s or more; the wall is where it brings none. Amdahl's bound
-keeps what is not compute on the fewest devices as it is, and divides compute evenly.
+Chooses the best Plan for each number of devices, and prints step time, efficiency and the share of
+communication. Efficiency is tokens/s of a device, relative to the fewest devices. Doubling the devices pays
+if it gives at least 1.5 times the tokens/s; at the wall it gives none. Amdahl's bound divides the compute of
+the fewest devices evenly, and keeps the rest of the step as it is.
 
-Exit codes: 0; 2 something given cannot work.
+Exit codes: 0 predicted; 2 wrong input, or no number of devices has a Plan that fits.
 """
 
 
@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--devices",
         metavar="N..M",
         default="8..4096",
-        help="doubling from N to M, or N,M,... (default 8..4096)",
+        help="N, 2N, 4N and so on up to M; or a list N,M,... (default 8..4096)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the curve")
@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     title = f"{workload.name} on {cluster.name}"
     if args.svg is not None:
-        _write(args.svg, picture(scaling, title))
+        text = picture(scaling, title)
+        write_file("picture", args.svg, "--svg", lambda path: path.write_text(text, encoding="utf-8"))
     if args.json:
         print(json.dumps(_summary(scaling, runs), indent=2))
     else:
@@ -105,8 +106,8 @@ def _counts(text: str) -> list[int]:
     if not counts or min(counts) < 1 or (dots and counts[0] > counts[1]):
         raise PlanError(
             f"--devices {text} cannot be read",
-            possible="two numbers, N..M, between which devices double; or numbers with commas between them",
-            change="write --devices 8..4096, say",
+            possible="two numbers N..M, for N, 2N, 4N and so on up to M; or numbers with commas between them",
+            change="give, for instance, --devices 8..4096",
         )
     if not dots:
         return counts
@@ -114,18 +115,6 @@ def _counts(text: str) -> list[int]:
     while doubled[-1] * 2 <= counts[1]:
         doubled.append(doubled[-1] * 2)
     return doubled
-
-
-def _write(path: Path, picture: str) -> None:
-    try:
-        path.write_text(picture, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"the picture cannot be written to {path}: {error.strerror}",
-            possible="a file in a directory that can be written to",
-            change="give another FILE to --svg",
-        ) from error
-    print(f"picture written to {path}", file=sys.stderr)
 
 
 def _summary(scaling: Scaling, runs: Sequence[LongRun | None]) -> dict[str, Any]:
@@ -176,15 +165,15 @@ def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
     head += ["days", "dollars"] if len(rows[0]) > len(head) else []
     most = scaling.points[-1].devices
     told = [
-        f"Doubling the devices pays up to {most}, the most that were looked at."
+        f"Doubling the devices pays up to {most}, the largest number in this table."
         if scaling.pays_to is None
-        else f"Doubling the devices stops paying at {scaling.pays_to}: the next step brings less than half "
-        "of what it could.",
+        else f"Doubling the devices stops paying at {scaling.pays_to}: from there on it gives less than "
+        "1.5 times the tokens/s.",
     ]
     if scaling.wall is not None:
-        told.append(f"The wall is at {scaling.wall}: more devices train no more tokens a second.")
+        told.append(f"The wall is at {scaling.wall}: more devices do not train more tokens a second.")
     if scaling.unfit:
-        told.append("No legal Plan fits " + ", ".join(map(str, scaling.unfit)) + " devices.")
+        told.append("No legal Plan fits in memory on " + ", ".join(map(str, scaling.unfit)) + " devices.")
     plans = "\n".join(f"{each.devices}: {each.best.layout}" for each in scaling.points)
     return "\n\n".join([table_of(head, rows), plans, "\n".join(told)])
 

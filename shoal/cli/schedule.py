@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
+from shoal.cli.files import write_file
 from shoal.cli.model_stages import ModelStages, add_arguments, open_model
 from shoal.cli.table import table_of
-from shoal.errors import PlanError, UserError
+from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, kind_of, make, play, search
 from shoal.plan.schedules.draw import draw
@@ -26,19 +27,19 @@ __all__ = ["add_parser", "run"]
 _WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal
 
 _DESCRIPTION = f"""\
-Prints a pipeline schedule to scale, with its bubble and the activations that ranks hold. F is a forward, B a
-backward, I and W its two halves: the gradients of the input and of the weights. The number is the
-micro-batch; small letters are the second stage of a rank. A rank's idle time is all until the last rank
-stops; stalled is the part of it between the rank's own first and last action.
+Draws a pipeline schedule to scale, with its bubble and the activations that each rank holds. F is a forward,
+B a backward; I and W are the two halves of a backward: the gradient of the input and of the weights. Numbers
+are micro-batches; small letters mark the second stage of a rank. Idle is all time in which a rank does not
+work, until the last rank stops; stalled is the part between the rank's own first and last action.
 
 Names: {", ".join((*NAMES, FOUND))}.
-The last is found for the given times and limit, and is never worse than a named one.
-Times are of all layers of a rank; with several stages on a rank each has its part.
-With --model the stages are those of a model, cut by what its pieces cost, and the Plan that cuts it so is
-printed. Computed costs are in units of a rank's mean forward, measured ones in seconds. {FOUND} then is what
-the Plan trains with: found for computed costs, to hold no more than --limit, or than 1f1b does.
+{FOUND} finds a schedule for the given times and limit that is never worse than the others. Times are for all
+layers of a rank; each stage of a rank takes its share. With --model, the stages are those of a model, split
+by the costs of its blocks, and the Plan with that split is printed. Computed costs are in units of a rank's
+mean forward, measured costs in seconds. {FOUND} is then the schedule that the Plan trains with: for computed
+costs, and within --limit, or what 1f1b holds.
 
-Exit codes: 0; 2 something given cannot work.
+Exit codes: 0 drawn; 2 wrong input.
 """
 
 
@@ -55,7 +56,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     which.add_argument("--compare", action="store_true", help="all schedules, side by side")
     parser.add_argument("--pp", metavar="N", type=int, required=True, help="ranks of the pipeline")
     parser.add_argument(
-        "--microbatches", metavar="N", type=int, help="in a step (default: four for each rank)"
+        "--microbatches", metavar="N", type=int, help="micro-batches in a step (default: four for each rank)"
     )
     parser.add_argument(
         "--virtual",
@@ -66,18 +67,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--times",
         metavar="F,B,W",
-        help="of a micro-batch: forward, gradient of the input, gradient of the weights (default 1,1,1)",
+        help="times of forward, gradient of the input and gradient of the weights, for one micro-batch "
+        "(default 1,1,1)",
     )
     parser.add_argument(
-        "--transfer", metavar="T", type=float, default=0.0, help="time from rank to rank (default 0)"
+        "--transfer", metavar="T", type=float, default=0.0, help="time of a message between ranks (default 0)"
     )
     parser.add_argument(
         "--limit",
         metavar="N",
         type=float,
-        help="the most micro-batches whose activations a rank may hold; may be a fraction, such as 4.5",
+        help="activations that a rank may hold, in micro-batches; may be a fraction, such as 4.5",
     )
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it into a file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_arguments(parser)
     parser.set_defaults(run=run)
@@ -99,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
     stages = _EqualStages(args) if model is None else model
     played = _compared(args, stages) if args.compare else [_played(args, name, stages)]
     if args.svg is not None:
-        _write(args.svg, played)
+        text = draw(played)
+        write_file("picture", args.svg, "--svg", lambda path: path.write_text(text, encoding="utf-8"))
     if args.json:
         summaries = [_summary(each, model) for each in played]
         print(json.dumps({"schedules": summaries} if args.compare else summaries[0], indent=2))
@@ -121,13 +124,13 @@ def _require_together(args: argparse.Namespace) -> None:
         if is_given and with_model != (args.model is not None):
             raise PlanError(
                 f"{option} was given {'without' if with_model else 'with'} --model",
-                possible="--times for equal stages, or --model with its options, whose costs give the times",
+                possible="--times without --model, or --model with its options; its costs give the times",
                 change=f"leave out {option}" + (", or add --model" if with_model else ""),
             )
     if args.recompute != "none" and not (args.measure or args.memory):
         raise PlanError(
             f"--recompute {args.recompute} was given without --measure",
-            possible="computed costs are those without recompute; it counts with --measure and --memory",
+            possible="--recompute with --measure or --memory; computed costs do not include recomputation",
             change="add --measure",
         )
 
@@ -343,15 +346,3 @@ def _summary(played: Played, model: ModelStages | None) -> dict[str, Any]:
             "memory": model.memory(schedule),
         }
     return summary
-
-
-def _write(path: Path, played: Sequence[Played]) -> None:
-    try:
-        path.write_text(draw(played), encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"the picture cannot be written to {path}: {error.strerror}",
-            possible="a file in a directory that can be written to",
-            change="give another FILE to --svg",
-        ) from error
-    print(f"picture written to {path}", file=sys.stderr)

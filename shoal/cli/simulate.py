@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
+from shoal.cli.files import write_file
 from shoal.cli.offload import add_offload, offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
-from shoal.cli.workload import open_workload
-from shoal.errors import PlanError, UserError
+from shoal.cli.workload import MFU, open_workload
+from shoal.errors import PlanError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -28,22 +28,18 @@ _MOST_ROWS = 16  # ranks along the pipeline that are printed; --json has all
 
 _MEMORY = ("weights", "gradients", "optimizer", "activations", "working")  # that are printed; --json has all
 
-_MFU = (
-    "MFU counts three times the FLOP of forward's products and attention over the whole square of positions, "
-    "nothing that is recomputed"
-)
-
 _DESCRIPTION = f"""\
-Predicts a step: how long it takes, where the time goes, what memory it needs. The schedule's table is played
-with the costs of the model's blocks on the cluster's devices and links: compute, what is exposed of the
-communications within blocks, messages between stages, gradients and weights beside compute, the optimizer.
+Predicts a step under a Plan: its duration, where the time goes, the memory it needs. Simulates the schedule
+with the costs of the model's blocks on the cluster's devices and links: compute, exposed communication within
+blocks, messages between stages, communication of gradients and weights beside compute, and the optimizer. It
+simulates one rank for each place along the pipeline; ranks that differ along other axes do the same work.
 
-The model is a preset, such as llama3-8b, or a .json file of a traced one. The cluster is a preset or a .toml
-file, such as dgx-h100:64; without a number it has as many devices as the Plan has ranks.
-{_MFU}.
-One rank stands for all that differ from it along other axes than the pipeline's.
+The model is a preset, such as llama3-8b, or a .json file of a traced model. The cluster is a preset, such as
+dgx-h100:64, or a .toml file; without a number it has as many devices as the Plan has ranks.
 
-Exit codes: 0; 2 something given cannot work, or the Plan does not fit in memory (and is predicted).
+{paragraph(MFU, indent="")}
+
+Exit codes: 0 predicted; 2 wrong input, or the Plan does not fit in memory (the prediction is still printed).
 """
 
 
@@ -55,11 +51,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--plan", metavar="PLAN", required=True, help="such as dp=8,tp=8,pp=4,precision=bf16")
-    parser.add_argument("--model", metavar="MODEL", required=True, help="a preset, or a .json file")
-    parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="such as dgx-h100:64")
+    parser.add_argument(
+        "--plan", metavar="PLAN", required=True, help="a Plan, such as dp=8,tp=8,pp=4,precision=bf16"
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", required=True, help="a preset, or a .json file of a traced model"
+    )
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", required=True, help="a preset, such as dgx-h100:64, or a .toml file"
+    )
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
-    parser.add_argument("--sequence", metavar="N", type=int, help="tokens of a sequence, if not the preset's")
+    parser.add_argument(
+        "--sequence", metavar="N", type=int, help="tokens in a sequence (default: the preset's)"
+    )
     add_outlook(parser)
     add_offload(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -96,11 +100,12 @@ def run(args: argparse.Namespace) -> int:
     simulation = simulate(workload, cluster, plan, args.batch)
     memory = memory_of(workload, simulation.plan, args.batch, cluster)
     if args.trace is not None:
-        _write("trace", args.trace, lambda path: write_chrome_trace(simulation.timeline, path))
+        timeline = simulation.timeline
+        write_file("trace", args.trace, "--trace", lambda path: write_chrome_trace(timeline, path))
     if args.svg is not None:
         title = f"{workload.name}, {simulation.plan}"
         picture = draw([simulation.played], title)
-        _write("picture", args.svg, lambda path: path.write_text(picture, encoding="utf-8"))
+        write_file("picture", args.svg, "--svg", lambda path: path.write_text(picture, encoding="utf-8"))
     run = long_run_of(args, workload, cluster, simulation.seconds, args.batch)
     summary = _summary(simulation, memory) | ({"long_run": long_run_summary(run)} if run is not None else {})
     if args.offload is not None:
@@ -122,23 +127,11 @@ def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanE
     largest = max(fullest["parts"], key=lambda part: fullest["parts"][part])
     words = f"--model {args.model} --cluster {args.cluster} --batch {args.batch}"
     return PlanError(
-        f"the Plan does not fit: place {fullest['place']} needs {needed}, most of it {largest}, and a device "
+        f"the Plan does not fit: place {fullest['place']} needs {needed}, most of it for {largest}; a device "
         f"has {there}",
         possible="shard=zero3, tp, pp, a smaller microbatch, recompute=full, or more devices",
-        change=f"take a Plan from: shoal plan {words}",
+        change=f"choose a Plan that fits with: shoal plan {words}",
     )
-
-
-def _write(what: str, path: Path, write: Callable[[Path], object]) -> None:
-    try:
-        write(path)
-    except OSError as error:
-        raise UserError(
-            f"the {what} cannot be written to {path}: {error.strerror}",
-            possible="a file in a directory that can be written to",
-            change=f"give another FILE to --{'svg' if what == 'picture' else what}",
-        ) from error
-    print(f"{what} written to {path}", file=sys.stderr)
 
 
 def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, Any]:
@@ -158,7 +151,7 @@ def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, 
         "tokens_per_second": simulation.tokens_per_second,
         "tokens_per_second_per_device": simulation.tokens_per_second_per_device,
         "mfu": simulation.mfu,
-        "mfu_counts": _MFU,
+        "mfu_counts": MFU,
         "memory": [
             {
                 "place": each.rank,
@@ -186,7 +179,7 @@ def _text(summary: Mapping[str, Any]) -> str:
     if summary["exchanges"]:
         paragraphs.append(traffic_text(summary["exchanges"]))
     paragraphs.append(_memory_text(summary["memory"]))
-    paragraphs.append(paragraph(f"{_MFU}."))
+    paragraphs.append(paragraph(MFU))
     return "\n\n".join(paragraphs)
 
 

@@ -21,8 +21,8 @@ def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def paragraph(text: str) -> str:
+def paragraph(text: str, *, indent: str = "  ") -> str:
     """Wrap sentences into lines of readable width; indent the lines after the first."""
     return textwrap.fill(
-        text, _COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        text, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

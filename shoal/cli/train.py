@@ -23,12 +23,13 @@ __all__ = ["add_parser", "run"]
 _FAILED = (1, 130)  # exit codes after which going on may help: a rank failed, or was stopped unsaved
 
 _DESCRIPTION = """\
-Trains a model. With no arguments: a small transformer, on the source of Python's standard library, on as many
-local ranks as this machine has cores. Under torchrun, srun or accelerate it joins the ranks that are there.
+Trains a model. Without arguments, it trains a small transformer on the source of Python's standard library,
+with one local rank for each core. Under torchrun, srun or accelerate, it runs as one of the ranks they
+started.
 Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
-Exit codes: 0 all steps made; 1 a rank failed; 2 something given cannot work; 75 stopped by Ctrl-C or SIGTERM,
-and the state is saved (go on with --resume); 130 stopped before the state was saved.
+Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by Ctrl-C or SIGTERM after the state
+was saved (continue with --resume); 130 stopped before the state was saved.
 """
 
 
@@ -50,20 +51,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="change one key, such as optimizer.learning_rate=1e-3; may be given several times",
     )
     parser.add_argument(
-        "--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero1, or auto; same as --set plan="
+        "--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero1, or auto; short for --set plan=PLAN"
     )
     parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
-        help="the machines, a preset or a file of `shoal probe`, that --plan auto is chosen for and that "
-        "`shoal report` predicts the run on; same as --set cluster=",
+        help="the machines, a preset or a file of `shoal probe`: --plan auto chooses for them, and "
+        "`shoal report` compares with their prediction; short for --set cluster=CLUSTER",
     )
     parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine")
-    parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="the new run's directory")
+    parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
         "--resume",
         metavar="auto|PATH",
-        help="go on with a run: its directory, one of its checkpoints, or auto for --run or the newest",
+        help="continue a run: its directory, one of its checkpoints, or auto for the run of --run, else for "
+        "the newest",
     )
     parser.set_defaults(run=run)
 
@@ -137,7 +139,7 @@ def _how_to_go_on(run: Path) -> str:
     from shoal.checkpoint import checkpoints, step_of
 
     saved = checkpoints(run / "checkpoints")
-    return f"Step {step_of(saved[0])} is saved; go on with: shoal train --resume {run}" if saved else ""
+    return f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {run}" if saved else ""
 
 
 def _checked_job(args: argparse.Namespace, ranks: int) -> Job:

@@ -21,13 +21,13 @@ _FEW = 20  # rows that are printed without being asked for
 _HALVES = {"fitted": (True,), "held out": (False,), "all": (True, False)}
 
 _DESCRIPTION = """\
-Predicts every row of a table of measurements, and prints predicted, measured and error: row by row, and for
-each family of rows and all together the median, mean and 90th percentile of the absolute errors, and the
-bias, which is the mean with signs. The columns of the table tell what it has: training steps, layers or
-collectives. docs/guides/validate.md says which columns.
+Predicts every row of a table of measurements, and prints prediction, measurement and error of each row. For
+each family of rows, and for all, it prints the median, mean and 90th percentile of the absolute errors, and
+the bias: the mean of the errors with their signs. The columns tell whether rows are training steps, layers or
+collectives; docs/guides/validate.md lists them.
 
-Exit codes: 0, however large the errors; 2 the table cannot be read, or has rows that cannot be predicted:
-these are told on stderr, after the others.
+Exit codes: 0 predicted, however large the errors; 2 the table cannot be read, or some rows cannot be
+predicted: stderr lists these after the others.
 """
 
 
@@ -39,12 +39,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("table", metavar="TABLE.csv", help="what was measured")
-    parser.add_argument("--rows", action="store_true", help=f"print the rows, even if more than {_FEW}")
+    parser.add_argument("table", metavar="TABLE.csv", help="the measurements")
+    parser.add_argument(
+        "--rows", action="store_true", help=f"print the rows, even if there are more than {_FEW}"
+    )
     parser.add_argument(
         "--held-out",
         action="store_true",
-        help="show the rows that constants may be fitted to beside those that they may not",
+        help="print errors separately for rows that constants may be fitted to, and for the rest",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     for error in refused[:_FEW]:
         print(f"shoal: {error}", file=sys.stderr)
     if len(refused) > _FEW:
-        print(f"shoal: and {len(refused) - _FEW} more, which --json tells", file=sys.stderr)
+        print(f"shoal: and {len(refused) - _FEW} more, which --json lists", file=sys.stderr)
     return UserError.exit_code
 
 

@@ -12,21 +12,36 @@ if TYPE_CHECKING:
     from shoal.cluster import Cluster
     from shoal.workload import Workload
 
-__all__ = ["add_arguments", "open_workload"]
+__all__ = ["MFU", "add_arguments", "open_workload"]
+
+MFU = (
+    "MFU counts three times the FLOP of the forward's matrix products, with attention over the whole square "
+    "of positions; it does not count recomputation."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds what names the model and the machines."""
-    parser.add_argument("--model", metavar="MODEL", required=True, help="a preset, or a .json file")
-    parser.add_argument("--cluster", metavar="CLUSTER", required=True, help="such as dgx-h100:64, or a file")
-    parser.add_argument("--sequence", metavar="N", type=int, help="tokens of a sequence, if not the preset's")
+    """Add the options that name the model and the machines."""
     parser.add_argument(
-        "--margin", metavar="SHARE", type=float, default=0.1, help="of memory to leave free (default 0.1)"
+        "--model", metavar="MODEL", required=True, help="a preset, or a .json file of a traced model"
+    )
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", required=True, help="a preset, such as dgx-h100:64, or a .toml file"
+    )
+    parser.add_argument(
+        "--sequence", metavar="N", type=int, help="tokens in a sequence (default: the preset's)"
+    )
+    parser.add_argument(
+        "--margin",
+        metavar="SHARE",
+        type=float,
+        default=0.1,
+        help="share of a device's memory to leave free (default 0.1)",
     )
 
 
 def open_workload(name: str, sequence: int | None, cluster: Cluster) -> Workload:
-    """The work of a preset on sequences of some length, as a Cluster does it, or of a model that was traced.
+    """Return the work of a preset on sequences of a length, on a Cluster, or of a traced model.
 
     Raises:
         ModelError: There is no such preset or file, or the file's sequences have another length.
@@ -39,8 +54,8 @@ def open_workload(name: str, sequence: int | None, cluster: Cluster) -> Workload
         return workload_on(cluster, found if sequence is None else found.replace(seq=sequence))
     if sequence is not None:
         raise ModelError(
-            f"--sequence {sequence} was given for {name}, which was traced with its own",
-            possible="another length for presets",
+            f"--sequence {sequence} was given for {name}, which was traced with sequences of one length",
+            possible="--sequence with a preset",
             change="leave out --sequence, or trace the model with such samples",
         )
     try:
@@ -48,6 +63,6 @@ def open_workload(name: str, sequence: int | None, cluster: Cluster) -> Workload
     except OSError as error:
         raise ModelError(
             f"{name} cannot be read: {error.strerror}",
-            possible="a file that a traced model was written to",
+            possible="a .json file of a traced model",
             change="correct the path",
         ) from error

@@ -26,10 +26,10 @@ _PART_NAMES = {
     "compute": "compute",
     "tensor": "tensor-parallel communication",
     "context": "context-parallel communication",
-    "expert": "the exchange with experts",
+    "expert": "expert-parallel communication",
     "bubble": "the pipeline's bubble",
-    "pipeline": "sends between stages",
-    "data": "the exchange of gradients and parameters",
+    "pipeline": "messages between stages",
+    "data": "data-parallel communication",
     "optimizer": "the optimizer",
     "straggler": "waiting for the slowest rank",
 }
@@ -101,16 +101,16 @@ class Explanation:
         shares = sorted(_parts(winner).items(), key=lambda item: -item[1])
         (first, most), *rest = [(_PART_NAMES[name], part / winner.seconds) for name, part in shares]
         others = [f"{name} {share:.1%}" for name, share in rest if share >= 0.005]
-        after = f"; then come {_joined(others)}" if others else ""
-        return f"{_capital(first)} bounds it, with {most:.1%} of the step{after}."
+        after = f"; next are {_joined(others)}" if others else ""
+        return f"{_capital(first)} takes the largest share of the step, {most:.1%}{after}."
 
     def _memory(self) -> str:
         winner, free = self.winner, self.unlimited
         held, room = (format_bytes(round(each)) for each in (winner.memory.peak, self.room))
-        held = f"A device holds {held} of {room} at most"
+        held = f"A device holds at most {held} of {room}"
         if free.plan == winner.plan or free.seconds > 0.999 * winner.seconds:
-            return f"{held}, and more memory would gain nothing."
-        return f"{held}; without that limit {free.layout} would be {_faster(winner, free)} faster."
+            return f"{held}; more memory would gain nothing."
+        return f"{held}. Without a limit, {free.layout} would be {_faster(winner, free)} faster."
 
     def _degrees(self) -> Iterator[str]:
         for name in dict.fromkeys(each.degree for each in self.neighbours):
@@ -119,10 +119,10 @@ class Explanation:
                 if each.degree != name:
                     continue
                 if each.best is None:
-                    told.append(f"with {each.value} nothing fits the memory")
+                    told.append(f"with {each.value} no Plan fits in memory")
                     continue
                 pace = _pace(each.best.seconds / self.winner.seconds - 1)
-                told.append(f"with {each.value} the best is {pace} ({each.best.degrees_text})")
+                told.append(f"with {each.value} the best Plan is {pace} ({each.best.degrees_text})")
             yield f"{name}={getattr(self.winner.degrees, name)}: {', '.join(told)}."
 
     def _sizes(self) -> Iterator[str]:
@@ -134,20 +134,20 @@ class Explanation:
         value = _size_text(size.setting, size.plan)
         if not size.fits:
             over = format_bytes(round(size.memory - self.room))
-            return f"with {value} the same Plan takes {over} too much memory"
+            return f"with {value} the same Plan needs {over} too much memory"
         if abs(size.slower) < 0.0005:
-            return f"with {value} the same Plan is as quick"
-        pace = "slower" if size.slower > 0 else "quicker"
+            return f"with {value} the same Plan takes as long"
+        pace = "slower" if size.slower > 0 else "faster"
         return f"with {value} the same Plan is {abs(size.slower):.1%} {pace}"
 
     def _runner_up(self) -> str:
         other, winner = self.other, self.winner
         if other is None:
-            return "No Plan of another kind fits the memory."
+            return "No Plan of another kind fits in memory."
         name, more = _most_added(winner, other)
         pace = _pace(other.seconds / winner.seconds - 1)
-        why = f"{_PART_NAMES[name]} takes {format_seconds(more)} more of it" if more > 0 else "by a hair"
-        return f"Of another kind, {other.layout} is best, and {pace}: {why}."
+        why = f", because {_PART_NAMES[name]} takes {format_seconds(more)} more" if more > 0 else ""
+        return f"The best Plan of another kind is {other.layout}: it is {pace}{why}."
 
     def _changes(self) -> Iterator[str]:
         idle = [each.name for each in self.changes if each.best.seconds > 0.999 * self.winner.seconds]
@@ -256,7 +256,7 @@ def _size_text(setting: str, plan: SettledPlan) -> str:
 
 
 def _pace(slower: float) -> str:
-    return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'quicker'}"
+    return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
 
 
 def _joined(words: list[str]) -> str:

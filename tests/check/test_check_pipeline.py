@@ -81,13 +81,13 @@ def test_a_dropped_micro_batch_is_named_with_the_ranks_that_lack_it(ranks, plan,
     departure = departure_of(ranks, plan, "dropped_backward", str(stage), {**FOUR, **UNTIED})
     assert (departure.step, departure.quantity) == (1, "gradient")
     assert "the gradient of micro-batch 1 (sample " in departure.text
-    assert f"is missing; what departs is on {where} along pp" in departure.text
+    assert f"is missing; the fault is on {where} along pp" in departure.text
 
 
 def test_a_micro_batch_that_counts_twice_is_named(ranks):
     departure = departure_of(ranks, "pp=2", "backward_twice", "0", {**FOUR, **UNTIED})
     assert "the gradient of micro-batch 1 (sample " in departure.text
-    assert "is counted twice; what departs is on rank 0, at 0 along pp" in departure.text
+    assert "is counted twice; the fault is on rank 0, at 0 along pp" in departure.text
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_lost_weight_gradient_is_named(ranks, plan, stage, name):
         ranks, f"{plan},schedule=zb-h1", "lost_weight_gradient", str(stage), {**FOUR, **UNTIED}
     )
     assert departure.name.endswith(f"attention.{name}.weight")
-    assert f"is missing; what departs is on rank {stage}, at {stage} along pp" in departure.text
+    assert f"is missing; the fault is on rank {stage}, at {stage} along pp" in departure.text
     assert "norm" not in departure.text
 
 
@@ -135,19 +135,19 @@ def test_a_tied_gradient_that_is_not_added_up_is_named(ranks, plan):
     departure = departure_of(ranks, plan, "ends_not_added_up")
     assert (departure.step, departure.name) == (1, "embed.weight")
     last = Plan.parse(plan).pp - 1
-    assert f"the ranks at 0, {last} along pp hold parts of it" in departure.text
+    assert f"the ranks at 0, {last} along pp hold gradients whose sum is right" in departure.text
 
 
 def test_other_samples_on_a_stage_are_named(ranks):
     departure = departure_of(ranks, "dp=2,pp=2", "samples_of_its_own")
     assert departure.quantity == "samples"
-    assert "rank 3 trains on other samples than the ranks with the same place along dp" in departure.text
+    assert "rank 3 trains on other samples than other ranks at the same place along dp" in departure.text
 
 
 def test_the_order_of_samples_on_a_stage_counts(ranks):
     departure = departure_of(ranks, "pp=2", "samples_of_its_own")
     assert departure.quantity == "samples"
-    assert "rank 1 trains in another order than the ranks with the same place along dp" in departure.text
+    assert "rank 1 trains in another order than other ranks at the same place along dp" in departure.text
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,8 @@ def test_a_missing_reduction_is_named_with_its_axis(ranks, plan, axis):
 @pytest.mark.parametrize(
     ("plan", "axis", "told"),
     [
-        ("dp=2", "replicate", "it is 2 times what it should be: a sum in place of a mean over replicate"),
-        ("dp=4,shard=zero2", "shard", "it is 4 times what it should be: a sum in place of a mean over shard"),
+        ("dp=2", "replicate", "it is 2 times the reference: a sum in place of a mean over replicate"),
+        ("dp=4,shard=zero2", "shard", "it is 4 times the reference: a sum in place of a mean over shard"),
     ],
 )
 def test_a_sum_in_place_of_a_mean_is_named(ranks, plan, axis, told):
@@ -129,7 +129,7 @@ def test_a_duplicated_and_a_dropped_sample_are_named(ranks, plan):
 def test_data_that_stand_still_are_named_in_the_step_after(ranks):
     departure = verdict_of(ranks, "dp=2", "other_samples", "stale").departure
     assert (departure.step, departure.quantity) == (2, "samples")
-    assert "of another step: " in departure.text
+    assert "from another step: " in departure.text
 
 
 def test_weights_that_are_not_gathered_show_in_the_step_after(ranks):
@@ -144,13 +144,13 @@ def test_a_replica_with_another_gradient_is_named_with_parameter_axis_and_rank(r
     assert (departure.step, departure.quantity) == (1, "gradient")
     assert departure.name == "blocks.1.feed_forward.up.weight"
     assert "ranks along the axis replicate hold different values" in departure.text
-    assert "it departs on rank 1 alone" in departure.text
+    assert "it departs only on rank 1" in departure.text
 
 
 def test_an_optimizer_with_another_rate_is_named_with_its_rank(ranks):
     departure = verdict_of(ranks, "dp=2,shard=zero1", "a_learning_rate_of_its_own").departure
     assert (departure.step, departure.quantity) == (1, "parameter")
-    assert "it departs on rank 1 alone" in departure.text
+    assert "it departs only on rank 1" in departure.text
 
 
 def test_what_tensor_parallelism_leaves_whole_and_does_not_sum_is_named(ranks):

@@ -50,7 +50,7 @@ def test_what_is_not_asked_for_is_not_told(capsys, command):
 def test_the_text_names_days_checkpoints_and_goodput(capsys, command):
     assert main([*command, "--tokens", "15T"]) == 0
     printed = capsys.readouterr().out
-    for word in (" days, $", "A device fails every", "best is one every", "Goodput"):
+    for word in (" days, $", "A device fails every", "best to save one every", "Goodput"):
         assert word in printed
 
 
@@ -82,7 +82,7 @@ def test_a_machine_that_fails_before_it_saves_never_ends(capsys, tmp_path):
         (("--steps", "0"), "steps=0"),
         (("--steps", "9", "--storage", "fast"), "--storage fast"),
         (("--steps", "9", "--restart", "-1"), "restart=-1"),
-        (("--restart", "60"), "no long run"),
+        (("--restart", "60"), "without the length of a run"),
         (("--jitter", "1.5"), "jitter"),
     ],
 )

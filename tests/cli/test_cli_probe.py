@@ -31,7 +31,7 @@ def test_one_rank_writes_a_description_that_loads(programs, tmp_path):
     ("words", "told"),
     [
         (["--backend=gluo"], "did you mean 'gloo'"),
-        (["--ranks=0"], "--ranks 0 are no ranks"),
+        (["--ranks=0"], "--ranks 0 is too small"),
         (["--out=/nowhere/at/all.toml"], "cannot be written to"),
     ],
 )

@@ -139,7 +139,7 @@ def test_speed_and_parts_are_those_since_the_layout_changed(
     assert json.loads(capsys.readouterr().out)["tokens_per_second"] == 1000
     run.describe({**DESCRIPTION, "since_step": STEPS})  # no step was made since
     assert call(run.path) == 0
-    assert "No timeline of steps under this Plan" in capsys.readouterr().out
+    assert "no timeline of steps under this Plan" in capsys.readouterr().out
 
 
 def test_one_rank_can_be_asked_for(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +176,7 @@ def test_a_run_without_timeline_reports_its_metrics(run: Run, capsys: pytest.Cap
     assert call(run.path) == 0
     printed = capsys.readouterr().out
     assert "5.0000 at step 0, 1.5000 at step 7" in printed
-    assert "No timeline" in printed
+    assert "no timeline" in printed
     with pytest.raises(RunError, match="no timeline"):
         call(run.path, "--trace", run.path / "trace.json")
     with pytest.raises(RunError, match="rank 0"):

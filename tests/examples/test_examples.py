@@ -80,7 +80,7 @@ def test_a_pipeline_trains_as_one_process(ranks, monkeypatch, capfd):
 def test_the_best_plan_is_chosen_and_explained(monkeypatch, capsys):
     printed = run_alone(monkeypatch, capsys, "08_plan.py")
     assert "s a step" in printed
-    assert "bounds it, with" in printed
+    assert "takes the largest share" in printed
 
 
 def test_the_file_of_a_cluster_is_one():

@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_is_named_and_not_the_one_that_lost_it(programs):
     assert program.end() == 1
     first, *_, last = failures(program)
     assert first.startswith("shoal: rank 1 failed: killed by SIGKILL")
-    assert last.startswith(f"Step {step_of(checkpoints(run.checkpoints)[0])} is saved; go on with")
+    assert last.startswith(f"Step {step_of(checkpoints(run.checkpoints)[0])} is saved; continue with")
     assert last.endswith("shoal train --resume run")
     assert program.leaves_no_process()
 

@@ -265,7 +265,7 @@ def test_a_run_that_fails_says_how_to_go_on_from_what_it_saved(ranks, tiny_run, 
         code, _, err = ranks.run(shoal, 1, [*words, "--nproc", "1"], tmp_path)[0]
         assert code == 1
         assert "ValueError: enough" in err
-        hint = "Step 2 is saved; go on with: shoal train --resume late\n"
+        hint = "Step 2 is saved; continue with: shoal train --resume late\n"
         assert err.endswith(hint) == (run == "late"), err
         assert ("--resume" in err) == (run == "late")
 
