@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from pipeline_faults import PIPELINE_FAULTS
 
-from shoal.check import Comparison, Trial, Verdict
+from shoal.check import Comparison, Tolerance, Trial, Verdict
 from shoal.check.distributed import trace_under
+from shoal.check.forward import ForwardReference
 from shoal.check.trace import RankTrace
 from shoal.data import Loader
 from shoal.models import Mixture
@@ -25,6 +26,8 @@ from shoal.parallel.expert import expert
 from shoal.parallel.striped import Striped
 from shoal.plan import Plan, SettledPlan
 
+MEASURED: dict[Any, Any] = {}
+
 SHAPE = {"vocab_size": 64, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 32}
 
 
@@ -34,9 +37,25 @@ def make_trial(**changes: Any) -> Trial:
 
 def check(plans: list[str], trial: Trial, fault: str = "", detail: str = "") -> list[Verdict | None]:
     """The verdicts on the first rank, of Plans that all have the same fault."""
-    with FAULTS[fault](detail) if fault else contextlib.nullcontext():
+    with FAULTS[fault](detail) if fault else contextlib.nullcontext(), measured_once():
         comparison = Comparison(trial, torch.device("cpu"))
         return [comparison.check(Plan.parse(plan)) for plan in plans]
+
+
+@contextlib.contextmanager
+def measured_once() -> Iterator[None]:
+    """References on one device are kept for later tests, which have the same trials."""
+    with contextlib.ExitStack() as stack:
+        for kind in (Tolerance, ForwardReference):
+
+            def measure(*args: Any, kind: Any = kind, original: Any = kind.measure) -> Any:
+                key = kind, *map(repr, args)
+                if key not in MEASURED:
+                    MEASURED[key] = original(*args)
+                return MEASURED[key]
+
+            stack.enter_context(patch.object(kind, "measure", measure))
+        yield
 
 
 def groups_after_plans(plans: list[str], trial: Trial) -> list[int]:

@@ -9,7 +9,7 @@ from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import Split, TensorLayout, parallelize
 from shoal.plan import Plan
 
-STEPS, BATCH, SEQ = 6, 4, 16
+STEPS, BATCH, SEQ = 3, 4, 16
 SHAPE = {
     "vocab_size": 61,  # does not divide: the last rank has fewer tokens
     "layers": 2,

@@ -13,7 +13,7 @@ from shoal.parallel import parallelize
 from shoal.plan import Plan, SettledPlan
 from shoal.plan.schedules import NAMES
 
-STEPS, BATCH, SEQ = 4, 8, 16
+STEPS, BATCH, SEQ = 2, 8, 16
 SHAPE = {
     "vocab_size": 61,
     "layers": 4,
@@ -78,10 +78,9 @@ def check(ranks, alone, plan, microbatch=1, **changes):
     assert_same_training(results, expected, owned)
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("schedule", [*NAMES, "search", "search,virtual=2,activations=3"])
-def test_every_schedule_trains_as_one_process(ranks, alone, schedule, tied):
-    check(ranks, alone, f"pp=2,schedule={schedule}", tie_embeddings=tied)
+def test_every_schedule_trains_as_one_process(ranks, alone, schedule):
+    check(ranks, alone, f"pp=2,schedule={schedule}", tie_embeddings=True)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +103,17 @@ def test_eight_stages_on_four_ranks(ranks, alone, schedule):
     check(ranks, alone, f"pp=4,schedule={schedule}", layers=8)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("shard", "schedule"),
+    [
+        ("none", "zb-v"),
+        ("zero1", "interleaved"),
+        ("zero2", "1f1b"),
+        ("zero2", "zb-v"),
+        ("zero3", "1f1b"),
+        ("zero3", "interleaved"),
+    ],
+)
 def test_it_composes_with_every_sharding(ranks, alone, shard, schedule):
     check(ranks, alone, f"dp=2,pp=2,shard={shard},schedule={schedule}", tie_embeddings=False)
 
@@ -115,8 +123,7 @@ def test_tied_embeddings_on_two_ranks_are_one(ranks, alone, shard):
     check(ranks, alone, f"dp=2,pp=2,shard={shard}", tie_embeddings=True)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
-@pytest.mark.parametrize("shard", ["zero2", "zero3"])
+@pytest.mark.parametrize(("shard", "schedule"), [("zero2", "dualpipe-v"), ("zero3", "zb-v")])
 def test_tied_embeddings_of_two_stages_on_one_rank_are_one(ranks, alone, shard, schedule):
     check(ranks, alone, f"dp=2,pp=2,shard={shard},schedule={schedule}", tie_embeddings=True)
 
@@ -151,8 +158,9 @@ def test_a_tied_embedding_is_gathered_for_its_own_stage_alone(ranks):
     assert tied.count(max(tied)) == untied.count(max(untied))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
-@pytest.mark.parametrize("tensor", ["sequence", "async", "plain"])
+@pytest.mark.parametrize(
+    ("tensor", "schedule"), [("sequence", "zb-v"), ("async", "1f1b"), ("async", "zb-v"), ("plain", "zb-h1")]
+)
 def test_it_composes_with_tensor_parallelism(ranks, alone, tensor, schedule):
     check(ranks, alone, f"tp=2,pp=2,tensor={tensor},schedule={schedule}")
 
@@ -168,8 +176,7 @@ def test_it_composes_with_expert_parallelism(ranks, alone, schedule):
     check(ranks, alone, f"dp=2,pp=2,ep=2,schedule={schedule}", **changes)
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(("recompute", "schedule"), [("full", "1f1b"), ("selective", "zb-v")])
 def test_it_composes_with_recompute_and_dropout(ranks, alone, recompute, schedule):
     check(ranks, alone, f"pp=2,schedule={schedule},recompute={recompute}", dropout=0.1)
 

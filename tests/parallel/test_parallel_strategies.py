@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.parallel import parallelize
 
-STEPS, BATCH = 20, 8
+STEPS, BATCH = 6, 8
 
 
 class Block(nn.Module):
@@ -123,7 +123,7 @@ def test_every_layout_trains_as_one_process_does(ranks, plain, layout, microbatc
     results = ranks.run(train, dp, layout, microbatch, 1.0)
     losses, weights = plain
     for result_losses, result_weights in results:
-        # fp32 sums in another order, over 20 steps of AdamW
+        # fp32 sums in another order, over 6 steps of AdamW
         torch.testing.assert_close(torch.tensor(result_losses), torch.tensor(losses), rtol=1e-4, atol=1e-5)
         for name, value in weights.items():
             torch.testing.assert_close(result_weights[name], value, rtol=1e-3, atol=2e-4)

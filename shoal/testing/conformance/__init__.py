@@ -7,7 +7,7 @@ Nouns: Case (an entry, a sharding, a precision), Training (the results of a trai
 """
 
 from shoal.testing.conformance.case import PRECISIONS, SHARDINGS, Case
-from shoal.testing.conformance.expected import all_cases, expected, pairwise_cases, table
+from shoal.testing.conformance.expected import all_cases, expected, sampled_cases, table
 from shoal.testing.conformance.outcome import Outcome, judge
 from shoal.testing.conformance.reference import train_alone
 from shoal.testing.conformance.run import outcomes
@@ -24,7 +24,7 @@ __all__ = [
     "expected",
     "judge",
     "outcomes",
-    "pairwise_cases",
+    "sampled_cases",
     "table",
     "train_alone",
     "train_under",
