@@ -11,6 +11,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Tests start many Python processes: without bytecode, each of them compiles Shoal anew.
+TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 EXTRAS := dev,docs,hf,parquet,tensorboard
 
 # Where PyPI has torch for CUDA alone, as on Linux on x86-64, this venv takes 5 GB.
@@ -25,16 +27,16 @@ train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(TESTING) $(BIN)/pytest -n $(JOBS) --dist loadfile
 
 test-long: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m long
+	$(TESTING) $(BIN)/pytest -m long
 
 test-faults: $(VENV)/.ready-dev
 	$(BIN)/python tests/faults/plant.py --jobs 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.ready
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/pytest $(OLDEST_TESTS)
+	$(TESTING) $(OLDEST)/bin/pytest $(OLDEST_TESTS)
 
 lint: $(VENV)/.ready-dev
 	$(BIN)/ruff check

@@ -21,7 +21,7 @@ from shoal.probe.suspicions import suspicions
 from shoal.probe.synchronisations import measure_synchronisations
 from shoal.probe.turns import THOROUGH, Effort
 
-__all__ = ["FitError", "Probed", "probe"]
+__all__ = ["FitError", "Probed", "median_of_ranks", "probe"]
 
 Timed = TypeVar("Timed", ProductTime, PassTime, AttentionTime)
 
@@ -87,18 +87,18 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
     on_core, start = time.thread_time(), time.perf_counter()
     own = measure_products(place, effort)
     presence = (time.thread_time() - on_core) / (time.perf_counter() - start)
-    products = _median_of_ranks(place, own)
+    products = median_of_ranks(place, own)
     paces = place.gathered(max(each.rate for each in own if each.precision == "fp32"))
     say("passes over memory, attention, launches")
-    passes = _median_of_ranks(place, measure_passes(place, effort))
-    attention = _median_of_ranks(place, measure_attention(place, effort))
+    passes = median_of_ranks(place, measure_passes(place, effort))
+    attention = median_of_ranks(place, measure_attention(place, effort))
     launch, dispatch = zip(*place.gathered(measure_launch(place, effort)), strict=True)
     say("links")
     contention = place.gathered(measure_contention(place, effort))
     return Measurements(
         products=products,
         passes=passes,
-        attention=tuple(each for each in attention if each.seconds > 0),
+        attention=attention,
         launch=median(launch),
         dispatch=median(dispatch),
         contention=median(contention),
@@ -110,13 +110,15 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
     )
 
 
-def _median_of_ranks(place: Place, own: Sequence[Timed]) -> tuple[Timed, ...]:
-    """Return each measurement with the median of the seconds that all ranks measured at the same time."""
+def median_of_ranks(place: Place, own: Sequence[Timed]) -> tuple[Timed, ...]:
+    """Return each measurement with the median of the seconds that all ranks measured at the same time.
+
+    A backward that noise made less than nothing is left out.
+    """
     seconds = place.gathered([each.seconds for each in own])
-    return tuple(
-        replace(each, seconds=median(values))
-        for each, values in zip(own, zip(*seconds, strict=True), strict=True)
-    )
+    medians = [median(values) for values in zip(*seconds, strict=True)]
+    found = (replace(each, seconds=middle) for each, middle in zip(own, medians, strict=True))
+    return tuple(each for each in found if each.seconds > 0)
 
 
 def _errors(measured: Measurements, cluster: Cluster) -> tuple[FitError, ...]:

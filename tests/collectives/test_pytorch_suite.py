@@ -78,5 +78,6 @@ def test_a_backend_that_is_its_own_measure_lacks_what_it_fails():
     assert not lacks("passed")
 
 
+@pytest.mark.long
 def test_a_pattern_without_tests_is_a_wrong_argument():
     assert run_suite("--backend", "gloo", "--only", "no_such_test").returncode == 2

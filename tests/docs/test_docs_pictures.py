@@ -19,10 +19,18 @@ sys.path.insert(0, str(ROOT / "docs"))
 import pictures  # noqa: E402
 from drawn import attention, products, ranks, schedules, svg  # noqa: E402
 
-DRAWN = pictures.pictures()
-NAMES = sorted(DRAWN)
-OF_SCHEDULES = schedules.pictures()
-"""Drawn as `shoal schedule --svg` draws, with colours of its own."""
+NAMES = sorted(path.name for path in pictures.FOLDER.iterdir())
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return pictures.pictures()
+
+
+@pytest.fixture(scope="module")
+def of_schedules():
+    """Drawn as `shoal schedule --svg` draws, with colours of its own."""
+    return schedules.pictures()
 
 
 def texts(picture):
@@ -36,8 +44,8 @@ def texts(picture):
         yield content, left, y - 0.75 * size, left + width, y + 0.2 * size
 
 
-def test_pictures_are_what_the_generator_draws():
-    assert {path.name: path.read_text() for path in pictures.FOLDER.iterdir()} == DRAWN, (
+def test_pictures_are_what_the_generator_draws(drawn):
+    assert {path.name: path.read_text() for path in pictures.FOLDER.iterdir()} == drawn, (
         "run: python docs/pictures.py"
     )
 
@@ -49,9 +57,9 @@ def test_every_picture_is_on_one_page_with_words_for_who_cannot_see_it():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_of_a_picture_lie_inside_and_apart(name):
-    width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', DRAWN[name]).groups())
-    placed = list(texts(DRAWN[name]))
+def test_texts_of_a_picture_lie_inside_and_apart(drawn, name):
+    width, height = map(float, re.search(r'viewBox="0 0 (\S+) (\S+)"', drawn[name]).groups())
+    placed = list(texts(drawn[name]))
     for content, left, top, right, bottom in placed:
         assert left >= -1, content
         assert right <= width + 1, content
@@ -62,9 +70,9 @@ def test_texts_of_a_picture_lie_inside_and_apart(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_is_small_and_has_a_title(name):
-    assert len(DRAWN[name]) < 32 * 1024
-    assert re.search("<title>.{12,}</title>", DRAWN[name])
+def test_a_picture_is_small_and_has_a_title(drawn, name):
+    assert len(drawn[name]) < 32 * 1024
+    assert re.search("<title>.{12,}</title>", drawn[name])
 
 
 def luminance(color):
@@ -80,17 +88,17 @@ def test_colors_of_pictures_are_seen_on_white_and_on_black(color, background):
     assert (brighter + 0.05) / (darker + 0.05) >= 3  # what WCAG asks of graphics
 
 
-def test_colors_in_pictures_are_those_of_the_palette():
-    others = [drawn for name, drawn in DRAWN.items() if name not in OF_SCHEDULES]
-    used = {color for drawn in others for color in re.findall(r'"(#[0-9a-f]{3,})"', drawn)}
+def test_colors_in_pictures_are_those_of_the_palette(drawn, of_schedules):
+    others = [picture for name, picture in drawn.items() if name not in of_schedules]
+    used = {color for picture in others for color in re.findall(r'"(#[0-9a-f]{3,})"', picture)}
     assert used == {svg.GRAY, *svg.COLORS, "#ffffff"}
 
 
-def test_every_schedule_is_drawn_with_the_same_work():
-    assert sorted(OF_SCHEDULES) == sorted(f"schedule-{name}.svg" for name in SCHEDULES)
+def test_every_schedule_is_drawn_with_the_same_work(of_schedules):
+    assert sorted(of_schedules) == sorted(f"schedule-{name}.svg" for name in SCHEDULES)
     for name in SCHEDULES:
         played = schedules.played(name)
-        assert caption(played) in OF_SCHEDULES[f"schedule-{name}.svg"]
+        assert caption(played) in of_schedules[f"schedule-{name}.svg"]
         assert [played.busy(rank) for rank in range(schedules.RANKS)] == pytest.approx(
             [3 * schedules.MICROBATCHES] * schedules.RANKS
         )
