@@ -1,5 +1,6 @@
 """Fixtures for the whole suite: ranks are processes that all tests share."""
 
+import gc
 import random
 
 import pytest
@@ -15,6 +16,10 @@ settings.load_profile("shoal")
 settings.register_profile(
     "faults", deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate)
 )
+
+
+def pytest_collection_finish():
+    gc.freeze()  # collections need not look at what was imported, nor write to it in forked processes
 
 
 @pytest.fixture(scope="session")

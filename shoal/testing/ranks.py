@@ -8,6 +8,7 @@ A pool starts its processes once, and each call forms a group of its own among t
 from __future__ import annotations
 
 import multiprocessing
+import gc
 import os
 import sys
 import tempfile
@@ -136,6 +137,7 @@ def _serve(connection: Connection, backend: str, threads: int) -> None:
 
     assert shoal.collectives
     torch.set_num_threads(threads)
+    gc.freeze()  # so that garbage collections do not write to pages that ranks share
     while True:
         try:
             function, arguments, rank, ranks, store, path = connection.recv()

@@ -95,6 +95,13 @@ def measured_of_the_true_machine():
     )
 
 
+def fitted_alone(**changes):
+    """Of few measurements on one device, which is quick."""
+    measured = measured_of_the_true_machine()
+    few = replace(measured, products=measured.products[::5], passes=measured.passes[:4], links=(), **changes)
+    return fit(few, replace(SHEET, devices=1, devices_per_host=1), "fitted")
+
+
 @pytest.fixture(scope="module")
 def fitted():
     return fit(measured_of_the_true_machine(), SHEET, "fitted")
@@ -131,24 +138,22 @@ def meeting(ranks, jitter, noise, work):
 @pytest.mark.parametrize(("jitter", "noise"), [(0.03, 0.002), (0.0, 0.004), (0.02, 0.0), (0.0, 0.0)])
 def test_meetings_tell_a_slower_rank_from_delays_at_random(jitter, noise):
     times = tuple(meeting(4, jitter, noise, work) for work in (0.002, 0.008, 0.03))
-    cluster = fit(replace(measured_of_the_true_machine(), synchronisations=times), SHEET, "fitted")
+    cluster = fitted_alone(synchronisations=times)
     assert (cluster.jitter, cluster.noise) == pytest.approx((jitter, noise), abs=1e-9)
 
 
 @pytest.mark.parametrize("seconds", [-1e-4, 0.0])
 def test_meetings_that_seem_to_take_less_than_nothing_are_noise(seconds):
     times = tuple(SynchronisationTime(2, work, seconds * work) for work in (0.002, 0.008, 0.03))
-    cluster = fit(replace(measured_of_the_true_machine(), synchronisations=times), SHEET, "fitted")
+    cluster = fitted_alone(synchronisations=times)
     assert (cluster.jitter, cluster.noise) == (0.0, 0.0)
 
 
 def test_one_device_alone_has_a_level_without_links():
+    assert [level.devices for level in fitted_alone().levels] == [1]
+
+
+def test_cores_are_described_as_shared_and_accelerators_are_not(fitted):
+    assert fitted.cores == SHEET.cores
     measured = replace(measured_of_the_true_machine(), links=())
-    cluster = fit(measured, replace(SHEET, devices=1, devices_per_host=1), "alone")
-    assert [level.devices for level in cluster.levels] == [1]
-
-
-def test_cores_are_described_as_shared_and_accelerators_are_not():
-    measured = measured_of_the_true_machine()
-    assert fit(measured, SHEET, "mine").cores == SHEET.cores
-    assert fit(measured, replace(SHEET, on_cores=False), "mine").cores == 0
+    assert fit(measured, replace(SHEET, on_cores=False, devices=1, devices_per_host=1), "mine").cores == 0
