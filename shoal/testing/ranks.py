@@ -7,8 +7,8 @@ A pool starts its processes once, and each call forms a group of its own among t
 
 from __future__ import annotations
 
-import multiprocessing
 import gc
+import multiprocessing
 import os
 import sys
 import tempfile
