@@ -130,7 +130,7 @@ def setting(text):
         (("train", "--plan", "pp=2,schedule=interleaved,microbatch=4", "--nproc", "2"), "microbatch is 1, 2"),
         (
             ("train", "--plan", "pp=2,schedule=interleaved", "--nproc", "2", "--set", "batch=3"),
-            "3 micro-batches on 2 ranks, which a batch of 3 gives",
+            "3 micro-batches on 2 ranks: a batch of 3 gives this number",
         ),
         (("train", "--plan", "pp=2,split=2-1", "--nproc", "2"), "is of 3 blocks, and the model has 2"),
         (("train", "--plan", "pp=2,split=2", "--nproc", "2"), "how many blocks each of 2 stages has"),
