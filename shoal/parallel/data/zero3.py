@@ -95,7 +95,7 @@ class _ShardedWeights(Strategy):
     @property
     def stale(self) -> str | None:
         """See `Strategy.stale`."""
-        return None if self._held_open else "are there only while a forward or a backward needs them"
+        return None if self._held_open else "exist only while a forward or a backward needs them"
 
     def unchanged(self) -> AbstractContextManager[None]:
         """See `Strategy.unchanged`. Every forward gathers weights nevertheless."""

@@ -81,7 +81,7 @@ def require_experts(model: nn.Module, size: int) -> None:
     mixtures = _mixtures(model)
     if not mixtures and size > 1:
         raise ModelError(
-            f"{type(model).__name__} has no experts to lay over {size} ranks",
+            f"{type(model).__name__} has no experts to divide over {size} ranks",
             possible="a model with shoal.models.Mixture layers, such as the preset tiny-experts",
             change="leave out ep, or give the model experts",
         )

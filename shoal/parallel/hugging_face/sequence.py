@@ -130,14 +130,14 @@ def require_attention(model: Any) -> None:
     counted = [kind for kind in _rotary_kinds(config) if kind in _COUNTED]
     rate = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     problems = {
-        "its attention is not of transformers' AttentionInterface": not model._supports_attention_backend,
+        "its attention does not use transformers' AttentionInterface": not model._supports_attention_backend,
         "its base model takes no position_ids": not takes_positions,
-        "it is no causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
+        "it is not a causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
         f"it has layers of {', '.join(sorted(kinds))}": kinds,
-        f"{''.join(along[:1])} looks along the sequence": along,
-        f"its rotary embedding is {''.join(counted[:1])}, which depends on a sequence's length": counted,
-        "it caps attention's scores": getattr(config, "attn_logit_softcapping", None),
-        f"its attention has a dropout of {rate}, and masks would depend on the layout": rate,
+        f"{''.join(along[:1])} reads several positions of the sequence": along,
+        f"its rotary embedding is {''.join(counted[:1])}, which depends on the sequence length": counted,
+        "it caps the attention scores": getattr(config, "attn_logit_softcapping", None),
+        f"its attention has a dropout of {rate}, and the dropout masks would depend on the Plan": rate,
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -158,8 +158,8 @@ def require_window(config: Any, sequence: int) -> None:
     window = getattr(config, "sliding_window", None)
     if window and (not kinds or "sliding_attention" in kinds) and window < sequence:
         raise PlanError(
-            f"attention sees a window of {window} tokens, and context parallelism knows none: a sequence "
-            f"has {sequence}",
+            f"attention has a window of {window} tokens, and a sequence has {sequence}: context parallelism "
+            "has no windows",
             possible=f"sequences of up to {window} tokens, or cp=1",
             change=f"use sequence={window} or less, or leave out cp",
         )
@@ -251,7 +251,8 @@ def _hold_positions(
         if named.get(name) is not None:
             raise ModelError(
                 f"{name} was given to {type(module).__name__}, whose sequences context parallelism cuts",
-                possible="tokens alone; those after a sample's end change nothing before them",
+                possible="only tokens; padding after the end of a sample does not change the tokens before "
+                "it",
                 change=f"leave out {name}, and give targets of -100 where no loss is wanted",
             )
     tokens = args[0] if args else named.get("input_ids")
@@ -263,9 +264,9 @@ def _hold_positions(
 def _require_no_labels(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     if named.get("labels") is not None:
         raise ModelError(
-            f"labels were given to {type(module).__name__}, whose own loss knows nothing of ranks",
-            possible="shoal.models.next_token_loss of the output and of targets that were shifted before",
-            change="leave out labels, and take that loss",
+            f"labels were given to {type(module).__name__}, whose own loss does not work across ranks",
+            possible="shoal.models.next_token_loss(output, targets) with targets that are already shifted",
+            change="leave out labels, and use that loss",
         )
 
 
@@ -295,8 +296,8 @@ def _registered(
         "is not causal": not causal,
         "has a mask": attention_mask is not None,
         f"has a dropout of {dropout}": dropout,
-        f"is told {', '.join(told)}": told,
-        "has values of another width than keys": value.shape[-1] != key.shape[-1],
+        f"gets {', '.join(told)}": told,
+        "has values and keys of different widths": value.shape[-1] != key.shape[-1],
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -311,6 +312,6 @@ def _registered(
 def _refused(model: nn.Module, reason: str) -> ModelError:
     return ModelError(
         f"{type(model).__name__} cannot run under context parallelism: {reason}",
-        possible="Hugging Face models with causal attention alone, such as Llama, Qwen and Mistral",
+        possible="Hugging Face models with only causal attention, such as Llama, Qwen and Mistral",
         change="leave out cp",
     )
