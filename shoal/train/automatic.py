@@ -101,7 +101,7 @@ def _workload(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Worklo
         )
     except ModelError as error:
         raise ConfigError(
-            f'plan = "{AUTOMATIC}" was given for {config.model}, whose work is not known: {error.given}',
+            f'plan = "{AUTOMATIC}" was given, and {config.model} could not be traced: {error.given}',
             possible=f"a model that can be traced: {error.possible}",
             change="choose a Plan, such as dp=2,shard=zero1",
         ) from error

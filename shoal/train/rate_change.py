@@ -42,7 +42,7 @@ def describe_rate_change(before: TrainConfig, now: TrainConfig, made: int, last:
         return ""
     following = _rate(now, made)
     text = (
-        f"the learning rate was {last:.3g} at step {made}, the last that was made, and is {following:.3g} at "
+        f"the learning rate was {last:.3g} at step {made}, the last step made, and is {following:.3g} at "
         f"step {made + 1}"
     )
     if changes:

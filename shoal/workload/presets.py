@@ -27,7 +27,7 @@ def shape(name: str) -> ModelShape:
         raise ModelError(
             f"there is no model {name!r}{nearest(name, shape_names())}",
             possible=", ".join(shape_names()),
-            change="name one of these",
+            change="give one of these",
         )
     return _published_shape(name, published)
 
