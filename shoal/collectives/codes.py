@@ -113,11 +113,11 @@ def _undefined(name: str, dtype: torch.dtype) -> CollectiveError:
         return refusal(
             f"{text} cannot be reduced between CPUs",
             possible=", ".join(type_name(each) for each in (*_DTYPES, *_COMPLEX)),
-            change="convert the tensor, such as by .to(torch.float32)",
+            change="convert the tensor, for example with .to(torch.float32)",
         )
     change = "use one of these, or another type"
     if name == "AVG":  # a whole number cannot hold it; rounding it, as some backends do, hides that
-        change = "average .to(torch.float64), or divide the SUM of .to(torch.int64) by the number of ranks"
+        change = "average the tensor as float64, or sum it as int64 and divide by the number of ranks"
     return refusal(
         f"there is no {name} of {text} between CPUs", possible=", ".join(_defined_on(dtype)), change=change
     )

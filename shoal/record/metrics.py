@@ -113,4 +113,4 @@ class Loggers(Logger):
                 action(logger)
             except Exception as error:
                 self._loggers.remove(logger)
-                self._say(f"{type(logger).__name__} failed and is left out from here on: {error}")
+                self._say(f"{type(logger).__name__} failed and is left out from now on: {error}")

@@ -41,4 +41,4 @@ def test_the_report_explains_a_run_of_the_library_and_callbacks_hear_of_it(ranks
 def test_a_directory_that_holds_something_else_is_refused_on_every_rank(ranks, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     for message in ranks.run(refusal_of, 2, tmp_path):
-        assert "is there already, and a run does not write over what is there" in message
+        assert "exists already, and a run is never overwritten" in message
