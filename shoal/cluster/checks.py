@@ -6,7 +6,7 @@ from shoal.errors import ClusterError
 
 __all__ = ["require", "require_bytes", "require_share"]
 
-_LEAST_BYTES = 1e6  # no memory, link or peak is below this; a figure that is was meant in giga-units
+_LEAST_BYTES = 1e6  # no memory, link or peak is below this; a smaller figure was meant in giga-units
 
 
 def require(holds: bool, where: str, name: str, value: object, possible: str) -> None:

@@ -74,6 +74,6 @@ def _ipv6_address(name: str) -> str | None:
     file = Path("/proc/net/if_inet6")
     for line in file.read_text(encoding="ascii").splitlines() if file.exists() else ():
         digits, _, _, scope, _, interface = line.split()
-        if interface == name and scope == "00":  # reachable from other networks, not on one link alone
+        if interface == name and scope == "00":  # reachable from other networks, not only on one link
             return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     return None

@@ -30,7 +30,7 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def address_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's first element; raise CollectiveError if it has no memory."""
     address = tensor.data_ptr()
-    # No element has more than 16 bytes, and no memory begins as low: so this finds tensors at address 0.
+    # An element has at most 16 bytes, and no memory begins at so low an address: this finds tensors at 0.
     if address < _ABOVE_OFFSETS and address <= 16 * tensor.storage_offset() and tensor.numel():
         raise refusal(
             f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory to send or receive",

@@ -25,7 +25,7 @@ __all__ = ["Corpus", "Split", "prepare"]
 
 Split = Literal["train", "validation"]
 
-_FORMAT = 1  # of cache entries and of what is in them; a change makes all entries anew
+_FORMAT = 1  # version of cache entries; a new version replaces all entries
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# If an optimizer imports it while a gloo group exists, it may abort the process at its exit: see
+# If an optimizer imports it while a gloo group exists, the process may abort at its exit: see
 # shoal/parallel/communication.py.
 import torch._dynamo
 import torch.distributed as dist

@@ -25,7 +25,7 @@ __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan"]
 AUTOMATIC = "auto"
 """The word in a configuration that stands for the planner's choice of a Plan."""
 
-_LOOKED_AT = 20  # degrees, of which the first that the model can be laid out by is taken
+_LOOKED_AT = 20  # degrees; the first that fits the model is taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class _Execution:
         self._world = world
         self._coordinator = coordinator
         self._is_first = world.rank == 0
-        self._is_savable = False  # as far as is known: an optimizer has no state before its first step
+        self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
         corpus = self._prepare_data()
@@ -165,7 +165,7 @@ class _Execution:
                 self._live.say("")
                 with contextlib.suppress(
                     OSError
-                ):  # all is saved: a reader that is gone loses the summary only
+                ):  # all is saved: if the reader of the output is gone, only the summary is lost
                     print(summary(self._run), flush=True)
             return 0
         finally:
@@ -287,7 +287,7 @@ class _Execution:
             prepare(self._config.data)
         self._meet()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told once, before
+            warnings.simplefilter("ignore")  # the first call has given them already
             return prepare(self._config.data)
 
     def _open_recorder(self) -> Recorder:

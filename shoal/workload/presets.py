@@ -76,7 +76,7 @@ def _published_shape(name: str, table: Mapping[str, dict[str, Any]]) -> ModelSha
 
 @cache
 def _own() -> dict[str, dict[str, Any]]:
-    # Read as a file: importing the package that it lies in would import torch.
+    # Read as a file: an import of its package would import torch.
     return tomllib.loads(files("shoal").joinpath("models", "presets.toml").read_text("utf-8"))
 
 

@@ -142,7 +142,7 @@ class _ResidentWeights(Strategy):
     def _on_end(self) -> None:
         if self._accumulating or self._reduction.is_paused:
             self._update.keep()
-        else:  # the optimizer's step comes next
+        else:  # the optimizer step comes next
             self.changed()
 
 

@@ -47,7 +47,7 @@ __all__ = [
 _REGISTERED = "shoal"
 _ALONG_THE_SEQUENCE = (nn.Conv1d, nn.RNNBase)
 _ATTENDED = ("full_attention", "sliding_attention")
-_COUNTED = ("dynamic", "longrope")  # ways of rotary embedding that depend on the length of what comes in
+_COUNTED = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the length of the input
 _NO_CHANGE = {  # arguments of attention that leave its result unchanged
     "cache_position",
     "num_items_in_batch",
@@ -94,7 +94,7 @@ def attend_over_ranks(
 
     AttentionInterface.register(_REGISTERED, _registered)
     model.set_attn_implementation(_REGISTERED)
-    for module in model.modules():  # transformers says which one attends, and any may
+    for module in model.modules():  # transformers decides which module attends; it may be any
         module.attend = attend
     model.base_model.register_forward_pre_hook(
         partial(_hold_positions, size=size, positions=positions), with_kwargs=True
@@ -198,7 +198,7 @@ class _StandIn:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         part: Tensor = args[0] if args else named["hidden_states"]
         batch, length, width = part.shape
-        # NaN: a read by anything but the split layers shows in the result.
+        # NaN: if anything but the split layers reads it, the result shows it.
         whole = part.new_full((), math.nan).expand(batch, length * self._size, width)
         self._part, self._whole = part, whole
         return ((whole, *args[1:]), named) if args else (args, {**named, "hidden_states": whole})
@@ -215,7 +215,7 @@ def _embedded(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a base model its part of the sequence among zeros, `[batch, seq, hidden]`, instead of tokens."""
     tokens = args[0] if args else named.get("input_ids")
-    if tokens is None:  # it was given something of the whole sequence that is embedded
+    if tokens is None:  # it got embeddings of the whole sequence
         return args, named
     part: Tensor = module.get_input_embeddings()(tokens)
     length = part.shape[1]

@@ -135,7 +135,7 @@ class WholeParameters(Composed):
         for parameter in given:
             if parameter in shared:
                 yield parameter, shared[parameter]
-            elif hasattr(parameter, "_local_tensor") and parameter in owned_of:  # has no dims: all have it
+            elif hasattr(parameter, "_local_tensor") and parameter in owned_of:  # no dims: all ranks have it
                 yield parameter, nn.Parameter(owned_of[parameter].local)
             else:
                 yield parameter, parameter

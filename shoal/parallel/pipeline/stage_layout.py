@@ -125,7 +125,7 @@ def parts_by_piece(model: nn.Module, layout: StageLayout) -> list[tuple[str, ...
             possible="a ModuleList, a ModuleDict or a Sequential, whose elements are the blocks",
             change="correct the name",
         )
-    # named_children() would give a block that stands twice only once
+    # named_children() would return a block only once if the list has it twice
     return [layout.embed, *((_child(layout.blocks, key),) for key in blocks._modules), layout.end]
 
 

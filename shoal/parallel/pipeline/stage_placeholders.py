@@ -159,7 +159,7 @@ class Gap(nn.Module):
                     self.__dict__[name] = value
             self._forward_pre_hooks.update(place.part._forward_pre_hooks)
             self._forward_pre_hooks_with_kwargs.update(place.part._forward_pre_hooks_with_kwargs)
-        self.__dict__["stands_for"] = place.part if stands_in else None  # no child of this module
+        self.__dict__["stands_for"] = place.part if stands_in else None  # not a child of this module
         self._number, self._piece = place.number, place.piece
         self._forward = forward
 
@@ -177,7 +177,7 @@ class Gap(nn.Module):
 class _Absent(Tensor):
     """A placeholder for what a part returns beside the hidden state."""
 
-    requires_grad = False  # a model may give it on, and be asked for its gradients
+    requires_grad = False  # a model may pass it on, and check whether it needs gradients
 
     @classmethod
     def __torch_function__(

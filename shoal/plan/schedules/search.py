@@ -152,7 +152,7 @@ def _candidates(
     tried = [
         (precedence, rule, most) for most in limits for rule in RULES for precedence in precedences.values()
     ]
-    if len(tried) > allowed:  # evenly from all
+    if len(tried) > allowed:  # an even sample of all
         tried = [tried[index * len(tried) // allowed] for index in range(allowed)]
     # Every limit allows one micro-batch in flight.
     for precedence, rule, most in [*tried, (next(iter(precedences.values())), RULES[0], virtual)]:
