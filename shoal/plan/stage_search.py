@@ -34,7 +34,7 @@ def search_split(load: Load) -> tuple[int, ...] | None:
     stages = len(load.placement)
     if len(set(load.placement)) == stages:
         split = partition(load.times, load.memory, stages, load.limit)
-        # Each stage there takes as much as it can; this misses splits whose later stages hold less of a piece.
+        # Each stage there takes as much as it can; this misses splits whose later stages hold less.
         if split is not None or load.limit == math.inf:
             return split
     best = min((descend(load, first) for first in _first_splits(load)), key=load.score)
