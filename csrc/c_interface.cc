@@ -27,9 +27,8 @@ namespace {
 thread_local int last_rank = -1;
 thread_local std::string last_text;
 
-// The process's buffers outlive every group, and are never destroyed: tensors may be, after everything
-// else. A process that was forked off has others: what it gave back, and took again, would still be its
-// parent's.
+// The buffers of the process outlive every group, and are never destroyed: tensors may be destroyed after everything
+// else. A forked process has its own buffers: memory that it gave back and took again would still belong to its parent.
 SharedBuffers& shared_buffers() {
   static std::atomic<SharedBuffers*> buffers;
   static std::once_flag once;
@@ -41,7 +40,8 @@ SharedBuffers& shared_buffers() {
   return *buffers;
 }
 
-// What its groups share, made with the first and gone with the last. A process that was forked off has another, too.
+// The state that the process's groups share: made with the first group, destroyed with the last. A forked process has
+// its own.
 std::shared_ptr<Hub> process_hub() {
   struct Place {
     std::mutex mutex;
@@ -76,7 +76,7 @@ int64_t guarded(const Function& function) {
   }
 }
 
-// The same, of what waits: a signal that interrupted it counts for more than what came of that.
+// As above, for calls that wait: an interruption by a signal takes precedence over the failure that it caused.
 template <class Function>
 int64_t interruptible(const Function& function) {
   const int64_t outcome = guarded(function);
@@ -85,12 +85,11 @@ int64_t interruptible(const Function& function) {
 
 }  // namespace
 
-// A group and what was begun on it and is not forgotten yet. It stays, closed, until nobody can ask for it
-// any more.
+// A group, and its operations that are not forgotten yet. After it is closed, it stays until no caller can ask for it.
 struct shoal_group {
   struct Begun {
     std::variant<std::shared_ptr<Task>, std::shared_ptr<Message>> what;
-    Deadline deadline;  // of messages; an operation knows its own
+    Deadline deadline;  // of messages; an operation has its own
   };
 
   explicit shoal_group(const GroupOptions& options)
@@ -296,7 +295,7 @@ int64_t shoal_buffer_trim(void) {
 }
 
 #if !defined(SHOAL_BUILD)
-#define SHOAL_BUILD "by hand"  // not by setup.py, which hashes the sources
+#define SHOAL_BUILD "by hand"  // not built by setup.py, which hashes the sources
 #endif
 uint64_t shoal_one_shot_bytes(void) { return one_shot_bytes; }
 

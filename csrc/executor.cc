@@ -9,7 +9,7 @@ namespace shoal {
 
 namespace {
 
-// Seconds after which who waits for another thread looks for signals.
+// Seconds after which a thread that waits for another one checks for signals.
 constexpr double longest_sleep = 0.1;
 
 }  // namespace
@@ -71,7 +71,7 @@ bool Executor::wait_until(Task& task, Deadline limit) {
   return true;
 }
 
-// Until something changed. The lock is given up meanwhile.
+// Sleeps until something changed. Releases the lock meanwhile.
 void Executor::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
   changed_.wait_for(lock, std::chrono::duration<double>(seconds));
   lock.unlock();
@@ -79,7 +79,7 @@ void Executor::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
   lock.lock();
 }
 
-// The lock is given up while the task runs.
+// Releases the lock while the task runs.
 void Executor::run_front(std::unique_lock<std::mutex>& lock, bool is_background) {
   const std::shared_ptr<Task> task = queue_.front();
   queue_.pop_front();

@@ -1,7 +1,7 @@
 // The collectives of one group, one after the other, in the order in which they were called.
 //
-// Who waits for an operation runs it, and what was called before it, in his own thread; what nobody waits
-// for yet is run by a thread of the executor, so that communication goes on under computation.
+// A thread that waits for an operation runs it, and all operations called before it. A thread of the executor runs
+// operations for which no thread waits yet, so that communication overlaps computation.
 #pragma once
 
 #include <atomic>
@@ -27,27 +27,27 @@ struct Task {
 
 class Executor {
  public:
-  // `run` does what is left of a task; `is_background` says that it is the executor's own thread that does.
+  // `run` does the rest of a task; `is_background` says that the executor's own thread runs it.
   explicit Executor(std::function<void(Task&, bool is_background)> run) : run_(std::move(run)) {}
   ~Executor();
 
   // Holds the executor while nothing else runs or is queued; empty if something does.
   std::unique_lock<std::mutex> try_idle();
 
-  // Adds a task; `idle` is what `try_idle` gave, and is let go.
+  // Adds a task; `idle` is the result of `try_idle`, and is released.
   void enqueue(std::shared_ptr<Task> task, std::unique_lock<std::mutex> idle);
 
-  // Has the executor's thread run what is queued.
+  // Lets the executor's thread run the queued tasks.
   void start_background();
 
-  // Returns when the task is done; throws what went wrong in it, or Interrupted.
+  // Returns when the task is done; throws its error, or Interrupted.
   void wait(Task& task);
 
-  // Returns when no other thread runs a task; after the alarm, which ends those that run. Who calls it may be within a
-  // task of his own, which a signal interrupted.
+  // Returns when no other thread runs a task. Call it after the alarm, which ends running tasks. The caller may be
+  // inside a task of its own that a signal interrupted.
   void settle();
 
-  // Returns then at the latest: false if the task is not done. It is left to the executor's thread.
+  // Returns at `limit` at the latest: false if the task is not done. The executor's thread then continues it.
   bool wait_until(Task& task, Deadline limit);
 
  private:
@@ -61,7 +61,7 @@ class Executor {
   std::deque<std::shared_ptr<Task>> queue_;
   bool running_ = false;
   std::thread::id runner_;  // while it is running
-  bool wanted_ = false;  // the background thread is to run what is queued
+  bool wanted_ = false;  // the background thread should run the queued tasks
   bool stopped_ = false;
   std::thread thread_;
 };

@@ -15,8 +15,8 @@ namespace shoal {
 
 namespace {
 
-// Which hierarchical operations are not one schedule: those in which flags within the host save time, and sums of
-// 16-bit floats, which two-shot moves as such, as it passes on no unfinished sums.
+// Whether a hierarchical operation runs level by level and not as one schedule: where flags within the host save time,
+// and for sums of 16-bit floats, which two-shot can send in 16 bits, because it passes on no partial sums.
 bool goes_level_by_level(const Operation& operation) {
   constexpr size_t large = 512 * 1024;
   if (operation.collective == Collective::barrier) return true;
@@ -40,8 +40,8 @@ Group::Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hu
   Front& front = board_.front(0);
   const LocalPeer self{options_.rank, getpid(),        0,            &front.heartbeat,
                        &front.state,  &front.presence, &front.reason};
-  // On one host, who left took part in all that others still do. Elsewhere what it sent may be on its way
-  // for long, and that no more comes shows in the connection's end.
+  // On one host, a rank that left took part in everything that the others still do. Between hosts its data may be in
+  // flight for long, and the end of the connection shows that no more will arrive.
   const Watch::Limits limits{options_.heartbeat, one_host_ ? 0.5 : options_.heartbeat,
                              [this](int peer) { return is_waited_for(peer); },
                              [this](int peer, Parting parting) { note_parting(peer, parting); }};
@@ -125,7 +125,7 @@ Reach Group::join(const std::vector<std::string>& introductions, const Secret& s
   return board_.can_read_peers() ? Reach::reads : Reach::copies;
 }
 
-// In one turn of the Hub's thread: with many ranks a turn for each would take longer than all the rest.
+// In one call on the Hub's thread: with many ranks, a call for each rank would take longer than everything else.
 void Group::watch_neighbours(const std::vector<Introduction>& introductions) {
   hub_.loop().start();
   hub_.loop().call([&] {
@@ -152,11 +152,11 @@ int Group::start(bool can_read_peers) {
                      .patience = {},
                      .can_read_peers = can_read_peers,
                      .cache_share = cache_share(cores)});
-  // Ranks that wait for each other's cores wait once a block.
+  // Ranks that wait for each other's cores wait once per block.
   const int turns = turns_on_a_core(cores);
   if (turns > 1) host_->most_block_bytes = Board::slot_bytes;
   collective_links_ = std::make_unique<PeerLinks>(*this, 0, can_read_peers);
-  message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // large messages are the mailbox's affair
+  message_links_ = std::make_unique<PeerLinks>(*this, 1, false);  // the mailbox handles large messages
   over_links_.emplace(rank(), hierarchy_, *collective_links_, alarm_);
   if (!across_ranks_.empty()) {
     across_links_ = std::make_unique<AcrossLinks>(*this);
@@ -192,12 +192,12 @@ int Group::start(bool can_read_peers) {
   return turns;
 }
 
-// Who destroys a group is the last who uses it. It goes in this order: whoever waits is freed; peers take in what
-// complete sends have promised them, while the Watch still sees them end; the Watch says goodbye, after which peers
-// may miss this rank; then go the threads, and the links and memory that they used.
+// The last user of a group destroys it, in this order: all waits end; peers receive the data of complete sends, while
+// the Watch still notices if they end; the Watch says goodbye, after which peers do without this rank; then the threads
+// are destroyed, and the links and memory that they used.
 Group::~Group() {
   end();
-  constexpr double farewell = 5;  // seconds for peers to take in what they were sent
+  constexpr double farewell = 5;  // seconds for peers to receive what they were sent
   if (mailbox_) mailbox_->hand_over(Deadline::after(std::max(farewell, options_.heartbeat)));
   watch_->leave();
   executor_.reset();
@@ -253,7 +253,7 @@ void Group::wake_sleepers() {
   if (mailbox_) mailbox_->wake();
 }
 
-// Links are not interrupted, as messages still move; who waits for others looks at the alarm every few milliseconds.
+// Links are not interrupted, because messages still move; waiting threads check the alarm every few milliseconds.
 void Group::end() {
   const auto raise = [this] { return alarm_.raise(Code::aborted, rank(), "the group was closed"); };
   watch_->begin_to_leave();
@@ -297,19 +297,21 @@ void Group::run(Task& task, bool is_background) {
     const Failure failure(Code::aborted, rank(), "a signal interrupted rank " + std::to_string(rank()));
     leave(operation, failure);
     throw failure;
-  } catch (const std::exception& error) {  // such as no memory: the others must not wait for this rank
+  } catch (const std::exception& error) {  // such as out of memory: the others must not wait for this rank
     leave(operation, Failure(Code::system, rank(), error.what()));
     throw;
   }
 }
 
-// That a peer's process or memory is gone can be found before what the peer told, which may name another culprit.
+// This rank may notice that a peer's process or memory is gone before it reads the peer's reason, which may name
+// another rank.
 void Group::hear_out(const Failure& failure) const {
   if (failure.rank < 0 || (failure.code != Code::peer_lost && failure.code != Code::system)) return;
   for (int look = 0; look < 50 && !alarm_.is_raised(); ++look) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
-// Ranks that went different ways cannot meet again. That this one cannot serve what was asked harms nobody else.
+// Ranks that called different operations cannot meet again. An operation that only this rank cannot serve does not
+// affect the others.
 void Group::leave(const Operation& operation, const Failure& failure) {
   if (failure.code == Code::invalid) return;
   hear_out(failure);
@@ -320,7 +322,7 @@ void Group::leave(const Operation& operation, const Failure& failure) {
   try {
     shared_buffers_.detach(operation.output);
   } catch (const Failure&) {
-    // There are no other pages to be had. The group has failed all the same.
+    // There are no other pages. The group has failed anyway.
   }
 }
 

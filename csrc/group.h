@@ -1,5 +1,4 @@
-// A process group, seen from one of its ranks: its peers on this host and on others, and what they do
-// together.
+// A process group, seen from one of its ranks: its peers on this host and on other hosts, and its operations.
 #pragma once
 
 #include <atomic>
@@ -22,7 +21,7 @@ namespace shoal {
 
 struct GroupOptions {
   int rank = 0;
-  std::vector<int> hosts;     // for every rank, which host it is on; equal numbers, same host
+  std::vector<int> hosts;     // for every rank, its host; equal numbers mean the same host
   std::string bind_address;   // where to listen for other hosts
   int streams = 2;            // TCP connections per link
   double heartbeat = 5;       // seconds without a sign of life after which a peer has stopped
@@ -30,47 +29,47 @@ struct GroupOptions {
 
 // How a rank reaches the memory of its peers on the host. The numbers are part of the C interface.
 enum class Reach : int {
-  copies = 0,  // in what all of them map alone: what is private is copied there
+  copies = 0,  // only in memory that all ranks map: private data is copied there
   reads = 1,   // in their private memory too
   denied = 2,  // not at all: the system's rules keep it from mapping theirs, and the group cannot start
 };
 
 class Group {
  public:
-  // `hub` is the process's: it outlives the group.
+  // `hub` belongs to the process: it outlives the group.
   Group(const GroupOptions& options, SharedBuffers& shared_buffers, Hub& hub);
   ~Group();
 
   // Forming a group: every rank lets its peers on the host read its memory, if it wants direct reads, publishes its
-  // introduction, joins with everybody's, and starts when all have joined. How many ranks of this host take turns on a
-  // core: 1 if each has one of its own.
+  // introduction, joins with the introductions of all ranks, and starts when all have joined. `start` returns how many
+  // ranks of this host take turns on a core: 1 if each has its own core.
   void allow_reads_by(std::vector<pid_t> peers) { allowed_reads_.emplace(std::move(peers)); }
   std::string introduce() const;
   Reach join(const std::vector<std::string>& introductions, const Secret& secret, Deadline deadline);
   int start(bool can_read_peers);
 
-  // Begins an operation. Null if it is done already; otherwise it has to be waited for.
+  // Begins an operation. Null if it is done already; otherwise the caller must wait for it.
   std::shared_ptr<Task> call(Operation operation, bool asynchronous);
-  // Returns when the operation is done, or when `limit`, if there is one, has passed: then false.
+  // Returns true when the operation is done, and false if `limit` has passed before.
   bool wait(Task& task, const std::optional<Deadline>& limit = {});
 
   std::shared_ptr<Message> send(int peer, int tag, const void* data, size_t bytes);
   std::shared_ptr<Message> receive(int peer, int tag, void* data, size_t bytes);
-  // The same; a message that is not done by its `deadline` ends the group.
+  // As above; a message that is not done by its `deadline` ends the group.
   bool wait(Message& message, Deadline deadline, const std::optional<Deadline>& limit = {});
 
-  // Frees everybody who waits, here and on the other ranks; the group is of no use any more.
+  // Ends all waits, here and on the other ranks; the group cannot be used any more.
   void abort(Code code, int rank, const std::string& text);
 
-  // Throws why the group cannot communicate any more, if so.
+  // Throws the reason if the group cannot communicate any more.
   void check() const { alarm_.check(); }
 
-  // Frees who waits on this rank, which concerns nobody else; nothing may be begun any more. Sends that are complete
-  // are still delivered, until the group is destroyed, which waits for that.
+  // Ends all waits on this rank only; no operation may begin any more. Complete sends are still delivered: the
+  // destructor waits for that.
   void end();
 
-  // After `end`: returns when no thread touches an operation's or a message's memory any more, but for the one that
-  // calls it, within an operation that a signal interrupted.
+  // After `end`: returns when no other thread touches the memory of an operation or a message any more. The caller may
+  // be inside an operation that a signal interrupted.
   void settle();
 
   int rank() const { return options_.rank; }
@@ -100,15 +99,15 @@ class Group {
   const Hierarchy hierarchy_;      // which ranks are on which host
   std::vector<int> across_ranks_;  // the ranks with this one's local index, by host, if every host has one
   bool one_host_;
-  Patience patience_, background_patience_;  // since the start, as the next one
-  int looks_ = 0;  // at a small operation's completion, before its caller is let go
+  Patience patience_, background_patience_;  // set at the start, as the next one
+  int looks_ = 0;  // checks for completion of a small operation before the call returns
   Alarm alarm_;
   std::atomic<int> waiting_{0};    // operations and messages that are waited for
-  std::atomic<int> operations_waiting_{0};            // of these, operations: for all ranks
-  std::vector<std::atomic<int>> messages_waiting_;    // of these, messages: by peer
+  std::atomic<int> operations_waiting_{0};            // of these, operations, which wait for all ranks
+  std::vector<std::atomic<int>> messages_waiting_;    // of these, messages, by peer
   Board board_;
   PeerBuffers peer_buffers_;
-  std::vector<PeerBuffers> offered_buffers_;  // by local index: of messages, which are read from each peer by itself
+  std::vector<PeerBuffers> offered_buffers_;  // by local index: buffers of messages, which are read from one peer each
   HugePages huge_pages_;
   std::optional<AllowedReads> allowed_reads_;
   std::optional<Watch> watch_;
@@ -117,7 +116,7 @@ class Group {
   std::unique_ptr<PeerLinks> collective_links_, message_links_;
   std::unique_ptr<AcrossLinks> across_links_;  // of ranks that have a slice in hierarchical operations
   std::optional<OverLinks> over_links_, over_hosts_;
-  std::mutex wake_mutex_;  // of the mailbox's coming and going, and of:
+  std::mutex wake_mutex_;  // guards creation and end of the mailbox, and:
   std::vector<std::optional<Parting>> partings_;  // by rank
   std::unique_ptr<Mailbox> mailbox_;
   std::unique_ptr<Executor> executor_;

@@ -1,4 +1,4 @@
-// A group's messages, and what its mailbox has to know of peers that leave.
+// A group's messages, and the news of leaving peers for its mailbox.
 
 #include <algorithm>
 #include <string>
@@ -10,8 +10,7 @@ namespace shoal {
 
 namespace {
 
-// Of who waits for a message, which may be long in coming: a rank that has no core of its own is to leave the cores
-// to those that compute.
+// For waits for a message, which may take long: a rank without its own core leaves the cores to ranks that compute.
 Patience for_messages(const Patience& patience) {
   constexpr int most_yields = 50;
   return {.spins = patience.spins, .yields = patience.yields > most_yields ? 5 : patience.yields};
@@ -45,7 +44,7 @@ bool Group::wait(Message& message, Deadline deadline, const std::optional<Deadli
   try {
     mailbox_->wait(message, for_messages(patience_), deadline);
   } catch (const Failure& failure) {
-    // A message of the wrong size harms no other.
+    // A message of the wrong size does not affect others.
     if (failure.code == Code::mismatch) throw;
     hear_out(failure);
     abort(failure.code, failure.rank, failure.what());
@@ -58,14 +57,14 @@ bool Group::is_waited_for(int rank) const {
   return operations_waiting_.load() > 0 || messages_waiting_[static_cast<size_t>(rank)].load() > 0;
 }
 
-// What a rank of this host offers is as it was sent for as long as its state says that it is there.
+// Data that a rank of this host offers is unchanged as long as its state says that it is running.
 bool Group::is_open(int rank) const {
   std::atomic<uint32_t>& state = board_.front(hierarchy_.index_of(rank)).state;
-  // Not a mere load, which might come before those of what was read.
+  // Not a plain load, which could move before the loads of the data.
   return state.fetch_or(0, std::memory_order_acq_rel) == static_cast<uint32_t>(PeerState::running);
 }
 
-// By the Watch, before there is a mailbox or while there is one.
+// Called by the Watch, before or while there is a mailbox.
 void Group::note_parting(int rank, Parting parting) {
   std::lock_guard lock(wake_mutex_);
   partings_[static_cast<size_t>(rank)] = parting;

@@ -19,7 +19,7 @@ bool pin(int core) {
   return pthread_setaffinity_np(pthread_self(), sizeof cores, &cores) == 0;
 }
 
-// Raises the flag to every second number, each time when the other thread has raised it to the one before.
+// Raises the flag to every second number, each time after the other thread has raised it to the number before.
 void take_turns(std::atomic<int>& flag, int first, int last) {
   for (int turn = first; turn < last; turn += 2) {
     while (flag.load(std::memory_order_acquire) != turn) {
@@ -33,7 +33,7 @@ void take_turns(std::atomic<int>& flag, int first, int last) {
 double flag_latency(int core, int other) {
   constexpr int batches = 101, turns_per_batch = 2000;
   alignas(64) std::atomic<int> flag{0};
-  std::atomic<int> pinned{0};  // how many threads are where they belong; negative: one cannot be
+  std::atomic<int> pinned{0};  // how many threads run on their cores; negative: one cannot
   std::vector<double> nanoseconds;
   const auto go = [&](int where, int first) {
     if (!pin(where)) pinned = -100;
@@ -50,7 +50,7 @@ double flag_latency(int core, int other) {
     }
   };
   if (core == other) return -1;
-  // Threads of their own: the caller's affinity stays what it is.
+  // Separate threads: the caller's affinity stays unchanged.
   std::thread one(go, core, 0), two(go, other, 1);
   one.join();
   two.join();

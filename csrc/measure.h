@@ -1,4 +1,4 @@
-// What a benchmark says of the machine beside its figures.
+// Facts about the machine for benchmarks.
 #pragma once
 
 namespace shoal {

@@ -5,7 +5,7 @@
 namespace shoal {
 
 namespace {
-thread_local int visits = 0;  // of this thread, one within the other
+thread_local int visits = 0;  // of this thread, nested
 }
 
 void VisitedGroup::close() {
@@ -21,7 +21,7 @@ void VisitedGroup::close() {
   destroyed_.wait(lock, [this] { return is_destroyed_; });
 }
 
-// Counts a visitor in, or one that closes; false if the group is closed already.
+// Counts in a visitor or a closer; false if the group is closed already.
 bool VisitedGroup::enter(uint32_t bits) {
   uint32_t now = visitors_.load(std::memory_order_relaxed);
   do {

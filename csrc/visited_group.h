@@ -1,19 +1,18 @@
 // A group that threads of the application use, and that may be closed while they do.
 //
-// Who uses the group makes a visit, which may be within another one: a signal handler of the application runs in the
-// thread that waits, within its visit, and may do what it likes.
+// A thread visits the group while it uses it. Visits may be nested: a signal handler of the application runs in the
+// waiting thread, inside its visit, and may do anything.
 //
-// Who may close: any thread at any time, a visitor too. Closing ends the group at once: who waits is freed, and fails
-// with "the group was closed"; nobody gets in any more.
+// Any thread may close the group at any time, a visitor too. This ends the group at once: all waits end and fail with
+// "the group was closed", and no new visit may begin.
 //
-// Who frees: the last one out. A closer counts as a visitor, so the group is destroyed, once, by whoever finds that
-// nobody else is in: its threads, connections and memory are gone then. Who closes waits for that, but not within a
-// visit of its own thread, to this group or another: it would wait for itself, or for one who waits for it. Then it
-// goes on with the group ended, once no other thread touches the memory of operations any more, and the last visitor
-// destroys the group on the way out.
+// The last visitor destroys the group, with its threads, connections and memory. A closer counts as a visitor, so this
+// happens once. A closer waits for it, but not inside a visit of its own thread to any group: it could wait for itself,
+// or for a thread that waits for it. In that case the closer only waits until no other thread touches the memory of
+// operations any more; the group is then ended, and the last visitor destroys it.
 //
-// Who keeps the object: its owner's shared_ptr, and from the moment that it is closed to the moment that the group is
-// destroyed the object itself. So its owner may let go of it within a visit too.
+// The owner's shared_ptr keeps the object alive, and so does the object itself from the close until the group is
+// destroyed. So the owner may release it inside a visit too.
 #pragma once
 
 #include <atomic>
@@ -37,7 +36,7 @@ class VisitedGroup : public std::enable_shared_from_this<VisitedGroup> {
 
   void close();
 
-  // Forked off, a process has none of the group's threads, and must not say goodbye for its parent.
+  // A forked process has none of the group's threads, and must not say goodbye for its parent.
   bool is_forked() const { return generation() != born_in_; }
 
  private:
@@ -57,10 +56,10 @@ class VisitedGroup : public std::enable_shared_from_this<VisitedGroup> {
   bool is_destroyed_ = false;
 };
 
-// Keeps a group there while a thread uses it.
+// Keeps a group alive while a thread uses it.
 class Visit {
  public:
-  // Throws Failure: aborted, if the group was closed; invalid, in a process that was forked off.
+  // Throws Failure: aborted if the group was closed; invalid in a forked process.
   explicit Visit(VisitedGroup& group);
   ~Visit();
   Visit(const Visit&) = delete;

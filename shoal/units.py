@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _BYTES_TEXT.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a size; sizes are written 512, 64KiB, 25MiB or 1GiB")
+        raise ValueError(f"{text!r} is not a size; write sizes as 512, 64KiB, 25MiB or 1GiB")
     return int(float(match[1]) * _BINARY[match[2] or "B"])
 
 
@@ -78,4 +78,4 @@ def parse_count(text: str) -> float:
     try:
         return float(number) * scale
     except ValueError:
-        raise ValueError(f"{text!r} is not a count; counts are written 15T, 300B, 1.5M or 1e12") from None
+        raise ValueError(f"{text!r} is not a count; write counts as 15T, 300B, 1.5M or 1e12") from None

@@ -13,16 +13,16 @@ namespace shoal {
 
 namespace {
 
-// What is read from a peer at once, to be folded: it stays in the core's second cache.
+// Bytes to read from a peer at once for folding: they stay in the core's second-level cache.
 constexpr size_t fold_piece_bytes = 128 * 1024;
 
-// Up to this size, what peers read is copied to where they have it mapped: for as long as the copies of all ranks stay
-// in the last cache, beside what else is in use. (Measured with a share of 16 MiB: 2 MiB of what is moved.)
+// Data of up to this size is copied to memory that the peers have mapped: the copies of all ranks then stay in the
+// last-level cache, beside other data. (Measured with a share of 16 MiB: 2 MiB of moved data.)
 size_t worth_copying(const Operation& op, const Host& host) {
   return op.collective == Collective::all_reduce ? host.cache_share : host.cache_share / 8;
 }
 
-// What is copied at once, so that an alarm is heard in between.
+// Bytes to copy at once, so that an alarm is noticed in between.
 constexpr size_t take_piece_bytes = 16 * 1024 * 1024;
 
 }  // namespace
@@ -44,7 +44,7 @@ Bounce::Bounce(Host& host, const void* data, size_t bytes, size_t limit)
   SharedBuffers::Place place;
   const bool is_read_in_place = host.can_read_peers && bytes > limit;
   if (bytes == 0 || is_read_in_place || buffers_.find(data, bytes, place)) return;
-  copy_ = buffers_.allocate(std::bit_ceil(bytes));  // few sizes, so that the next operation finds it again
+  copy_ = buffers_.allocate(std::bit_ceil(bytes));  // few sizes, so that the next operation can use it again
 }
 
 Bounce::~Bounce() {
@@ -89,7 +89,7 @@ void Direct::open() {
   board_.publish();
   board_.await_all(host_.patience, host_.alarm, operation_.deadline);
   for (int index = 0; index < board_.size(); ++index) {
-    notices_.push_back(board_.notice(index));  // the board's own are written again two ticks on
+    notices_.push_back(board_.notice(index));  // a copy: the board writes its own again two ticks later
     if (index != board_.index()) host_.peer_buffers.refresh(board_.pid_of(index), notices_.back().released);
   }
   // This rank itself reads its input, not the copy.

@@ -1,5 +1,5 @@
-// One operation of a rank in which the ranks of a host read each other's buffers: its own, as the peers reach
-// them, and the peers', as it does.
+// One operation in which the ranks of a host read each other's buffers: how peers reach this rank's buffers, and how it
+// reaches theirs.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +20,11 @@ Slice slice_of(size_t bytes, int parts, int index);
 // A buffer without one of its slices.
 std::vector<Slice> all_but(Slice own, size_t bytes);
 
-// A copy of private memory that peers can reach: where the system forbids reading each other's memory, and where
-// copying takes less time than the system takes to look up the pages.
+// A copy of private memory that peers can reach. It is used where the system forbids to read each other's memory, and
+// where a copy takes less time than the system's look-up of the pages.
 class Bounce {
  public:
-  // Makes room for the copy, if `data` needs one: up to `limit` bytes it does even if peers could read it.
+  // Allocates the copy if `data` needs one. Up to `limit` bytes always need one, even if peers could read them.
   Bounce(Host& host, const void* data, size_t bytes, size_t limit);
   ~Bounce();
   Bounce(const Bounce&) = delete;
@@ -33,29 +33,28 @@ class Bounce {
 
  private:
   SharedBuffers& buffers_;
-  const int exceptions_;  // under way when this was made
+  const int exceptions_;  // in flight when this was made
   void* copy_ = nullptr;
 };
 
 class Direct {
  public:
-  // Shows the first `input_bytes` of the operation's input and the first `output_bytes` of its output. Of both, the
-  // peers read and write no more than what is `shown`: all of the input, where nothing else is said.
+  // Shows the first `input_bytes` of the operation's input and the first `output_bytes` of its output. The peers read
+  // and write only the `shown` parts of both: by default, all of the input.
   Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes, std::vector<Slice> shown);
   Direct(const Operation& operation, Host& host, size_t input_bytes, size_t output_bytes)
       : Direct(operation, host, input_bytes, output_bytes, {{0, input_bytes}}) {}
 
-  // Tells everybody where this rank's buffers are, and waits for everybody's.
+  // Tells all ranks where this rank's buffers are, and waits for theirs.
   void open();
 
-  // Waits until everybody has come as far.
+  // Waits until all ranks have reached this point.
   void pass() { board_.pass(host_.patience, host_.alarm, operation_.deadline); }
 
-  // Waits until everybody has read what it needs, and gives a result that was written elsewhere to the
-  // caller.
+  // Waits until all ranks have read what they need, and copies a result that was written elsewhere to the caller.
   void close();
 
-  // Folds everybody's input from `offset` into `out`.
+  // Folds the input of all ranks from `offset` into `out`.
   void fold(size_t offset, size_t bytes, std::byte* out);
 
   // Takes bytes of a peer's input or output.
@@ -66,7 +65,7 @@ class Direct {
     take(outputs_[static_cast<size_t>(index)], offset, bytes, out);
   }
 
-  // Takes the slices of a block of the result, of which there are `slices`, from the ranks that folded them.
+  // Takes the `slices` slices of a block of the result from the ranks that folded them.
   void take_slices(int slices, Slice block);
 
   std::byte* output() const { return static_cast<std::byte*>(output_); }

@@ -7,10 +7,10 @@
 // along another tree. In a binary tree half of the ranks are leaves, which send little; the two trees are
 // laid so that a rank is inner in at most one of them. So no rank sends or receives more than 2 S bytes.
 //
-// The first tree is in order over positions 1 .. n: leaves are the odd positions, and the root of any stretch
-// of positions is the one with the most factors of two. Rank r stands at position r + 1. In the second tree
-// every rank stands one position further, the last rank at position 1: odd turns to even, so who was inner is
-// a leaf. Six ranks, by position and then by rank:
+// The first tree is in order over positions 1 .. n: leaves are the odd positions, and the root of any stretch of
+// positions is the one with the most factors of two. Rank r stands at position r + 1. In the second tree every rank
+// stands one position further, the last rank at position 1: odd turns to even, so an inner rank becomes a leaf. Six
+// ranks, by position and then by rank:
 //
 //          4                    3                    2
 //        /   \                /   \                /   \          .

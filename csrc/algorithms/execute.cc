@@ -12,17 +12,16 @@
 #include "common/interruption.h"
 #include "common/reduce.h"
 
-// The steps towards one peer form a lane, those from one peer another, and those on this rank's own memory a
-// last one. The steps of a lane run one after another, each when the step that it waits for is done. A round
-// visits all lanes and moves in each what can be moved without waiting; rounds follow one another until all
-// steps are done.
+// The steps towards one peer form a lane, those from one peer another, and those on this rank's own memory a last one.
+// The steps of a lane run one after another, each when the step that it waits for is done. A round visits all lanes and
+// moves in each as much as it can without waiting. Rounds repeat until all steps are done.
 
 namespace shoal {
 
 namespace {
 
-// What comes to be folded is folded as it comes, a piece of at most this size at a time: small enough for the
-// first cache levels. Copies stop after as much, so that the links are served meanwhile.
+// Received bytes are folded as they arrive, in pieces of at most this size: small enough for the first cache levels.
+// Copies stop after this size too, so that the links are served in between.
 constexpr size_t piece_bytes = 64 * 1024;
 
 struct Lane {
@@ -33,7 +32,7 @@ struct Lane {
   int last = no_step;
   size_t moved = 0;           // bytes of the current step
   Link* link = nullptr;       // null: the lane of this rank's own memory
-  std::byte partial[8] = {};  // the beginning of an element whose end is yet to come
+  std::byte partial[8] = {};  // the beginning of an element whose end has not arrived
 };
 
 class Execution {
@@ -104,7 +103,7 @@ class Execution {
   size_t left_;              // steps that are not done
   std::vector<Lane> lanes_;  // in the order of their first steps
   Lane local_;
-  std::unique_ptr<std::byte[]> piece_;  // what came last to be folded, for whichever lane
+  std::unique_ptr<std::byte[]> piece_;  // the last bytes to fold, for any lane
   Waiting waiting_;
   std::vector<pollfd> descriptors_;
 };
@@ -138,8 +137,8 @@ void Execution::lay_lanes() {
   }
 }
 
-// Asks for links in the order of peers. All ranks do, so where making a link takes both of its ends there is
-// always one that both are waiting for: of those not made yet, the first by (lower rank, higher rank).
+// Asks for links in the order of peers. All ranks use this order. So if both ends must take part in making a link,
+// there is always a link for which both ends wait: the first missing one by (lower rank, higher rank).
 void Execution::connect(Links& links) {
   std::vector<Lane*> by_peer;
   for (Lane& lane : lanes_) by_peer.push_back(&lane);
@@ -171,7 +170,7 @@ void Execution::run() {
   }
 }
 
-// Moves what can be moved without waiting. True if that was anything.
+// Moves what can be moved without waiting. Returns true if anything moved.
 bool Execution::advance(Lane& lane) {
   bool has_moved = false;
   while (lane.step != no_step && may_start(lane.step)) {
@@ -210,9 +209,8 @@ size_t Execution::move(Lane& lane, const Step& step) {
   return 0;
 }
 
-// Folds whole elements at once; the beginning of one that is cut short stays with the lane until its end
-// comes. So the lane's count of bytes tells how many elements are folded, and how many bytes of the next are
-// here.
+// Folds whole elements at once; the lane keeps the beginning of an incomplete element until its end arrives. So the
+// lane's count of bytes gives the number of folded elements, and the bytes of the next one that are here.
 size_t Execution::receive_and_fold(Lane& lane, const Step& step) {
   assert(step.region.bytes % element_ == 0);
   const size_t held = lane.moved % element_;
@@ -234,7 +232,7 @@ size_t Execution::copy(const Lane& lane, const Step& step) {
   const size_t bytes = std::min(step.region.bytes - lane.moved, piece_bytes);
   std::byte* const to = writable(step.region.place()) + lane.moved;
   const std::byte* const from = readable(step.from) + lane.moved;
-  // A caller's input may be its place in the output already.
+  // The input may be at its place in the output already.
   if (to != from && bytes > 0) std::memcpy(to, from, bytes);
   return bytes;
 }
@@ -259,7 +257,8 @@ void Execution::sleep() {
   waiting_.sleep(descriptors_, all);
 }
 
-// The rank named in the failure is the first that something is to come from; failing that, go to.
+// The failure names the first rank from which something is missing; if there is none, the first that still has to
+// receive.
 void Execution::check_deadline() const {
   if (!deadline_.has_passed()) return;
   std::string senders, receivers;

@@ -9,12 +9,12 @@
 
 namespace shoal {
 
-// Returns when every step is complete on this rank: everything that is to come has come, and the links have
-// taken what is to go. All links progress at once. Of an `average`, `fold` steps, which have
-// all parts, give the sum over `divisor`; other reductions are sums, which the caller divides.
+// Returns when every step is complete on this rank: all data has arrived, and the links have taken all data to send.
+// All links progress at once. For an `average`, `fold` steps, which have all parts, divide the sum by `divisor`; other
+// steps give sums, which the caller divides.
 //
-// Throws what the alarm holds, Failure(Code::timeout) with the rank that is waited for, and what the links
-// throw. The links are then somewhere within a step, and of no more use.
+// Throws what the alarm holds, Failure(Code::timeout) with the awaited rank, and what the links throw. The links may
+// then be in the middle of a step, and cannot be used again.
 void execute(const Schedule& schedule, Dtype dtype, Reduction op, const void* input, void* output,
              void* scratch, Links& links, const Alarm& alarm, Deadline deadline, int divisor = 1);
 

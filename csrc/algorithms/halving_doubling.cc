@@ -14,18 +14,17 @@
 //   held 3, kept 2:   [0 1] 2     -> rank 2     0   folded with rank 3's entry 2
 //   held 2, kept 1:   [0] 1       -> rank 1     0   folded with rank 4's entry 1
 //
-// Doubling is the same played backwards, sending what was received and receiving what was sent: a rank that
-// has entries 0 .. kept - 1 sends the first held - kept of them to rank r - kept and gets the others from
-// rank r + kept.
+// Doubling is the reverse: a rank sends what it received and receives what it sent: a rank that has entries 0 .. kept -
+// 1 sends the first held - kept of them to rank r - kept and gets the others from rank r + kept.
 //
 // ceil(log2 n) rounds each, in which every rank sends (n - 1) / n of the buffer. For powers of two it is the
 // classic scheme with another numbering; other numbers cost no more. The price is that entries may run over
 // the end of the buffer, and such a message is two steps. Slice i is folded in an order that depends on i and
 // n alone.
 //
-// Rounds are not cut into chunks: in each of them the links are busy both ways, and bytes are folded as they
-// come. A round starts when the one before it has brought all it brings, so `ready`, the last step that
-// brought something, stands for all before it too.
+// Rounds are not cut into chunks: in each of them the links are busy both ways, and bytes are folded as they come. A
+// round starts when the round before it has received everything. So `ready`, the last step that received something,
+// implies all steps before it.
 
 namespace shoal {
 
@@ -43,7 +42,7 @@ std::vector<Round> halving_rounds(int size) {
   return rounds;
 }
 
-// Entries first .. last - 1 of a rank as regions of the buffer: two if they run over its end. May be empty.
+// Entries first .. last - 1 of a rank as regions of the buffer: two if they wrap around its end. May be empty.
 struct Run {
   Region head, tail;
 };

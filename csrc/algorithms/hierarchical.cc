@@ -8,25 +8,25 @@
 #include "algorithms/slice.h"
 #include "algorithms/two_shot.h"
 
-// k hosts of g ranks; the buffer is cut into g slices. On every host rank i folds everybody's slice i; the ranks i
-// of all hosts reduce it in a ring; then everyone takes it from the rank i of his own host.
+// k hosts of g ranks; the buffer is cut into g slices. On every host, rank i folds slice i of all ranks; the ranks i of
+// all hosts reduce it in a ring; then every rank takes it from rank i of its own host.
 //
 //   host 0   rank 0  [A.]--fold-->[A]--.     .-->[A']--.
 //            rank 1  [.B]--fold-->[B]--|-. .-|-->[B']--share-->
 //   host 1   rank 2  [A.]--fold-->[A]--'-|-|-'-->[A']--.
 //            rank 3  [.B]--fold-->[B]----'-'---->[B']--share-->
 //
-// What crosses the network is 2 (k - 1)/k S/g per rank, so 2 (k - 1)/k S per host, as little as can be, however
-// many ranks a host has. The all-gather is the second half of it: rank i gets the parts of the ranks i of other
-// hosts in a ring, and passes them on within the host; (k - 1)/k S per host cross the network. The reduce-scatter is
-// the first half: rank i folds what the ranks of its host have for the ranks i of all hosts, and these reduce-scatter
+// What crosses the network is 2 (k - 1)/k S/g per rank, so 2 (k - 1)/k S per host, the least possible for any number of
+// ranks on a host. The all-gather is the second half: rank i gets the parts of the ranks i of other hosts in a ring,
+// and passes them on within the host; (k - 1)/k S per host cross the network. The reduce-scatter is the first half:
+// rank i folds the parts that the ranks of its host have for the ranks i of all hosts, and these ranks reduce-scatter
 // the sums in a ring.
 //
-// All of it is one schedule, piece by piece: while a piece crosses the network later ones are folded, and earlier
-// ones shared. Pieces within a host move in the order in which the ring across needs or finishes them, which both
-// ends work out alike.
+// All of this is one schedule, piece by piece: while a piece crosses the network, later pieces are folded and earlier
+// ones are shared. Pieces within a host move in the order in which the ring across hosts needs or finishes them, which
+// both ends compute in the same way.
 //
-// A host with more ranks than the smallest has ranks without a slice, which give theirs and take the result.
+// A host with more ranks than the smallest host has ranks without a slice: they give their input and take the result.
 
 namespace shoal {
 

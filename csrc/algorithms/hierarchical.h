@@ -1,4 +1,4 @@
-// Collectives in two levels, for hosts of several ranks: what crosses the network does so once per host.
+// Collectives in two levels, for hosts with several ranks: data crosses the network once per host.
 #pragma once
 
 #include <functional>
@@ -22,7 +22,7 @@ class Hierarchy {
   int host_of(int rank) const { return host_of_[static_cast<size_t>(rank)]; }
   int index_of(int rank) const { return index_of_[static_cast<size_t>(rank)]; }  // among its host's
 
-  // Ranks of the smallest host, and whether all hosts have as many.
+  // Ranks of the smallest host, and whether all hosts have the same number.
   int smallest() const { return smallest_; }
   bool is_even() const;
 
@@ -38,16 +38,15 @@ class Hierarchy {
 // In place in the output. `chunk`: the most bytes of one step.
 Schedule hierarchical_all_reduce(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element, size_t chunk);
 
-// `bytes` per rank; the output holds as much for every rank. The hierarchy is even.
+// `bytes` per rank; the output holds `bytes` for every rank. The hierarchy is even.
 Schedule hierarchical_all_gather(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element, size_t chunk);
 
 // The input holds `bytes` for every rank, the output this rank's sum. The hierarchy is even. Scratch: some ten chunks.
 Schedule hierarchical_reduce_scatter(const Hierarchy& hierarchy, int rank, size_t bytes, size_t element, size_t chunk);
 
-// All-reduce one level after the other: for what is small, and for sums that are to travel in 16 bits; these are
-// rounded after each level.
-// `slices` is how many ranks of every host have one: the size of the smallest host. `across` reduces a slice of the
-// sum over this host, in place, over all hosts.
+// All-reduce one level after the other: for small buffers, and for sums that travel in 16 bits; these are rounded after
+// each level. `slices` is the number of ranks of each host that have a slice: the size of the smallest host. `across`
+// reduces a slice of the sum over this host, in place, over all hosts.
 void run_hierarchical_all_reduce(const Operation& operation, Host& host, int slices,
                                  const std::function<void(std::byte* slice, size_t bytes)>& across);
 

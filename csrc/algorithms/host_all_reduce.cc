@@ -1,28 +1,30 @@
-// The all-reduce within a host of what is too large for one-shot, and the reduce, whose sums only the root takes.
+// The all-reduce within a host for buffers that are too large for one-shot, and the reduce, where only the root takes
+// the sums.
 //
-// The buffer is cut into blocks, and a block into a slice for each rank: rank i folds everybody's slice i, in the
-// order of ranks. A private buffer goes through the rank's slots, block by block; all that ranks share stays in the
-// caches, each byte of a buffer is read from memory once and written once, and neither the size of its pages nor
-// whether peers may read it matters. There are two slots, for even and for odd ticks, so that a tick moves three blocks
-// on. In tick t a rank
+// The buffer is cut into blocks, and a block into a slice for each rank: rank i folds slice i of all ranks, in the
+// order of ranks. A private buffer goes through the rank's slots, block by block; all shared data stays in the caches,
+// and each byte of a buffer is read from memory once and written once. The size of its pages does not matter, nor
+// whether peers may read it. There are two slots, for even and for odd ticks, so that a tick moves three blocks on. In
+// tick t a rank
 //
 //   takes the sums of block t - 2 out of its slot, piece by piece, and puts its own of block t where each piece was;
-//   folds everybody's slice of block t - 1 where they lie, in the slots, and writes the sum back to all these places.
+//   folds the slices of block t - 1 of all ranks in place, in the slots, and writes the sum back to all these places.
 //
 //                tick 0       tick 1         tick 2           tick 3            tick 4
 //   block 0      put          fold           take
 //   block 1                   put            fold             take
 //   block 2                                  put              fold              take
 //
-// So the places of a slice go to and fro between their owner and the rank that folds them, and each of the two reads
-// a line before it writes it. That is what makes it fast: a core that reads a line which another one has changed gets
-// it for itself, and what it writes then stays in its own cache. To write first to a line that another core has read
-// takes five times as long between cores with a common cache, and twenty times between others. So nobody keeps his
-// sums in a place of his own, for the others to copy, though that would be fewer writes.
+// So the places of a slice alternate between their owner and the rank that folds them, and each of the two reads a line
+// before it writes it. This makes it fast: a core that reads a line which another core changed gets the line for
+// itself, and its later writes stay in its own cache. To write first to a line that another core has read takes five
+// times as long between cores with a common cache, and twenty times between others. So no rank keeps its sums in a
+// place of its own, from which the others copy, though that would need fewer writes.
 //
 // A buffer that peers have mapped needs no slot: they read its slices and write the sums there. If all buffers are
-// such, one block is the whole. (Writing into a peer's private memory is never done: a rank left behind by a group
-// that failed would write into what the peer has there by then. A slot is the group's own; nobody reads it any more.)
+// mapped, one block is the whole buffer. (No rank ever writes into a peer's private memory: a rank that still runs
+// after its group failed would overwrite what the peer has there by then. A slot belongs to the group, and nothing
+// reads it after a failure.)
 
 #include <algorithm>
 #include <cstring>
@@ -115,7 +117,7 @@ class AllReduce {
     if (all_are_mapped) cut_ = Cut(op_.bytes, rounded_up(op_.bytes, line_bytes * peers_.size()), board_.size());
   }
 
-  // Alike on all ranks that look at a notice.
+  // All ranks that read a notice get the same result.
   static bool is_mapped(const Notice& notice) { return notice.input.descriptor >= 0 && notice.output.descriptor >= 0; }
 
   std::byte* map(int index, const Location& region) {
@@ -183,7 +185,7 @@ class AllReduce {
   std::byte* const output_;
   Cut cut_;
   const size_t piece_bytes_;
-  const int only_taker_;  // of the sums; -1: everybody takes them
+  const int only_taker_;  // of the sums; -1: all ranks take them
   bool is_mapped_ = false;  // this rank's buffer, by the peers
   std::vector<Peer> peers_;
   std::vector<const void*> sources_;

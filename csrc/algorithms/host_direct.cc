@@ -12,8 +12,9 @@ namespace shoal {
 
 namespace {
 
-// Several tensors lie in one buffer, each contiguous, so that a rank's parts of them lie apart. A rank writes into its
-// own buffer only, and there only what no peer reads: its own parts of a reduce-scatter, the others' of an all-gather.
+// Several tensors are in one buffer, each contiguous, so a rank's parts of them are not adjacent. A rank writes only
+// into its own buffer, and there only parts that no peer reads: its own parts in a reduce-scatter, the parts of the
+// others in an all-gather.
 std::vector<Slice> parts_of(const std::vector<Stripe>& stripes, int index) {
   std::vector<Slice> parts;
   for (const Stripe& stripe : stripes) {
@@ -73,7 +74,7 @@ void broadcast(const Operation& op, Host& host) {
   direct.pass();
 }
 
-// Where a rank's data for each peer begins is written into its slot, before its buffer is shown.
+// A rank writes the offset of its data for each peer into its slot before it shows its buffer.
 void all_to_all(const Operation& op, Host& host) {
   Board& board = host.board;
   const int size = board.size();

@@ -1,20 +1,21 @@
-// All-gather and reduce-scatter within a host of what is too large for one-shot: every rank has a part for every other.
+// All-gather and reduce-scatter within a host for buffers that are too large for one-shot: every rank has a part for
+// every other rank.
 //
 // A private buffer goes through slots, block by block, as in the all-reduce (host_all_reduce.cc says why). Two ranks i
-// and j have two places for what they give each other, place j of slot i and place i of slot j. In even ticks each
-// works in its own slot, in odd ticks in the other's, so that both places change hands every tick: a rank takes, piece
-// by piece, what it finds, and puts what it gives where that was.
+// and j exchange data through two places, place j of slot i and place i of slot j. In even ticks each rank works in its
+// own slot, in odd ticks in the other rank's, so both places change hands every tick: piece by piece, a rank takes the
+// data that it finds and puts its own data in the same place.
 //
 //                place j of slot i            place i of slot j
 //   tick 0       i puts block 0               j puts block 0
 //   tick 1       j takes it, puts block 1     i takes it, puts block 1
 //   tick 2       i takes it                   j takes it
 //
-// The number of blocks is even. So the last block is taken out of one's own slot, which nobody else uses then: one may
-// leave and begin the next operation, and the slot's lines are where they are needed first.
+// The number of blocks is even. So a rank takes the last block out of its own slot, which no other rank uses then: it
+// may leave and begin the next operation, and the lines of the slot are in the cache where they are needed first.
 //
 // A buffer that peers have mapped is not put anywhere: they take from it, and a last tick says that they have. If all
-// buffers are such, one block is the whole.
+// buffers are mapped, one block is the whole buffer.
 
 #include <algorithm>
 #include <cstring>
@@ -29,10 +30,10 @@ namespace shoal {
 
 namespace {
 
-// Parts from this size on leave the caches before they are used.
+// Parts of this size or more leave the caches before they are used.
 constexpr size_t worth_streaming = 4 * 1024 * 1024;
 
-// Copied from one peer after the other where nothing is put into slots; the alarm is checked in between.
+// Bytes to copy at once, from one peer after another, when nothing goes through slots; the alarm is checked in between.
 constexpr size_t whole_copy_bytes = 16 * 1024 * 1024;
 
 class Exchange {
@@ -66,7 +67,7 @@ class Exchange {
   }
 
  private:
-  // True if peers read from somebody's buffer itself, which all ranks find alike.
+  // True if peers read directly from the buffer of any rank; all ranks get the same result.
   bool show() {
     board_.prepare(host_.patience, host_.alarm, op_.deadline);
     first_tick_ = board_.next_tick();
@@ -116,8 +117,7 @@ class Exchange {
     return board_.slot_of(owner, first_tick_) + static_cast<size_t>(number) * most_bytes_;
   }
 
-  // Takes block `tick` - 1 of what the others give, and puts block `tick` of what this rank gives, if there are such
-  // blocks.
+  // Takes block `tick` - 1 from the others, and puts block `tick` of this rank, if there are such blocks.
   void move(size_t tick) {
     const Slice taken = tick > 0 ? block(tick - 1) : Slice{0, 0};
     const Slice given = tick < blocks_ ? block(tick) : Slice{0, 0};
@@ -130,7 +130,7 @@ class Exchange {
         if (gathers_ && take.bytes > 0) take_part(peer, take, at, tick);
         if (!is_mapped_ && give.bytes > 0) std::memcpy(place(peer, tick) + at, given_to(peer) + give.offset, give.bytes);
       }
-      const Slice own = is_mapped_ ? take : give;  // what is put in the slot is in the caches
+      const Slice own = is_mapped_ ? take : give;  // the bytes that are put into the slot are in the caches
       if (gathers_ && own.bytes > 0) copy(part(output_, board_.index()) + own.offset, input_ + own.offset, own.bytes);
       host_.alarm.check();
     }
@@ -143,7 +143,7 @@ class Exchange {
 
   const std::byte* given_to(int peer) const { return gathers_ ? input_ : part(input_, peer); }
 
-  // What a peer gives this rank, of the piece that lies at `at` in its place.
+  // The peer's data for this rank, for the piece at `at` in its place.
   const std::byte* given_by(int peer, const Slice& piece, size_t at, size_t tick) const {
     const std::byte* const mapped = mapped_[static_cast<size_t>(peer)];
     if (mapped == nullptr) return place(peer, tick) + at;

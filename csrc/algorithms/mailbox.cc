@@ -1,4 +1,4 @@
-// Posting messages, finding sends and receives that belong together, and what becomes of them.
+// Posts messages, matches sends with receives, and completes or fails them.
 
 #include "algorithms/mailbox.h"
 
@@ -61,11 +61,11 @@ std::shared_ptr<Message> Mailbox::send(int peer, int tag, const void* data, size
     push(peer, {.header = header});
   }
   attempt([&] { serve(peer, bytes < posting_bytes ? posting_bytes : serving_bytes); });
-  leave_to_thread(is_awaited);  // which will send it when it is wanted
+  leave_to_thread(is_awaited);  // the thread sends it when it is wanted
   return message;
 }
 
-// Says where a message lies, for a peer that reads it: in a copy, where that is better. The lock is not held.
+// Tells a peer where to read a message: in a copy, where that is better. The lock is not held.
 void Mailbox::prepare_offer(Offer& offer, Notice& notice) {
   notice.input = describe(offer.data, offer.bytes, peers_.shared_buffers);
   if (notice.input.descriptor < 0) offer.copy = offers_.copy(offer.data, offer.bytes);
@@ -97,7 +97,7 @@ void Mailbox::request_link(int peer) {
   if (!std::exchange(with(peer).is_requested, true)) peers_.links.request(peer);
 }
 
-// Whether a message that came early is what the receive asks for; it gets it then.
+// Gives the receive an early message that it asks for; returns whether there was one.
 bool Mailbox::match_early(const std::shared_ptr<Message>& message) {
   for (auto early = early_.begin(); early != early_.end(); ++early) {
     if (early->wanted_by || early->header.tag != message->tag) continue;
@@ -116,7 +116,7 @@ bool Mailbox::match_early(const std::shared_ptr<Message>& message) {
   return false;
 }
 
-// The receive that asked for a message that came; null if none did.
+// The receive that asked for an arrived message; null if there is none.
 std::shared_ptr<Message> Mailbox::match_posted(int peer, int tag) {
   const auto wanted = std::find_if(posted_.begin(), posted_.end(), [&](const auto& message) {
     return message->tag == tag && (message->peer < 0 || message->peer == peer);
@@ -144,7 +144,7 @@ void Mailbox::accept(int peer, const Header& header, const std::shared_ptr<Messa
   }
 }
 
-// Gives an early message whose bytes are here to who asked for it since.
+// Gives an early message, whose bytes are here, to the receive that has asked for it.
 void Mailbox::deliver(std::list<Early>::iterator early) {
   const std::shared_ptr<Message> message = early->wanted_by;
   const int peer = early->peer;
@@ -187,8 +187,8 @@ void Mailbox::fail_all(const std::exception_ptr& failure) {
   fail_pending();
 }
 
-// Fails all messages but those that a thread is reading at the moment, which calls this again. Nothing of the others
-// is touched any more, as their owners may free them.
+// Fails all messages except those that a thread is reading now; that thread calls this again. Nothing touches the
+// failed messages any more, because their owners may free them.
 void Mailbox::fail_pending() {
   const auto fail_if_pending = [&](const std::shared_ptr<Message>& message) {
     if (message && !message->done.load(std::memory_order_relaxed)) fail(*message, broken_);

@@ -1,18 +1,19 @@
 // Messages from one rank to another, matched by sender and tag.
 //
-// Every message begins with a header on the link towards its receiver, and headers always flow: who waits for one
-// message never waits for another to be asked for. Where the bytes are then depends:
+// Every message begins with a header on the link towards its receiver, and headers always flow: a wait for one message
+// never depends on a receive for another. The place of the bytes depends on the size:
 //
-// - A small message is *eager*: its bytes follow, and are kept here until somebody asks for them. A sender has credit
-//   for so many such bytes at each receiver, which comes back as they are received.
+// - A small message is *eager*: its bytes follow, and are kept here until a receive asks for them. A sender has credit
+//   for a number of such bytes at each receiver; the credit comes back as they are received.
 // - Larger ones, and small ones without credit, stay with the sender. Within a host they are *offered*: the receiver
-//   reads them from where they lie when it wants them, and then says so. That is the sender's memory, if it is in a
-//   shared buffer or may be read all the same, or a copy in a shared buffer: then the send is complete at once.
-//   Otherwise they are *announced*: the receiver says that it wants them, and their bytes flow into its tensor.
+//   reads them in place when it wants them, and then says so. The place is the sender's memory, if it is in a shared
+//   buffer or peers may read it; or a copy in a shared buffer, in which case the send is complete at once. Otherwise
+//   they are *announced*: the receiver says that it wants them, and their bytes flow into its tensor.
 //
-// Whoever waits makes all messages of the group progress; while nobody waits, a thread of the mailbox does. Who posts a
-// message comes before who waits for one, when `piece_bytes` have been moved. What is read from a peer is read without
-// the lock, by one thread for each peer: a message is not done, and does not fail, before that thread has stopped.
+// A waiting thread makes all messages of the group progress; while no thread waits, a thread of the mailbox does. A
+// thread that posts a message gets the lock before waiting threads, after at most `piece_bytes` have been moved. Data
+// is read from a peer without the lock, by one thread for each peer: a message is not done, and does not fail, before
+// that thread has stopped.
 //
 // A rank that leaves first delivers what its complete sends have promised (mailbox_leaving.cc).
 #pragma once
@@ -49,53 +50,52 @@ class Mailbox {
   struct Peers {
     int size;
     Links& links;
-    Flag* doorbell;  // rung by peers on this host when they wrote or read; null if there are none
+    Flag* doorbell;  // peers on this host ring it when they wrote or read; null if there are none
     SharedBuffers& shared_buffers;
     bool can_read_peers;  // of this host, in their private memory
     std::function<bool(int peer)> is_here;
-    // Of a peer on this host: that it has not begun to leave or give up. What it offers is as it was until then.
+    // Whether a peer on this host has not begun to leave or give up. Until then, its offered data is unchanged.
     std::function<bool(int peer)> is_open;
-    // Reads what a peer on this host offers; for each peer by one thread at a time.
+    // Reads data that a peer on this host offers; for each peer, one thread at a time.
     std::function<void(int peer, const Notice& offered, size_t offset, size_t bytes, void* out)> read;
-    // Says that peers are about to read this private memory. May take long.
+    // Tells the system that peers will read this private memory. May take long.
     std::function<void(const void* data, size_t bytes)> note;
   };
 
   Mailbox(Peers peers, const Alarm& alarm);
 
-  // Nobody waits any more. What peers have not taken of this rank's copies is discarded.
+  // No thread waits any more. Copies that peers have not taken are discarded.
   ~Mailbox();
 
-  // Both return at once. A send of less than `posting_bytes`, and a receive, move no more than these; a larger send
-  // copies or writes up to Offers::largest_copy. The bytes must stay until the message is done; `done` may be set
+  // Both return at once. A receive, and a send of less than `posting_bytes`, move at most `posting_bytes`; a larger
+  // send copies or writes up to Offers::largest_copy. The bytes must stay until the message is done; `done` may be set
   // already.
   std::shared_ptr<Message> send(int peer, int tag, const void* data, size_t bytes);
   std::shared_ptr<Message> receive(int peer, int tag, void* data, size_t bytes);
 
-  // Returns when the message is done; throws what went wrong with it. After the deadline no message is
-  // served.
+  // Returns when the message is done; throws its error. After the deadline no message is served.
   void wait(Message& message, const Patience& patience, const Deadline& deadline);
 
-  // Returns then at the latest: false if the message is not done. Throws nothing but Interrupted.
+  // Returns at `limit` at the latest: false if the message is not done. Throws only Interrupted.
   bool wait_until(Message& message, const Patience& patience, const Deadline& limit);
 
-  // Ends what the alarm has ended.
+  // Ends all messages after the alarm.
   void wake();
 
   // --- leaving ---
 
-  // Fails every message that is not done, and every later one, with what the alarm holds. `raise` raises it: false if
-  // it was raised before, and then nothing is delivered any more either.
+  // Fails every message that is not done, and every later one, with the alarm's error. `raise` raises the alarm: it
+  // returns false if the alarm was raised before, and then nothing more is delivered.
   void close(const std::function<bool()>& raise);
 
   // After `close`: returns when no thread reads into a message's memory any more.
   void settle();
 
-  // After `close`: returns when the peers have taken in all that complete sends have promised them, or have ended, or
-  // the deadline has passed. By one thread.
+  // After `close`: returns when the peers have received all data of complete sends, or have ended, or the deadline has
+  // passed. Call it from one thread.
   void hand_over(const Deadline& deadline);
 
-  // What the Watch finds of a peer, as often as it likes: that it wants to be heard out, or is gone.
+  // The Watch calls these, any number of times: a peer wants its last messages to be received, or is gone.
   void note_leaving(int peer);
   void note_gone(int peer);
 
@@ -103,13 +103,13 @@ class Mailbox {
   class Waiter;
   class Posting;
 
-  static constexpr size_t posting_bytes = 64 * 1024;        // moved each way by who posts a small message, at most
+  static constexpr size_t posting_bytes = 64 * 1024;        // the most that posting a small message moves each way
   static constexpr size_t serving_bytes = 1024 * 1024;      // each way with a peer, before others have their turn
-  static constexpr size_t piece_bytes = 128 * 1024;         // moved before he looks whether somebody posts
-  static constexpr size_t reading_bytes = 4 * 1024 * 1024;  // read without it, before an alarm is heard
-  static constexpr size_t content_bytes = 1024 * 1024;      // in a frame, so that others come between
+  static constexpr size_t piece_bytes = 128 * 1024;         // moved before a waiting thread checks for posting threads
+  static constexpr size_t reading_bytes = 4 * 1024 * 1024;  // read without the lock before the alarm is checked
+  static constexpr size_t content_bytes = 1024 * 1024;      // in a frame, so that other frames come in between
 
-  // mailbox.cc: which send and receive belong together, and what becomes of them
+  // mailbox.cc: matching sends and receives, and their completion
   void prepare_offer(Offer& offer, Notice& notice);
   void request_link(int peer);
   bool match_early(const std::shared_ptr<Message>& message);
@@ -158,7 +158,7 @@ class Mailbox {
   void leave_to_thread(bool at_once = false);
   void run();
 
-  // What goes wrong with one peer ends all messages, as it ends the group.
+  // An error with one peer ends all messages, as it ends the group.
   template <class Work>
   void attempt(const Work& work) {
     try {
@@ -180,7 +180,7 @@ class Mailbox {
   Offers offers_;
   std::mutex mutex_;
   std::atomic<int> posting_{0};  // threads that want the lock to post
-  std::condition_variable changed_;  // there is work for the thread
+  std::condition_variable changed_;  // signals work for the thread
   std::condition_variable read_;     // a thread has read a piece of an offered message
   std::vector<Correspondent> correspondents_;   // by rank
   std::list<std::shared_ptr<Message>> posted_;  // receives, in the order in which they were posted
@@ -190,14 +190,14 @@ class Mailbox {
   size_t pending_ = 0;   // messages that are not done
   size_t frames_ = 0;    // to be written, and contents
   size_t readings_ = 0;  // messages to be read
-  int expected_ = 0;     // peers that ask to be heard out
+  int expected_ = 0;     // peers that announced that they will leave
   int waiters_ = 0;
   bool stopped_ = false;
   std::exception_ptr broken_;  // why nothing can be posted any more
-  bool delivers_ = false;      // it was closed in order: what complete sends have promised still moves
+  bool delivers_ = false;      // it was closed in order: data of complete sends still moves
   std::thread thread_;
   bool is_resting_ = false;  // the thread, until it is told of work
-  bool is_in_use_ = false;   // something was left to the thread since it last looked
+  bool is_in_use_ = false;   // the thread has got work since it last looked
 };
 
 }  // namespace shoal

@@ -12,7 +12,7 @@ namespace shoal {
 
 namespace {
 
-// What is written together with a header.
+// The most bytes that are written together with a header.
 constexpr size_t joined_bytes = 1024;
 
 // Writes a piece of a frame; 0 if there is no room.
@@ -31,8 +31,8 @@ size_t write(const Frame& frame, Link& link, size_t limit) {
 
 }  // namespace
 
-// Moves what can be moved; true if anything was. Everybody's messages are taken in, wanted yet or not: who waits for
-// one peer must not block another.
+// Moves what can be moved; true if anything moved. Messages of all peers are received, wanted yet or not: a wait for
+// one peer must not block another peer.
 bool Mailbox::progress() {
   if (broken_ && !delivers_) return false;
   bool moved = false;
@@ -59,7 +59,7 @@ bool Mailbox::is_connected(int peer) {
   return with_peer.link != nullptr && !with_peer.is_closed;
 }
 
-// Writes and reads so many bytes at most.
+// Writes and reads at most `limit` bytes.
 bool Mailbox::serve(int peer, size_t limit) {
   if (!is_connected(peer)) return false;
   Correspondent& with_peer = with(peer);
@@ -74,8 +74,8 @@ bool Mailbox::serve(int peer, size_t limit) {
   }
 }
 
-// A peer that left takes its links with it, which harms nobody but who waits for it; the Watch tells about that. It may
-// do so after the link's end was seen.
+// The links of a peer end when it leaves, which only concerns threads that wait for it. The Watch reports that it left,
+// maybe after the end of the link was seen.
 void Mailbox::judge_failure(Correspondent& with_peer) {
   constexpr double grace = 1;
   if (delivers_ || with_peer.is_expected || with_peer.is_leaving || with_peer.is_gone) {
@@ -85,13 +85,13 @@ void Mailbox::judge_failure(Correspondent& with_peer) {
   }
 }
 
-// What a peer sent before it ended is its message all the same.
+// Data that a peer sent before it ended is still received.
 void Mailbox::take_in_what_came() {
   for (int peer = 0; peer < peers_.size; ++peer) {
     try {
       if (is_connected(peer)) read_frames(peer, SIZE_MAX);
     } catch (const Failure&) {
-      // It is gone, or its memory is. The alarm says why.
+      // The peer or its memory is gone. The alarm says why.
     }
   }
 }
@@ -127,7 +127,7 @@ bool Mailbox::write_frames(int peer, size_t limit) {
   return moved;
 }
 
-// Whether there is a frame to be written; if there is no other, some of the content that the peer wants.
+// Whether there is a frame to write; if there is none, makes one from content that the peer wants.
 bool Mailbox::has_frame(Correspondent& to) {
   if (!to.frames.empty() || to.contents.empty()) return !to.frames.empty();
   const uint64_t number = to.contents.front();
@@ -193,7 +193,7 @@ bool Mailbox::read_frames(int peer, size_t limit) {
   return moved;
 }
 
-// A header has come: finds out where the bytes behind it go.
+// A header has arrived: finds the destination of the bytes after it.
 void Mailbox::begin(int peer, Incoming& in) {
   Correspondent& from = with(peer);
   const Header& header = in.header;
@@ -220,7 +220,7 @@ void Mailbox::begin(int peer, Incoming& in) {
   }
 }
 
-// All of a frame has come.
+// A whole frame has arrived.
 void Mailbox::end(int peer, Incoming& in) {
   Correspondent& from = with(peer);
   const Header& header = in.header;
@@ -274,8 +274,8 @@ void Mailbox::end(int peer, Incoming& in) {
   }
 }
 
-// An eager message was received: its sender may send as much again. It is told with the next header that goes there,
-// or with one of its own when much has come together.
+// An eager message was received: its sender may send as many bytes again. The next header to it says so, or a header of
+// its own when there is much credit.
 void Mailbox::return_credit(int peer, size_t bytes) {
   Correspondent& to = with(peer);
   to.owed += bytes;

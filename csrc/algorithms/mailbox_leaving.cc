@@ -1,16 +1,17 @@
-// Leaving without losing what was promised.
+// Leaving without losing data of complete sends.
 //
-// A send that is complete is delivered, though its sender leaves before the receiver asks. So who leaves has its peers
-// take in all that they were sent, and waits until they say that they have:
+// A complete send is delivered even if its sender leaves before the receiver asks. So a leaving rank makes its peers
+// receive all that it sent them, and waits until they confirm it:
 //
-//   1. Its Watch tells the peers' Watches, threads that are always there: their mailboxes begin to listen, even if
-//      nobody waits for a message there.
-//   2. Its mailbox fails the sends that are not complete, and then says `leaving`, behind all frames of those that are.
-//   3. A peer that has read `leaving` takes copies that were offered into memory of its own. What was announced, or
-//      lies in the leaver's own memory, is void: nobody can have it any more. Then it says `heard`.
-//   4. When all have, or have ended, or time has run out, the leaver says goodbye, and its links may go.
+//   1. Its Watch tells the peers' Watches, whose threads always run: the mailboxes there begin to listen, even if no
+//      thread waits for a message.
+//   2. Its mailbox fails the incomplete sends, and then says `leaving`, after all frames of the complete ones.
+//   3. A peer that has read `leaving` moves offered copies into its own memory. Messages that were announced, or that
+//      are in the leaving rank's own memory, are void. Then the peer says `heard`.
+//   4. When all peers have answered or ended, or time has run out, the leaving rank says goodbye, and its links may
+//      close.
 //
-// Nothing that a peer may still read is given to another use before that, nor after it: see Offers.
+// Memory that a peer may still read is never used for anything else, before or after that: see Offers.
 
 #include <algorithm>
 #include <string>
@@ -21,7 +22,7 @@
 
 namespace shoal {
 
-// --- of who leaves ---
+// --- on the leaving rank ---
 
 void Mailbox::close(const std::function<bool()>& raise) {
   const Posting posting(*this);
@@ -46,17 +47,16 @@ void Mailbox::close(const std::function<bool()>& raise) {
   for (int peer = 0; peer < peers_.size; ++peer) answer_if_heard(peer);
 }
 
-// Whether a peer may lack something that it was sent. A network's connection is not closed before both ends know that
-// nothing is on its way, as the system might throw it away.
+// Whether a peer may not have received all that it was sent. A network connection stays open until both ends know that
+// nothing is in flight, because the system might drop it.
 bool Mailbox::is_to_be_told(int peer) const {
   const Correspondent& to = with(peer);
   if (to.link == nullptr || to.is_closed || to.is_gone || to.is_leaving) return false;
   return !peers_.is_here(peer) || !to.frames.empty() || !to.link->is_drained() || offers_.has_any_for(peer);
 }
 
-// Makes the frames such that they need nothing of the application's memory. A frame that is partly written goes on
-// from a copy. The place of a message that was not begun is taken by one that is void: those behind it must not be
-// taken for it.
+// Changes the frames so that they do not need the application's memory. A partly written frame continues from a copy. A
+// void message replaces a message that was not begun, so that later messages do not match its receive.
 void Mailbox::keep_what_is_promised(Correspondent& to) {
   to.contents.clear();
   std::erase_if(to.frames, [](const Frame& frame) {
@@ -69,7 +69,7 @@ void Mailbox::keep_what_is_promised(Correspondent& to) {
       frame.bytes = frame.kept.data();
     } else {
       frame.header.kind = Header::Kind::announced;
-      frame.header.number = offers_.add({-1, nullptr, nullptr, 0});  // of nothing
+      frame.header.number = offers_.add({-1, nullptr, nullptr, 0});  // an empty offer
     }
   }
 }
@@ -83,7 +83,7 @@ void Mailbox::hand_over(const Deadline& deadline) {
   std::unique_lock lock(mutex_);
   const auto is_done = [](const Correspondent& each) {
     if (each.link == nullptr || each.is_closed || each.is_gone) return true;
-    // One that leaves too will hear nothing more, but waits for its answer.
+    // A peer that leaves too receives nothing more, but waits for its answer.
     if (each.is_leaving) return each.is_answered && each.frames.empty();
     return each.frames.empty() && (!each.is_told || each.has_heard);
   };
@@ -94,7 +94,7 @@ void Mailbox::hand_over(const Deadline& deadline) {
   delivers_ = false;
 }
 
-// --- of its peers ---
+// --- on its peers ---
 
 void Mailbox::note_leaving(int peer) {
   const Posting posting(*this);
@@ -115,7 +115,7 @@ void Mailbox::note_gone(int peer) {
   wake();
 }
 
-// A peer has said `leaving`: takes in what it has copies of.
+// A peer has said `leaving`: receives the messages of which it has copies.
 void Mailbox::hear_out(int peer) {
   Correspondent& from = with(peer);
   from.is_leaving = true;

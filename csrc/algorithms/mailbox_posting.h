@@ -1,5 +1,5 @@
-// The mailbox's lock, as those take it who must not wait long. Who waits for a message, and the mailbox's thread, take
-// it again and again, and a mutex goes to whoever is quickest: they look whether somebody posts, and give way.
+// The mailbox's lock, for threads that must not wait long. Threads that wait for a message, and the mailbox's own
+// thread, take it again and again, and a mutex is not fair: so they check whether another thread posts, and give way.
 #pragma once
 
 #include "algorithms/mailbox.h"

@@ -1,5 +1,5 @@
-// Messages that peers offer, and early ones that are large, are read by whoever waits, or by the mailbox's thread,
-// without the lock. Meanwhile the message belongs to the thread that reads it: it alone may finish it or let it fail.
+// A waiting thread, or the mailbox's thread, reads offered messages and large early messages without the lock. During
+// the read the message belongs to the reading thread: only that thread may finish it or fail it.
 
 #include <algorithm>
 #include <cstring>
@@ -9,8 +9,8 @@
 
 namespace shoal {
 
-// Reads a piece of a message that a peer offered, or of one that has long been here, without the lock: how many
-// bytes. 0 if there is none that no other thread reads and that has no more than `most_bytes` left.
+// Reads a piece of an offered message, or of a large early message, without the lock, and returns the number of bytes.
+// 0 if there is no such message, apart from those that another thread reads or that have more than `most_bytes` left.
 size_t Mailbox::read_offered(std::unique_lock<std::mutex>& lock, size_t most_bytes) {
   if (readings_ == 0 || broken_) return 0;
   const auto is_for_this_thread = [&](const Correspondent& from) {
@@ -54,14 +54,14 @@ size_t Mailbox::read_offered(std::unique_lock<std::mutex>& lock, size_t most_byt
   return bytes;
 }
 
-// A message was read, or cannot be, as its sender has left.
+// A message was read, or cannot be read because its sender has left.
 void Mailbox::end_reading(int peer, bool is_read) {
   Correspondent& from = with(peer);
   const Arrival arrival = std::move(from.readings.front());
   from.readings.pop_front();
   --readings_;
   const bool is_kept_here = arrival.source != nullptr;
-  // What lies in the application's memory is what was sent for as long as the sender has not left.
+  // The application's memory holds the sent bytes only as long as the sender has not left.
   const bool is_sound = is_read && (is_kept_here || arrival.header.is_copy || peers_.is_open(peer));
   if (arrival.message) {
     if (is_sound) {

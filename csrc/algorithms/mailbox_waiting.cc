@@ -1,4 +1,4 @@
-// Who waits for messages, and the thread that goes on with them while nobody does.
+// Threads that wait for messages, and the mailbox's thread, which moves them while no thread waits.
 
 #include <poll.h>
 #include <sched.h>
@@ -13,7 +13,7 @@
 
 namespace shoal {
 
-// While there is one, the mailbox's own thread has nothing to do. Made and gone with the lock held.
+// While there is a waiter, the mailbox's own thread has nothing to do. Made and destroyed with the lock held.
 class Mailbox::Waiter {
  public:
   Waiter(Mailbox& mailbox, std::unique_lock<std::mutex>& lock) : mailbox_(mailbox), lock_(lock) {
@@ -33,10 +33,10 @@ class Mailbox::Waiter {
 
 void Mailbox::wait(Message& message, const Patience& patience, const Deadline& deadline) {
   if (!wait_until(message, patience, deadline)) {
-    // Ends the other messages too, so that nothing is written any more to where this one's bytes are.
+    // Ends the other messages too, so that nothing writes to this message's memory any more.
     std::unique_lock lock(mutex_);
     if (!message.done) attempt([&] { deadline.check(message.peer); });
-    read_.wait(lock, [&] { return message.done.load(); });  // until the thread that reads it has stopped
+    read_.wait(lock, [&] { return message.done.load(); });  // until the reading thread has stopped
   }
   if (message.failure) std::rethrow_exception(message.failure);
 }
@@ -67,7 +67,7 @@ bool Mailbox::wait_until(Message& message, const Patience& patience, const Deadl
     }
     lock.lock();
   }
-  // What takes no longer than to wake the mailbox's thread for it, which would take a core from somebody.
+  // Work that takes no longer than waking the mailbox's thread, which would also take a core from another thread.
   for (size_t left = serving_bytes, read = 1; read > 0; left -= read) read = read_offered(lock, left);
   return true;
 }
@@ -80,7 +80,7 @@ void Mailbox::wake() {
   changed_.notify_all();
 }
 
-// Lets those in who post messages.
+// Gives way to threads that post messages.
 void Mailbox::give_way(std::unique_lock<std::mutex>& lock) {
   if (!somebody_posts()) return;
   lock.unlock();
@@ -89,7 +89,7 @@ void Mailbox::give_way(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// That may take as long as copying it: who posts a message does not do it. The lock is given up meanwhile.
+// This may take as long as a copy, so a thread that posts does not do it. Releases the lock meanwhile.
 void Mailbox::note_private_memory(std::unique_lock<std::mutex>& lock) {
   while (!not_noted_.empty()) {
     const std::shared_ptr<Message> message = not_noted_.front().lock();
@@ -108,9 +108,9 @@ bool Mailbox::is_being_read(const Message& message) const {
   });
 }
 
-// Until a peer rings, or a socket is ready, at most so long. The lock is given up meanwhile.
+// Sleeps until a peer rings or a socket is ready, at most `seconds`. Releases the lock meanwhile.
 void Mailbox::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
-  if (readings_ > 0) {  // another thread reads: it tells when it has done with a piece
+  if (readings_ > 0) {  // another thread reads: it signals after each piece
     read_.wait_for(lock, std::chrono::milliseconds(1));
     return;
   }
@@ -130,9 +130,9 @@ void Mailbox::sleep(std::unique_lock<std::mutex>& lock, double seconds) {
   lock.lock();
 }
 
-// Has the thread go on with what is pending, unless somebody waits and so does it himself. Who posts a message
-// mostly waits for it at once: while messages come and go the thread looks by itself now and then, and is only woken
-// for what does not fit its link, or has to be seen to.
+// Lets the mailbox's thread continue with pending messages, unless another thread waits and does it. A thread that
+// posts a message mostly waits for it at once: while messages come and go, the mailbox's thread checks by itself now
+// and then. It is woken only for messages that do not fit their link or need attention.
 void Mailbox::leave_to_thread(bool at_once) {
   if (!is_left()) return;
   is_in_use_ = true;

@@ -1,4 +1,4 @@
-// A message, and what the mailboxes of two ranks say to each other to move it.
+// A message, and the frames with which two mailboxes move it.
 #pragma once
 
 #include <atomic>
@@ -13,41 +13,41 @@ namespace shoal {
 
 // A send or a receive that was posted.
 struct Message {
-  const int peer;  // -1 of a receive: from anyone
+  const int peer;  // -1 for a receive: from any rank
   const int tag;
-  std::byte* data;  // of a send it is only read
+  std::byte* data;  // only read for a send
   size_t bytes;
-  int sender = -1;      // of a receive, read after `done`
+  int sender = -1;      // for a receive, valid after `done`
   double finished = 0;  // when it was done, in seconds of the monotonic clock
   std::atomic<bool> done{false};
   std::exception_ptr failure;  // read after `done`
 };
 
-// What every frame on a link between two mailboxes begins with.
+// The beginning of every frame on a link between two mailboxes.
 struct Header {
   enum class Kind : uint32_t {
     eager,      // a message; its bytes follow
     announced,  // a message; the sender keeps its bytes until they are wanted
-    offered,    // a message; the receiver reads its bytes from where they lie
+    offered,    // a message; the receiver reads its bytes in place
     wanted,     // answers `announced`: send the bytes
-    content,    // some bytes of a message that was wanted, the next ones; they follow
-    taken,      // answers `announced` and `offered`: nobody needs the bytes any more
+    content,    // the next bytes of a wanted message; they follow
+    taken,      // answers `announced` and `offered`: the bytes are not needed any more
     credit,     // carries `returned`
-    leaving,    // the sender's last frame but for answers
-    heard,      // answers `leaving`: whatever was complete has been taken in; the last frame
+    leaving,    // the sender's last frame, except for answers
+    heard,      // answers `leaving`: all data of complete sends was received; the last frame
   };
   Kind kind = Kind::eager;
   int32_t tag = 0;
   uint64_t bytes = 0;     // of the message; of content, those that follow
-  uint64_t number = 0;    // of an announced or offered message, and in what answers it
-  uint64_t returned = 0;  // credit, in bytes: the receiver has done with so many eager ones
+  uint64_t number = 0;    // of an announced or offered message, and of its answers
+  uint64_t returned = 0;  // credit in bytes: the receiver has consumed as many eager bytes
   Notice offered = {};    // of an offered message only, as an input
-  uint64_t is_copy = 0;   // the same: it lies in a copy, and its send is complete
+  uint64_t is_copy = 0;   // of an offered message only: it is in a copy, and its send is complete
 };
 
 static_assert(std::is_trivially_copyable_v<Header>);
 
-// How much of a header is written: no more than its kind needs.
+// The bytes of a header that are written: only those that its kind needs.
 constexpr size_t short_header = offsetof(Header, offered);
 constexpr size_t written_size(const Header& header) {
   return header.kind == Header::Kind::offered ? sizeof(Header) : short_header;

@@ -19,10 +19,10 @@ void* Offers::copy(const void* data, size_t bytes) {
   const bool is_few = copies_.fetch_add(1) < most_copies;
   void* copy = nullptr;
   try {
-    // Few sizes, so that the next message finds it again.
+    // Few sizes, so that the next message can use it again.
     if (has_room && is_few) copy = shared_buffers_.allocate(std::bit_ceil(bytes));
   } catch (const Failure&) {
-    // No memory to share, or no descriptor: the message is sent without.
+    // No shared memory or no descriptor left: the message is sent without a copy.
   }
   if (copy == nullptr) {
     copied_bytes_.fetch_sub(bytes);

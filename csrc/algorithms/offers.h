@@ -1,11 +1,11 @@
-// The messages of a rank that their receivers know of and have not got yet: offered, to be read from where they lie,
-// or announced, to be sent when they are wanted.
+// The messages of a rank that their receivers know of and have not received yet: offered, to be read in place, or
+// announced, to be sent when they are wanted.
 //
-// Who owns the bytes. Those of a send that is not complete are the application's, in place: it must not touch them
-// until the send is complete or has failed. Of a send that is complete at once there is a copy in a shared buffer,
-// which belongs to these offers. It is freed for other use when its receiver says that it has taken it, and not
-// before: not when the group is closed, not when the receiver is gone. What is still here when the offers are
-// destroyed is discarded: its pages go when the last process unmaps them, and are never anything else meanwhile.
+// Ownership of the bytes: the application owns the bytes of an incomplete send, in place, and must not touch them until
+// the send is complete or has failed. A send that is complete at once has a copy in a shared buffer, which belongs to
+// these offers. The copy may be used for something else only after its receiver says that it has taken it: not when the
+// group is closed, and not when the receiver is gone. Copies that are left when the offers are destroyed are discarded:
+// their pages are freed when the last process unmaps them, and are never used for anything else.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ namespace shoal {
 
 struct Offer {
   int peer;
-  std::shared_ptr<Message> message;  // done when the receiver has its bytes; null: it is done, as there is a copy
+  std::shared_ptr<Message> message;  // done when the receiver has its bytes; null: already done, as there is a copy
   const std::byte* data;             // the copy, or the application's
   size_t bytes;
   void* copy = nullptr;
@@ -31,15 +31,15 @@ struct Offer {
 class Offers {
  public:
   static constexpr size_t largest_copy = 2 * 1024 * 1024;
-  static constexpr size_t most_copied_bytes = 32 * 1024 * 1024;  // of copies that nobody took yet
+  static constexpr size_t most_copied_bytes = 32 * 1024 * 1024;  // of copies that no receiver has taken yet
   static constexpr int most_copies = 128;                        // each has a descriptor
 
   explicit Offers(SharedBuffers& shared_buffers) : shared_buffers_(shared_buffers) {}
   ~Offers();
   Offers(const Offers&) = delete;
 
-  // A copy of a message, to be added as an offer or given back; null if it is too large, or too many are here.
-  // From any thread.
+  // A copy of a message, to add as an offer or give back; null if it is too large, or there are too many. From any
+  // thread.
   void* copy(const void* data, size_t bytes);
   void give_back(void* copy, size_t bytes);
 
@@ -50,7 +50,7 @@ class Offers {
   void remove(uint64_t number);      // its receiver has got it
   bool has_any_for(int peer) const;
 
-  // Removes those that have no copy, of sends that have failed.
+  // Removes offers without a copy, whose sends have failed.
   void remove_uncopied();
 
   template <class Visit>

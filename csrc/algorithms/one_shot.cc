@@ -3,8 +3,8 @@
 #include "algorithms/rank_order.h"
 #include "algorithms/slice.h"
 
-// n - 1 messages of all S bytes per rank, all at once: the fewest steps and the most bytes, for what is
-// small. Every rank folds in the order of ranks, so all have the same bits.
+// n - 1 messages of all S bytes per rank, all at once: the fewest steps and the most bytes, for small buffers. Every
+// rank folds in the order of ranks, so all ranks get the same bits.
 
 namespace shoal {
 

@@ -1,4 +1,4 @@
-// One-shot all-reduce: everyone sends everything to everyone, and folds for itself. One step.
+// One-shot all-reduce: every rank sends everything to every rank, and folds for itself. One step.
 #pragma once
 
 #include "algorithms/schedule.h"

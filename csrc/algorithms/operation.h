@@ -24,10 +24,10 @@ enum class Collective : int {
 };
 
 enum class Algorithm : int {
-  one_shot = 0,          // everyone writes once, and reads everyone's
-  direct = 1,            // ranks read each other's buffers; of an all-reduce it is called two-shot
+  one_shot = 0,          // every rank writes once, and reads the data of all ranks
+  direct = 1,            // ranks read each other's buffers; for an all-reduce it is called two-shot
   ring = 2,
-  halving_doubling = 3,  // of all-gather and reduce-scatter it is called recursive
+  halving_doubling = 3,  // for all-gather and reduce-scatter it is called recursive
   double_tree = 4,
   hierarchical = 5,      // within the hosts, then across, then within again
   tree = 6,
@@ -49,7 +49,7 @@ struct Operation {
   int root = 0;
   const void* input = nullptr;
   void* output = nullptr;
-  // all_reduce, broadcast, reduce: of the whole; all_gather, reduce_scatter, gather, scatter: of one rank's
+  // all_reduce, broadcast, reduce: of the whole buffer; all_gather, reduce_scatter, gather, scatter: of one rank's
   // part.
   size_t bytes = 0;
   // all_to_all: what goes to (comes from) each rank, in the order of ranks, without gaps.
@@ -60,8 +60,8 @@ struct Operation {
   Deadline deadline = Deadline::after(1800);
 };
 
-// Throws Failure(Code::invalid) for what no algorithm can do among `size` ranks, on one host or on several. All
-// ranks find the same, and none has sent anything yet.
+// Throws Failure(Code::invalid) if no algorithm can do the operation among `size` ranks, on one host or on several. All
+// ranks get the same result, before any of them sends anything.
 void require_possible(const Operation& operation, int size, bool one_host);
 
 }  // namespace shoal

@@ -37,7 +37,7 @@ void OverLinks::run_as_is(const Operation& op, int divisor) {
   if (scratch_.size() < schedule.scratch_bytes) scratch_.resize(schedule.scratch_bytes);
   const void* input = op.input;
   void* output = op.output;
-  std::vector<std::byte> tokens;  // of a barrier: everybody's byte
+  std::vector<std::byte> tokens;  // for a barrier: a byte of each rank
   if (op.collective == Collective::barrier) {
     tokens.resize(static_cast<size_t>(size_));
     input = output = tokens.data();

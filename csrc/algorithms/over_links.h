@@ -1,4 +1,4 @@
-// Collectives among ranks that links connect, whole: what is around a schedule's execution.
+// Whole collectives among ranks that links connect: the work around the execution of a schedule.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@ class OverLinks {
   OverLinks(int rank, Hierarchy hierarchy, Links& links, const Alarm& alarm)
       : rank_(rank), size_(hierarchy.ranks()), hierarchy_(std::move(hierarchy)), links_(links), alarm_(alarm) {}
 
-  // Does the operation. Sums of 16-bit floats that travel unfinished are float32 throughout; `average`
-  // divides by `divisor`, or by the number of ranks if that is 0.
+  // Runs the operation. Partial sums of 16-bit floats travel as float32; `average` divides by `divisor`, or by the
+  // number of ranks if `divisor` is 0.
   void run(const Operation& operation, int divisor = 0);
 
  private:

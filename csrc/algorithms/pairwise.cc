@@ -1,8 +1,8 @@
 #include "algorithms/pairwise.h"
 
-// In step s = 1 .. n - 1 rank r sends to rank r + s and receives from rank r - s (modulo n), so that in a
-// step no two ranks send to the same one. The steps are not kept apart: it is the order in which links are
-// served, no more. n - 1 messages each way per rank; in a gather or scatter n - 1 at the root, one elsewhere.
+// In step s = 1 .. n - 1 rank r sends to rank r + s and receives from rank r - s (modulo n), so that in a step no two
+// ranks send to the same one. The steps are not synchronised: they are only the order in which links are served. n - 1
+// messages each way per rank; in a gather or scatter n - 1 at the root, one elsewhere.
 
 namespace shoal {
 

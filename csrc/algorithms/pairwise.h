@@ -1,5 +1,5 @@
-// All-to-all with a count for every pair, and its special cases gather and scatter: everything goes straight
-// from whom it comes from to whom it is for.
+// All-to-all with a count for every pair, and its special cases gather and scatter: data goes directly from its sender
+// to its receiver.
 #pragma once
 
 #include <vector>

@@ -4,10 +4,10 @@
 
 #include "algorithms/slice.h"
 
-// The buffer is cut into one slice per rank. In step s of n - 1, rank r sends slice r - s to the next rank
-// and folds its own slice r - s - 1 with the one that comes from the previous rank: what was folded in one
-// step is sent in the next, and each slice collects one rank's part per step as it goes round. Four ranks,
-// slices a to d, who holds the sum of how many parts after each step:
+// The buffer is cut into one slice per rank. In step s of n - 1, rank r sends slice r - s to the next rank and folds
+// its own slice r - s - 1 with the one that comes from the previous rank: what was folded in one step is sent in the
+// next, and each slice collects one rank's part per step as it goes round. Four ranks, slices a to d; the number is how
+// many parts a rank has summed after each step:
 //
 //              rank 0     rank 1     rank 2     rank 3
 //   step 0    a b c d2   a2 b c d   a b2 c d   a b c2 d     rank 0 sent a, rank 1 sent b, ...
@@ -21,9 +21,8 @@
 // others. Slice i is folded in the order i, i + 1, ... round the ring, on its way: the same for every rank
 // and every run.
 //
-// A slice longer than a chunk is passed on chunk by chunk, so the links stay busy while a rank folds. Long
-// slices go round in laps of a few chunks each: what is passed on is still in the cache, and scratch stays
-// small.
+// A slice longer than a chunk is passed on chunk by chunk, so the links stay busy while a rank folds. Long slices go
+// round in laps of a few chunks each: data to pass on is still in the cache, and scratch stays small.
 
 namespace shoal {
 
@@ -31,7 +30,7 @@ namespace {
 
 constexpr int chunks_per_lap = 8;
 
-// Who is where in the ring, and what moves in a step.
+// The places of ranks in the ring, and the slices that move in a step.
 struct Ring {
   int rank, size;
 
@@ -133,11 +132,11 @@ Schedule ring_all_gather(int rank, int size, size_t bytes, size_t element, size_
   return schedule;
 }
 
-// Rank r is to end with slice r, so every slice leaves one step earlier than above: slice r - (s + 1) in step
-// s. The input stays as it is: sums wait in scratch until they are sent on, in windows of one chunk that are
-// used in turn. Between the arrival of a chunk and its departure lie the other chunks of a lap: with two
-// windows more than a lap has chunks, one can be filled and one emptied at any time. Where a rank's own part has to be
-// made first, it is in a window too, which then takes the sum.
+// Rank r is to end with slice r, so every slice leaves one step earlier than above: slice r - (s + 1) in step s. The
+// input stays as it is: sums wait in scratch until they are sent on, in windows of one chunk that are used in turn.
+// Between the arrival of a chunk and its departure lie the other chunks of a lap: with two windows more than a lap has
+// chunks, one can be filled and one emptied at any time. If a rank's own part must be computed first, it is in a window
+// too, which then takes the sum.
 void add_ring_reduce_scatter(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
                              size_t chunk, const OwnPart& own_part) {
   const Ring ring{own, static_cast<int>(ranks.size())};

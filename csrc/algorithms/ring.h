@@ -22,22 +22,22 @@ Schedule ring_reduce_scatter(int rank, int size, size_t bytes, size_t element, s
 
 // --- a ring as a part of a schedule: the one of `ranks` in which this rank is at the place `own` ---
 
-// Adds what has to be done before a piece leaves or is folded; returns its last step.
+// Adds the steps before a piece may leave or be folded; returns the last of them.
 using Ready = std::function<int(const Region& piece)>;
 
-// Told of each piece that holds its result once `step` is done.
+// Called for each piece that holds its result after `step`.
 using Finished = std::function<void(const Region& piece, int step)>;
 
 // In place in the region. `ready` is asked once for each piece, in the order in which they are needed.
 void add_ring_all_reduce(Schedule& schedule, const std::vector<int>& ranks, int own, Region region, size_t element,
                          size_t chunk, const Ready& ready, const Finished& finished);
 
-// The part of each rank goes to its place among those of the whole group, in the output. `finished` is told of
-// others' parts only.
+// The part of each rank goes to its place among those of the whole group, in the output. `finished` is called for the
+// parts of the other ranks only.
 void add_ring_all_gather(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
                          size_t chunk, const Finished& finished);
 
-// What a rank adds to a piece of the input, once `ready` is done: in the input itself, or in a window of scratch.
+// A rank's own addend for a piece of the input, valid after `ready`: in the input itself, or in a window of scratch.
 struct Part {
   Region region;
   int ready = no_step;
@@ -47,8 +47,8 @@ struct Part {
 using TakeWindow = std::function<Part(size_t bytes)>;
 using OwnPart = std::function<Part(const Region& piece, const TakeWindow& take_window)>;
 
-// From the parts of each rank's input to this rank's sum, in the output. `own_part` is asked once for each piece, in the
-// order in which they are needed. Two ranks at least. Uses scratch from its beginning on.
+// Sums this rank's part of each rank's input into the output. `own_part` is asked once for each piece, in the order in
+// which they are needed. Two ranks at least. Uses scratch from its beginning on.
 void add_ring_reduce_scatter(Schedule& schedule, const std::vector<int>& ranks, int own, size_t bytes, size_t element,
                              size_t chunk, const OwnPart& own_part);
 

@@ -41,10 +41,10 @@ struct Step {
     receive_reduce,  // region = from (op) peer's, element by element; `from` may be the region itself
     copy,            // region = from
     fold,            // region = from[0] (op) from[1] (op) ...: `parts` of them, `stride` bytes apart
-    wait,            // nothing: the steps on this rank's own memory that follow start after `after`
+    wait,            // nothing: later steps on this rank's own memory start after `after`
   };
   Kind kind;
-  int peer;  // -1: the last three, which involve this rank alone
+  int peer;  // -1: the last three kinds, which involve only this rank
   Region region;
   int after;  // index of an earlier step, or no_step
   Place from = {};
@@ -52,8 +52,8 @@ struct Step {
   size_t stride = 0;
 };
 
-// The functions that add a step return its index, for the `after` of others. A step of no bytes is left out,
-// and its `after` returned in its stead: who would wait for it waits for what it would have waited for.
+// The functions that add a step return its index, for the `after` of others. A step of no bytes is left out, and its
+// `after` is returned instead: a step that would wait for it then waits for `after`.
 struct Schedule {
   std::vector<Step> steps;
   size_t scratch_bytes = 0;  // how much scratch the steps use

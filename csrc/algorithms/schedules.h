@@ -11,7 +11,7 @@ namespace shoal {
 // Throws Failure(Code::invalid) if the collective has no such algorithm.
 Schedule schedule_of(const Operation& operation, int rank, const Hierarchy& hierarchy);
 
-// Whether ranks pass on sums that are not complete yet. Of 16-bit floats those have to be kept as float32.
+// Whether ranks pass on sums that are not complete yet. Partial sums of 16-bit floats must be kept as float32.
 bool passes_on_sums(const Operation& operation);
 
 }  // namespace shoal

@@ -61,7 +61,7 @@ inline Region chunk_of(const Region& region, size_t chunk, int index) {
   return {region.space, region.offset + begin, std::min(chunk, region.bytes - begin)};
 }
 
-// What is folded or copied at once. The first cache, of 32 KiB or more, then holds it from the reading to the writing.
+// Bytes to fold or copy at once. The first-level cache, of 32 KiB or more, holds them from the read to the write.
 inline size_t piece_bytes(int ranks) {
   constexpr size_t in_cache = 24 * 1024, least = 1024, most = 8 * 1024;
   return std::clamp(in_cache / static_cast<size_t>(ranks) / line_bytes * line_bytes, least, most);

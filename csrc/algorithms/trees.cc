@@ -35,7 +35,7 @@ void add_broadcast(Schedule& schedule, const TreePlace& tree, Region whole, cons
   for (int index = 0; index < chunk_count(whole.bytes, chunk); ++index) {
     const Region piece = chunk_of(whole, chunk, index);
     int here = ready.empty() ? no_step : ready[static_cast<size_t>(index)];
-    // What comes down was made from what this rank sent up, so nothing here still needs the region.
+    // The result was made from data that this rank has sent, so nothing here still needs the region.
     if (tree.parent >= 0) here = schedule.receive(tree.parent, piece, no_step);
     for (const int child : tree.children) schedule.send(child, piece, here);
   }
@@ -51,7 +51,7 @@ Schedule reduce_along(const TreePlace& tree, size_t bytes, size_t element, size_
     schedule.copy({Space::output, 0, bytes}, own.place(), no_step);
     return schedule;
   }
-  constexpr int windows_in_scratch = 4;  // one fills while another empties, and two to absorb what is uneven
+  constexpr int windows_in_scratch = 4;  // one fills while another empties; two more for uneven speeds
   chunk = chunk_bytes(element, chunk);
   const int chunks = chunk_count(bytes, chunk);
   if (is_root) {
@@ -96,9 +96,9 @@ TreePlace chain(int rank, int size, int root) {
 //   |
 //   7
 //
-// Every rank but the root gets one message (broadcast) or sends one (reduce) of all S bytes; the root has
-// ceil(log2 n) of them, one for each of as many steps. With several chunks the steps overlap, but the root's
-// link still carries ceil(log2 n) S bytes: a chain is better for what is large.
+// Every rank but the root gets one message (broadcast) or sends one (reduce) of all S bytes; the root has ceil(log2 n)
+// of them, one for each of as many steps. With several chunks the steps overlap, but the root's link still carries
+// ceil(log2 n) S bytes: a chain is better for large buffers.
 //
 // Children with the deepest subtree first.
 TreePlace binomial_tree(int rank, int size, int root) {

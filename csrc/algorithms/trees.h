@@ -1,6 +1,6 @@
-// Reductions and broadcasts along trees of ranks: chains, for what is large, at the speed of one link whatever the
-// number of ranks; binomial trees, in ceil(log2 n) steps, for what is small or goes to many ranks; and trees of any
-// shape, such as the two of a double binary tree.
+// Reductions and broadcasts along trees of ranks: chains, for large buffers, at the speed of one link for any number of
+// ranks; binomial trees, in ceil(log2 n) steps, for small buffers or many ranks; and trees of any shape, such as the
+// two of a double binary tree.
 //
 // A broadcast takes the data from the root's output to every rank's output, a reduction from every rank's input to the
 // root's output, both in chunks. A reduction needs scratch on inner ranks, of four chunks at most.
@@ -24,9 +24,9 @@ struct Sums {
   int windows;
 };
 
-// Adds a reduction towards the root: a rank folds each chunk of its `own` region with what comes from its
-// children, in their order, keeps the sum in `sums` (which may be `own` itself) and sends it to its parent. A
-// leaf sends its own. Returns, per chunk, the step that makes the rank's sum.
+// Adds a reduction towards the root: a rank folds each chunk of its `own` region with the chunks of its children, in
+// their order, keeps the sum in `sums` (which may be `own` itself) and sends it to its parent. A leaf sends its own.
+// Returns, per chunk, the step that makes the rank's sum.
 std::vector<int> add_reduction(Schedule& schedule, const TreePlace& tree, Region own, Sums sums,
                                size_t chunk);
 

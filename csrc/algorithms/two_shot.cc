@@ -3,20 +3,18 @@
 #include "algorithms/rank_order.h"
 #include "algorithms/slice.h"
 
-// The buffer is cut into one slice per rank. First shot (reduce-scatter): every rank sends slice i to rank i,
-// which folds all of them in the order of ranks. Second shot (all-gather): rank i sends the result to
-// everyone.
+// The buffer is cut into one slice per rank. First shot (reduce-scatter): every rank sends slice i to rank i, which
+// folds all of them in the order of ranks. Second shot (all-gather): rank i sends the result to all ranks.
 //
 //            rank 0     rank 1     rank 2
 //            a b c      a b c      a b c      b -> rank 1, c -> rank 2, ...
 //   fold     A b c      a B c      a b C      A -> ranks 1 and 2, ...
 //            A B C      A B C      A B C
 //
-// Per rank: n - 1 messages of S / n bytes each way and shot, so as many as round a ring, but all of a shot at
-// once: two steps in all. The price is a link to every rank. 16-bit floats travel as such and are still
-// rounded once.
+// Per rank: n - 1 messages of S / n bytes each way and shot, as many as in a ring, but all messages of a shot at once:
+// two steps. The price is a link to every rank. 16-bit floats travel as such and are still rounded once.
 //
-// Each rank begins with the rank after it, so that they do not all send to the same one.
+// Each rank begins with the rank after it, so that not all ranks send to the same one.
 
 namespace shoal {
 
@@ -48,7 +46,7 @@ Schedule two_shot_all_reduce(int rank, int size, size_t bytes, size_t element, s
       schedule.send((rank + shift) % size, chunk_of(own, chunk, index), folded[static_cast<size_t>(index)]);
     }
   }
-  // A rank folds what was sent to it before it sends the result, so the region is free when the result comes.
+  // A rank folds the slices that it received before it sends the result, so the region is free when the result arrives.
   for (int peer = 0; peer < size; ++peer) {
     if (peer != rank) schedule.receive(peer, slice(Space::output, boundaries, peer), no_step);
   }

@@ -1,5 +1,4 @@
-// Pairwise exchanges in which everyone talks to everyone directly: two steps for an all-reduce, one for its
-// halves.
+// Pairwise exchanges in which every rank talks to every rank directly: two steps for an all-reduce, one for each half.
 #pragma once
 
 #include "algorithms/schedule.h"

@@ -1,4 +1,4 @@
-// How a rank waits for its links: the longer nothing moves, the more patiently.
+// How a rank waits for its links: the longer nothing moves, the less often it checks.
 #pragma once
 
 #include <poll.h>
@@ -34,8 +34,8 @@ class Waiting {
     return true;
   }
 
-  // Sleeps until one of the descriptors is ready, but not for long: what has none is to be looked at, and so
-  // is the alarm. `all`: everything that is waited for has a descriptor.
+  // Sleeps until one of the descriptors is ready, but not for long: links without a descriptor and the alarm must be
+  // checked. `all`: every awaited link has a descriptor.
   void sleep(std::vector<pollfd>& descriptors, bool all) const {
     using std::chrono::nanoseconds;
     const nanoseconds limit =

@@ -1,4 +1,4 @@
-// Why a group can no longer communicate. Raised once, from any thread; read by everyone who waits.
+// Why a group can no longer communicate. Raised once, from any thread; read by all waiting threads.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ class Alarm {
 
   bool is_raised() const noexcept { return raised_.load(std::memory_order_acquire); }
 
-  // Throws what was raised, if anything was.
+  // Throws the raised failure, if there is one.
   void check() const {
     if (is_raised()) throw Failure(code_, rank_, text_);
   }

@@ -17,7 +17,7 @@ namespace {
 
 using std::filesystem::path;
 
-// Where the system does not say: what a server's processor has, roughly.
+// If the system does not say: roughly the cache of a server processor.
 constexpr uint64_t usual_cache_bytes = 32 << 20;
 
 std::string first_line(const path& file) {
@@ -89,7 +89,7 @@ void find_caches(Cores& found, const std::string& root) {
   for (size_t core = 0; core < Cores::most; ++core) {
     if (!found.allowed[core] || seen[core]) continue;
     const Cache cache = last_cache_of(core, root + "/sys/devices/system/cpu");
-    if (cache.bytes == 0 || cache.cores.empty()) return;  // then the others are not told of either
+    if (cache.bytes == 0 || cache.cores.empty()) return;  // then the system does not describe the others either
     for (const size_t other : cache.cores) seen[other] = true;
     found.cache_heads[cache.cores.front()] = true;
     found.cache_bytes = found.cache_bytes == 0 ? cache.bytes : std::min(found.cache_bytes, cache.bytes);
@@ -103,7 +103,7 @@ bool has_word(const std::string& text, const std::string& word) {
 }
 
 struct Mount {
-  std::string top;  // the control group that is seen there
+  std::string top;  // the control group that is visible there
   path point;
   bool is_second_version;
 };
@@ -155,7 +155,7 @@ uint64_t identity_of(const path& folder) {
   return (static_cast<uint64_t>(facts.st_dev) << 40) ^ static_cast<uint64_t>(facts.st_ino);
 }
 
-// Those of all groups above count too.
+// The limits of all parent groups count too.
 void find_quota(Cores& found, const std::string& root) {
   for (const Mount& mount : control_group_mounts(root)) {
     std::string own = own_control_group(root, mount.is_second_version).value_or("/");
@@ -173,9 +173,9 @@ void find_quota(Cores& found, const std::string& root) {
   }
 }
 
-// ---- What several processes have together
+// ---- Several processes together
 
-// Finds cores for processes, one each, as many as can be: augmenting paths.
+// Finds a core for each of as many processes as possible: augmenting paths.
 class Matching {
  public:
   explicit Matching(const std::vector<Cores>& processes) : processes_(processes), owner_(Cores::most, nobody) {}

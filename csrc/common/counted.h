@@ -1,4 +1,4 @@
-// Counts what is waited for while it is: peers that are silent, or left, are given up only then.
+// Counts waits while they last: silent peers, or peers that left, are given up only during a wait.
 #pragma once
 
 #include <atomic>

@@ -11,13 +11,12 @@ class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // The moment that it is, in seconds of the clock that deadlines are on, which is the system's monotonic
-  // one.
+  // The present time, in seconds of the clock of deadlines: the system's monotonic clock.
   static double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
   static Deadline after(double seconds) {
     using std::chrono::duration;
-    constexpr double year = 3.2e7;  // more than this is for ever, and would overflow the clock
+    constexpr double year = 3.2e7;  // a longer time is unlimited, and would overflow the clock
     return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                        duration<double>(seconds < year ? seconds : year)));
   }

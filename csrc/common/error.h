@@ -1,4 +1,4 @@
-// What goes wrong below, as one exception; the C interface turns it into a code, a rank and a text.
+// The exception of the core; the C interface turns it into a code, a rank and a text.
 #pragma once
 
 #include <stdexcept>
@@ -9,7 +9,7 @@ namespace shoal {
 enum class Code : int {
   ok = 0,
   invalid = 1,       // an argument that cannot be served; nothing was sent
-  timeout = 2,       // the operation's own time ran out
+  timeout = 2,       // the timeout of the operation ran out
   peer_lost = 3,     // a process ended, or its connection did
   peer_stopped = 4,  // a process is there but shows no sign of life
   aborted = 5,       // abort() was called here
@@ -21,7 +21,7 @@ enum class Code : int {
   denied = 11,       // the system's rules keep this process from a peer's memory; the peer is well
 };
 
-// `rank` is the rank (within the group) that the failure is about, or -1; `error` the errno that it came from, or 0.
+// `rank` is the rank (within the group) that the failure is about, or -1; `error` is the errno that caused it, or 0.
 class Failure : public std::runtime_error {
  public:
   Failure(Code code, int rank, const std::string& text, int error = 0)
@@ -32,11 +32,11 @@ class Failure : public std::runtime_error {
   const int error;
 };
 
-// A Failure(Code::system) whose text is `what` followed by the text of `error` (an errno), and by what to change where
-// a limit was met.
+// A Failure(Code::system) whose text is `what` followed by the text of `error` (an errno), and, if a limit was reached,
+// by the change to make.
 Failure system_failure(const std::string& what, int error, int rank = -1);
 
-// Whether an errno says that there are no more descriptors, or no more memory: giving back what is kept may help.
+// Whether an errno says that there are no more descriptors, or no more memory: giving back kept memory may help.
 bool has_run_out(int error);
 
 }  // namespace shoal

@@ -1,14 +1,15 @@
-// float16 and bfloat16 to float32 and back, a vector at a time, in arithmetic that every processor has.
+// Converts float16 and bfloat16 to float32 and back, a vector at a time, with arithmetic that every processor has.
 //
-// To float32 is exact. Back is to the nearest, ties to even; what is too large becomes infinity. A NaN stays
-// one, keeps the upper bits of its payload and becomes quiet, as the processors' own instructions do it.
+// Conversion to float32 is exact. Conversion back rounds to the nearest, ties to even; numbers that are too large
+// become infinity. A NaN stays one, keeps the upper bits of its payload and becomes quiet, as the processors' own
+// instructions do it.
 //
 // How the bits lie, from the top:   sign   exponent (bias)   mantissa
 //                      float32       1        8   (127)         23
 //                      bfloat16      1        8   (127)          7
 //                      float16       1        5    (15)         10
 //
-// A 16-bit number stands in the lower half of a 32-bit lane. The upper half is not read, and written as zero.
+// A 16-bit number stands in the lower half of a 32-bit lane. The upper half is not read, and is written as zero.
 #pragma once
 
 #include "common/vectors.h"
@@ -16,10 +17,10 @@
 namespace shoal {
 namespace {
 
-constexpr uint32_t float32_quiet = 0x00400000;  // the mantissa's top bit, which tells a quiet NaN
+constexpr uint32_t float32_quiet = 0x00400000;  // the top bit of the mantissa, which marks a quiet NaN
 
-// What becomes `bits` rounded to the nearest, ties to even, once its lowest `dropped` bits are dropped. A
-// carry runs on into the exponent, which is right: that is the next number up, or infinity after the largest.
+// Rounds `bits` to the nearest, ties to even, for a caller that then drops the lowest `dropped` bits. A carry goes into
+// the exponent, which is right: that is the next number up, or infinity after the largest.
 template <int dropped, typename Bits>
 inline Bits rounded_up(Bits bits) {
   constexpr uint32_t just_below_half = (1u << (dropped - 1)) - 1;

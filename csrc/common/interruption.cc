@@ -5,7 +5,7 @@
 
 #include <chrono>
 
-// Of Python's stable interface; null where this library is not loaded by Python.
+// From Python's stable interface; null if Python did not load this library.
 extern "C" {
 struct _object;
 __attribute__((weak)) int PyGILState_Ensure();
@@ -19,7 +19,7 @@ namespace shoal {
 
 namespace {
 
-// Where another thread computes in Python, its lock comes after 5 ms: not to be asked for often.
+// If another thread computes in Python, its lock takes 5 ms to get: do not ask for it often.
 constexpr std::chrono::milliseconds pause{100};
 
 struct Raised {

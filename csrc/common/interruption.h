@@ -1,8 +1,8 @@
-// The application's signals, while a thread of it waits in here.
+// Runs the application's signal handlers while one of its threads waits in the core.
 //
-// Python runs its signal handlers between two of its instructions, in its main thread; while that one waits
-// here, it executes none. So who waits has them run from time to time. A handler may raise, as that of
-// Ctrl-C does: then the wait ends, and what was raised is kept until the thread is back in Python.
+// Python runs its signal handlers between two of its instructions, in its main thread; while that thread waits here,
+// Python runs none. So a waiting thread runs the handlers from time to time. A handler may raise an exception, as the
+// handler of Ctrl-C does: then the wait ends, and the exception is kept until the thread is back in Python.
 #pragma once
 
 #include <exception>
@@ -15,15 +15,14 @@ class Interrupted : public std::exception {
   const char* what() const noexcept override { return "a signal interrupted it"; }
 };
 
-// Runs the handlers of the signals that came, every tenth of a second at most; on other threads than the
-// main one, and where there is no Python, it does nothing. It takes the interpreter's lock: to be called
-// without any other. Throws Interrupted.
+// Runs the handlers of arrived signals, at most every tenth of a second. Outside of the main thread, and without
+// Python, it does nothing. It takes the interpreter's lock: the caller must hold no other lock. Throws Interrupted.
 void run_signal_handlers();
 
-// Whether a handler raised on this thread, and nobody took what it raised yet.
+// Whether a handler raised an exception on this thread that was not taken yet.
 bool was_interrupted();
 
-// Hands what was raised to the interpreter, whose lock is held.
+// Hands the raised exception to the interpreter, whose lock is held.
 void take_interruption();
 
 }  // namespace shoal

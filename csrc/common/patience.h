@@ -36,7 +36,7 @@ struct alignas(64) Flag {
 
   void set(uint32_t to) {
     value.store(to, std::memory_order_seq_cst);
-    // Whoever counts himself in after this load has yet to look at the value, and will see it.
+    // A sleeper that counts itself in after this load checks the value later, and sees the new one.
     if (sleepers.load(std::memory_order_seq_cst) != 0) wake();
   }
 
@@ -55,11 +55,10 @@ struct alignas(64) Flag {
 };
 
 struct Patience {
-  int spins = 2000;  // looks with a pause between: some tens of microseconds
-  int yields = 50;   // looks after letting others run
+  int spins = 2000;  // checks with a pause in between: some tens of microseconds
+  int yields = 50;   // checks after letting others run
 
-  // Returns when `ready(value)` holds for the flag's value. Throws what the alarm holds, a timeout, or
-  // Interrupted.
+  // Returns when `ready(value)` holds for the flag's value. Throws the alarm's failure, a timeout, or Interrupted.
   template <class Ready>
   void await(Flag& flag, const Ready& ready, const Alarm& alarm, const Deadline& deadline, int rank) const {
     for (int spin = 0; spin < spins; ++spin) {
@@ -70,7 +69,7 @@ struct Patience {
       if (ready(flag.value.load(std::memory_order_acquire))) return;
       sched_yield();
     }
-    constexpr double slice = 0.005;  // an alarm that did not wake this thread is seen after it
+    constexpr double slice = 0.005;  // after this time an alarm is seen that did not wake the thread
     for (;;) {
       const uint32_t seen = flag.value.load(std::memory_order_acquire);
       if (ready(seen)) return;

@@ -1,4 +1,4 @@
-// Threads of the core's own.
+// Threads of the core.
 #pragma once
 
 #include <signal.h>
@@ -8,10 +8,10 @@
 
 namespace shoal {
 
-// A thread that runs `work` and that no signal is given to: signals are for the threads of the application.
+// A thread that runs `work` and receives no signals: these are for the threads of the application.
 template <class Work>
 std::thread start_quiet_thread(Work&& work) {
-  struct Blocked {  // until the thread has inherited it, or could not be started
+  struct Blocked {  // until the thread has inherited the mask, or did not start
     Blocked() {
       sigset_t all;
       sigfillset(&all);

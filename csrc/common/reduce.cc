@@ -25,14 +25,14 @@ const char* name_of(Dtype dtype) {
   return names[static_cast<int>(dtype)];
 }
 
-// What is asked for, in terms of the kernels that there are.
+// The requested reduction, in terms of the existing kernels.
 struct Task {
   Dtype dtype;
   Reduction op;
   size_t count;
 };
 
-// Booleans are bytes under bit operations, and for those it is all one to which type the bits belong.
+// Booleans are bytes with bit operations, and these do not depend on the type of the bits.
 Task simplest_form(Dtype dtype, Reduction op, size_t count) {
   if (dtype == Dtype::boolean) {
     if (op == Reduction::sum || op == Reduction::maximum) op = Reduction::bit_or;
@@ -69,7 +69,7 @@ void narrow(Dtype to, void* out, const float* in, size_t count) {
   conversion_of(to).narrow(out, in, count);
 }
 
-// The average of what has been summed already.
+// Divides sums by the divisor, for an average.
 void divide(Dtype dtype, void* data, size_t count, int divisor) {
   const void* sum = data;
   combine(dtype, Reduction::average, data, &sum, 1, count, divisor);

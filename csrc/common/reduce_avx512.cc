@@ -27,7 +27,8 @@ namespace shoal {
 namespace {
 
 struct Avx512Float16 {
-  // The masked forms, with every lane kept: g++ 12 warns of the plain ones, as they leave masked lanes open.
+  // The masked forms, with every lane kept: g++ 12 warns about the plain ones, because they leave masked lanes
+  // undefined.
   static constexpr __mmask16 every_lane = 0xffff;
 
   static Vector<float, 16> widen(Vector<uint16_t, 16> half) {

@@ -1,7 +1,7 @@
 // Vectors of any number of bytes, written once for every vector unit with the compilers' vector extension.
 //
-// Nothing in this header, nor in those that include it, has linkage: each reduce_<unit>.cc includes them once
-// it has chosen its instructions, and the linker must never take the code of one for that of another.
+// Nothing in this header, nor in those that include it, has linkage: each reduce_<unit>.cc includes them once it has
+// chosen its instructions, and the linker must never replace the code of one file with that of another.
 #pragma once
 
 #include <concepts>

@@ -1,4 +1,5 @@
-// Who is named as a reader of this process, for the peers of its groups. What the system makes of it is Yama's.
+// Which process is named as a reader of this process, for the peers of its groups. What the system does with the name
+// depends on Yama.
 #include "transport/allowed_reads.h"
 
 #include <unistd.h>
@@ -15,7 +16,7 @@ using namespace shoal::testing;
 
 namespace {
 
-// Two processes that this one forked off, and one that the first of these did.
+// Two forked processes, and one that the first of these forked.
 struct Family {
   Family()
       : first([this] {
@@ -66,13 +67,13 @@ void who_is_named_follows_the_groups_that_are_there(const Family& family, pid_t 
   const auto above = readers.add({first});
   const auto all = readers.add({first, second});
   CHECK(named == (std::vector<pid_t>{grandchild, first, self}));
-  const auto impossible = readers.add({second, 1});  // nobody but PID 1 has both: those before keep what they have
+  const auto impossible = readers.add({second, 1});  // only PID 1 is an ancestor of both: no change
   CHECK_EQUAL(named.size(), 3u);
   readers.remove(all);
   readers.remove(one);
   readers.remove(above);
   CHECK(named == (std::vector<pid_t>{grandchild, first, self, first, grandchild}));
-  readers.remove(same);  // nobody is needed any more
+  readers.remove(same);  // no reader is needed any more
   CHECK_EQUAL(named.back(), 0);
   readers.remove(impossible);
   CHECK_EQUAL(named.size(), 6u);

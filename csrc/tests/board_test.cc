@@ -30,7 +30,7 @@ bool shows_content(const Board& board, int index, int tick) {
   return value == content(index, tick) && board.notice(index).input.address == value;
 }
 
-// Ranks that hurry and ranks that dawdle all see what belongs to the tick, never what comes after it.
+// Fast and slow ranks all see the data of the tick, never later data.
 void every_rank_sees_what_all_wrote_in_a_tick(int size, uint32_t first_tick) {
   HostRanks ranks(size, {.first_tick = first_tick});
   ranks.run([&](HostRank& rank) {
@@ -40,7 +40,7 @@ void every_rank_sees_what_all_wrote_in_a_tick(int size, uint32_t first_tick) {
       write_content(board, tick);
       board.publish();
       if ((tick + rank.index) % 7 == 0) std::this_thread::yield();
-      // Some look at everybody, some at one rank alone, which leaves the others for the next tick.
+      // Some ranks check all ranks, some only one, which leaves the others for the next tick.
       if (tick % 3 == 0) {
         const int other = (rank.index + tick) % size;
         board.await(other, rank.host.patience, rank.alarm, Deadline::after(60));
@@ -79,8 +79,8 @@ void an_alarm_frees_a_rank_that_sleeps() {
   sleeper.join();
 }
 
-// Two threads take turns, each of them asleep while it is not its turn. A wake-up that got lost would cost
-// the whole limit of a sleep, which only a failure takes.
+// Two threads take turns, and each sleeps while it is not its turn. A lost wake-up would take the whole limit of a
+// sleep, which otherwise only a failure takes.
 void no_wake_up_of_a_flag_is_lost() {
   constexpr double limit = 20;
   constexpr uint32_t turns = 20000;
@@ -105,7 +105,7 @@ void peers_of_the_same_process_can_be_read() {
   for (int index = 0; index < 3; ++index) CHECK(ranks[index].board.can_read_peers());
 }
 
-// What rank 0 makes of an introduction of rank 1 that is not, or is no longer, true.
+// The failure of rank 0 on an introduction of rank 1 that is not, or no longer, true.
 Code code_of_attaching(const Introduction& told, const Introduction& own, Board& board) {
   try {
     board.attach(0, {own, told}, {HostRanks::number_of(0), HostRanks::number_of(1)});

@@ -20,7 +20,7 @@ namespace shoal::testing {
 // What the checks of this program found so far.
 class Tally {
  public:
-  // True if this check's failure is among the first few, which are the ones that get described.
+  // True if this check's failure is one of the first few, which are described.
   bool count(bool passed) {
     std::lock_guard lock(mutex_);
     ++checks_;

@@ -1,4 +1,4 @@
-// Every algorithm over links, with what a plain reference says should come out of it.
+// Every algorithm over links, with the result that a plain reference gives.
 #pragma once
 
 #include <cstdint>
@@ -102,12 +102,12 @@ inline const Algorithm& algorithm(const std::string& name) {
   throw Failure(Code::invalid, -1, "no algorithm is called " + name);
 }
 
-// What a rank brings, and the space for the result: of no bytes where the rank gets none.
+// A rank's input, and the space for the result: no bytes if the rank gets none.
 struct Buffers {
   std::vector<uint32_t> input, output;
 };
 
-// Element `index` of what rank `rank` brings. Large, so that sums wrap.
+// Element `index` of the input of rank `rank`. Large, so that sums wrap.
 inline uint32_t element_of(size_t rank, size_t index) {
   return static_cast<uint32_t>((rank + 1) * 2654435761u + index * 40503u * (rank + 7));
 }
@@ -149,7 +149,7 @@ inline Buffers make_buffers(Kind kind, size_t rank, const Problem& problem) {
   return {};
 }
 
-// What should be in the output of `rank` afterwards.
+// The expected output of `rank`.
 inline std::vector<uint32_t> expected_output(Kind kind, size_t rank, const Problem& problem) {
   const size_t ranks = problem.ranks(), count = problem.count;
   const auto root = static_cast<size_t>(problem.root);

@@ -1,4 +1,4 @@
-// How many ranks have a core, and how much cache: from what each finds, and from what a system says of itself.
+// How many ranks have a core, and how much cache: from the cores of each rank, and from the files of a system.
 #include "common/cores.h"
 
 #include <sched.h>
@@ -37,7 +37,7 @@ void ranks_that_are_bound_to_a_core_each_spin() {
 
 void ranks_that_share_a_core_do_not_spin() {
   CHECK_EQUAL(count_running({bound_to({0, 1}), bound_to({0, 1}), bound_to({0, 1})}), 2);
-  // A wide set of another rank's does not help those that are bound to the same core.
+  // A wide set of another rank does not help ranks that are bound to the same core.
   const std::vector<Cores> crowded{bound_to({0}), bound_to({0}), bound_to({0, 1, 2, 3, 4, 5})};
   CHECK_EQUAL(count_running(crowded), 2);
   CHECK(patience_for(crowded, false).spins < 100);

@@ -9,7 +9,7 @@
 namespace shoal {
 
 struct Traffic {
-  size_t messages = 0;  // steps: what is cut into chunks counts once per chunk
+  size_t messages = 0;  // steps: a region in chunks counts once per chunk
   size_t bytes = 0;
 
   bool operator==(const Traffic&) const = default;

@@ -1,5 +1,5 @@
-// The executor over stand-in links, a thread per rank: right results over links of any size and kind, and a
-// way out when a rank does not take part.
+// The executor over stand-in links, a thread per rank: right results over links of any size and kind, and an end when a
+// rank does not take part.
 
 #include "algorithms/execute.h"
 

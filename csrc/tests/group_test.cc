@@ -1,5 +1,4 @@
-// Groups whose ranks are threads, on one host and on several, which are then as far apart as the loopback
-// takes them.
+// Groups whose ranks are threads, on one host and on several hosts, which the loopback interface connects.
 #include "group.h"
 
 #include <bit>
@@ -83,7 +82,7 @@ Operation all_reduce_of(std::vector<float>& data, double seconds, Method algorit
   return operation;
 }
 
-// What there is for a collective; of one host, one-shot and direct are those through its memory.
+// The methods for a collective; on one host, one-shot and direct go through its memory.
 std::vector<Method> methods_of(Kind kind) {
   switch (kind) {
     case Kind::all_reduce:
@@ -174,7 +173,7 @@ void messages_and_collectives_do_not_disturb_each_other(const Hosts& hosts) {
   });
 }
 
-// Rank 0 leaves when its sends are complete, and its memory serves other ends. The others ask much later.
+// Rank 0 leaves when its sends are complete, and uses its memory for other things. The others receive much later.
 void messages_of_a_rank_that_left_are_received(const Hosts& hosts) {
   Groups groups(hosts);
   constexpr size_t counts[] = {10, 15'000, 30'000, 200'000};
@@ -200,7 +199,7 @@ void messages_of_a_rank_that_left_are_received(const Hosts& hosts) {
       group.wait(*message, Deadline::after(60));
       CHECK(received == elements_of(static_cast<size_t>(group.rank()), counts[tag]));
     }
-    if (hosts != Hosts{0, 0}) return;  // there it is found out much sooner than between hosts
+    if (hosts != Hosts{0, 0}) return;  // there the end is noticed much sooner than between hosts
     uint32_t none = 0;
     const auto missing = group.receive(0, 9, &none, sizeof none);
     CHECK_THROWS(group.wait(*missing, Deadline::after(60)), Code::peer_lost);
@@ -226,7 +225,7 @@ void an_abort_frees_every_rank_that_waits(const Hosts& hosts) {
   });
 }
 
-// Nobody of one host comes. Where the links' own numbers are those of hosts, a rank is named all the same.
+// No rank of one host comes. The failure names a rank even where links number hosts.
 void time_that_ran_out_is_said_of_a_rank_that_did_not_come(const Hosts& hosts, Method algorithm, int absent) {
   Groups groups(hosts);
   std::atomic<int> failed{0};
@@ -276,7 +275,7 @@ Operation stripes_of(std::vector<float>& data, std::vector<Stripe> stripes) {
   return operation;
 }
 
-// 24 floats of two ranks: what does not fit would be read and written outside of them.
+// 24 floats of two ranks: stripes that do not fit would be read and written outside of them.
 void stripes_that_do_not_fit_are_refused_and_the_group_goes_on() {
   const std::vector<std::vector<Stripe>> wrong{
       {{0, 49}}, {{0, 52}}, {{92, 4}}, {{100, 0}}, {{0, SIZE_MAX}},   // not within the buffer
@@ -319,11 +318,11 @@ void nothing_is_left_of_groups_that_were_closed(const Hosts& hosts) {
   for (int round = 0; round < 10; ++round) {
     {
       std::vector<std::vector<float>> data(hosts.size(), std::vector<float>(50'000, 1));
-      Groups groups(hosts);  // which are done with the data once they are gone
+      Groups groups(hosts);  // which use the data until they are destroyed
       groups.run([&](Group& group) {
         std::vector<float>& own = data[static_cast<size_t>(group.rank())];
         call(group, all_reduce_of(own, 60, Method::ring));
-        // Left behind: an operation and messages that nobody else ever calls.
+        // An operation and messages that no other rank ever calls.
         if (group.rank() == round % size) {
           group.call(all_reduce_of(own, 60, Method::direct), true);
           group.send((group.rank() + 1) % size, 0, own.data(), own.size());

@@ -1,5 +1,5 @@
-// widen and narrow of common/reduce.h on every vector unit that the processor has, against the definition of
-// the formats: all 65536 numbers one way, and every place where rounding turns the other way.
+// widen and narrow of common/reduce.h on every vector unit that the processor has, against the definition of the
+// formats: all 65536 numbers one way, and every place where rounding changes direction the other way.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -25,7 +25,7 @@ void check_conversions(Dtype dtype, const HalfFormat& format) {
     CHECK(std::isnan(wanted) ? std::isnan(wide[i]) : std::memcmp(&wide[i], &wanted, sizeof wanted) == 0);
   }
 
-  // Every half, the numbers around it and those around the middle to the next; then anything.
+  // Every 16-bit number, the numbers around it and around the middle to the next; then random ones.
   std::vector<float> numbers;
   for (size_t i = 0; i + 1 < wide.size(); ++i)
     for (const double number : {double{wide[i]}, (double{wide[i]} + double{wide[i + 1]}) / 2}) {

@@ -24,7 +24,7 @@ struct HostOptions {
   Patience patience = {.spins = 20, .yields = 20};  // there are more ranks than cores
 };
 
-// What a group of the rank would have; shared buffers are the process's.
+// The parts that a group of the rank would have; shared buffers belong to the process.
 struct HostRank {
   HostRank(int index, int size, SharedBuffers& shared_buffers, const HostOptions& options)
       : index(index),

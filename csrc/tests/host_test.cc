@@ -1,5 +1,5 @@
-// The collectives within a host, one-shot and direct, against a plain reference: random programs, which all
-// ranks run without anything between the operations.
+// The collectives within a host, one-shot and direct, against a plain reference: random programs, which all ranks run
+// without pauses between the operations.
 #include "algorithms/host.h"
 
 #include <cmath>
@@ -85,7 +85,7 @@ void collectives_give_what_the_reference_gives(int size, const HostOptions& opti
   });
 }
 
-// Whatever is cut into how many blocks, and whoever's buffer goes through slots: the same bits on every rank.
+// For any number of blocks, and any buffers in slots: the same bits on every rank.
 void an_all_reduce_folds_floats_in_the_order_of_ranks(int size, size_t block_bytes) {
   HostRanks ranks(size, {.most_block_bytes = block_bytes});
   ranks.run([&](HostRank& rank) {
@@ -164,7 +164,7 @@ std::vector<Stripe> random_stripes(std::mt19937& random, size_t size, size_t uni
   return stripes;
 }
 
-// What the rank's buffer holds afterwards: nothing but its parts, or those of the others, has changed.
+// The expected buffer of the rank: only its own parts, or those of the others, have changed.
 std::vector<uint32_t> expected_stripes(const Operation& op, size_t own, size_t size, size_t count) {
   std::vector<std::vector<uint32_t>> given;
   for (size_t peer = 0; peer < size; ++peer) given.push_back(elements_of(peer, count));
@@ -197,7 +197,7 @@ void stripes_give_what_the_reference_gives(int size, bool reads_peers) {
       operation.algorithm = Method::direct;
       operation.dtype = Dtype::int32;
       operation.deadline = Deadline::after(60);
-      const size_t unit = gathers && random() % 2 == 0 ? 1 : sizeof(uint32_t);  // what is moved may be of any size
+      const size_t unit = gathers && random() % 2 == 0 ? 1 : sizeof(uint32_t);  // moved elements may have any size
       operation.stripes = random_stripes(random, static_cast<size_t>(size), unit, operation.bytes);
       operation.bytes = (operation.bytes + 3) / 4 * 4;
       const size_t count = operation.bytes / 4;
@@ -215,14 +215,14 @@ void stripes_give_what_the_reference_gives(int size, bool reads_peers) {
 void parts_of_the_wrong_size_are_named() {
   HostRanks ranks(2);
   ranks.run([&](HostRank& rank) {
-    // Not a copy, which would be gone with the rank that fails, before the other one has opened it.
+    // Not a copy, which would be gone with the failing rank before the other one has opened it.
     void* const data = ranks.shared_buffers().allocate(64);
     Operation operation;
     operation.collective = Collective::all_to_all;
     operation.input = operation.output = data;
     operation.send_bytes = {8, 8};
     operation.receive_bytes = {rank.index == 0 ? size_t{8} : size_t{16}, 8};
-    operation.deadline = Deadline::after(0.5);  // rank 0 waits for rank 1, as nobody raises the alarm here
+    operation.deadline = Deadline::after(0.5);  // rank 0 waits for rank 1, as no thread raises the alarm here
     CHECK_THROWS(run_direct(operation, rank.host), rank.index == 0 ? Code::timeout : Code::mismatch);
   });
 }

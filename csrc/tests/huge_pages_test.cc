@@ -1,4 +1,4 @@
-// Room for results: what is made of it, and what is left alone.
+// Room for results: which pages are made, and which stay as they are.
 #include "transport/huge_pages.h"
 
 #include <sys/mman.h>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t page = 4096;
 
-// Memory between two pages that nobody may touch.
+// Memory between two protected pages.
 class Guarded {
  public:
   explicit Guarded(size_t pages) : bytes_((pages + 2) * page) {
@@ -56,7 +56,7 @@ void small_buffers_and_those_in_use_stay_as_they_are() {
   *middle = std::byte{7};
   HugePages::make_room(large.begin(), 4096 * page);
   CHECK(*middle == std::byte{7});
-  CHECK(!large.is_there(large.begin()));  // what was touched in the middle was seen, and so nothing done
+  CHECK(!large.is_there(large.begin()));  // the touched page in the middle was seen, so nothing was done
 }
 
 void buffers_between_large_pages_are_populated() {

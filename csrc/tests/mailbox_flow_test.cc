@@ -1,5 +1,5 @@
-// What mailboxes owe each other: the messages of a rank that left, room for those that nobody asked for, and no waiting
-// for who reads.
+// Guarantees between mailboxes: messages of a rank that left arrive, unasked messages have room, and posting threads do
+// not wait for reading ones.
 #include <algorithm>
 #include <cstring>
 
@@ -11,7 +11,7 @@ using namespace shoal::testing;
 
 namespace {
 
-// Nobody has asked for them when their sender leaves, which then uses its memory for other things.
+// No receive has asked for the messages when their sender leaves, which then uses its memory for other things.
 void what_was_sent_is_delivered_though_its_sender_left(Way way) {
   constexpr size_t sizes[] = {0, 8, 5000, 60'000, 65'536, 100'000, 1'000'000};
   Mailboxes mailboxes(3, way);
@@ -28,7 +28,7 @@ void what_was_sent_is_delivered_though_its_sender_left(Way way) {
   const auto early = mailboxes[2].receive(0, 0, for_later.data(), for_later.size());
   const auto last = mailboxes[0].send(2, 0, later.data(), later.size());
   mailboxes.leave(0);
-  // Complete are those that the link had room for and, within a host, the large ones.
+  // Messages that fit into the link are complete, and within a host the large ones too.
   const auto is_complete = [&](int number) { return !sent[static_cast<size_t>(number)]->failure; };
   for (Bytes& bytes : data) std::fill(bytes.begin(), bytes.end(), uint8_t{7});
   std::vector<void*> reused;
@@ -55,7 +55,7 @@ void what_was_sent_is_delivered_though_its_sender_left(Way way) {
   for (void* buffer : reused) mailboxes.shared_buffers().release(buffer);
 }
 
-// Somebody waits when the leaver's last frames come, and is content before what they ask for is done.
+// A thread waits when the last frames of the leaving rank come, and its wait ends before their requests are done.
 void who_leaves_is_heard_by_those_who_wait_for_something_else(Way way) {
   Mailboxes mailboxes(2, way);
   Bytes data = content(0, 1, 0, 1'000'000), received(data.size());
@@ -72,7 +72,7 @@ void who_leaves_is_heard_by_those_who_wait_for_something_else(Way way) {
   CHECK(received == data);
 }
 
-// What lies in the leaver's own memory may be anything by the time it is read.
+// The leaving rank's own memory may hold other data by the time it is read.
 void what_was_not_complete_is_void_when_its_sender_left(Way way) {
   Mailboxes mailboxes(2, way);
   Bytes large = content(0, 1, 0, 3'000'000), received(large.size()), again(large.size()), small(10), first(10);
@@ -86,8 +86,8 @@ void what_was_not_complete_is_void_when_its_sender_left(Way way) {
   CHECK(received == Bytes(received.size()));
 }
 
-// A peer that does not listen, as it is stopped, is waited for no longer than said; what it may still read is given to
-// nobody else.
+// A stopped peer does not listen: the wait for it ends at the deadline, and memory that it may still read is not used
+// for anything else.
 void what_nobody_took_in_time_is_never_used_again(Way way) {
   Mailboxes mailboxes(2, way);
   Bytes data = content(0, 1, 0, 100'000), received(data.size());
@@ -126,11 +126,11 @@ void all_may_leave_at_once(Way way) {
     }
     mailboxes[rank].hand_over(Deadline::after(60));
     ++left;
-    while (left < 4) std::this_thread::yield();  // nobody is gone before: each has been answered
+    while (left < 4) std::this_thread::yield();  // no rank ends before: each has been answered
   });
 }
 
-// That a link has ended says nothing by itself: the peer may have left, which is told elsewhere, and perhaps later.
+// The end of a link alone is no failure: the peer may have left, which the Watch reports, perhaps later.
 void a_link_that_ends_harms_others_only_if_nobody_says_that_its_peer_left() {
   for (const bool has_left : {true, false}) {
     Mailboxes mailboxes(3, Way::network);
@@ -152,7 +152,7 @@ void a_link_that_ends_harms_others_only_if_nobody_says_that_its_peer_left() {
   }
 }
 
-// Messages that nobody asks for do not fill the receiver's memory, nor stand in the way of the one that it waits for.
+// Unasked messages do not fill the receiver's memory, and do not delay the message for which it waits.
 void unasked_messages_wait_with_their_sender(Way way) {
   constexpr int count = 200;
   constexpr size_t bytes = 50'000;
@@ -178,13 +178,13 @@ void unasked_messages_wait_with_their_sender(Way way) {
   for (const auto& message : asked) wait(mailboxes[1], *message);
   CHECK(got == data);
   for (const auto& message : sent) wait(mailboxes[0], *message);
-  // Credit has come back: what nobody asked for is complete again.
+  // Credit has come back: unasked messages are complete again.
   const Deadline deadline = Deadline::after(60);
   while (!mailboxes[0].send(1, 5, data[0].data(), bytes)->done && !deadline.has_passed()) std::this_thread::yield();
   CHECK(!deadline.has_passed());
 }
 
-// While a thread reads a large message, for as long as it takes, others post messages and get theirs.
+// While a thread reads a large message, other threads post and receive messages.
 void who_posts_does_not_wait_for_who_reads() {
   Mailboxes mailboxes(3, Way::read);
   Bytes large = content(0, 1, 0, 3'000'000), received(large.size());
@@ -212,7 +212,7 @@ void who_posts_does_not_wait_for_who_reads() {
   wait(mailboxes[0], *sent);
 }
 
-// It fails only when that thread has stopped: its owner may free the memory then.
+// It fails only after the reading thread has stopped: then its owner may free the memory.
 void a_message_that_is_read_fails_when_nobody_writes_to_it_any_more() {
   Mailboxes mailboxes(2, Way::read);
   Bytes large = content(0, 1, 0, 10'000'000), received(large.size());

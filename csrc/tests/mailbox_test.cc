@@ -1,4 +1,4 @@
-// Messages between mailboxes: who gets what, when it is done, and what ends it.
+// Messages between mailboxes: matching, completion and failures.
 #include <algorithm>
 #include <chrono>
 #include <random>
@@ -16,7 +16,7 @@ struct Transfer {
   size_t bytes;
 };
 
-// What every rank posts in an order of its own; with tags, as messages of one tag arrive in order.
+// Every rank posts in its own order; with tags, because messages of one tag arrive in order.
 void messages_find_their_receivers(int size, Way way, unsigned seed) {
   constexpr size_t sizes[] = {0, 1, 100, 4095, 60'000, 65'535, 65'536, 200'000, 1'000'000};
   std::mt19937 random(seed);
@@ -73,7 +73,7 @@ void messages_find_their_receivers(int size, Way way, unsigned seed) {
   });
 }
 
-// On a host, what nobody receives yet is copied up to a limit, and its memory free to be written again.
+// On a host, messages without a receive are copied up to a limit, and their memory may be written again.
 void what_is_copied_is_done_at_once(Way way) {
   constexpr int count = 40;
   Mailboxes mailboxes(2, way);
@@ -138,7 +138,7 @@ void messages_move_while_nobody_waits(Way way) {
   CHECK(received == sent);
 }
 
-// A message that was posted while another thread waited goes on when that one is content.
+// A message that was posted during the wait of another thread goes on after that wait.
 void what_is_posted_under_a_waiter_goes_on_after_it(Way way) {
   Mailboxes mailboxes(2, way);
   char first = 1, got = 0;
@@ -185,7 +185,7 @@ void time_runs_out_for_a_message_that_does_not_come(Way way) {
   char byte = 0, other = 0;
   const auto later = mailboxes[0].receive(1, 2, &other, 1);
   CHECK_THROWS(wait(mailboxes[0], *mailboxes[0].receive(1, 1, &byte, 1), 0.02), Code::timeout);
-  // It ended everything: what comes now is not written to where nobody expects it any more.
+  // It ended everything: data that arrives now is not written to the old place.
   CHECK_THROWS(wait(mailboxes[0], *later), Code::timeout);
   const char sent = 'x';
   mailboxes[1].send(0, 2, &sent, 1);
@@ -210,7 +210,7 @@ void an_alarm_frees_everybody_who_waits(Way way) {
   CHECK_THROWS(mailboxes[0].send(1, 0, &byte, 1), Code::aborted);
 }
 
-// As of a rank that sends its last word and ends.
+// As for a rank that sends a last message and ends.
 void what_came_before_an_alarm_is_received(Way way) {
   Mailboxes mailboxes(2, way);
   const char sent = 'x';

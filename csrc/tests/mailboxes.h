@@ -100,7 +100,7 @@ class Mailboxes {
     tell([&](Mailbox& mailbox) { mailbox.note_gone(rank); });
   }
 
-  // Of the network: a rank finds that its connection with a peer was closed.
+  // On the network: a rank notices that its connection with a peer was closed.
   void end_link(int rank, int peer) { network_.of(rank).end(peer); }
 
   // Calls this in the next read of what a peer offers.

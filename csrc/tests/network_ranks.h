@@ -1,4 +1,4 @@
-// Ranks of a group whose hosts are, as far as they know, different ones: threads of a test, or processes.
+// Ranks of a group that seem to be on different hosts: threads of a test, or processes.
 #pragma once
 
 #include <dirent.h>
@@ -31,7 +31,7 @@ inline Secret secret_of(uint8_t value) {
   return secret;
 }
 
-// What a rank has in memory that its host's other ranks map.
+// The part of a rank's memory that the other ranks of its host map.
 struct Shown {
   std::atomic<uint64_t> heartbeat{0};
   std::atomic<uint32_t> state{0};
@@ -55,7 +55,7 @@ struct NetworkRank {
   NetworkRank(int rank, int size, const RankOptions& options)
       : NetworkRank(rank, size, options, std::make_shared<Hub>(options.handshake_limit)) {}
 
-  // One of a process that has other groups too.
+  // A rank of a process that has other groups too.
   NetworkRank(int rank, int size, const RankOptions& options, std::shared_ptr<Hub> process)
       : rank(rank),
         shared_hub(std::move(process)),
@@ -148,8 +148,8 @@ class SharedWithChildren {
   T* value_;
 };
 
-// A process that runs `work` and exits; killed with its owner, if it is still there. To be made while this
-// process has one thread: a thread sanitizer demands it.
+// A process that runs `work` and exits; killed with its owner, if it is still there. Make it while this process has one
+// thread: the thread sanitizer requires it.
 class Child {
  public:
   explicit Child(const std::function<void()>& work) : pid_((std::fflush(nullptr), fork())) {

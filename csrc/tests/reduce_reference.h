@@ -1,4 +1,4 @@
-// The arithmetic of common/reduce.h as plain scalar code, to hold the fast one against.
+// The arithmetic of common/reduce.h as plain scalar code, to compare with the fast one.
 #pragma once
 
 #include <algorithm>

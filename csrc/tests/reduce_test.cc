@@ -1,6 +1,6 @@
-// Every type, reduction, number of inputs, length, alignment and aliasing, on every vector unit that the
-// processor has, against scalar code. Results must have the reference's bits, so the units agree with one
-// another too. Only a NaN may be any NaN: its payload is not part of the promise.
+// Every type, reduction, number of inputs, length, alignment and aliasing, on every vector unit that the processor has,
+// against scalar code. Results must have the reference's bits, so the units agree with one another too. Only the
+// payload of a NaN may differ.
 #include "common/reduce.h"
 
 #include <algorithm>

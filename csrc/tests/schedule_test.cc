@@ -36,8 +36,7 @@ std::string describe(const Algorithm& algorithm, const Problem& problem) {
          std::to_string(problem.chunk);
 }
 
-// Runs the algorithm in the simulation, checks what every rank got, and returns the length of its critical
-// path.
+// Runs the algorithm in the simulation, checks the result of every rank, and returns the length of its critical path.
 int check_outputs(const Algorithm& algorithm, const Problem& problem, size_t capacity, unsigned seed) {
   std::vector<Buffers> buffers;
   std::vector<Memory> memories;
@@ -99,7 +98,7 @@ int log2_up(int n) {
 
 int log2_down(int n) { return log2_up(n + 1) - 1; }
 
-// The largest over the ranks, of what each sends and of what each receives.
+// The largest traffic of a rank, sent and received.
 struct Busiest {
   Traffic sent, received;
 };
@@ -168,8 +167,7 @@ void messages_and_bytes_are_those_of_the_formulas() {
       }
     }
 
-    // Double tree: nobody sends or receives more than 2 S, and all together as much as two passes over a
-    // tree.
+    // Double tree: no rank sends or receives more than 2 S, and all ranks together as much as two passes over a tree.
     size_t sent = 0;
     for (const Schedule& schedule : schedules_of(algorithm("double tree all-reduce"), in_slices)) {
       CHECK(count(schedule).all_sent().bytes <= 2 * whole);

@@ -1,4 +1,4 @@
-// What a segment is, and what is not taken for one.
+// Segments, and files that are refused as segments.
 #include "transport/segment.h"
 
 #include <fcntl.h>
@@ -57,7 +57,7 @@ int file_of(const std::vector<char>& content) {
   return descriptor;
 }
 
-// --- what runs in processes of its own, before this one has threads ---
+// --- tests in separate processes, before this process has threads ---
 
 void another_process_has_the_same_memory_until_it_is_detached() {
   Segment segment = Segment::create(100'000);
@@ -136,7 +136,7 @@ void who_may_not_and_who_is_gone_are_told_apart() {
   const pid_t owner = getpid();
   SharedWithChildren<std::atomic<int>> found;
   found->store(-1);
-  prctl(PR_SET_DUMPABLE, 0);  // which keeps the user's other processes out, but not root
+  prctl(PR_SET_DUMPABLE, 0);  // this keeps the user's other processes out, but not root
   {
     Child child([&] {
       if (geteuid() == 0 && setresuid(65'534, 65'534, 65'534) != 0) throw Failure(Code::system, -1, "setresuid");
@@ -157,7 +157,7 @@ void who_may_not_and_who_is_gone_are_told_apart() {
   CHECK_EQUAL(code_of_attaching(gone, segment.descriptor(), segment.identity()), Code::peer_lost);
 }
 
-// --- what is not the segment ---
+// --- other files ---
 
 void a_segment_is_mapped_once_in_a_process() {
   Segment own = Segment::create(bytes);
@@ -168,7 +168,7 @@ void a_segment_is_mapped_once_in_a_process() {
   CHECK_EQUAL(attached.bytes(), bytes);
   attached.data()[5] = std::byte{1};
   own = Segment();
-  CHECK(attached.data()[5] == std::byte{1});  // it is there for as long as somebody has it
+  CHECK(attached.data()[5] == std::byte{1});  // it exists as long as a process has it
   CHECK_EQUAL(code_of_attaching(getpid(), descriptor, identity), Code::system);
 }
 
@@ -217,7 +217,7 @@ void whatever_else_has_the_descriptors_number_is_refused_and_left_alone() {
     CHECK_EQUAL(code_of_attaching(getpid(), number, told), Code::system);
   };
   int pair[2];
-  CHECK_EQUAL(pipe(pair), 0);  // the reading end of a pipe that nobody writes to
+  CHECK_EQUAL(pipe(pair), 0);  // the reading end of a pipe without writers
   is_refused(pair[0], identity);
   close(pair[1]);
   CHECK_EQUAL(socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
@@ -228,7 +228,7 @@ void whatever_else_has_the_descriptors_number_is_refused_and_left_alone() {
   is_refused(file_of({'s', 'h', 'o', 'r', 't'}), identity);
   is_refused(dup(Segment::create(bytes).descriptor()), identity);  // another segment, of the same size
 
-  // Files that agree in more and more of what is told.
+  // Files that match more and more of the identity.
   SegmentIdentity told = identity;
   const int forged = file_of(copy);
   told.inode = status_of(forged).st_ino;

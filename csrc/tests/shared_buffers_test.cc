@@ -103,7 +103,7 @@ void what_is_detached_has_its_content_at_its_place_in_another_segment() {
     }
     CHECK(neighbour[0] == std::byte{2} && neighbour[bytes - 1] == std::byte{2});
     buffers.release(data);
-    if (bytes == sizes[0]) CHECK(buffers.allocate(bytes) != data);  // somebody may be writing to where it was
+    if (bytes == sizes[0]) CHECK(buffers.allocate(bytes) != data);  // a peer may be writing to its old place
     buffers.discard(neighbour);
     SharedBuffers::Place place;
     CHECK(!buffers.find(neighbour, 1, place));
@@ -145,7 +145,7 @@ void no_more_than_so_many_segments_are_kept_the_latest_ones() {
   CHECK_EQUAL(buffers.allocate(4 * 500'000), held[3]);
   CHECK_EQUAL(buffers.allocate(3 * 500'000), held[2]);
   CHECK_EQUAL(buffers.released(), 3u);
-  // What is larger than all that is kept together does not displace it.
+  // A buffer that is larger than all kept ones together does not displace them.
   SharedBuffers others;
   void* small = others.allocate(500'000);
   void* large = others.allocate((size_t{1} << 30) + 1);
@@ -155,7 +155,7 @@ void no_more_than_so_many_segments_are_kept_the_latest_ones() {
   CHECK_EQUAL(others.allocate(500'000), small);
 }
 
-// What the system refuses it gives once the buffers that are kept are given back; then it says what to change.
+// When the system refuses a buffer, giving back the kept ones helps; without any, the failure says what to change.
 void a_process_without_descriptors_left_uses_those_of_the_buffers_that_are_kept() {
   rlimit before{};
   getrlimit(RLIMIT_NOFILE, &before);
@@ -225,7 +225,7 @@ void a_peer_unmaps_what_was_given_back_and_nothing_else() {
   CHECK_THROWS(peer.map(owner, 3, beyond), Code::system);
 }
 
-// Without descriptors left, who attaches gives back those that its own buffers do not need.
+// Without descriptors left, an attaching process gives back those that its own buffers do not need.
 void a_peers_buffer_is_mapped_once_kept_ones_are_given_back() {
   int ready[2], done[2];
   CHECK_EQUAL(pipe(ready), 0);

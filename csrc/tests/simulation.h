@@ -1,6 +1,6 @@
-// A second, plain executor of schedules: one thread plays all ranks, in an order drawn by chance, and moves a
-// few bytes at a time. It finds missing dependencies (wrong results for some order) and deadlocks (at once),
-// and tells how many messages follow one upon the other.
+// A second, plain executor of schedules: one thread plays all ranks, in an order drawn by chance, and moves a few bytes
+// at a time. It finds missing dependencies (wrong results for some order) and deadlocks (at once), and gives the length
+// of the longest chain of messages.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 
 namespace shoal::testing {
 
-// What a rank works on. The scratch is the simulation's own, just as large as the schedule says.
+// The memory of a rank. The simulation has its own scratch, of exactly the size of the schedule.
 struct Memory {
   const std::byte* input;
   size_t input_bytes;
@@ -73,7 +73,7 @@ class Simulation {
     std::vector<int> steps;
     size_t position = 0;
     size_t moved = 0;
-    int depth = 0;  // of what the lane's current step has been given so far; for local lanes, of all before
+    int depth = 0;  // of the received part of the lane's current step; for local lanes, of all steps before
   };
   struct Stream {
     std::deque<std::byte> bytes;

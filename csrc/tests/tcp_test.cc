@@ -127,7 +127,7 @@ void an_alarm_frees_who_polls_a_link_and_who_waits_for_one() {
     sleep_for(0.05);
     ranks[2]->watch.tell(Code::aborted, 2, "rank 2 aborted the group");
   });
-  // That the other one closed its links may be seen before what rank 2 told is: a Group hears it out.
+  // A rank may see the other's closed links before the reason from rank 2: a Group waits for the reason.
   const auto is_freed = [&](int rank, int other) {
     std::string incoming(1, '\0');
     Link& link = ranks[static_cast<size_t>(rank)]->network.channel(0).to(other, Deadline::after(20));
@@ -167,7 +167,7 @@ void nothing_stays_open() {
   CHECK_EQUAL(open_descriptors(), before);
 }
 
-// ---- who gets in
+// ---- admission
 
 void a_rank_that_does_not_come_is_named() {
   Ranks ranks = make_ranks(3);
@@ -183,7 +183,7 @@ void a_rank_that_does_not_come_is_named() {
   other.join();
 }
 
-// Which of the two dials, and so is refused, is decided by the names of their processes.
+// The names of the processes decide which of the two dials, and so is refused.
 void a_rank_with_another_secret_is_refused() {
   Ranks ranks = make_ranks(2, {.handshake_limit = 0.1});
   const std::vector<Endpoint> endpoints = endpoints_of(ranks);
@@ -234,7 +234,7 @@ Handshake::Progress call(const Descriptor& socket, Handshake handshake) {
 void strangers_are_refused_and_the_group_still_forms() {
   Ranks ranks = make_ranks(2, {.handshake_limit = 0.3});
   const std::vector<Endpoint> endpoints = endpoints_of(ranks);
-  // All of them are there before the member is.
+  // All of them connect before the member.
   const Descriptor silent = connect_to(endpoints[0].address);
   const Descriptor web = connect_to(endpoints[0].address);
   send_text(web, "GET / HTTP/1.1\r\nHost: shoal\r\n\r\n");
@@ -257,7 +257,7 @@ void strangers_are_refused_and_the_group_still_forms() {
 }
 
 void a_proof_is_worth_nothing_elsewhere() {
-  // A stranger has a member, who means to call rank 0, speak to rank 1.
+  // A stranger redirects a member, which wants to connect to rank 0, to rank 1.
   Ranks ranks = make_ranks(3);
   const std::vector<Endpoint> endpoints = endpoints_of(ranks);
   on_every_rank(ranks, [&](NetworkRank& rank) { rank.start(endpoints, secret_of(7)); });
@@ -265,7 +265,7 @@ void a_proof_is_worth_nothing_elsewhere() {
   CHECK_EQUAL(call(misled, Handshake::dial(secret_of(7), {number_of(secret_of(7)), 2, 0, 0, 0})), Handshake::Progress::closed);
   CHECK_EQUAL(ranks[1]->hub.refused(), 1);
 
-  // What was said once, said again.
+  // A replay of recorded messages.
   Descriptor first = connect_to(endpoints[0].address);
   char challenge[32], hello[96];
   CHECK(comes_true([&] { return recv(first.number(), challenge, 32, MSG_DONTWAIT) == 32; }));
@@ -314,7 +314,7 @@ void groups_of_the_same_processes_share_their_connections() {
   }
   for (const int count : descriptors) CHECK_EQUAL(count, descriptors.front());
   CHECK_EQUAL(endpoints_of(groups.front())[1].address, endpoints_of(groups.back())[1].address);
-  groups[0].clear();  // nobody but its own ranks hears of it
+  groups[0].clear();  // only its own ranks notice it
   groups[1][2]->watch.tell(Code::aborted, 2, "rank 2 aborted the group");
   for (auto& rank : groups[1]) CHECK(comes_true([&] { return rank->alarm.is_raised(); }));
   for (size_t other = 2; other < groups.size(); ++other) {
@@ -331,7 +331,7 @@ void groups_of_the_same_processes_share_their_connections() {
   });
 }
 
-// A process may close its last connection with another while that one joins the next group.
+// A process may close its last connection with a process that is just joining the next group.
 void a_group_forms_while_the_one_before_is_left() {
   const Hubs hubs = make_hubs(2);
   constexpr int rounds = 60;
@@ -356,7 +356,7 @@ void a_group_forms_while_the_one_before_is_left() {
 
 void an_address_is_a_number_of_this_host() {
   CHECK_THROWS(listen_on("localhost"), Code::invalid);
-  CHECK_THROWS(listen_on("192.0.2.1"), Code::system);  // set aside for documentation: nobody has it
+  CHECK_THROWS(listen_on("192.0.2.1"), Code::system);  // reserved for documentation: no host has it
   CHECK_THROWS(begin_to_connect("127.0.0.1"), Code::invalid);
   CHECK_THROWS(begin_to_connect("127.0.0.1:many"), Code::invalid);
 }

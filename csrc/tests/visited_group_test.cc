@@ -1,4 +1,4 @@
-// A group that is closed while threads use it, and by those that do.
+// A group that is closed while threads use it, also by these threads.
 #include "visited_group.h"
 
 #include <chrono>
@@ -12,7 +12,7 @@ using namespace shoal::testing;
 
 namespace {
 
-// Two ranks, of which the first one's group is visited.
+// Two ranks; the test visits the group of the first one.
 class Pair {
  public:
   Pair() : first(std::make_shared<VisitedGroup>(options_of(0), shared_buffers, std::make_shared<Hub>())),
@@ -40,7 +40,7 @@ class Pair {
 
 bool is_gone(const std::weak_ptr<VisitedGroup>& group) { return group.expired(); }
 
-// As a signal handler does that interrupts a wait: the closer does not wait for itself, and what was interrupted fails.
+// As in a signal handler that interrupts a wait: the closer does not wait for itself, and the interrupted wait fails.
 void who_is_in_may_close_and_the_last_one_out_destroys() {
   Pair pair;
   const std::weak_ptr<VisitedGroup> weak = pair.first;
@@ -56,7 +56,7 @@ void who_is_in_may_close_and_the_last_one_out_destroys() {
       CHECK_THROWS(Visit(*pair.first), Code::aborted);
       CHECK_THROWS(within->check(), Code::aborted);
     }
-    pair.first.reset();  // as the last one to have it may let go of it in the handler
+    pair.first.reset();  // as the last owner may release it in the handler
     CHECK(!is_gone(weak));
     CHECK_THROWS(waits->wait(*message, Deadline::after(60)), Code::aborted);
   }
@@ -88,7 +88,7 @@ void who_is_not_in_waits_until_all_are_out() {
   for (std::thread& visitor : visitors) visitor.join();
 }
 
-// One closes within its visit, and is out before the others are: one of them destroys the group.
+// One thread closes within its visit, and leaves before the others: one of these destroys the group.
 void whoever_is_last_destroys() {
   Pair pair;
   const std::weak_ptr<VisitedGroup> weak = pair.first;

@@ -1,4 +1,4 @@
-// Who is gone, stopped or gave up is noticed by everyone, under one name; who says goodbye is let go.
+// All ranks notice a rank that is gone, stopped or gave up, and name the same rank; a goodbye is no failure.
 #include "transport/watch.h"
 
 #include <algorithm>
@@ -89,7 +89,7 @@ void a_stopped_neighbour_is_named_once_it_is_waited_for() {
 
 void who_was_stopped_does_not_blame_the_others() {
   SharedWithChildren<Host> host;
-  // The child waits, with a short limit, for a parent that runs; the child itself stands still for a while.
+  // The child waits, with a short limit, for a running parent; the child itself is stopped for a while.
   const Child child([&, parent = getpid()] {
     LocalRank self(host->ranks[1], 1, {.silence = 0.5});
     self.waiting = 1;
@@ -120,7 +120,7 @@ void a_neighbour_that_said_goodbye_may_end() {
   CHECK_EQUAL(waitid(P_PID, static_cast<id_t>(child.pid()), &info, WEXITED | WNOWAIT), 0);
   sleep_for(0.4);
   CHECK(!self.alarm.is_raised());
-  self.waiting = 1;  // for it, who will never come
+  self.waiting = 1;  // for a rank that will never come
   CHECK(comes_true([&] { return self.alarm.is_raised(); }));
   CHECK_EQUAL(raised(self.alarm).code, Code::peer_lost);
   CHECK_EQUAL(std::string(raised(self.alarm).what()), "rank 1 left the group");

@@ -51,7 +51,7 @@ void Readers::remove(Group group) {
   bool is_needed = false;
   for (const auto& peers : groups_) is_needed |= !peers.empty();
   const pid_t reader = reader_of_all();
-  // Peers that lost their launcher meanwhile have nobody in common any more: then it stays as it was.
+  // Peers whose launcher has ended have no common ancestor any more: then the named process stays the same.
   if (reader != 0 || !is_needed) update(reader);
 }
 

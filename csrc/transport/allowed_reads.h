@@ -1,10 +1,10 @@
-// Who may read this process's memory, where the system asks (process_vm_readv).
+// The processes that may read this process's memory, where the system restricts it (process_vm_readv).
 //
 // Yama's rule (kernel.yama.ptrace_scope is 1, the default of some distributions) is that only a process's ancestors
-// may. A process can name one other, which may then read it too, as may all that descend from it (PR_SET_PTRACER). So
-// a rank names its peer, if its groups have one peer on this host in all, and otherwise the nearest process that all
-// of the peers descend from: their launcher. PID 1, from which all descend, is never named; where there is no nearer
-// one nobody is, and the ranks copy instead of reading. Where the rule is another one, nothing is named.
+// may. A process can name one other process, which may then read it too, with all its descendants (PR_SET_PTRACER). So
+// a rank names its peer, if its groups have only one peer on this host, and otherwise the nearest common ancestor of
+// all peers: their launcher. PID 1, the ancestor of all, is never named; if there is no nearer ancestor, no process is
+// named, and the ranks copy instead of reading. Under other rules no process is named.
 #pragma once
 
 #include <sys/types.h>
@@ -17,17 +17,17 @@
 
 namespace shoal {
 
-// The peers of all groups, of which one process is named on behalf of all.
+// The peers of all groups, and the one process that is named for them.
 class Readers {
  public:
   // `name_reader` names a process; 0: none.
   explicit Readers(std::function<void(pid_t reader)> name_reader);
 
-  // Those of this process.
+  // The readers of this process.
   static Readers& of_this_process();
 
-  // Peers of a group, and their removal, by what `add` gave. A group for which nobody can be named beside those of the
-  // groups before it does not change what these have.
+  // Adds the peers of a group, and removes them by the result of `add`. If no process can be named for a new group
+  // together with the groups before it, the named process stays the same.
   using Group = std::list<std::vector<pid_t>>::iterator;
   Group add(std::vector<pid_t> peers);
   void remove(Group group);
@@ -38,9 +38,9 @@ class Readers {
 
   const std::function<void(pid_t)> name_reader_;
   std::mutex mutex_;
-  std::list<std::vector<pid_t>> groups_;  // without peers: those for which nobody could be named
+  std::list<std::vector<pid_t>> groups_;  // without peers: groups for which no process could be named
   pid_t named_ = 0;
-  unsigned born_in_;  // what was named before a fork was named for the parent
+  unsigned born_in_;  // a name from before a fork is for the parent
 };
 
 // Lets the peers of a group read this process for as long as this lives.
@@ -51,7 +51,7 @@ class AllowedReads {
   AllowedReads(const AllowedReads&) = delete;
 
  private:
-  std::optional<Readers::Group> group_;  // none where nobody has to be named
+  std::optional<Readers::Group> group_;  // none if no process must be named
 };
 
 }  // namespace shoal

@@ -1,9 +1,9 @@
 // What the ranks of one group show each other on one host: a flag, a notice and two slots each.
 //
-// Everything happens in ticks. In a tick a rank writes its notice and its slot, and then publishes: its flag
-// becomes the tick's number. A rank that sees the flags of all at a tick may read everyone's notice and
-// slot of that tick. There are two of each, for even and odd ticks: a rank writes those of tick t + 1 only
-// after it saw everybody's flag at t, which everybody raises after having read what belongs to t - 1.
+// Everything happens in ticks. In a tick a rank writes its notice and its slot, and then publishes: its flag becomes
+// the tick's number. A rank that sees the flags of all ranks at a tick may read the notices and slots of all ranks for
+// that tick. There are two of each, for even and odd ticks: a rank writes those of tick t + 1 only after it saw the
+// flags of all ranks at t, and a rank raises its flag to t after it has read the data of t - 1.
 #pragma once
 
 #include <sys/types.h>
@@ -40,14 +40,14 @@ struct Notice {
 // The first page of a rank's segment.
 struct Front {
   Flag flag;
-  Flag doorbell;  // rung by peers that wrote to or read from one of this rank's rings
+  Flag doorbell;  // peers ring it when they wrote to or read from one of this rank's rings
   alignas(64) std::atomic<uint64_t> heartbeat{0};
   std::atomic<uint32_t> state{0};
   Presence presence;
   Reason reason{};
-  alignas(64) uint64_t cookie = 0;  // a known number, for peers to try whether they can read this process
+  alignas(64) uint64_t cookie = 0;  // a known number, with which peers test whether they can read this process
   alignas(64) Notice notices[2];
-  Cores cores;  // that the rank may use
+  Cores cores;  // the cores that the rank may use
 };
 static_assert(sizeof(Front) <= 4096);
 
@@ -56,7 +56,7 @@ struct Introduction {
   pid_t pid = 0;
   int descriptor = -1;
   SegmentIdentity segment;  // behind the descriptor
-  uint64_t started = 0;     // the process's start time, so that a later one with its number is not taken for it
+  uint64_t started = 0;     // the start time of the process, to detect a later process with the same number
   uint64_t cookie_address = 0;
 };
 
@@ -65,7 +65,7 @@ std::ostream& operator<<(std::ostream& text, const Introduction& introduction);
 std::istream& operator>>(std::istream& text, Introduction& introduction);
 
 // A queue of bytes from one process to another. A large region is shown instead of written, one at a time: it comes
-// after all that was written before, and the reader takes it from where it lies.
+// after all bytes that were written before, and the reader takes it in place.
 struct Ring {
   static constexpr size_t capacity = 128 * 1024;
   alignas(64) std::atomic<uint64_t> written{0};
@@ -81,7 +81,7 @@ class Board {
   static constexpr size_t slot_bytes = 1024 * 1024;
   static constexpr int channels = 2;  // of rings: collectives, and point to point
 
-  // This rank's own part, for a host of `size` ranks of the group. The first tick is a test's affair.
+  // This rank's own part, for a host with `size` ranks of the group. Only tests set the first tick.
   explicit Board(int size, uint32_t first_tick = 0);
 
   Introduction introduce() const;
@@ -112,7 +112,8 @@ class Board {
   std::byte* own_slot() { return slot_of(index_, tick_ + 1); }
   void publish() { front(index_).flag.set(++tick_); }
 
-  // Whether the others have published this rank's last tick too; the same, waiting, for all or for one.
+  // Whether the others have published this rank's last tick too; then functions that wait for it, for all ranks or for
+  // one.
   bool all_published();
   void await_all(const Patience&, const Alarm&, const Deadline&);
   void await(int index, const Patience&, const Alarm&, const Deadline&) const;
@@ -120,20 +121,20 @@ class Board {
   const Notice& notice(int index) const { return front(index).notices[tick_ & 1]; }
   const std::byte* slot(int index) const { return slot_of(index, tick_); }
 
-  // What ranks write into each other's slots is settled between them: between two ticks a byte is written by one.
+  // Ranks agree on what they write into each other's slots: between two ticks only one rank writes a byte.
   uint32_t next_tick() const { return tick_ + 1; }
   std::byte* slot_of(int index, uint32_t tick) const {
     return segments_[index].data() + 4096 + (tick & 1) * slot_bytes;
   }
 
-  // A barrier: nothing written, everybody seen.
+  // A barrier: nothing is written, and all ranks are seen.
   void pass(const Patience& patience, const Alarm& alarm, const Deadline& deadline) {
     prepare(patience, alarm, deadline);
     publish();
     await_all(patience, alarm, deadline);
   }
 
-  // Wakes whoever of this process sleeps on a flag, to look at the alarm.
+  // Wakes the threads of this process that sleep on a flag, so that they check the alarm.
   void wake_sleepers();
 
  private:
@@ -144,7 +145,7 @@ class Board {
   int size_;
   int index_ = 0;
   uint32_t tick_;
-  uint32_t settled_;  // the last tick that everybody was seen at
+  uint32_t settled_;  // the last tick at which all ranks were seen
   std::vector<Segment> segments_;
   std::vector<Introduction> peers_;
   std::vector<int> ranks_;

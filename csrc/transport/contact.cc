@@ -10,7 +10,7 @@ namespace shoal {
 
 namespace {
 
-// Of groups that this process never joins: what is older is forgotten.
+// The most kept messages of groups that this process has not joined: older ones are dropped.
 constexpr size_t most_early = 4096;
 
 }  // namespace
@@ -74,7 +74,7 @@ void Contact::take(const ControlMessage& message) {
     const auto hear = found->second.hear;  // it may leave
     return hear(message);
   }
-  // What comes for a group that this process has left is of no interest: the other had joined it before.
+  // Drop messages for a group that this process has left: the other process had joined it before.
   const auto is_known = [&](const ControlMessage& each) { return each.group == message.group; };
   if (message.kind != Kind::join && std::none_of(early_.begin(), early_.end(), is_known)) return;
   if (early_.size() == most_early) early_.pop_front();

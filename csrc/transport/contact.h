@@ -1,12 +1,12 @@
-// What this process and one on another host say to each other, for all groups that both are in.
+// The control connection between this process and one on another host, for all groups that both are in.
 //
 // One connection serves all of them: each message names its group. A group of this process *joins* the contact, which
-// tells the other process so; once the other has joined for the same group too, both know that the connection stays:
-// a process ends it only when no group of its own needs it any more. So a connection that ends before the other has
-// joined is made anew, and one that ends after that is the loss of the other process, for each group that did not
-// hear its goodbye.
+// tells the other process so; once the other has joined for the same group too, both know that the connection stays: a
+// process ends it only when none of its groups needs it any more. So a connection that ends before the other process
+// has joined is made again, and one that ends later means the loss of the other process, for each group that did not
+// receive its goodbye.
 //
-// All of it on the loop's thread.
+// All functions run on the loop's thread.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ class Contact {
   ~Contact() { finish(); }
   Contact(const Contact&) = delete;
 
-  // Takes a connection with the other process, in place of the one before, which that process has given up.
+  // Takes a new connection with the other process, which has given up the one before.
   void connect(Descriptor socket);
   bool is_connected() const { return connection_.has_value(); }
 
@@ -47,17 +47,17 @@ class Contact {
   // Whether a group waits for the other process to join.
   bool is_awaited() const;
 
-  // Says nothing where there is no connection.
+  // Does nothing if there is no connection.
   void send(const ControlMessage& message);
 
   // Gives a sign of life, unless the last one was given less than `period` seconds ago.
   void beat(double period, Time now);
 
-  // When something last came.
+  // When the last message arrived.
   Time last_sign() const { return last_sign_; }
   void count_afresh(Time now) { last_sign_ = now; }
 
-  // Ends the connection in a way that lets what was sent arrive.
+  // Ends the connection so that sent messages still arrive.
   void finish();
 
  private:
@@ -69,7 +69,7 @@ class Contact {
   const std::function<void()> on_end_;
   std::optional<ControlConnection> connection_;
   std::map<uint64_t, Party> parties_;
-  // What came for groups that this process has yet to join, the first being that the other joined.
+  // Messages for groups that this process has not joined yet; the first of each says that the other process joined.
   std::deque<ControlMessage> early_;
   Time last_sign_ = EventLoop::Clock::now(), last_beat_{};
 };

@@ -28,7 +28,7 @@ void ControlConnection::send(const ControlMessage& message) {
   const size_t text_bytes = std::min(message.text.size(), longest_text);
   const Header header{static_cast<uint8_t>(message.kind), static_cast<uint8_t>(message.code),
                       static_cast<uint16_t>(text_bytes), message.number, message.group};
-  // A peer that does not read for hours gets no more signs of life than fit; it will not miss them.
+  // If a peer does not read for hours, only as many signs of life are sent as fit; the others are not needed.
   if (message.kind != ControlMessage::Kind::heartbeat || outgoing_.empty()) {
     outgoing_.append(reinterpret_cast<const char*>(&header), sizeof header);
     outgoing_.append(message.text, 0, text_bytes);
@@ -55,7 +55,7 @@ bool ControlConnection::receive(std::vector<ControlMessage>& messages) {
 
 void ControlConnection::finish() {
   shutdown(socket_.number(), SHUT_WR);
-  // What lies unread when a socket is closed makes the system reset the connection, and drop what was sent.
+  // If a socket is closed with unread data, the system resets the connection and drops sent data.
   std::array<char, 4096> buffer;
   while (recv(socket_.number(), buffer.data(), buffer.size(), MSG_DONTWAIT) > 0) continue;
 }

@@ -1,5 +1,5 @@
-// What two processes of different hosts tell each other beside the data: that they live, and, for each group that
-// both are in, that they have joined it, leave it, or gave it up.
+// The messages between two processes of different hosts beside the data: signs of life, and, for each group that both
+// are in, that they joined it, leave it, or gave it up.
 //
 // A message is sixteen bytes and, for an alarm, a text.
 #pragma once
@@ -19,7 +19,7 @@ struct ControlMessage {
   enum class Kind : uint8_t { heartbeat, join, leaving, goodbye, alarm, request };
   Kind kind = Kind::heartbeat;
   Code code = Code::ok;  // of an alarm
-  int32_t number = -1;   // of an alarm: the rank that it is about; of a request: which
+  int32_t number = -1;   // of an alarm: the rank that it is about; of a request: its number
   std::string text = {};  // of an alarm
   uint64_t group = 0;    // the group's number; a heartbeat is for all groups
 };
@@ -30,13 +30,13 @@ class ControlConnection {
 
   int descriptor() const { return socket_.number(); }
 
-  // Never waits: what finds no room is kept for the next call. That the peer is gone shows in `receive`.
+  // Never waits: data without room is kept for the next call. `receive` shows when the peer is gone.
   void send(const ControlMessage& message);
 
-  // Appends what has come. False: the connection has ended, or what came makes no sense.
+  // Appends the messages that have arrived. False: the connection has ended, or its data is not valid.
   bool receive(std::vector<ControlMessage>& messages);
 
-  // Ends it in a way that lets what was sent arrive.
+  // Ends the connection so that sent data still arrives.
   void finish();
 
  private:

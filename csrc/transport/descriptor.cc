@@ -18,7 +18,7 @@ void raise_descriptor_limit() {
   const rlim_t wanted = std::min(limit.rlim_max, enough);
   if (wanted <= limit.rlim_cur) return;
   limit.rlim_cur = wanted;
-  setrlimit(RLIMIT_NOFILE, &limit);  // where that is refused, the limit stays
+  setrlimit(RLIMIT_NOFILE, &limit);  // if this is refused, the limit stays
 }
 
 }  // namespace shoal

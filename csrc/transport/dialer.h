@@ -1,4 +1,4 @@
-// Calls other processes, and goes on trying until they answer.
+// Connects to other processes, and retries until they answer.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,12 @@
 
 namespace shoal {
 
-// All of it on the loop's thread.
+// All functions run on the loop's thread.
 class Dialer {
  public:
   using Admit = std::function<void(const Purpose&, Descriptor)>;
 
-  // What an attempt to connect says, and the secret with which it proves it.
+  // The content of a connection attempt, and the secret that proves it.
   struct Credentials {
     Purpose purpose;
     Secret secret;
@@ -28,10 +28,10 @@ class Dialer {
   // Asked before each attempt; none: the connection is not wanted any more.
   using Next = std::function<std::optional<Credentials>()>;
 
-  // Why no connection to a rank came about yet.
+  // Why there is no connection to a rank yet.
   struct Trouble {
     std::string text;
-    bool was_refused = false;  // it answered, but one of the two does not know the secret
+    bool was_refused = false;  // it answered, but one of the two ends does not know the secret
   };
 
   Dialer(EventLoop& loop, Admit admit) : loop_(loop), admit_(std::move(admit)) {}
@@ -39,11 +39,11 @@ class Dialer {
   // Hands over a connection when there is one.
   void dial(const std::string& address, Next next);
 
-  // Drops attempts in the name of this group, which may go on in another's.
+  // Drops attempts for this group; attempts for another group go on.
   void withdraw(uint64_t group);
   void close();
 
-  // The last that went wrong in calling the group's `rank`.
+  // The last error of an attempt to connect to the group's `rank`.
   Trouble trouble_with(uint64_t group, int rank) const;
 
  private:

@@ -1,8 +1,8 @@
 // One thread that calls back when a descriptor is ready or a moment has come.
 //
-// What a callback touches belongs to the loop's thread: it needs no lock. Other threads hand work to it with
-// `post` and `call`. In a process that was forked off, which has no such thread, all of this does nothing:
-// the descriptors' registration is shared with the parent, and must be left alone.
+// State that callbacks touch belongs to the loop's thread and needs no lock. Other threads hand work to it with `post`
+// and `call`. A forked process has no such thread, and all functions do nothing there: the registration of descriptors
+// is shared with the parent and must not change.
 #pragma once
 
 #include <sys/types.h>
@@ -35,7 +35,7 @@ class EventLoop {
   // Starts the thread, unless it runs. It blocks all signals, which are the application's. From any thread.
   void start();
 
-  // Runs what was posted before, and ends the thread.
+  // Runs the posted work, and ends the thread.
   void stop();
 
   // --- on the loop's thread, or while there is none ---
@@ -55,11 +55,11 @@ class EventLoop {
   // Runs `work` on the loop's thread, soon.
   void post(std::function<void()> work);
 
-  // The same, and returns when it has run. Where there is no thread, or it is this one, it runs at once.
+  // As `post`, but returns when `work` has run. Without a thread, or on the loop's thread, it runs at once.
   void call(const std::function<void()>& work);
 
  private:
-  bool is_here() const { return getpid() == process_; }  // in the process that made it
+  bool is_here() const { return getpid() == process_; }  // in the process that made the loop
   void run();
   void run_posted();
   void run_timers();
@@ -67,7 +67,7 @@ class EventLoop {
 
   const pid_t process_;
   Descriptor epoll_, wake_;
-  // A descriptor that was closed comes again as another's; a registration's number does not.
+  // The number of a closed descriptor is used again; the number of a registration is not.
   uint64_t next_number_ = 1;
   std::unordered_map<int, uint64_t> number_of_;
   std::unordered_map<uint64_t, std::shared_ptr<std::function<void(uint32_t)>>> callbacks_;

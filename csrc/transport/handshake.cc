@@ -24,7 +24,7 @@ constexpr size_t hello_bytes = protocol.size() + sizeof(Purpose) + random_bytes;
 
 std::string random_number() {
   std::string number(random_bytes, '\0');
-  // As few bytes as this come whole, or not at all.
+  // So few bytes arrive all together or not at all.
   if (getrandom(number.data(), number.size(), 0) != static_cast<ssize_t>(number.size())) {
     throw system_failure("no random numbers", errno);
   }
@@ -60,7 +60,7 @@ Handshake Handshake::dial(const Secret& secret, const Purpose& purpose) {
 Handshake::Outcome Handshake::converse(int socket) {
   for (;;) {
     if (!output_.empty()) {
-      // A new connection has room for this much.
+      // A new connection has room for these bytes.
       const std::string output = std::exchange(output_, {});
       const ssize_t sent = send(socket, output.data(), output.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
       if (sent != static_cast<ssize_t>(output.size())) return {Progress::closed, sent < 0 ? errno : EMSGSIZE};

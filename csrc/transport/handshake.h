@@ -1,15 +1,14 @@
 // How two ends of a new connection prove to each other that they know the group's secret, without sending it.
 //
-//   acceptor -> dialer   challenge   a random number
-//   dialer -> acceptor   hello       who calls whom and for what, a random number, and the dialer's proof
-//   acceptor -> dialer   welcome     the acceptor's proof
+//   acceptor -> dialer   challenge   a random number dialer -> acceptor   hello       the two ranks, the purpose, a
+//   random number, and the dialer's proof acceptor -> dialer   welcome     the acceptor's proof
 //
-// A proof is HMAC-SHA256, under the secret, of the end's role, both random numbers and the hello's content.
-// So a proof is of no use on another connection, for another purpose, or sent back to who made it. A stranger
-// learns a random number, and has the acceptor read 96 bytes at most.
+// A proof is HMAC-SHA256, under the secret, of the end's role, both random numbers and the hello's content. So a proof
+// is not valid on another connection, for another purpose, or for the end that made it. A stranger learns a random
+// number, and makes the acceptor read at most 96 bytes.
 //
-// One listener serves all groups of a process: the hello names the group, whose secret the proof is under. A hello
-// for a group that this process has yet to join is kept until it has.
+// One listener serves all groups of a process: the hello names the group, whose secret the proof is under. A hello for
+// a group that this process has not joined yet is kept until it joins.
 #pragma once
 
 #include <array>
@@ -23,7 +22,7 @@ namespace shoal {
 
 using Secret = std::array<uint8_t, 32>;
 
-// The number by which both ends know a group: it tells nothing of the secret from which it is made.
+// The number by which both ends know a group: it does not reveal the secret from which it is made.
 uint64_t number_of(const Secret& secret);
 
 // What a connection is for.
@@ -45,9 +44,9 @@ class Handshake {
  public:
   enum class Progress {
     underway,
-    parked,   // the hello is for a group that this process has not joined: to be looked at again when it joins one
+    parked,   // the hello is for a group that this process has not joined: check it again after a join
     done,
-    refused,  // the other end proved nothing
+    refused,  // the other end has no valid proof
     closed,   // the connection ended
   };
   struct Outcome {
@@ -61,10 +60,10 @@ class Handshake {
   static Handshake accept(Find find);
   static Handshake dial(const Secret& secret, const Purpose& purpose);
 
-  // Goes on as far as what has come allows. Never waits, nor reads what comes after the handshake.
+  // Continues as far as the received data allows. Never waits, and never reads beyond the handshake.
   Outcome converse(int socket);
 
-  // To be trusted when done.
+  // Valid when the handshake is done.
   const Purpose& purpose() const { return purpose_; }
 
  private:
@@ -86,7 +85,7 @@ class Handshake {
   size_t expected_ = 0;
   std::string challenge_, hello_;  // hello_ without its proof
   std::string input_, output_;
-  bool is_done_ = false;  // but for sending output_
+  bool is_done_ = false;  // except for sending output_
 };
 
 }  // namespace shoal

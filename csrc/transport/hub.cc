@@ -12,7 +12,7 @@ namespace shoal {
 
 namespace {
 
-// The channel of a connection that is no link's.
+// The channel of a control connection, which is not a link.
 constexpr int contact_channel = -1;
 
 std::string new_name() {
@@ -102,7 +102,7 @@ std::shared_ptr<Contact> Hub::contact(const Endpoint& endpoint, uint64_t group, 
   return acquaintance.contact;
 }
 
-// The connection ended. Groups whose rank there had joined have lost it; others wait for it still.
+// The connection ended. Groups whose rank there had joined have lost the rank; other groups still wait for it.
 void Hub::make_up_for(const std::string& process) {
   const auto found = acquaintances_.find(process);
   if (found != acquaintances_.end() && found->second.contact->is_awaited()) dial_contact(process);
@@ -162,7 +162,7 @@ void Hub::admit_contact(const Purpose& purpose, Descriptor socket) {
   for (auto& [process, acquaintance] : acquaintances_) {
     const auto rank = acquaintance.ranks.find(purpose.group);
     if (rank == acquaintance.ranks.end() || rank->second != peer) continue;
-    // Only one of the two dials: who has proved to be a member keeps to that.
+    // Only one of the two dials, and a proven member follows this rule.
     if (is_own_call != (process < process_)) return;
     if (is_own_call) acquaintance.is_dialed = false;
     acquaintance.contact->connect(std::move(socket));

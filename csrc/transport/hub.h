@@ -1,9 +1,9 @@
-// What all groups of a process share towards other processes: one thread, one listener, one connection with each
-// process of another host, one watch of each process of this host.
+// The connections of a process to other processes, shared by all its groups: one thread, one listener, one connection
+// with each process of another host, one watch of each process of this host.
 //
-// Ownership: a Hub outlives the groups that use it. What a group leaves here (a member, a party of a contact, a
-// watcher) calls back into the group on the loop's thread; the group takes it back by `loop().call`, after which no
-// callback of its own runs any more, and only then is destroyed.
+// Ownership: a Hub outlives the groups that use it. Objects that a group registers here (a member, a party of a
+// contact, a watcher) call back into the group on the loop's thread. The group removes them with `loop().call`, after
+// which none of its callbacks runs any more, and is destroyed only then.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct Endpoint {
 
 class Hub {
  public:
-  // `handshake_limit` is how long, in seconds, a stranger may take to prove that it is none.
+  // `handshake_limit`: seconds that a new connection may take to prove that it belongs to a group.
   explicit Hub(double handshake_limit = 5);
 
   // No group uses it any more.
@@ -39,11 +39,10 @@ class Hub {
   EventLoop& loop() { return loop_; }
 
   // Listens on `bind_address` (an IPv4 or IPv6 address) and nothing else, on a port that the system chooses, from the
-  // first time that a group asks for it on. From any thread.
-  // Throws Failure: invalid, if that is no address; system, if it is not this host's.
+  // first call on. From any thread. Throws Failure: invalid, if that is no address; system, if it is not this host's.
   Endpoint listen(const std::string& bind_address);
 
-  // How many connections were closed because they did not prove that they belong here.
+  // How many connections were closed because they did not prove that they belong to a group.
   int refused();
 
   // --- on the loop's thread ---
@@ -61,7 +60,7 @@ class Hub {
   void withdraw(uint64_t group);
 
   // The contact with the process of the group's rank `peer`, which is connected soon: the process of greater name
-  // dials. The group must have enrolled, and gives the contact up with `withdraw`.
+  // dials. The group must be enrolled, and gives the contact up with `withdraw`.
   std::shared_ptr<Contact> contact(const Endpoint& endpoint, uint64_t group, int peer);
 
   // Dials a connection of a link, for as long as the group is enrolled.
@@ -75,7 +74,7 @@ class Hub {
     Endpoint endpoint;
     std::shared_ptr<Contact> contact;
     std::map<uint64_t, int> ranks;  // by group that wants the contact: the rank that the process has there
-    uint64_t last_tried = 0;        // the group in whose name the last attempt was made
+    uint64_t last_tried = 0;        // the group for which the last attempt was made
     bool is_dialed = false;
   };
 

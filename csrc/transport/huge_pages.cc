@@ -16,7 +16,7 @@ namespace shoal {
 namespace {
 constexpr uintptr_t page = 4096, huge_page = 2 * 1024 * 1024;
 
-// Below that, asking the system costs more than a fault or two.
+// Below this, a system call costs more than a page fault or two.
 constexpr size_t worth_asking = 512 * 1024;
 
 uintptr_t rounded_up(uintptr_t address, uintptr_t unit) { return (address + unit - 1) / unit * unit; }
@@ -54,8 +54,8 @@ void HugePages::note(const void* data, size_t bytes) {
     if (times_.size() == most_entries) times_.clear();
     times = ++times_[{begin, bytes}];
   }
-  // At the second time, the fourth, the eighth and so on: the allocator may have given the same addresses out anew
-  // meanwhile. Where the pages are huge already that takes next to nothing; where the system refuses, it stays.
+  // At the second time, the fourth, the eighth and so on: the allocator may have used the same addresses again. If the
+  // pages are huge already, this costs almost nothing; if the system refuses, the pages stay as they are.
   if (times >= 2 && std::has_single_bit(times)) {
     madvise(reinterpret_cast<void*>(first), last - first, MADV_COLLAPSE);
   }

@@ -1,7 +1,7 @@
 // Memory that peers read again and again, put on huge pages.
 //
-// process_vm_readv looks up every page that it reads, which with pages of 4 KiB takes longer than the copying.
-// Buffers that are communicated once are left alone: putting them on huge pages copies them.
+// process_vm_readv looks up every page that it reads, which takes longer than the copy with pages of 4 KiB. Buffers
+// that are communicated once stay as they are: moving them to huge pages copies them.
 #pragma once
 
 #include <cstddef>
@@ -14,11 +14,11 @@ namespace shoal {
 
 class HugePages {
  public:
-  // Says that peers are about to read these bytes of private memory. From any thread.
+  // Notes that peers will read these bytes of private memory. From any thread.
   void note(const void* data, size_t bytes);
 
-  // Says that these bytes are about to be written. If nobody touched them yet, their pages are made huge, or at least
-  // all at once, which takes less time than the faults of as many small ones.
+  // Prepares bytes that will be written. If they were not touched yet, their pages are made huge, or at least all at
+  // once, which takes less time than a fault for each small page.
   static void make_room(void* data, size_t bytes);
 
  private:

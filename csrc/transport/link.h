@@ -23,7 +23,7 @@ class Link {
   // Gives up to `size` bytes without waiting; returns how many, 0 if nothing has come.
   virtual size_t receive(void* data, size_t size) = 0;
 
-  // Appends what to poll until send (receive) can do something. False: nothing to poll, look again instead
+  // Appends the descriptors to poll until send (receive) can do something. False: nothing to poll, look again instead
   // (a link through shared memory).
   virtual bool append_poll(std::vector<pollfd>& fds, bool sending, bool receiving) = 0;
 
@@ -42,11 +42,10 @@ class Links {
   // Begins to make the link to `peer`, if there is none; does not wait.
   virtual void request(int) {}
 
-  // The link to `peer`, or null while there is none: also one that the peer asked for.
+  // The link to `peer`, or null while there is none: also a link that the peer asked for.
   virtual Link* find(int peer) = 0;
 
-  // The rank in the group of `peer`, for errors: another number where the links are those of a part of the
-  // group.
+  // The rank of `peer` in the group, for errors: a different number if the links connect only a part of the group.
   virtual int rank_of(int peer) const { return peer; }
 };
 

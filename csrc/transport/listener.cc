@@ -12,8 +12,9 @@ namespace shoal {
 
 namespace {
 
-// Strangers who only connect must not use up this process's descriptors: so many at most have one, and the rest wait
-// in the system's queue. A member takes a round trip to prove itself; who takes longer than `patience` makes room.
+// Strangers who only connect must not use up this process's descriptors: at most this many have one, and the others
+// wait in the system's queue. A member needs one round trip for its proof; a connection that takes longer than
+// `patience` is closed to make room.
 constexpr size_t most_guests = 128;
 constexpr double patience = 0.25;
 
@@ -58,7 +59,7 @@ void Listener::accept_all() {
     } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
       return pause(exhaustion_pause);
     }
-    // Any other error is about that one connection, which is gone.
+    // Any other error concerns only that one connection, which is gone.
   }
 }
 
@@ -88,7 +89,7 @@ void Listener::converse(Guests::iterator guest) {
   if (progress == Handshake::Progress::parked) {
     if (guest->is_parked) return;
     guest->is_parked = true;
-    return loop_.change(guest->socket.number(), 0);  // what else it says is of no interest
+    return loop_.change(guest->socket.number(), 0);  // ignore further data from it
   }
   if (progress != Handshake::Progress::done) return refuse(guest);
   const Purpose purpose = guest->handshake.purpose();

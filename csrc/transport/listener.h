@@ -1,4 +1,5 @@
-// Where other processes call. Each connection has to prove that it belongs to a group, and is then handed over.
+// Accepts connections from other processes. Each connection must prove that it belongs to a group, and is then handed
+// over.
 #pragma once
 
 #include <atomic>
@@ -12,7 +13,7 @@
 
 namespace shoal {
 
-// On the loop's thread, but for the constructor, `address` and `refused`.
+// All functions run on the loop's thread, except the constructor, `address` and `refused`.
 class Listener {
  public:
   using Admit = std::function<void(const Purpose&, Descriptor)>;
@@ -22,17 +23,17 @@ class Listener {
 
   std::string address() const;
 
-  // Begins to accept. `find` gives this process's memberships; `admit` takes who belongs to one.
+  // Begins to accept. `find` gives this process's memberships; `admit` takes connections that belong to one.
   void open(Handshake::Find find, Admit admit);
   void close();
 
-  // Takes up the connections again that asked for a group which this process had not joined.
+  // Continues with connections for groups that this process had not joined.
   void look_again();
 
   int refused() const { return refused_.load(std::memory_order_relaxed); }
 
  private:
-  // Someone who connected, and has proved nothing yet.
+  // A connection without a proof yet.
   struct Guest {
     Descriptor socket;
     Handshake handshake;

@@ -30,7 +30,7 @@ class Registry {
   }
 
  private:
-  // Held over the fork, the lock keeps other threads from changing what the child goes through.
+  // The lock is held during the fork, so that other threads do not change the data that the child reads.
   Registry() {
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().leave_to_parent(); });

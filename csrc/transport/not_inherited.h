@@ -1,9 +1,8 @@
-// Keeps a descriptor from the processes that this one forks off.
+// Hides a descriptor from forked processes.
 //
-// A connection ends when the last process that has it does. A worker of a data loader, forked off a rank,
-// would keep the rank's connections open after the rank was killed, and no peer would notice. (O_CLOEXEC is
-// of use to programs that are executed only.) In the child the descriptor leads to /dev/null instead, and
-// stays taken.
+// A connection ends when the last process that has it does. A worker of a data loader, forked from a rank, would keep
+// the rank's connections open after the rank was killed, and no peer would notice. (O_CLOEXEC works only for executed
+// programs.) In the child the descriptor leads to /dev/null instead, and its number stays in use.
 #pragma once
 
 namespace shoal {

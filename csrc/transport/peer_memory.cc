@@ -13,7 +13,7 @@ namespace shoal {
 
 namespace {
 
-// What is smaller is still in a cache when it is next used.
+// Smaller data is still in a cache at its next use.
 constexpr size_t worth_streaming = 4 * 1024 * 1024;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What one rank can reach of another's buffers on the same host.
+// Access to the buffers of another rank on the same host.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,17 @@ Location describe(const void* data, size_t bytes, SharedBuffers& buffers);
 
 // The segments of peers' shared buffers that this process has mapped, kept for the next time.
 //
-// The owner may close a segment's descriptor at any time when no region of it is shown. What was mapped before stays
-// readable, and is looked up by the segment's cookie, so a new segment is never taken for an old one.
+// The owner may close a segment's descriptor at any time when no region of it is shown. Mapped segments stay readable,
+// and are found by their cookie, so a new segment is never taken for an old one.
 class PeerBuffers {
  public:
-  // Where the system has no descriptors left, what `own` keeps and nobody uses is given back.
+  // If the system has no descriptors left, unused buffers that `own` keeps are given back.
   explicit PeerBuffers(SharedBuffers& own) : own_(own) {}
 
   // The first byte of `region`, which is in a shared buffer of the process `pid`.
   std::byte* map(pid_t pid, int rank, const Location& region);
 
-  // Unmaps those segments of the process that it has given back, if the count says that it gave any back since.
+  // Unmaps the segments that the process has given back, if its count has changed.
   void refresh(pid_t pid, uint32_t released);
 
  private:
@@ -36,8 +36,8 @@ class PeerBuffers {
   std::map<pid_t, uint32_t> released_;
 };
 
-// Copies bytes out of the memory of another process. Throws Failure: peer_lost, if it ended; system, if it may not be
-// read. `rank` is who is named.
+// Copies bytes out of the memory of another process. Throws Failure: peer_lost if it ended; system if it cannot be
+// read. Failures name `rank`.
 void read_process(pid_t pid, int rank, uint64_t address, size_t bytes, void* out);
 
 // A region of a peer, to be read in pieces: in place where it is mapped, by process_vm_readv otherwise.
@@ -49,7 +49,7 @@ class PeerMemory {
   std::byte* mapped() const { return mapped_; }
   size_t bytes() const { return region_->bytes; }
 
-  // The bytes from `offset`: where they are, or copied to `scratch`.
+  // The bytes from `offset`: in place, or copied to `scratch`.
   const void* read(size_t offset, size_t bytes, void* scratch) const;
 
   // Copies the bytes from `offset` to `out`.

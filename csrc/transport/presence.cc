@@ -19,11 +19,11 @@ void Presence::release() { pthread_mutex_unlock(&mutex_); }
 
 bool Presence::is_lost() {
   switch (pthread_mutex_trylock(&mutex_)) {
-    case 0:  // nobody holds it yet, or any more
+    case 0:  // no thread holds it
       pthread_mutex_unlock(&mutex_);
       return false;
     case EOWNERDEAD:
-      // Released without being made consistent, it tells everybody who tries from now on.
+      // Released without being made consistent, it reports the loss to all later attempts.
       pthread_mutex_unlock(&mutex_);
       return true;
     case ENOTRECOVERABLE:

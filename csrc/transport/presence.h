@@ -1,7 +1,7 @@
 // A mark in shared memory that the system withdraws when the thread that holds it ends, however it ends.
 //
-// The end of a process shows in its pidfd and its connections only after its memory was given back, at some
-// quarter of a second per gigabyte; this shows at once. It is a robust mutex, which nobody ever waits for.
+// The end of a process shows in its pidfd and its connections only after its memory was freed, which takes about a
+// quarter of a second per gigabyte; this mark shows it at once. It is a robust mutex for which no thread ever waits.
 #pragma once
 
 #include <pthread.h>
@@ -14,7 +14,7 @@ class Presence {
   Presence(const Presence&) = delete;
   Presence& operator=(const Presence&) = delete;
 
-  // By one thread; it releases it before it ends, and before the memory is unmapped.
+  // Called by one thread, which releases it before it ends, and before the memory is unmapped.
   void hold();
   void release();
 

@@ -49,7 +49,7 @@ bool has_ended(pid_t pid) {
 }
 
 pid_t nearest_ancestor(const std::vector<pid_t>& processes) {
-  std::vector<pid_t> line;  // what all so far descend from, the nearest first
+  std::vector<pid_t> line;  // common ancestors so far, the nearest first
   bool is_first = true;
   for (const pid_t process : processes) {
     if (has_ended(process)) continue;

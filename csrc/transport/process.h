@@ -1,4 +1,4 @@
-// What tells one process from another, and what one may see of another.
+// Identity, ancestors and end of processes.
 #pragma once
 
 #include <sys/types.h>
@@ -8,18 +8,18 @@
 
 namespace shoal {
 
-// When a process started, in the system's ticks since boot (field 22 of /proc/PID/stat); 0 if it is not
-// known. A number of a process that ended is given to a new one some day; the two differ in this.
+// When a process started, in the system's ticks since boot (field 22 of /proc/PID/stat); 0 if it is not known. The
+// number of an ended process is used again later; the start times then differ.
 uint64_t start_time_of(pid_t pid);
 
 // How many forks lie between the process that loaded this library and this one. Cheaper than getpid.
 unsigned generation();
 
-// Whether a process is there no more, or is only waited for by its parent.
+// Whether a process has ended, even if its parent has not waited for it.
 bool has_ended(pid_t pid);
 
-// The process that has all of these among its descendants, itself included, and is the nearest to them; 0 if there is
-// none but PID 1. Processes that ended do not count.
+// The nearest common ancestor of these processes, which may be one of them; 0 if it is PID 1. Ended processes do not
+// count.
 pid_t nearest_ancestor(const std::vector<pid_t>& processes);
 
 }  // namespace shoal

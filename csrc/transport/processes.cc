@@ -35,7 +35,7 @@ Processes::Sight Processes::watch(pid_t pid, uint64_t started, std::function<voi
     found = processes_.emplace(pid, Process{std::move(descriptor), {}}).first;
     loop_.add(found->second.descriptor.number(), EPOLLIN, [this, pid](uint32_t) { ended(pid); });
   } else if (start_time_of(pid) != started && started != 0) {
-    return Sight::ended;  // an entry is of a process that has not ended, or whose end is about to be heard
+    return Sight::ended;  // an entry belongs to a process that has not ended, or whose end will be reported soon
   }
   watcher = ++last_;
   found->second.watchers.emplace(watcher, std::move(on_end));

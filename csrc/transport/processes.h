@@ -1,7 +1,7 @@
 // The processes of this host that ranks of this process's groups are in, each watched once, through a pidfd, which
 // becomes readable when the process ends.
 //
-// All of it on the loop's thread.
+// All functions run on the loop's thread.
 #pragma once
 
 #include <sys/types.h>
@@ -18,7 +18,7 @@ namespace shoal {
 
 class Processes {
  public:
-  // Who watches a process; 0: nobody.
+  // The watcher of a process; 0: none.
   using Watcher = uint64_t;
 
   explicit Processes(EventLoop& loop) : loop_(loop) {}
@@ -26,8 +26,8 @@ class Processes {
 
   enum class Sight {
     watched,
-    ended,    // it is not there; or another process, that started later, has its number
-    unknown,  // the system has no pidfd, or no descriptor is left: its end is to be looked for
+    ended,    // it does not exist, or a process that started later has its number
+    unknown,  // the system has no pidfd, or no descriptor is left: the caller must check for its end
   };
 
   // Calls `on_end` once when the process ends. `started`: see start_time_of; 0: not known.

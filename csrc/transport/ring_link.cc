@@ -10,10 +10,10 @@ namespace shoal {
 
 namespace {
 
-// From this size on one system call costs less than a copy more.
+// From this size on, a system call costs less than a second copy.
 constexpr size_t least_shown = 32 * 1024;
 
-// The most that is taken at once, so that other links are served meanwhile.
+// The most bytes to take at once, so that other links are served in between.
 constexpr size_t most_taken = 128 * 1024;
 
 }  // namespace

@@ -23,8 +23,8 @@ class RingLink final : public Link {
         rank_(board.rank_of(peer)),
         may_show_(may_show) {}
 
-  // What is large is shown to the peer, and counts as sent when the peer has it: who sends goes on with the same
-  // bytes until they are.
+  // Large data is shown to the peer, and counts as sent when the peer has it: until then the caller passes the same
+  // bytes again.
   size_t send(const void* data, size_t size) override;
   size_t receive(void* data, size_t size) override;
   bool append_poll(std::vector<pollfd>&, bool, bool) override { return false; }
@@ -44,7 +44,7 @@ class RingLink final : public Link {
   const pid_t pid_;
   const int rank_;
   const bool may_show_;
-  uint64_t counted_ = 0;  // of the bytes shown: those that `send` has returned
+  uint64_t counted_ = 0;  // shown bytes that `send` has returned
 };
 
 // The links to the ranks of the host, by local index.

@@ -42,7 +42,7 @@ struct stat status_of(const Descriptor& descriptor) {
   return status;
 }
 
-// At `address`, in place of what is there, or at any.
+// Maps at `address`, replacing the present mapping, or at any address.
 std::byte* map_pages(const Descriptor& descriptor, size_t bytes, std::byte* address = nullptr) {
   const int flags = MAP_SHARED | (address != nullptr ? MAP_FIXED : 0);
   void* data = mmap(address, bytes, PROT_READ | PROT_WRITE, flags, descriptor.number(), 0);
@@ -70,8 +70,8 @@ Failure another(int rank, const std::string& what) {
   return Failure(Code::system, rank, who + " gave back memory that it had shown: its descriptor has " + what + " now");
 }
 
-// Opens a segment of another process, and nothing else. Opened as a path, a file is not touched: no FIFO blocks, no
-// device notices.
+// Opens a segment of another process, and nothing else. It is first opened as a path only, which does not touch the
+// file: no FIFO blocks, no device reacts.
 Descriptor open_pages(pid_t pid, int fd, const SegmentIdentity& identity, int rank) {
   const std::string theirs = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const Descriptor path(open(theirs.c_str(), O_PATH | O_CLOEXEC));
@@ -109,8 +109,8 @@ class Segment::Mapping {
   const size_t bytes_;
 };
 
-// The segments that this process created and has not destroyed. What its own ranks attach is the same mapping, and
-// what it forks off must not write to them. One for the process, as descriptors and forks are the process's.
+// The segments that this process created and has not destroyed. Its own ranks attach to the same mapping, and forked
+// processes must not write to them. There is one for the process, as for descriptors and forks.
 class Segment::Owned {
  public:
   static Owned& instance() {
@@ -131,7 +131,7 @@ class Segment::Owned {
     segments_.erase(segment.identity_.cookie);
   }
 
-  // Makes `segment` that of the identity; false if this process did not create it.
+  // Sets `segment` to the one with the identity; false if this process did not create it.
   bool find(const SegmentIdentity& identity, Segment& segment) {
     std::lock_guard lock(mutex_);
     const auto found = segments_.find(identity.cookie);
@@ -150,24 +150,24 @@ class Segment::Owned {
     size_t mapped_bytes;
     uint64_t* cookie;  // null: a part of another segment, mapped in its place
     int descriptor;
-    bool is_inherited = false;  // it is the parent's; here it is private already
+    bool is_inherited = false;  // it belongs to the parent; here it is private already
   };
 
-  // Held over the fork, the lock keeps other threads from changing what the child goes through.
+  // The lock is held during the fork, so that other threads do not change the data that the child reads.
   Owned() {
     pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                    [] { instance().leave_to_parent(); });
   }
 
-  // In the child, where only system calls are safe: what it writes from now on goes to copies of the pages. Parts come
-  // after what they are mapped over.
+  // In the child, where only system calls are safe: its later writes go to copies of the pages. Parts come after the
+  // segments over which they are mapped.
   void leave_to_parent() {
     for (const bool is_part : {false, true}) {
       for (auto& [cookie, entry] : segments_) {
         if (entry.is_inherited || (entry.cookie == nullptr) != is_part) continue;
         constexpr int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
         if (mmap(entry.data, entry.mapped_bytes, PROT_READ | PROT_WRITE, flags, entry.descriptor, 0) == MAP_FAILED) {
-          mprotect(entry.data, entry.mapped_bytes, PROT_READ);  // a crash of the child, not a wrong number elsewhere
+          mprotect(entry.data, entry.mapped_bytes, PROT_READ);  // a crash of the child, not a change elsewhere
         }
         entry.is_inherited = true;
       }
@@ -257,7 +257,7 @@ size_t Segment::resident() const {
 Segment::Pages Segment::copy_pages(const std::byte* from, size_t bytes) {
   Pages pages = make_pages(bytes);
   const auto write = [&](const void* data, size_t count, size_t offset) {
-    for (size_t done = 0; done < count;) {  // sooner done than through a mapping, page fault by page fault
+    for (size_t done = 0; done < count;) {  // faster than a mapping, with its page faults
       const void* rest = static_cast<const std::byte*>(data) + done;
       const ssize_t written = pwrite(pages.descriptor.number(), rest, count - done, static_cast<off_t>(offset + done));
       if (written <= 0) throw system_failure("shared memory cannot be copied", errno);

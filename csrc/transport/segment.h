@@ -1,20 +1,22 @@
 // Memory that several processes map, without a name in any file system.
 //
 // A segment is a memfd: peers on the host open it through /proc/PID/fd/N, which needs the same user and the same
-// process namespace, but no room in /dev/shm. It is gone with the last process that has it, however that ends. Within
-// a process a segment is mapped once: ranks that are threads have it at the same address.
+// process namespace, but no room in /dev/shm. It ends with the last process that has it, however that process ends.
+// Within a process a segment is mapped once: ranks that are threads have it at the same address.
 //
-// A descriptor's number does not say what is behind it: its process may have closed it and opened a file since, or
-// have ended and left its number to another. So a segment has an identity, which is told with the descriptor. Who
-// attaches checks inode and size before it opens anything, then the seal (only a memfd can be kept from shrinking, and
-// what cannot shrink raises no SIGBUS), then a random cookie in the page after the data, and maps nothing else.
+// A descriptor's number does not identify a segment: its process may have closed it and opened a file, or have ended,
+// and another process may have its number. So a segment has an identity, which is sent with the descriptor. A process
+// that attaches checks inode and size before it opens anything, then the seal (only a memfd can be sealed against
+// shrinking, and without shrinking there is no SIGBUS), then a random cookie in the page after the data, and maps
+// nothing else.
 //
-// Who created a segment owns it, and alone may `revoke` and `give_back`. Both clear the cookie: nobody attaches the
-// segment from then on, and who has it mapped finds it void, and unmaps it when it likes. Revoked pages stay for as
-// long as somebody has them mapped; pages given back are gone at once, so nobody may be using them.
+// The process that created a segment owns it, and only it may `revoke` and `give_back`. Both clear the cookie: no
+// process can attach the segment from then on, and processes that have it mapped find it void, and unmap it at any
+// later time. Revoked pages stay as long as a process has them mapped; pages given back are gone at once, so no process
+// may be using them.
 //
-// A process that is forked off has the segments that its parent created as private memory: what it writes stays with
-// it. A page that it has not written to yet still shows what the parent writes there.
+// A forked process has the segments of its parent as private memory: its writes stay private. A page that it has not
+// written to yet still shows what the parent writes there.
 #pragma once
 
 #include <sys/types.h>
@@ -28,7 +30,7 @@
 
 namespace shoal {
 
-// What tells a segment from any other file.
+// The identity of a segment, which no other file has.
 struct SegmentIdentity {
   uint64_t inode = 0;
   uint64_t bytes = 0;   // of the data
@@ -37,15 +39,15 @@ struct SegmentIdentity {
 
 class Segment {
  public:
-  // None.
+  // No segment.
   Segment() = default;
 
-  // A new one of `bytes` zeros; pages are taken when they are first touched.
+  // A new one of `bytes` zeros; pages are allocated at the first touch.
   static Segment create(size_t bytes);
 
-  // The one that process `pid`, of the rank that failures name, told to have as its descriptor `fd`. Throws Failure:
-  // peer_lost, if the process ended; denied, if the system's rules forbid it; system, if the descriptor is not, or no
-  // longer, that segment's.
+  // Attaches the segment that process `pid` has as its descriptor `fd`; failures name `rank`. Throws Failure: peer_lost
+  // if the process ended; denied if the system's rules forbid it; system if the descriptor does not belong to that
+  // segment, or not any more.
   static Segment attach(pid_t pid, int fd, const SegmentIdentity& identity, int rank);
 
   Segment(Segment&& other) noexcept { swap(other); }
@@ -67,22 +69,23 @@ class Segment {
 
   // --- for the owner ---
 
-  // Nobody attaches it any more.
+  // From now on no process can attach it.
   void revoke();
 
-  // Gives the memory of a part back to the system, if that can make holes in files: true. If it is touched again it
-  // holds zeros.
+  // Gives the memory of a part back to the system; returns false if the system cannot make holes in files. The part
+  // then holds zeros.
   bool give_back(size_t offset, size_t bytes);
-  // All of it, which also revokes. Where there are no holes, the memory goes with the last mapping.
+  // Gives back the whole segment, and revokes it. If the system makes no holes, the memory is freed with the last
+  // mapping.
   void give_back();
 
   // How much memory it takes now, in bytes.
   size_t resident() const;
 
-  // Puts a copy of the content, in memory that no other process has yet, at the same address. What the others have
-  // mapped is revoked.
+  // Moves the content to new memory, which no other process has, at the same address. The old memory, which others have
+  // mapped, is revoked.
   void detach();
-  // The same of a part alone, in whole pages. It is a segment of its own then; what the others have mapped stays.
+  // Does this for a part, in whole pages. The part becomes a separate segment; the mappings of other processes stay.
   Segment detach(size_t offset, size_t bytes);
 
  private:
@@ -111,7 +114,7 @@ class Segment {
   std::byte* data_ = nullptr;
   SegmentIdentity identity_;
   std::shared_ptr<Mapping> mapping_;   // that `data_` lies in
-  uint64_t* cookie_ = nullptr;         // where it is mapped; null of a part that was detached
+  uint64_t* cookie_ = nullptr;         // where it is mapped; null for a detached part
   Descriptor descriptor_;
 };
 

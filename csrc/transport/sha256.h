@@ -16,7 +16,7 @@ class Sha256 {
 
   void update(const void* data, size_t bytes);
 
-  // The digest of all that was given; the object is used up.
+  // The digest of all added bytes; the object cannot be used after that.
   Digest finish();
 
  private:

@@ -27,7 +27,7 @@ size_t SharedBuffers::default_most_kept() {
 SharedBuffers::SharedBuffers(size_t most_kept) : most_kept_(most_kept) {}
 
 void* SharedBuffers::allocate(size_t bytes) {
-  // Sizes are rounded, so that what is nearly the same size again finds the buffer of last time.
+  // Sizes are rounded, so that a request of nearly the same size gets the same buffer again.
   static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   constexpr size_t fine = 4096, coarse = size_t{1} << 16, huge = SIZE_MAX / 2;
   size_t block_bytes = std::min(bytes, huge);
@@ -51,7 +51,7 @@ void* SharedBuffers::allocate(size_t bytes) {
   return slab.segment.data() + index * block_bytes;
 }
 
-// The one used last, or a new one, which is kept.
+// The slab that was used last, or a new one, which is kept.
 SharedBuffers::Slab& SharedBuffers::slab_with_room(size_t block_bytes) {
   if (const auto found = with_room_.find(block_bytes); found != with_room_.end() && !found->second.empty()) {
     return *found->second.back();
@@ -70,7 +70,7 @@ SharedBuffers::Slab& SharedBuffers::slab_with_room(size_t block_bytes) {
   return slab;
 }
 
-// Where the system has no more, it gets back what is kept, and is asked again.
+// If the system has no more, gives it the kept slabs back, and asks again.
 Segment SharedBuffers::make_segment(size_t bytes) {
   try {
     return Segment::create(bytes);
@@ -89,7 +89,7 @@ Segment SharedBuffers::make_segment(size_t bytes) {
 void SharedBuffers::release(void* data) {
   std::lock_guard lock(mutex_);
   const auto [slab, index] = buffer_at(data);
-  // What was detached may be written, where it was before, by who was left behind.
+  // A rank that still runs after a failure may write to the old pages of a detached block.
   take_from(*slab, index, forget_moved(*slab, index) ? Block::lost : Block::free);
 }
 
@@ -109,16 +109,16 @@ void SharedBuffers::take_from(Slab& slab, size_t index, Block becomes) {
   }
   if (slab.used > 0) return;
   if (slab.free.size() < slab.blocks.size()) {
-    slab.segment.revoke();  // nobody gets it again, and peers may be using what was lost
+    slab.segment.revoke();  // nothing uses it again, and peers may be using the lost blocks
     return forget(slab);
   }
-  const bool is_too_large = slab.segment.bytes() > most_kept_bytes;  // which is no reason to give the others back
+  const bool is_too_large = slab.segment.bytes() > most_kept_bytes;  // then do not give the other slabs back for it
   kept_.splice(is_too_large ? kept_.begin() : kept_.end(), busy_, slab.listed);
   kept_bytes_ += slab.segment.bytes();
   while (kept_bytes_ > most_kept_bytes || kept_.size() > most_kept_) give_back_oldest();
 }
 
-// Whether the block was moved; it is to be given to nobody now.
+// Forgets that the block was moved; true if it was, and then it must not be used again.
 bool SharedBuffers::forget_moved(Slab& slab, size_t index) {
   const auto found = slab.moved.find(index);
   if (found == slab.moved.end()) return false;
@@ -128,7 +128,7 @@ bool SharedBuffers::forget_moved(Slab& slab, size_t index) {
   return true;
 }
 
-// Of a slab without buffers.
+// For a slab without buffers.
 void SharedBuffers::forget(Slab& slab) {
   auto& with_room = with_room_[slab.block_bytes];
   std::erase(with_room, &slab);
@@ -181,7 +181,7 @@ void SharedBuffers::detach(const void* data) {
   if (slab->blocks.size() == 1) {
     slab->segment.detach();
   } else {
-    // Other blocks of the slab may be in use by groups that are well.
+    // Other blocks of the slab may be in use by working groups.
     auto moved = slab->segment.detach(index * slab->block_bytes, slab->block_bytes);
     forget_moved(*slab, index);
     slab->moved[index] = std::move(moved);

@@ -4,12 +4,13 @@
 // Memory is in slabs: a segment each, cut into blocks of one size. A small buffer is a block of 4 KiB, 8 KiB and so on
 // in a slab of 1 MiB, so that thousands of them take few descriptors; a large one has a slab to itself.
 //
-// Buffers are given back to their slab, and slabs without buffers are kept, not given back to the system: what trains
-// allocates the same sizes again and again, and peers keep their mappings. The slabs kept are limited in bytes and in
-// number, as each holds a descriptor; those go first that were used least recently.
+// Buffers are given back to their slab, and slabs without buffers are kept, not given back to the system: training
+// allocates the same sizes again and again, and peers keep their mappings. The kept slabs are limited in bytes and in
+// number, because each holds a descriptor; the least recently used slabs go first.
 //
-// Who allocated a buffer owns it, and gives it back when no peer uses it any more. If a peer may, because the group
-// broke, it is discarded: nobody gets those pages again, and they stay until the peer unmaps them.
+// The caller that allocated a buffer owns it, and gives it back when no peer uses it any more. If a peer may still use
+// it, because the group failed, the buffer is discarded: its pages are never used again, and stay until the peer unmaps
+// them.
 #pragma once
 
 #include <atomic>
@@ -27,7 +28,7 @@ namespace shoal {
 
 class SharedBuffers {
  public:
-  // Where an address lies, if it lies in a buffer of these.
+  // The place of an address in one of these buffers.
   struct Place {
     int descriptor = -1;      // of the segment
     SegmentIdentity segment;
@@ -40,12 +41,12 @@ class SharedBuffers {
   // At least `bytes` bytes at a page boundary; their content is not defined.
   void* allocate(size_t bytes);
 
-  // Gives back what `allocate` gave: for use by another tensor, or, as a peer that a broken group left behind
-  // may write to it still, for none.
+  // Gives back a buffer from `allocate`: for use by another tensor, or for no use, because a peer may still write to it
+  // after its group failed.
   void release(void* data);
   void discard(void* data);
 
-  // Gives what no buffer uses back to the system. Returns how many bytes of memory that were.
+  // Gives unused memory back to the system. Returns the number of bytes.
   size_t trim();
 
   // False if [data, data + bytes) is not wholly within one buffer.
@@ -54,12 +55,12 @@ class SharedBuffers {
   // How many segments were given back to the system: their mappings elsewhere are void.
   uint32_t released() const { return released_.load(std::memory_order_acquire); }
 
-  // Moves the buffer that holds this address, if one does, to new pages at the same address: a peer that a
-  // broken group left behind in the middle of an operation then writes to pages that nobody reads.
+  // Moves the buffer that holds this address, if one does, to new pages at the same address: a peer that is still in
+  // the middle of an operation after its group failed then writes to pages that are not read.
   void detach(const void* data);
 
  private:
-  enum class Block : uint8_t { free, used, lost };  // lost: nobody gets it again
+  enum class Block : uint8_t { free, used, lost };  // lost: never used again
 
   struct Slab {
     Segment segment;

@@ -1,8 +1,8 @@
 // A stream of bytes to a rank of another host, over several TCP connections.
 //
-// One connection is limited by one core's work in the kernel and by one window. So the bytes are dealt out in
-// stripes: stripe i travels on connection i modulo their number, and the receiver reads them in that order. A
-// message shorter than a stripe mostly goes over one connection.
+// One connection is limited by one core's work in the kernel and by one window. So the bytes are distributed in
+// stripes: stripe i travels on connection i modulo their number, and the receiver reads them in that order. A message
+// shorter than a stripe mostly goes over one connection.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class TcpLink final : public Link {
   size_t receive(void* data, size_t size) override;
   bool append_poll(std::vector<pollfd>& fds, bool sending, bool receiving) override;
 
-  // Makes whoever polls look again, and every further call fail. From any thread.
+  // Ends polls of the link, and makes every later call fail. From any thread.
   void interrupt();
 
   uint64_t bytes_sent() const { return sent_; }

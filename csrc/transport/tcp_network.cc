@@ -10,7 +10,7 @@ namespace shoal {
 
 namespace {
 
-// How often, in seconds, who waits here looks at the alarm by himself.
+// Seconds between checks of the alarm by a waiting thread.
 constexpr double alarm_look = 0.02;
 
 bool is_channel(int number) { return number >= 0 && number < TcpNetwork::channels; }
@@ -52,7 +52,7 @@ class TcpNetwork::Channel final : public Links {
   void take(int peer, int stream, Descriptor socket) {
     Peer& entry = peers_[static_cast<size_t>(peer)];
     if (entry.link) return;
-    // A second one for the same stream means that the dialer had to call again: the first is of no use.
+    // A second connection for the same stream means that the dialer had to connect again: the first is useless.
     entry.arrived[stream] = std::move(socket);
     if (entry.arrived.size() < static_cast<size_t>(network_.streams_)) return;
     std::vector<Descriptor> sockets;
@@ -149,11 +149,11 @@ void TcpNetwork::interrupt() {
 void TcpNetwork::admit(const Purpose& purpose, Descriptor socket) {
   const bool is_own_call = purpose.from == rank_;
   const int peer = is_own_call ? purpose.to : purpose.from;
-  // Who has proved to be a member calls according to the rules, unless its options differ from this rank's.
+  // A proven member follows the rules, unless its options differ from this rank's.
   if (peer < 0 || peer >= static_cast<int>(standings_.size()) || is_own_call != (peer < rank_)) return;
   if (!is_channel(purpose.channel) || purpose.stream < 0 || purpose.stream >= streams_) return;
   std::lock_guard lock(mutex_);
-  // After the alarm nobody would interrupt it.
+  // After the alarm nothing would interrupt it.
   if (alarm_.is_raised()) return;
   channels_[static_cast<size_t>(purpose.channel)]->take(peer, purpose.stream, std::move(socket));
   changed_.notify_all();

@@ -1,8 +1,8 @@
 // The connections of one rank with the ranks of its group on other hosts.
 //
 // Between the processes of any two ranks there is a Contact, which all their groups share, and between the ranks one
-// link per channel, made on first use. For a link the higher rank dials, the lower one accepts; who needs a link and
-// is the lower one asks for it through the contact. All of it happens in the Hub's thread, and none of it waits there.
+// link per channel, made on first use. For a link the higher rank dials, the lower one accepts; if the lower rank needs
+// a link, it asks for it through the contact. All of this runs on the Hub's thread, without waits.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ class TcpNetwork {
  public:
   static constexpr int channels = 2;  // 0: collectives, 1: point to point
 
-  // Listens on `bind_address`, as the Hub does; its failures are this one's.
+  // Listens on `bind_address` through the Hub, and throws the same failures.
   TcpNetwork(int rank, int size, const std::string& bind_address, int streams, const Alarm& alarm,
              Watch& watch, Hub& hub);
 
@@ -37,15 +37,15 @@ class TcpNetwork {
   const Endpoint& endpoint() const { return endpoint_; }
 
   // Joins the contacts with the others; returns when all have joined too. `endpoints` has an entry per rank of the
-  // group, of which those of `remote_ranks` are used. Throws Failure: timeout (naming a rank that is missing),
-  // refused (it does not know the secret), or what the alarm holds.
+  // group, of which those of `remote_ranks` are used. Throws Failure: timeout (naming a missing rank), refused (a rank
+  // does not know the secret), or the alarm's failure.
   void start(const std::vector<Endpoint>& endpoints, const std::vector<int>& remote_ranks, const Secret& secret,
              Deadline deadline);
 
   // The links of a channel, each of `streams` connections. Those to ranks that are not remote do not exist.
   Links& channel(int number);
 
-  // Frees whoever waits for a link or polls one; of use after the alarm only. From any thread.
+  // Ends waits for links and polls of links; call it only after the alarm. From any thread.
   void interrupt();
 
  private:

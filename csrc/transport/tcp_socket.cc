@@ -38,10 +38,10 @@ int largest_buffer(const std::string& setting) {
 }
 
 void set(const Descriptor& socket, int level, int option, int value) {
-  setsockopt(socket.number(), level, option, &value, sizeof value);  // to go without is slower, not wrong
+  setsockopt(socket.number(), level, option, &value, sizeof value);  // without it, it is slower, not wrong
 }
 
-// What both ends of a connection have, whoever dialed.
+// Sets the options of both ends of a connection.
 void prepare(const Descriptor& socket) {
   // Nagle's algorithm would hold small messages back.
   set(socket, IPPROTO_TCP, TCP_NODELAY, 1);
@@ -55,8 +55,8 @@ Descriptor make_socket(const addrinfo& address) {
   Descriptor socket(::socket(address.ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!socket) throw system_failure("socket", errno);
   prepare(socket);
-  // A buffer that is set is no longer grown by the system, so it has to be larger than what that would do. It
-  // counts for the window that is agreed upon when connecting, and a listening socket passes it on.
+  // A buffer that is set is no longer grown by the system, so it must be larger than the system's own choice. It sets
+  // the window that is agreed during connection, and accepted sockets inherit it from a listening socket.
   constexpr int wanted = 4 * 1024 * 1024;
   if (largest_buffer("wmem_max") >= wanted) set(socket, SOL_SOCKET, SO_SNDBUF, wanted);
   if (largest_buffer("rmem_max") >= wanted) set(socket, SOL_SOCKET, SO_RCVBUF, wanted);

@@ -1,6 +1,6 @@
 // TCP sockets that do not block, and their addresses: "192.0.2.1:4000", or "[2001:db8::1]:4000".
 //
-// Addresses are numbers only: looking names up is done above.
+// Addresses are numeric: callers look names up.
 #pragma once
 
 #include <string>
@@ -9,12 +9,12 @@
 
 namespace shoal {
 
-// When the system asks whether the other end of an idle connection still exists. The first question comes before
-// firewalls and address translators forget a connection, which the strictest of clouds do after 4 minutes. A host
-// that vanished has failed the connection after 2 minutes. A stopped process still answers: its system does.
+// When the system probes the other end of an idle connection. The first probe comes before firewalls and address
+// translators forget a connection, which the strictest clouds do after 4 minutes. The connection to a vanished host
+// fails after 2 minutes. A stopped process still answers, because its system answers.
 //
-// TCP_USER_TIMEOUT is left alone. It would also end a connection whose receiver is alive and only late to read: a
-// rank that computes, or saves, for longer than the limit. Where bytes are on their way, `Watch` notices the end.
+// TCP_USER_TIMEOUT is left alone. It would also end a connection whose receiver is alive but reads late: a rank that
+// computes or saves for longer than the limit. If bytes are in flight, `Watch` notices the end.
 struct KeepAlive {
   static constexpr int idle_seconds = 60;
   static constexpr int interval_seconds = 10;

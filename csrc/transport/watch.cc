@@ -12,8 +12,8 @@ namespace shoal {
 
 namespace {
 
-// Seconds between two looks, and so the longest time after which is seen what a rank of this host tells: while
-// something is waited for, and after so many looks at which nothing was.
+// Seconds between two checks, and so the longest delay of a message from a rank of this host: during waits, and after
+// many checks without waits.
 constexpr double longest_tick = 0.02, longest_idle_tick = 0.2;
 constexpr int idle_after = 25;
 
@@ -28,7 +28,7 @@ uint32_t pack_gave_up(Code code, int rank) {
          static_cast<uint32_t>(rank + 1) << 16;
 }
 
-// What a rank tells the others of its reason.
+// The text in which a rank tells the others its reason.
 std::string account(int teller, Code code, const std::string& text) {
   if (code == Code::peer_lost || code == Code::peer_stopped) return text;
   return name_of(teller) + " gave the group up: " + text;
@@ -48,7 +48,7 @@ Watch::Watch(const LocalPeer& self, const std::atomic<int>& waiting, Limits limi
 
 Watch::~Watch() {
   leave();
-  loop_.call([] {});  // what was posted before has run
+  loop_.call([] {});  // now all earlier posted work has run
 }
 
 void Watch::add_local(const LocalPeer& shown) {
@@ -74,7 +74,8 @@ void Watch::tell(Code code, int rank, const std::string& text) {
   raise(code, rank, text, account(self_.rank, code, text));
 }
 
-// `told` is what the others get to hear; before this rank does, as whoever hears it may end the process at once.
+// `told` is the text for the others. They get it before this rank raises the alarm, because a thread that sees the
+// alarm may end the process at once.
 void Watch::raise(Code code, int rank, const std::string& text, const std::string& told) {
   if (alarm_.is_raised() || is_raising_.exchange(true)) return;
   if (self_.reason) told.copy(self_.reason->data(), self_.reason->size() - 1);
@@ -124,7 +125,7 @@ void Watch::start() {
 }
 
 void Watch::say_goodbye() {
-  // One who gave up has told more than that.
+  // A rank that gave up has told more than that.
   for (const PeerState state : {PeerState::running, PeerState::leaving}) {
     auto before = static_cast<uint32_t>(state);
     if (!self_.state->compare_exchange_strong(before, static_cast<uint32_t>(PeerState::said_goodbye))) continue;
@@ -146,7 +147,7 @@ void Watch::tick() {
   next_tick_ = loop_.after(period(), [this] { tick(); });
   self_.heartbeat->fetch_add(1, std::memory_order_relaxed);
 
-  // Who did not run for long cannot say of others that they did not.
+  // A rank that did not run for long cannot say that others did not run.
   if (seconds_between(last_tick_, now) > limits_.silence / 2) begin_counting_afresh(now);
   last_tick_ = now;
 
@@ -192,8 +193,8 @@ void Watch::look_at(Local& peer, Time now) {
     }
   }
 
-  // The process is killed, and about to give back its memory; or there is no pidfd. (One that ended, but that
-  // its parent has not waited for, does exist.)
+  // The process is killed, and about to give back its memory; or there is no pidfd. (An ended process exists until its
+  // parent has waited for it.)
   if (peer.has_ended) return;
   const bool is_lost = peer.shown.presence && peer.shown.presence->is_lost();
   if (is_lost || (peer.watcher == 0 && kill(peer.shown.pid, 0) != 0 && errno == ESRCH)) process_ended(peer);

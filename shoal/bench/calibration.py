@@ -39,7 +39,7 @@ def write_table(settings: Settings, ranks: Ranks, file: Path) -> None:
     if ranks.rank == 0:
         where = f"{ranks.count} ranks on {group.hosts} host{'s' * (group.hosts > 1)}"
         save_table(table, file, f"shoal bench --calibrate: {where}\n{describe()}")
-        print(f"table written to {file}; SHOAL_TABLE={file} has every group use it", file=sys.stderr)
+        print(f"table written to {file}; set SHOAL_TABLE={file}, and every group uses it", file=sys.stderr)
 
 
 class _Group:

@@ -37,8 +37,8 @@ __all__ = ["measure"]
 _TURN_SECONDS = 0.05
 _WARM_UP_SECONDS = 0.01
 _FEWEST, _MOST = 3, 100_000
-_MOST_BUFFERS = 64  # of one size; smaller buffers would need more, but their time is latency
-_FRESH_BYTES = 8 << 20  # of tensors made in advance: recently written ones are in a cache, as in training
+_MOST_BUFFERS = 64  # per size; smaller buffers would need more, but latency dominates their time
+_FRESH_BYTES = 8 << 20  # tensors made in advance: recently written tensors are in a cache, as in training
 _LARGER_THAN_ANY = 99  # larger than any right result except a product's; shows elements that were not written
 
 Result = TypeVar("Result")
@@ -72,7 +72,7 @@ class _Ready:
     """A contestant whose result was checked."""
 
     contestant: Contestant
-    operations: tuple[Operation, ...]  # one after another, each with buffers of its own
+    operations: tuple[Operation, ...]  # one after another, each with its own buffers
     wrong: int | None
 
 

@@ -12,7 +12,7 @@ from shoal.errors import ConfigError, MissingExtraError
 
 __all__ = ["plot", "require_plot"]
 
-_INCHES = (6.0, 4.2)  # of one picture of the grid
+_INCHES = (6.0, 4.2)  # size of one picture in the grid
 
 
 def require_plot(path: Path) -> None:

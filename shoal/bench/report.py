@@ -45,7 +45,7 @@ def report_table(points: Iterable[tuple[Row, ...]], facts: Facts) -> None:
         print(line(point), flush=True)
         remarks |= dict.fromkeys(remark for row in point if (remark := _remark(row)))
     method = (
-        "time: of one operation on the slowest rank; "
+        "time: one operation on the slowest rank; "
         f"median and range of {facts.settings.rounds} interleaved rounds"
     )
     print(

@@ -59,7 +59,7 @@ def run(settings: Settings, ranks: Ranks, report: Report, picture: Path | None) 
         plot(rows, picture)
         print(f"plot written to {picture}", file=sys.stderr)
     if wrong := sum(row.wrong or 0 for row in rows):
-        raise CommunicationError(f"{wrong} elements of results are wrong, as told below the tables")
+        raise CommunicationError(f"{wrong} elements of results are wrong; see the lines below the tables")
 
 
 @contextlib.contextmanager

@@ -59,7 +59,7 @@ class Settings:
         ):
             if not names:
                 raise ConfigError(
-                    f"{option} names nothing",
+                    f"{option} is empty",
                     possible=", ".join(known),
                     change=f"give one of these to {option}",
                 )
@@ -74,7 +74,7 @@ class Settings:
         if self.rounds < 1:
             raise ConfigError(
                 f"--rounds {self.rounds} measures nothing",
-                possible="1 or more; from 5 on a range means something",
+                possible="1 or more; 5 or more for a meaningful range",
                 change="give a larger --rounds",
             )
         if self.algorithm is not None:

@@ -60,7 +60,7 @@ class Comparison:
         """
         ranks = _gathered(self._trained(plan))
         verdict = None if ranks is None else self._judged(plan, ranks)
-        # This also keeps ranks together: the first one's reference takes longer than a group waits to form.
+        # This also keeps ranks together: the first rank's reference takes longer than a group waits to form.
         if _told(verdict is not None and may_be_of_forward(verdict)) and isinstance(self._trial, Trial):
             traces = _gathered(trace_under(self._trial, plan, self._device))
             if traces is not None and verdict is not None:

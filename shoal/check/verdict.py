@@ -24,7 +24,7 @@ from shoal.plan import Mesh, Plan, SettledPlan
 
 __all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
 
-_SHOWN = 6  # names shown of other parameters that depart, after the first
+_SHOWN = 6  # number of deviating parameters that are named after the first
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,8 @@ def resolve(path: Path) -> list[Path]:
     if not found:
         problem = "holds no checkpoint" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"{path} {problem}; give a step-N directory, a directory of these, or a run that has checkpoints/"
+            f"{path} {problem}; give a step-N directory, a directory that holds such directories, or a run "
+            "with checkpoints/"
         )
     return found
 
@@ -107,5 +108,5 @@ def _order(path: Path) -> tuple[int, int]:
     """Return step and revision; the first save of a step is revision 0."""
     match = _COMPLETE.fullmatch(path.name)
     if match is None:
-        raise CheckpointError(f"{path} is not the directory of a checkpoint: those are called step-N")
+        raise CheckpointError(f"{path} is not a checkpoint: the name of its directory must be step-N")
     return int(match[1]), int(match[2] or 0)

@@ -90,7 +90,7 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
     if record.shape != piece.shape:
         raise CheckpointError(
             f"tensor {piece.name!r} has shape {list(record.shape)} in the checkpoint, "
-            f"and {list(piece.shape)} where it is wanted"
+            f"and {list(piece.shape)} is expected"
         )
     mine = (piece.block, piece.start, piece.stop)
     for source in record.pieces:

@@ -171,7 +171,7 @@ class Manifest:
             found = body.get("format") if isinstance(body, dict) else None
             raise CorruptCheckpointError(f"has format {found!r}; this version reads format {_FORMAT}")
         if body.pop("sha256", None) != _digest(body):
-            raise CorruptCheckpointError("is not what was written: its sha256 differs")
+            raise CorruptCheckpointError("was changed after it was written: its sha256 differs")
         try:
             manifest = cls(
                 step=body["step"],
@@ -182,7 +182,7 @@ class Manifest:
             _require_inside(manifest)
             manifest.check_coverage()
         except (AttributeError, KeyError, TypeError) as error:
-            raise CorruptCheckpointError(f"is not laid out as format {_FORMAT}: {error!r}") from error
+            raise CorruptCheckpointError(f"does not follow format {_FORMAT}: {error!r}") from error
         except CheckpointError as error:
             raise CorruptCheckpointError(str(error)) from error
         return manifest
@@ -251,13 +251,13 @@ def _require_inside(manifest: Manifest) -> None:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
             raise CorruptCheckpointError(
-                f"names the file {name!r}: a checkpoint has files within its own directory alone"
+                f"names the file {name!r}: the files of a checkpoint must be in its own directory"
             )
     for tensor, record in manifest.tensors.items():
         for piece in record.pieces:
             if piece.file not in manifest.files:
                 raise CorruptCheckpointError(
-                    f"has a piece of tensor {tensor!r} in {piece.file!r}, which is none of its files"
+                    f"has a piece of tensor {tensor!r} in {piece.file!r}, which is not one of its files"
                 )
 
 

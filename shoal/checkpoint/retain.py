@@ -44,7 +44,7 @@ def retain(
         raise ConfigError(
             f"keep={keep} would delete the only checkpoint",
             possible="1 or more",
-            change="say how many of the newest checkpoints shall stay",
+            change="give the number of newest checkpoints to keep",
         )
     purpose = f"cannot delete old checkpoints in {directory}"
     found = attempt_on_rank_zero(coordinator, purpose, lambda: _list_and_sweep(directory, files))

@@ -98,7 +98,9 @@ def _write_part(staging: Path, rank: int, pieces: Sequence[Piece], files: FileSy
     if not any(tensor.pieces for tensor in tensors.values()):
         return {}, tensors
     if not staging.is_dir():
-        raise CheckpointError(f"{staging}, made by rank 0, is not there: all ranks must see one file system")
+        raise CheckpointError(
+            f"{staging}, which rank 0 made, is missing on this rank: all ranks must see the same file system"
+        )
     return {name: write_shard(staging / name, pieces, files)}, tensors
 
 

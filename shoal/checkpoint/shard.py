@@ -126,6 +126,6 @@ def _dtype_name(piece: Piece) -> str:
     if name is None:
         known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _DTYPES))
         raise CheckpointError(
-            f"tensor {piece.name!r} is {piece.tensor.dtype}, which cannot be stored; stored are: {known}"
+            f"tensor {piece.name!r} is {piece.tensor.dtype}, which cannot be stored; possible types: {known}"
         )
     return name

@@ -49,7 +49,7 @@ def newest_verified(
             verify(path, coordinator)
         except CorruptCheckpointError as error:
             if coordinator.rank == 0:
-                say(f"checkpoint {path.name} is corrupt and passed over: {error}")
+                say(f"checkpoint {path.name} is corrupt and is skipped: {error}")
         else:
             return path
     return None
@@ -93,4 +93,6 @@ def _verify_share(path: Path, coordinator: Coordinator) -> None:
         except OSError as error:
             raise CorruptCheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
         if found != manifest.files[name].sha256:
-            raise CorruptCheckpointError(f"{path / name} is not what was written: its sha256 differs")
+            raise CorruptCheckpointError(
+                f"{path / name} was changed after it was written: its sha256 differs"
+            )

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
-    parser.set_defaults(program=parser)  # which one command prints a script for
+    parser.set_defaults(program=parser)  # one command prints a script for the parser
     parsed = parser.parse_args(arguments)
     parsed.is_program = arguments is None  # else the caller may have threads
     # torch, imported later, warns of name services that it does not need and of stores that close.

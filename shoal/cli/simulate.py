@@ -26,7 +26,13 @@ __all__ = ["add_parser", "run"]
 
 _MOST_ROWS = 16  # ranks along the pipeline that are printed; --json has all
 
-_MEMORY = ("weights", "gradients", "optimizer", "activations", "working")  # that are printed; --json has all
+_MEMORY = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "working",
+)  # parts to print; --json has all
 
 _DESCRIPTION = f"""\
 Predicts a step under a Plan: its duration, where the time goes, the memory it needs. Simulates the schedule

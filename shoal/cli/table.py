@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 __all__ = ["paragraph", "table_of"]
 
-_COLUMNS = 100  # of text to read
+_COLUMNS = 100  # for text
 
 
 def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

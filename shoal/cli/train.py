@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-_FAILED = (1, 130)  # exit codes after which going on may help: a rank failed, or was stopped unsaved
+_FAILED = (1, 130)  # exit codes after which resuming may help: a rank failed, or was stopped before it saved
 
 _DESCRIPTION = """\
 Trains a model. Without arguments, it trains a small transformer on the source of Python's standard library,

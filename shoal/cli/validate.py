@@ -16,7 +16,7 @@ from shoal.validate import Accuracy, Comparison, accuracy_of, validate
 
 __all__ = ["add_parser", "run"]
 
-_FEW = 20  # rows that are printed without being asked for
+_FEW = 20  # rows that are printed by default
 
 _HALVES = {"fitted": (True,), "held out": (False,), "all": (True, False)}
 

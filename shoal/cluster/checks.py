@@ -6,7 +6,7 @@ from shoal.errors import ClusterError
 
 __all__ = ["require", "require_bytes", "require_share"]
 
-_LEAST_BYTES = 1e6  # no memory, link or peak is below this; a figure that is was meant in giga-units
+_LEAST_BYTES = 1e6  # no memory, link or peak is below this; a smaller figure was meant in giga-units
 
 
 def require(holds: bool, where: str, name: str, value: object, possible: str) -> None:
@@ -32,8 +32,8 @@ def require_bytes(where: str, **figures: float) -> None:
             where,
             name,
             value,
-            f"bytes, bytes/s or FLOP/s, at least {_LEAST_BYTES:g}; {value} would be giga- or tera-units: "
-            f"{value} GB are {value}e9",
+            f"bytes, bytes/s or FLOP/s, at least {_LEAST_BYTES:g}; {value} looks like giga- or tera-units: "
+            f"write {value} GB as {value}e9",
         )
 
 
@@ -44,5 +44,5 @@ def require_share(where: str, name: str, value: float) -> None:
         where,
         name,
         value,
-        "a share of what the data sheet says, above 0 and at most 1 (or the data sheet's figure is wrong)",
+        "a share of the data sheet's value, above 0 and at most 1 (if it is more, the data sheet is wrong)",
     )

@@ -64,31 +64,43 @@ class Cluster:
         if not self.levels:
             raise ClusterError(
                 f"{self.name} has no levels of links",
-                possible="one or more, of which the last joins all devices",
+                possible="one or more; the last joins all devices",
                 change="add a level, with devices=1 for a single device",
             )
         inner = 1
         for level in self.levels:
             if level.devices < inner or level.devices % inner:
                 raise ClusterError(
-                    f"the level {level.name} of {self.name} joins {level.devices} devices, and the one "
-                    f"within it {inner}",
+                    f"the level {level.name} of {self.name} joins {level.devices} devices, and the level "
+                    f"inside it joins {inner}",
                     possible=f"a multiple of {inner}",
                     change="correct the number of devices of one of them",
                 )
             inner = level.devices
         for name, value in {"price": self.price, "failures": self.failures}.items():
             require(
-                value >= 0, self.name, name, value, "0 if it is not known, or more, of a device in an hour"
+                value >= 0, self.name, name, value, "0 or more, for one device and hour; 0 if it is not known"
             )
         require(
-            0 <= self.jitter < 1, self.name, "jitter", self.jitter, "a share of a step, such as 0.02, below 1"
+            0 <= self.jitter < 1,
+            self.name,
+            "jitter",
+            self.jitter,
+            "a share of a step, 0 or more and below 1, such as 0.02",
         )
         require(
-            0 <= self.noise < 1, self.name, "noise", self.noise, "seconds in a second, such as 0.005, below 1"
+            0 <= self.noise < 1,
+            self.name,
+            "noise",
+            self.noise,
+            "seconds in a second, 0 or more and below 1, such as 0.005",
         )
         require(
-            self.cores >= 0, self.name, "cores", self.cores, "0 if devices are no cores, or those of a node"
+            self.cores >= 0,
+            self.name,
+            "cores",
+            self.cores,
+            "the number of cores in a node; 0 if devices are not cores",
         )
         require(
             0 <= self.reserved < self.device.memory,
@@ -124,8 +136,8 @@ class Cluster:
             name = text
         elif not number.isdecimal():
             raise ClusterError(
-                f"{text!r} has {number!r} for a number of devices",
-                possible="a preset or a file, and after a colon how many devices: dgx-h100:64",
+                f"{text!r} has {number!r} as its number of devices",
+                possible="a preset or a file, a colon, and the number of devices: dgx-h100:64",
                 change="write a number after the colon",
             )
         is_file = name.endswith(".toml") or "/" in name
@@ -240,8 +252,8 @@ class Cluster:
             if devices > level.devices and not is_last and devices % level.devices:
                 below = devices - devices % level.devices
                 raise ClusterError(
-                    f"{devices} devices are not whole groups of the {level.devices} that {level.name} joins "
-                    f"in {self.name}",
+                    f"{devices} devices are not a multiple of the {level.devices} that {level.name} joins in "
+                    f"{self.name}",
                     possible=f"up to {level.devices}, or a multiple of it, such as {below} or "
                     f"{below + level.devices}",
                     change="ask for another number of devices",
@@ -301,7 +313,7 @@ def _node_of(words: str) -> str:
         if Device.preset(table("nodes")[name]["device"]) == device:
             return name
     raise ClusterError(
-        f"{words!r} is of no known node: none has the device {device.name}",
+        f"no known node has the device {device.name}, which {words!r} names",
         possible=", ".join(PRESETS),
         change="describe the machines in a .toml file",
     )

@@ -72,7 +72,7 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
     for key, each in known.items():
         if key not in described and each.default is MISSING and each.default_factory is MISSING:
             raise ClusterError(
-                f"{where} does not say {key!r}",
+                f"{where} has no {key!r}",
                 possible=_KINDS[str(each.type)][1],
                 change=f"add {key}",
             )

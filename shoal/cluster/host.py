@@ -37,4 +37,4 @@ class Host:
         require_share(where, "share", self.share)
         for name in ("memory", "bandwidth", "file_bandwidth"):
             value = getattr(self, name)
-            require(value >= 0, where, name, value, "0 if it is not known, or more, in bytes or bytes/s")
+            require(value >= 0, where, name, value, "bytes or bytes/s, 0 or more; 0 if it is not known")

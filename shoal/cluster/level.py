@@ -56,7 +56,7 @@ class Level:
             where,
             "oversubscription",
             self.oversubscription,
-            "1 for links that carry all that devices send, 2 for half of it",
+            "1 if links carry all that devices send, 2 if they carry half of it",
         )
 
     def rate(self, members: int) -> float:

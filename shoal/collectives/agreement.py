@@ -64,8 +64,8 @@ def first_uneven_split(splits: Sequence[Sequence[int]]) -> tuple[int, str] | Non
             sent, expected = splits[sender][receiver], splits[receiver][size + sender]
             if sent != expected:
                 return sender, (
-                    f"rank {sender} calls all_to_all with {sent} bytes to rank {receiver}, "
-                    f"which calls all_to_all with {expected} bytes from there"
+                    f"rank {sender} calls all_to_all with {sent} bytes to rank {receiver}, which calls "
+                    f"all_to_all with {expected} bytes from rank {sender}"
                 )
     return None
 

@@ -9,7 +9,7 @@ __all__ = ["keep_freed_memory"]
 # Options of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
-_LARGEST_MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; glibc before 2.35 takes no more than the second
+_LARGEST_MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; glibc before 2.35 accepts at most the second
 
 
 def keep_freed_memory() -> bool:

@@ -51,7 +51,7 @@ def require_type(output: torch.Tensor, tensor: torch.Tensor, what: str) -> None:
         raise refusal(
             f"{what} was given an output of {described(output)} and an input of {described(tensor)}",
             possible="an output and an input of one type",
-            change=f"convert one of them, such as the input by .to({output.dtype})",
+            change=f"convert one of them, for example the input with .to({output.dtype})",
         )
 
 
@@ -70,7 +70,7 @@ def require_pairs(outputs: Sequence[Item], inputs: Sequence[Other], what: str) -
     if len(outputs) != len(inputs) or not outputs:
         raise refusal(
             f"{what} was given {len(outputs)} outputs for {len(inputs)} inputs",
-            possible="as many of one as of the other, and one at least",
+            possible="equal numbers of outputs and inputs, at least one",
             change="give an output for every input",
         )
     return list(zip(outputs, inputs, strict=True))
@@ -154,8 +154,8 @@ def uneven_own_part(sent: int, received: int) -> CollectiveError:
     """Return the error for a rank whose own part of all_to_all has two sizes, in bytes."""
     return refusal(
         f"all_to_all was given {sent} bytes from this rank to itself, and room for {received}",
-        possible="a part of one size in the input and in the output",
-        change="give the same split for it, or without splits an output as large as the input",
+        possible="parts of the same size in the input and in the output",
+        change="give this rank the same split in both; without splits, give an output as large as the input",
     )
 
 
@@ -175,7 +175,7 @@ def contiguous_bytes(tensor: torch.Tensor) -> int:
     require_dense(tensor)
     if not tensor.is_contiguous():
         raise refusal(
-            f"stripes lie in {described(tensor)} with the strides {list(tensor.stride())}",
+            f"the buffer of stripes is {described(tensor)} with the strides {list(tensor.stride())}",
             possible="a contiguous buffer",
             change="give one, such as a view of one dim",
         )
@@ -193,7 +193,7 @@ def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int, what: s
         raise refusal(
             f"the {what} of all_to_all is a {type_name(tensor.dtype)} without dims",
             possible="a tensor whose first dim is split over the ranks",
-            change="give it one, such as by .reshape(1)",
+            change="give it a dim, for example with .reshape(1)",
         )
     rows = shape[0]
     row = bytes_of(tensor) // rows if rows else 0

@@ -68,7 +68,7 @@ _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torc
 MOVED = _DTYPES[torch.uint8]
 """Number of the type that moves bytes, where nothing is reduced."""
 
-_Kind: Any = ReduceOp.RedOpType  # its members are the native module's, which has no types
+_Kind: Any = ReduceOp.RedOpType  # its members come from the native module, which has no types
 
 _REDUCTIONS = ("SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 """Names of reductions; the index is the core's number."""
@@ -82,7 +82,7 @@ def _defined_on(dtype: torch.dtype) -> tuple[str, ...]:
     return ("SUM", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 
 
-_NUMBERS = {  # by the hash of the ReduceOp, which is its kind's and read three times as fast as the kind
+_NUMBERS = {  # by the hash of the ReduceOp: it equals the kind's hash, and is three times as fast to read
     (hash(ReduceOp(_Kind.__members__[name])), dtype): (
         _DTYPES[_COMPLEX.get(dtype, dtype)],
         _REDUCTIONS.index(name),
@@ -113,11 +113,11 @@ def _undefined(name: str, dtype: torch.dtype) -> CollectiveError:
         return refusal(
             f"{text} cannot be reduced between CPUs",
             possible=", ".join(type_name(each) for each in (*_DTYPES, *_COMPLEX)),
-            change="convert the tensor, such as by .to(torch.float32)",
+            change="convert the tensor, for example with .to(torch.float32)",
         )
     change = "use one of these, or another type"
-    if name == "AVG":  # a whole number cannot hold it; rounding it, as some backends do, hides that
-        change = "average .to(torch.float64), or divide the SUM of .to(torch.int64) by the number of ranks"
+    if name == "AVG":  # an integer cannot hold the average; some backends round it, which hides that
+        change = "average the tensor as float64, or sum it as int64 and divide by the number of ranks"
     return refusal(
         f"there is no {name} of {text} between CPUs", possible=", ".join(_defined_on(dtype)), change=change
     )
@@ -163,7 +163,7 @@ class Chooser:
     def _envelope(self, collective: str, widening: int) -> tuple[tuple[float, ...], tuple[str, ...]]:
         level = "shared-memory" if self._hosts == 1 else "network"
         forced = self._options.algorithms.get(collective)
-        # Within a host the core has those of the network too, through rings of bytes in shared memory.
+        # Within a host the core also has the network algorithms, through byte rings in shared memory.
         if forced is not None and (self._hosts == 1 or (collective, forced, level) in ALGORITHMS):
             return (), (forced,)
         call = Call(collective, level, self._ranks, self._hosts, widening, self._turns)

@@ -37,4 +37,4 @@ class Completer:
 def _serve(given: SimpleQueue[torch.futures.Future[None] | None]) -> None:
     while (future := given.get()) is not None:
         future.set_result(None)
-        del future  # it holds tensors, by its callbacks
+        del future  # its callbacks hold tensors

@@ -372,7 +372,7 @@ class ProcessGroup(NamedGroup):
         seconds = timeout.total_seconds() if timeout is not None else self._native.timeout
         self._native.monitored_barrier(seconds, wait_all_ranks)
 
-    # --- below ---
+    # --- helpers ---
 
     def _run(self, operation: Operation, opts: Any) -> dist.Work:
         work = self._native.run(operation, opts)

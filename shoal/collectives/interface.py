@@ -28,7 +28,7 @@ def address_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"no interface of this machine leads to {host!r}: {error}",
+            f"no interface of this machine reaches {host!r}: {error}",
             possible="a name or an address that this machine can reach",
             change="set MASTER_ADDR to one, or SHOAL_INTERFACE to the interface to use",
         ) from None
@@ -47,7 +47,7 @@ def find_interface_address(name: str) -> str:
     names = [interface for _, interface in socket.if_nameindex()]
     if name not in names:
         raise ConfigError(
-            f"SHOAL_INTERFACE={name!r} is no interface of this machine{nearest(name, names)}",
+            f"SHOAL_INTERFACE={name!r} is not an interface of this machine{nearest(name, names)}",
             possible=", ".join(names),
             change="use one of these names, or one of this machine's addresses",
         )
@@ -74,6 +74,6 @@ def _ipv6_address(name: str) -> str | None:
     file = Path("/proc/net/if_inet6")
     for line in file.read_text(encoding="ascii").splitlines() if file.exists() else ():
         digits, _, _, scope, _, interface = line.split()
-        if interface == name and scope == "00":  # reachable from other networks, not on one link alone
+        if interface == name and scope == "00":  # reachable from other networks, not only on one link
             return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     return None

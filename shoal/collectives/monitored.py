@@ -126,5 +126,5 @@ class MonitoredBarrier:
 
 
 def _send(group: Messages, rank: int, number: int) -> None:
-    # No wait: so few bytes leave at once.
+    # No wait: a few bytes leave at once.
     group.send(torch.tensor([number]), rank, _TAG)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 __all__ = ["NamedGroup"]
 
-_Base: Any = dist.ProcessGroup  # it has many overloads, of which c10d uses one each
+_Base: Any = dist.ProcessGroup  # it has many overloads; c10d uses one of each
 
 
 class NamedGroup(_Base):

@@ -64,7 +64,7 @@ class NativeGroup:
         self._handle = self.formed.handle
         self.close = weakref.finalize(self, core.group_close, self._handle)
         self.hosts = len({member.host for member in self.formed.members})
-        # Within a host it would gain nothing: see Work.get_future.
+        # Within a host a completer would gain nothing: see Work.get_future.
         self._completer = Completer() if self.hosts > 1 else None
         self.turns = self.formed.turns if self.hosts == 1 else 1
         self._chooser = Chooser(options, core.one_shot_bytes, size, self.hosts, self.turns)
@@ -99,7 +99,7 @@ class NativeGroup:
             reach = operation.whole if splits is None else sum(splits[1])
             if -reach < taken - given < operation.whole and self._overlaps(operation, taken - given):
                 assert input_ is not None
-                input_ = input_.clone()  # another rank could read what is already overwritten
+                input_ = input_.clone()  # another rank could read elements that are already overwritten
                 given = input_.data_ptr()
         dtype, reduction = MOVED, 0
         if operation.reduces is not None:

@@ -30,10 +30,10 @@ def bytes_of(tensor: torch.Tensor) -> int:
 def address_of(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's first element; raise CollectiveError if it has no memory."""
     address = tensor.data_ptr()
-    # No element has more than 16 bytes, and no memory begins as low: so this finds tensors at address 0.
+    # An element has at most 16 bytes, and no memory begins at so low an address: this finds tensors at 0.
     if address < _ABOVE_OFFSETS and address <= 16 * tensor.storage_offset() and tensor.numel():
         raise refusal(
-            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory that could be moved",
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory to send or receive",
             possible="a tensor that has memory",
             change="give the tensor inside it; for a DTensor, its to_local()",
         )
@@ -47,7 +47,7 @@ def require_dense(tensor: torch.Tensor) -> None:
         raise refusal(
             f'the backend "shoal" cannot move {described(tensor)}, which is {kind}',
             possible="dense tensors on the CPU",
-            change="give it by .to_dense(), .cpu() or .resolve_conj()",
+            change="convert it with .to_dense(), .cpu() or .resolve_conj()",
         )
 
 
@@ -58,9 +58,10 @@ def require_places(tensor: torch.Tensor) -> None:
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         raise refusal(
-            f"{described(tensor)} with the strides {list(tensor.stride())} has several elements in one place",
+            f"{described(tensor)} with the strides {list(tensor.stride())} has several elements at one "
+            "address",
             possible="a tensor with memory for each of its elements",
-            change="give it by .contiguous()",
+            change="make it contiguous with .contiguous()",
         )
 
 

@@ -34,7 +34,7 @@ def _create(asked: Any, options: Any) -> ProcessGroup:
         raise ConfigError(
             f'pg_options of the backend "shoal" are {type(options).__name__}',
             possible="shoal.collectives.Options",
-            change="give none, or these",
+            change="give such options, or none",
         )
     native = NativeGroup(
         core,

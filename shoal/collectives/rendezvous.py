@@ -167,8 +167,9 @@ class _Forming:
         apart = {members[rank].host for rank in formed}
         if self._rank == formed[0]:
             warnings.warn(
-                f"rank {formed[0]} may not map the memory of other processes of its host (they may have "
-                "another user, or be protected): that host's ranks communicate over TCP, which is slower",
+                f"rank {formed[0]} cannot map the memory of other processes of its host (they may belong to "
+                "another user, or be protected): the ranks of that host communicate over TCP, which is "
+                "slower",
                 stacklevel=2,
             )
         members = tuple(

@@ -31,7 +31,7 @@ def share_buffers(module: nn.Module) -> None:
     Raises:
         ModelError: `fully_shard` was applied to none of them.
     """
-    from torch.distributed.fsdp import FSDPModule  # takes long, and this is imported with torch
+    from torch.distributed.fsdp import FSDPModule  # a slow import, and this module is imported with torch
 
     sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
     if not sharded:

@@ -40,9 +40,9 @@ def all_reduce_sparse(group: Gathers, tensor: torch.Tensor, opts: Any) -> dist.W
     """
     if opts.reduceOp != ReduceOp.SUM:
         raise refusal(
-            f"{opts.reduceOp.op.name} of the sparse {described(tensor)}",
+            f"{opts.reduceOp.op.name} was given for the sparse {described(tensor)}",
             possible="SUM",
-            change="sum it, or give it by .to_dense()",
+            change="use SUM, or convert it with .to_dense()",
         )
     own = tensor.coalesce()
     counts = torch.empty(group.size(), dtype=torch.int64)

@@ -130,7 +130,7 @@ class Table:
         if not names:
             known = sorted({f"{collective} on {level}" for collective, _, level in self.entries})
             raise ConfigError(
-                f"the table of algorithms has none for {call.collective} on {call.level}",
+                f"the table of algorithms has no algorithm for {call.collective} on {call.level}",
                 possible=", ".join(known),
                 change=f"add a section [{call.collective}.{call.level}] to the table",
             )

@@ -138,7 +138,7 @@ class Work(_Base):
         if outcome in GOING_ON:
             self._core.check(outcome, f"waiting for {self._name}")
         with self._ending:
-            if self._ticket:  # otherwise another thread that waited was first
+            if self._ticket:  # otherwise another waiting thread was first
                 self._end(outcome, finished.value)
 
     def _end(self, outcome: int, finished: float) -> None:

@@ -93,7 +93,7 @@ def _read_entry(path: Path, key: str) -> Entry | None:
 
 
 def _write_entry(path: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo]) -> None:
-    unfinished = path.with_suffix(".tmp")  # one name: under the lock, a leftover is overwritten
+    unfinished = path.with_suffix(".tmp")  # always the same name: the lock holder overwrites an old file
     try:
         with open(unfinished, "wb") as file:
             file.seek(_HEADER_BYTES)

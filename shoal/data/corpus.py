@@ -25,7 +25,7 @@ __all__ = ["Corpus", "Split", "prepare"]
 
 Split = Literal["train", "validation"]
 
-_FORMAT = 1  # of cache entries and of what is in them; a change makes all entries anew
+_FORMAT = 1  # version of cache entries; a new version replaces all entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Corpus:
             raise ConfigError(
                 f"there is no split {split!r}{nearest(split, get_args(Split))}",
                 possible="train, validation",
-                change="name one of these",
+                change="give one of these",
             )
         if len(self.tokens) < 2 * (sequence + 1):
             raise DataError(
@@ -105,7 +105,7 @@ def prepare(config: DataConfig) -> Corpus:
         directory = config.cache.expanduser() if config.cache else default_directory()
         info, tokens = read_or_write_entry(directory, _cache_key(files, config, tokenizer), write)
     except OSError as error:
-        warnings.warn(f"tokens are kept in memory, as they cannot be cached: {error}", stacklevel=2)
+        warnings.warn(f"tokens are kept in memory, because they cannot be cached: {error}", stacklevel=2)
         memory = io.BytesIO()
         info = write(memory, io.BytesIO())
         tokens = np.frombuffer(memory.getbuffer(), dtype=info.dtype)

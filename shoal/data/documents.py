@@ -57,7 +57,7 @@ def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
         return ids
     item = np.dtype(dtype).newbyteorder("<")
     if file.size % item.itemsize:
-        raise _wrong_ids(file, f"is {file.size} bytes long, which is no whole number of {dtype}")
+        raise _wrong_ids(file, f"is {file.size} bytes long, which is not a whole number of {dtype} values")
     with _naming(file.path):
         return np.memmap(file.path, dtype=item, mode="r")
 

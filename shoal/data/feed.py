@@ -106,7 +106,7 @@ class _Workers(Generic[Item]):
                 num_workers=workers,
                 collate_fn=_as_it_is,
                 prefetch_factor=max(2, -(-ahead // workers)),
-                generator=torch.Generator(),  # else DataLoader would draw from training's
+                generator=torch.Generator(),  # otherwise DataLoader would draw from the generator of training
             )
         )
 

@@ -70,7 +70,8 @@ def refuse_here(what: str) -> None:
     """
     if getattr(_thread, "shared", False):
         raise DataError(
-            f"a {what} is read in a thread beside training, and may draw from generators that training uses",
-            possible="data that draws nothing, or a shoal.data.Feed, which finds the right place to read it",
-            change="give deterministic=True if it draws nothing, else read it with shoal.data.open_feed",
+            f"a {what} is read in a second thread, and may draw from random generators that training uses",
+            possible="data that draws no random numbers, or a shoal.data.Feed, which chooses the right "
+            "thread",
+            change="give deterministic=True if it draws none, or read it with shoal.data.open_feed",
         )

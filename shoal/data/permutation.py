@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 __all__ = ["order"]
 
-_ROUNDS = 12  # 4 suffice for wide halves; a handful of samples has halves of one or two bits, and 8 do not
+_ROUNDS = 12  # 4 are enough for wide halves; with few samples halves have one or two bits, which need over 8
 _MAXIMUM_COUNT = 1 << 62
 
 _MASK = (1 << 64) - 1

@@ -188,9 +188,9 @@ def as_samples(data: Any) -> Samples[Any]:
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
         return MapSamples(data)
     raise DataError(
-        f"a {type(data).__name__} was given as data, whose samples cannot be asked for by number",
-        possible="a map-style dataset such as a TensorDataset or a list, a shoal.data.MapSamples with a "
-        "collate of its own, or an object with __len__ and batch(indices)",
+        f"a {type(data).__name__} was given as data, whose samples cannot be read by index",
+        possible="a map-style dataset such as a TensorDataset or a list, a shoal.data.MapSamples with its "
+        "own collate, or an object with __len__ and batch(indices)",
         change="give one of these; for a loader or a stream, the dataset behind it or a list of its items",
     )
 

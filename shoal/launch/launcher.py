@@ -36,10 +36,10 @@ OUTCOMES = "SHOAL_OUTCOMES"
 TERMINAL = "SHOAL_TERMINAL"
 """Environment variable: set if a rank's stderr is passed on to a terminal."""
 
-_LOOK = 0.05  # seconds between two looks at which ranks have ended
-_SETTLE = 0.5  # seconds in which ranks that fail because of the first to fail end by themselves
-_END = 5.0  # seconds for the ranks that are left to end after SIGTERM, when a rank has failed
-_SAVE = 600.0  # seconds for ranks to end their step and save, after a signal from outside
+_LOOK = 0.05  # seconds between checks for ended ranks
+_SETTLE = 0.5  # seconds for ranks to end by themselves when they fail because of the first failure
+_END = 5.0  # seconds for the other ranks to end after SIGTERM, when a rank has failed
+_SAVE = 600.0  # seconds for ranks to finish their step and save, after an external signal
 
 
 def launch(
@@ -209,7 +209,7 @@ def _rank_environment(
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch: the store is there, rank 0 need not serve one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
         OUTCOMES: folder,
         **({TERMINAL: "1"} if sys.stderr.isatty() else {}),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),

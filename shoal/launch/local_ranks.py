@@ -19,7 +19,7 @@ from shoal.launch.output import RankLog, pass_on
 
 __all__ = ["LocalRanks"]
 
-_AT_ONCE = 1 << 16  # bytes to read from a pipe at once: a pipe holds as many
+_AT_ONCE = 1 << 16  # bytes to read from a pipe at once: the capacity of a pipe
 
 
 @final

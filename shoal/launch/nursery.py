@@ -41,7 +41,7 @@ from shoal.launch.kernel import name_process
 
 __all__ = ["ForkedRank", "Nursery", "connected", "open_nursery", "serve"]
 
-_MOST = 1 << 20  # bytes of a request, mostly the environment
+_MOST = 1 << 20  # bytes of a request, which is mostly the environment
 _DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # files in /dev where there are accelerators
 
 
@@ -232,7 +232,7 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
         os.environ.update(environment)
         _use_threads(environment)
         if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed()  # or all ranks would draw equal numbers; `random` reseeds itself
+            numpy.random.seed()  # otherwise all ranks would draw equal numbers; `random` reseeds itself
         if folder:
             os.chdir(folder)
         sys.argv = [module, *arguments]

@@ -131,8 +131,8 @@ class TransformerConfig(BaseModel):
             )
         if self.renormalize and self.experts_per_token == 1:
             raise ModelError(
-                "renormalize=true with experts_per_token=1 gives every choice the weight 1, from which the "
-                "router learns nothing",
+                "renormalize=true with experts_per_token=1 gives every choice the weight 1, so the router "
+                "learns nothing",
                 possible="renormalize=false, or experts_per_token of 2 or more",
                 change="change `renormalize` or `experts_per_token`",
             )

@@ -45,7 +45,7 @@ class Dropout(nn.Module):
         if not 0 <= p < 1:
             raise ModelError(
                 f"a layer cannot drop its input with probability {p}",
-                possible="a probability from 0, below 1",
+                possible="a probability of 0 or more, below 1",
                 change="change `dropout`",
             )
         self.p = p

@@ -137,7 +137,7 @@ def _import(name: str) -> ModuleType:
         raise ModelError(
             f"importing the module {name!r} raised {type(error).__name__}: {error}",
             possible="a module that can be imported",
-            change=f"correct what `python -c 'import {name}'` shows",
+            change=f"correct the error that `python -c 'import {name}'` shows",
         ) from error
 
 

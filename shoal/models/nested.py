@@ -68,5 +68,5 @@ def _with_fields(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return value
     result = copy.copy(value)
     for name, each in changed.items():
-        object.__setattr__(result, name, each)  # also of a frozen one
+        object.__setattr__(result, name, each)  # works for a frozen object too
     return result

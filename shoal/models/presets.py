@@ -23,7 +23,7 @@ def preset(name: str) -> TransformerConfig:
         raise ModelError(
             f"there is no preset {name!r}{nearest(name, presets)}",
             possible=", ".join(presets),
-            change="name one of these, or give a factory as package.module:function",
+            change="give one of these, or a factory as package.module:function",
         )
     return TransformerConfig(**presets[name])
 

@@ -90,7 +90,7 @@ def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torc
 
 
 def _require(name: str, value: float, *, at_least: int) -> None:
-    # In this form the test refuses NaN too.
+    # Written with `not`, the test refuses NaN too.
     if not value >= at_least:
         raise ConfigError(
             f"{name}={value} is too small to draw tokens",

@@ -83,16 +83,16 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
 
     def refuse(memory: dict[int, Any]) -> NoReturn:
         raise LayoutError(
-            "a model whose weights come from several ranks was to be copied, with old weights or none",
-            possible="clones of named_parameters() for an average; full_state_dict() for a whole model",
-            change="take one of these from what shoal.parallelize returned",
+            "the model cannot be copied: its weights come from several ranks",
+            possible="for an average, clones of named_parameters(); for a whole model, full_state_dict()",
+            change="call one of these on the object that shoal.parallelize returned",
         )
 
     def before_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         reason = stale()
         if reason is not None:
             raise LayoutError(
-                f"the state_dict() of the model itself was asked for, whose weights {reason}",
+                f"state_dict() was called on the model itself, whose weights {reason}",
                 possible="on the object that shoal.parallelize returned: state_dict() for this rank's part, "
                 "full_state_dict() for the whole model on rank 0, or module.state_dict() within gathered()",
                 change="call one of these",
@@ -100,7 +100,7 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
 
     def before_load(*_: Any) -> None:
         raise LayoutError(
-            "a state is loaded into the model itself, and would be lost: its weights come from their owners",
+            "a state was loaded into the model itself and would be lost: ranks get weights from their owners",
             possible="load_state_dict() or load_full_state_dict() of the object from shoal.parallelize",
             change="call one of these",
         )

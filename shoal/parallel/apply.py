@@ -97,7 +97,7 @@ def parallelize(
     if plan.sharding.cuts_weights and not blocks:
         warnings.warn(
             f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from "
-            "the begin of a forward to the end of its backward; name its repeated parts: blocks=[...]",
+            "the beginning of a forward to the end of its backward; name its repeated parts: blocks=[...]",
             stacklevel=2,
         )
 
@@ -234,7 +234,7 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
         raise PlanError(
             f"a sequence of {sequence} tokens over cp={plan.cp} does not divide over tp={plan.tp}",
             possible=f"sequences of a multiple of {plan.cp * plan.tp} tokens, or tensor=plain",
-            change="change the sequence, or add tensor=plain",
+            change="change the sequence length, or add tensor=plain",
         )
     require_experts(model, plan.ep)
     if plan.pp > 1:
@@ -252,7 +252,7 @@ def require_trainable(model: nn.Module) -> None:
         raise ModelError(
             f"{type(model).__name__} has no parameter that requires a gradient",
             possible="a module with at least one trained parameter",
-            change="set requires_grad on what is to be trained",
+            change="set requires_grad on the parameters to train",
         )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -265,8 +265,8 @@ def require_trainable(model: nn.Module) -> None:
         if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ModelError(
                 f"the parameter {name} is {parameter.dtype}",
-                possible="fp32, bf16 or fp16 parameters; the Plan's precision says what computes",
-                change="call model.float() before",
+                possible="fp32, bf16 or fp16 parameters; the Plan's precision sets the type for compute",
+                change="call model.float() before shoal.parallelize",
             )
 
 
@@ -304,8 +304,8 @@ def _first_values(
         return lambda name, tensor: _copy(named[name], tensor)
     if not hasattr(model, "initialize_parameter") or len(on_meta) != len(trained):
         raise ModelError(
-            f"{type(model).__name__} has tensors on the meta device that cannot be given values",
-            possible="on the meta device: trained parameters only, of a model with a method "
+            f"{type(model).__name__} has tensors on the meta device that nothing can initialize",
+            possible="on the meta device, only trained parameters, and a model with a method "
             "initialize_parameter(name, tensor, seed)",
             change="build the model on a real device, or add the method",
         )

@@ -147,12 +147,12 @@ class Axes:
         shard = axis("shard", groups.dense.shards, of_data)
         data = axis("data", groups.data, of_data)
         factor = 1.0 / data.size
-        # Gradients that are equal on all ranks of tp are averaged too, so that copies never drift apart.
+        # Gradients that are equal on all ranks of tp are averaged too, so that copies stay equal.
         average = factor if is_split else factor / plan.tp
-        # Unsharded experts are not all in one rank of the data axis.
+        # Unsharded experts are spread over several ranks of the data axis.
         spread = plan.ep if not is_sharded else 1
         replicate = axis("replicate", groups.whole.replicas, of_data)
-        # Experts are shared over other ranks than the rest, and one list of DTensors cannot express that.
+        # Experts are sharded over other ranks than the rest, and one list of DTensors cannot express that.
         shared = shard if shard.size > 1 and plan.ep == 1 else None
         partial = Family(shard, reduce, replicate, factor, plan.tp * spread, mesh=shared)
         among_dense = axis("replicate", groups.dense.replicas, of_data)
@@ -183,9 +183,9 @@ class Axes:
             data=data,
             cp=axis("cp", groups.cp, Purpose.CONTEXT, own=True),
             tp=axis("tp", groups.tp, Purpose.TENSOR),
-            # Only experts communicate over it: their tokens are counted over whole sequences.
+            # Only experts communicate over this axis: their tokens are counted over whole sequences.
             sequence=axis("sequence", groups.sequence, Purpose.EXPERT),
-            # Reductions may start in another order there than the experts' all-to-alls.
+            # Its own group: reductions and all-to-alls of experts may start in different orders on ranks.
             ep=axis("ep", groups.ep, Purpose.EXPERT, own=plan.ep > 1),
             pp=axis("pp", groups.pp, Purpose.PIPELINE, own=True),
             parts=axis("parts", groups.parts, Purpose.CONTROL),

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-# Optimizers import it anyway. Imported while a gloo group is there, it keeps the group's threads alive beyond
-# `destroy_process_group`, and now and then one of them aborts the process at its exit (torch 2.13).
+# Optimizers import it anyway. Imported while a gloo group exists, it keeps the group's threads alive after
+# `destroy_process_group`, and sometimes one of them aborts the process at its exit (torch 2.13).
 import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh

@@ -86,11 +86,11 @@ def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch
 
     A tensor without dims cannot be cut; every rank has it whole.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes long, and few Plans need it
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # a slow import that few Plans need
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # Through dlpack, for a storage that begins where the rows do: `copy.deepcopy` takes a DTensor that begins
-    # elsewhere in its storage for a tensor with memory of its own, and fails.
+    # elsewhere in its storage for a tensor with its own memory, and fails.
     local = from_dlpack(local)
     stride = tuple(local.stride())
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)

@@ -93,7 +93,7 @@ class Parallel(nn.Module):
         if self._pipeline is not None and torch.is_grad_enabled():
             raise TrainingError(
                 f"the Plan {self.plan} has a pipeline, whose forwards and backwards take turns: call "
-                "forward_backward(...) in place of the model, or the model within torch.no_grad()"
+                "forward_backward(...) instead of the model, or call the model within torch.no_grad()"
             )
         if self._pipeline is not None:
             output = self.evaluate(*inputs, **named)
@@ -192,7 +192,7 @@ class Parallel(nn.Module):
         if assign:
             raise LayoutError(
                 "load_state_dict was given assign=True, which would replace tensors that ranks share",
-                possible="assign=False: values are copied to where training keeps them",
+                possible="assign=False, which copies values into the existing tensors",
                 change="leave out assign",
             )
         missing, unexpected = self._state.load(state_dict, strict=strict)
@@ -230,9 +230,9 @@ class Parallel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise LayoutError(
-            "a model that is laid over ranks was to change its device or its types",
+            "a model that is laid over ranks cannot change its device or its types",
             possible="a move before shoal.parallelize; for bf16, precision=bf16 in the Plan",
-            change="move or cast the model before it is laid out",
+            change="move or cast the model before shoal.parallelize",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -243,15 +243,15 @@ class Parallel(nn.Module):
             if not hasattr(model, name):
                 raise
         raise AttributeError(
-            f"Parallel has no attribute {name!r}; the model has: module.{name}. If torch's "
-            "get_model_state_dict looked for it: call state_dict(), or shoal.save with an optimizer"
+            f"Parallel has no attribute {name!r}; the model has it as module.{name}. If torch's "
+            "get_model_state_dict looked for it, call state_dict(), or shoal.save with an optimizer"
         )
 
     def __deepcopy__(self, memory: dict[int, Any]) -> NoReturn:
         raise LayoutError(
-            "a model that is laid over ranks was to be copied or pickled, and it stands for process groups",
-            possible="clones of named_parameters() for an average; full_state_dict() for a whole model",
-            change="take one of these",
+            "a model that is laid over ranks cannot be copied or pickled: it holds process groups",
+            possible="for an average, clones of named_parameters(); for a whole model, full_state_dict()",
+            change="use one of these",
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -56,7 +56,7 @@ class State:
         if self._cuts:
             raise ModelError(
                 f"state_dict() would give blocks of parameters such as {next(iter(self._cuts))}, "
-                "which tensor or expert parallelism cuts",
+                "which tensor or expert parallelism splits",
                 possible="full_state_dict() for the whole model on rank 0, or shoal.save",
                 change="call one of these",
             )
@@ -125,7 +125,7 @@ class State:
         unexpected = [key for key in shapes if key not in wanted]
         if strict and (missing or unexpected):
             parts = [f"lacks {_some(missing)}"] * bool(missing) + [
-                f"has {_some(unexpected)}, which the model has not"
+                f"has {_some(unexpected)}, which the model does not have"
             ] * bool(unexpected)
             raise ModelError(
                 f"the state {' and '.join(parts)}",

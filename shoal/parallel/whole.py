@@ -110,7 +110,7 @@ class Whole:
             if name not in known:
                 whole = _summed(self.form_of(key), held.get(name, []), cuts.get(name), device)
                 world.all_reduce(whole, f"whole {name}").wait()
-                known = {name: whole}  # a tied one follows at once, or is gathered anew
+                known = {name: whole}  # a tied parameter follows at once, or is gathered again
             yield key, known[name]
 
 

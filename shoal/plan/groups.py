@@ -136,7 +136,7 @@ def _groups(pp: int, dp: int, cp: int, tp: int, ep: int, shards: int | None, is_
     """Return the groups of a mesh. `shards` is the size of its axis `shard`, None if no state is cut."""
     stage = dp * cp * tp
     cut = 1 if shards is None else shards * cp
-    # If a state is not cut, its experts are on several ranks.
+    # If a state is not sharded, its experts are on several ranks.
     held = tp * (ep if shards is None else cut)
     cut_experts = max(1, cut // ep)
     return Groups(

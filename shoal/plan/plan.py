@@ -132,14 +132,14 @@ class Plan:
         if self.sharding.cuts_optimizer and (self.shards * self.cp) % self.ep:
             raise PlanError(
                 f"ep={self.ep} does not divide the {self.shards * self.cp} ranks "
-                f"that shard={self.shard} cuts a state over",
+                f"over which shard={self.shard} shards a state",
                 possible=f"ep is one of {', '.join(map(str, divisors(self.shards * self.cp)))}",
                 change="choose one of these, a smaller replicate, or shard=none",
             )
         if self.activations is not None and self.schedule != FOUND:
             raise PlanError(
                 f"activations={self.activations} was given with schedule={self.schedule}, "
-                "which says itself how many a rank holds",
+                "which fixes how many activations a rank holds",
                 possible=f"activations with schedule={FOUND}",
                 change=f"write schedule={FOUND}, or leave out activations",
             )
@@ -150,7 +150,7 @@ class Plan:
         ):
             raise PlanError(
                 f"exchange=naive was given with shard={self.shard}, precision={self.precision}, pp={self.pp}",
-                possible="the naive exchange is the reference for shard=none, precision=fp32, pp=1",
+                possible="exchange=naive with shard=none, precision=fp32 and pp=1",
                 change="leave out exchange=naive",
             )
 
@@ -160,8 +160,8 @@ class Plan:
         virtual = self.stages // self.pp
         if self.activations is not None and self.activations < virtual:
             raise PlanError(
-                f"activations={self.activations} was given for {virtual} stages on a rank",
-                possible=f"{virtual} or more, which one micro-batch alone holds",
+                f"activations={self.activations} was given, and a rank has {virtual} stages",
+                possible=f"{virtual} or more: one micro-batch alone holds {virtual}",
                 change=f"write activations={virtual} or more, or leave it out",
             )
         if self.split in ("cost", "count"):
@@ -171,7 +171,7 @@ class Plan:
             raise PlanError(
                 f"split={self.split} does not say how many blocks each of {self.stages} stages has",
                 possible=f"cost, count, or {self.stages} numbers joined by -",
-                change="leave it out, or write split=" + "-".join(["2"] * self.stages) + ", say",
+                change="leave it out, or write, for example, split=" + "-".join(["2"] * self.stages),
             )
 
     @property
@@ -326,7 +326,7 @@ def _read(name: str, value: str) -> int | str:
         raise PlanError(
             f"{name}={value} cannot be read",
             possible=f"{name} is {kind}, at least 1",
-            change=f"write {name}=1MiB or larger" if name == "bucket" else f"write {name}=2, say",
+            change=f"write {name}=1MiB or larger" if name == "bucket" else f"write, for example, {name}=2",
         ) from None
 
 

@@ -24,9 +24,9 @@ class SettledPlan(Plan):
     def __post_init__(self) -> None:
         if self.microbatch is None:
             raise PlanError(
-                f"the micro-batch of the Plan {self} is not settled",
+                f"the Plan {self} has no microbatch",
                 possible="a Plan with microbatch, or SettledPlan.of(plan, batch), which chooses one",
-                change="add microbatch=1, say",
+                change="add, for example, microbatch=1",
             )
         super().__post_init__()
 
@@ -72,9 +72,11 @@ def _require_schedule_takes(plan: Plan, batch: int, microbatch: int) -> None:
         fitting = [size for size in divisors(local) if _takes(plan, local // size)]
         fits = f"; with this batch, microbatch is {', '.join(map(str, fitting))}" if fitting else ""
         raise PlanError(
-            f"{error.given}, which a batch of {batch} gives with dp={plan.dp}, microbatch={microbatch}",
+            f"{error.given}: a batch of {batch} gives this number with dp={plan.dp}, microbatch={microbatch}",
             possible=f"{error.possible}{fits}",
-            change=f"write microbatch={fitting[-1]}" if fitting else "choose another batch, or schedule",
+            change=f"write microbatch={fitting[-1]}"
+            if fitting
+            else "choose another batch or another schedule",
         ) from None
 
 

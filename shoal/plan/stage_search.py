@@ -34,7 +34,7 @@ def search_split(load: Load) -> tuple[int, ...] | None:
     stages = len(load.placement)
     if len(set(load.placement)) == stages:
         split = partition(load.times, load.memory, stages, load.limit)
-        # Each stage takes all that it may there, which misses splits whose later stages hold less of a piece.
+        # Each stage there takes as much as it can; this misses splits whose later stages hold less.
         if split is not None or load.limit == math.inf:
             return split
     best = min((descend(load, first) for first in _first_splits(load)), key=load.score)
@@ -94,7 +94,7 @@ class _Exhaustive:
             return
         left = load.times.least(start, pieces)
         if left * _CLOSE > sum(self._most(largest) - times[rank] for rank in self._later[stage]):
-            return  # the ranks that have stages to come cannot take what is left
+            return  # the ranks of the later stages cannot take the rest
         rank, behind = load.placement[stage], len(load.placement) - stage - 1
         for stop in range(start + 1 if behind else pieces, pieces - behind + 1):
             added = load.times.of(stage, start, stop)
@@ -106,7 +106,7 @@ class _Exhaustive:
                 or time * _CLOSE > self._most(most)
                 or memory * _CLOSE > load.limit
             ):
-                return  # a longer stage has more of all
+                return  # a longer stage has more of each
             self._place((*split, stop - start), stop, most, times | {rank: time}, held | {rank: memory})
 
     def _most(self, largest: float) -> float:

@@ -81,9 +81,9 @@ def split_by_cost(
     ranks = tuple(range(stages)) if placement is None else tuple(placement)
     if len(ranks) != stages:
         raise PlanError(
-            f"the placement {ranks} is one of {len(ranks)} stages, and there are {stages}",
+            f"the placement {ranks} is for {len(ranks)} stages, and there are {stages}",
             possible="one rank for each stage",
-            change="give the placement of the schedule that will run",
+            change="give the placement of the schedule that runs",
         )
     times = Amounts([cost.forward + cost.backward for cost in costs])
     memory = Amounts([cost.memory for cost in costs], [cost.activations for cost in costs], held)
@@ -97,8 +97,9 @@ def split_by_cost(
     least = search_split(lightest)
     assert least is not None
     raise PlanError(
-        f"no split over {stages} stages was found whose ranks keep within {format_bytes(int(bound))}",
-        possible=f"a limit of {format_bytes(math.ceil(lightest.score(least)[1]))} or more for so many stages",
+        f"no split over {stages} stages was found that keeps every rank within {format_bytes(int(bound))}",
+        possible=f"with {stages} stages, a limit of {format_bytes(math.ceil(lightest.score(least)[1]))} or "
+        "more",
         change="raise the limit, or use more stages, tensor parallelism or sharding",
     )
 
@@ -146,19 +147,20 @@ def parse_split(text: str, layers: int) -> tuple[int, ...]:
         raise PlanError(
             f"the split {text!r} cannot be read",
             possible="the number of blocks of each stage, joined by -",
-            change=f"write {even}, say",
+            change=f"write, for example, {even}",
         ) from None
     if min(blocks) < 0 or any(count == 0 for count in blocks[1:-1]):
         raise PlanError(
             f"the split {text!r} has a stage without any block",
-            possible="1 or more, or 0 for the first or the last stage, which have the embedding and the end",
-            change=f"write {even}, say",
+            possible="1 or more blocks in each stage; the first and the last stage, with the embedding and "
+            "the end, may have 0",
+            change=f"write, for example, {even}",
         )
     if sum(blocks) != layers:
         raise PlanError(
-            f"the split {text!r} is of {sum(blocks)} blocks, and the model has {layers}",
+            f"the split {text!r} has {sum(blocks)} blocks, and the model has {layers}",
             possible=f"numbers that add up to {layers}",
-            change=f"write {even}, say",
+            change=f"write, for example, {even}",
         )
     return _with_ends(blocks)
 
@@ -201,7 +203,7 @@ def _require_stages(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
         raise PlanError(
             f"a model of {layers} blocks cannot be cut into {stages} stages",
-            possible=f"1 to {layers} stages: pp times the stages of a rank",
+            possible=f"1 to {layers} stages, which is pp times the stages on a rank",
             change="use fewer stages, or a model with more blocks",
         )
 
@@ -210,7 +212,7 @@ def _require_cost(cost: Cost) -> None:
     # Written this way round, it refuses NaN too.
     if not all(0 <= value < math.inf for value in dataclasses.astuple(cost)):
         raise PlanError(
-            f"{cost} cannot be the cost of a piece",
+            f"the cost of a piece is {cost}",
             possible="numbers of at least 0",
-            change="measure or compute the costs anew",
+            change="measure or compute the costs again",
         )

@@ -48,7 +48,7 @@ def _inner_stages(placement: tuple[int, ...]) -> tuple[list[int], int, int]:
 def _counts(extras: Sequence[float], least: Sequence[int], layers: int) -> tuple[int, ...]:
     """Return the layers of each rank; `extras` are in units of layers."""
     ranks = list(zip(extras, least, strict=True))
-    alike = Counter(ranks)  # most of a long pipeline are
+    alike = Counter(ranks)  # most ranks of a long pipeline are equal
     load = (layers + sum(extras)) / len(extras)
     while True:
         counts = {rank: max(rank[1], math.floor(load - rank[0] + 1e-9)) for rank in alike}
@@ -57,7 +57,7 @@ def _counts(extras: Sequence[float], least: Sequence[int], layers: int) -> tuple
             break
         load = min([rank[0] + count + 1 for rank, count in counts.items()])
     found = [counts[rank] for rank in ranks]
-    while spare:  # a load that one rank reaches may let many take one more
+    while spare:  # when one rank reaches a load, many may take one more layer
         for rank, low in enumerate(least):
             if spare and found[rank] > low:
                 found[rank] -= 1

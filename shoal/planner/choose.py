@@ -75,7 +75,9 @@ def choose(
     _require(0 <= margin < 1, "margin", margin, "a share of the memory, at least 0 and below 1")
     _require(limit >= 1, "limit", limit, "1 or more")
     if batch < 1:
-        raise PlanError(f"a batch of {batch} has no samples", possible="1 or more", change="give a batch")
+        raise PlanError(
+            f"a batch of {batch} has no samples", possible="1 or more", change="give a larger batch"
+        )
     search = Search(workload, cluster, batch, margin=margin)
     if objective == "money":
         candidates = cheapest(workload, cluster, batch, margin=margin, limit=limit)
@@ -94,4 +96,4 @@ def choose(
 
 def _require(holds: bool, name: str, value: object, possible: str) -> None:
     if not holds:
-        raise ConfigError(f"{name}={value} cannot be", possible=possible, change=f"correct {name}")
+        raise ConfigError(f"{name}={value} is not allowed", possible=possible, change=f"correct {name}")

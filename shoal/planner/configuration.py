@@ -40,16 +40,16 @@ def _options(shape: ModelShape) -> list[str]:
         "no gate": not shape.gated,
         "no rotary embedding": not shape.rotary,
         "latent attention": shape.latent is not None,
-        "heads of another width": shape.head_dim not in (None, shape.hidden // shape.heads),
+        "heads of a different width": shape.head_dim not in (None, shape.hidden // shape.heads),
         "shared experts": shape.shared_experts > 0,
         "layers without experts": shape.dense_layers > 0,
-        "attention both ways": not shape.causal,
+        "bidirectional attention": not shape.causal,
         "another objective": shape.objective != "next-token",
     }
     found = [name for name, has in others.items() if has]
     if found:
         raise ModelError(
-            f"{shape.name} has {', '.join(found)}, and Shoal's transformer has not",
+            f"{shape.name} has {', '.join(found)}, which Shoal's transformer does not support",
             possible="models of Llama's and Mixtral's kind",
             change="leave out --write, and give the Plan to shoal train --plan with a model of your own",
         )

@@ -35,7 +35,7 @@ def cheapest(
     if not cluster.price:
         raise ClusterError(
             f"{cluster.name} has no price",
-            possible="a Cluster with the price of a device in dollars an hour",
+            possible="a Cluster with the price of a device in dollars per hour",
             change="write its price into a file of the Cluster, or choose by time",
         )
     node, found = cluster.devices_per_node, list[Candidate]()

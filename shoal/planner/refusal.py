@@ -20,9 +20,10 @@ def _nothing_legal(search: Search) -> PlanError:
     devices, batch, workload = search.cluster.devices, search.batch, search.workload
     upper = -(-batch // devices) * devices
     return PlanError(
-        f"no Plan lays a batch of {batch} of {workload.name} over {devices} devices",
+        f"no Plan divides a batch of {batch} of {workload.name} over {devices} devices",
         possible=f"dp that divides the batch, tp that divides {workload.heads} heads, pp up to "
-        f"{len(workload.layers)} layers, cp that divides {workload.length} tokens; their product {devices}",
+        f"{len(workload.layers)} layers, cp that divides {workload.length} tokens; their product is "
+        f"{devices}",
         change=f"choose a batch of {upper}, or another number of devices",
     )
 
@@ -31,9 +32,9 @@ def _nothing_fits(search: Search, plan: SettledPlan, told: str) -> PlanError:
     workload, cluster = search.workload, search.cluster
     smallest = smallest_fit(workload, cluster, search.batch, search.margin)
     if smallest is None:
-        possible, change = "no number of such devices", "use devices with more memory, or a smaller model"
+        possible, change = "no number of these devices", "use devices with more memory, or a smaller model"
     else:
-        possible = f"{smallest.devices} such devices or more, with {smallest.plan}"
+        possible = f"{smallest.devices} of these devices or more, with {smallest.plan}"
         change = f"use {smallest.devices} devices, devices with more memory, or a smaller margin"
     return PlanError(
         f"{workload.name} does not fit {cluster.devices} devices of {cluster.name}: even with {plan}, {told}",

@@ -24,7 +24,7 @@ from shoal.workload import Workload
 
 __all__ = ["Point", "Scaling", "scale"]
 
-_PAYS = 1.5  # factor on tokens/s that twice the devices must bring
+_PAYS = 1.5  # least factor on tokens/s from twice the devices
 
 
 @dataclass(frozen=True, slots=True)

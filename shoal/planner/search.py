@@ -105,7 +105,7 @@ class Search:
         """
         room = self.room if room is None else room
         accepted = list(filter(accept, self.tree.degrees))
-        order = itertools.count()  # among equals, the first comes first
+        order = itertools.count()  # equal times keep their order
         heap: list[tuple[float, int, Branch]] = []
 
         def put(branches: Iterable[Branch]) -> None:

@@ -25,7 +25,7 @@ from shoal.workload import Attention, ModelShape, Pass, workload_of
 __all__ = ["measure_attention", "measure_launch", "measure_passes", "measure_products"]
 
 _SQUARES = (64, 128, 256, 512, 1024)
-_LARGE_SQUARES = (2048, 4096, 8192)  # only if one takes less than a second: on accelerators
+_LARGE_SQUARES = (2048, 4096, 8192)  # only if one product takes less than a second: on accelerators
 _SKEWED = (
     (256, 128, 512),
     (256, 512, 128),
@@ -99,7 +99,7 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
     blocks = workload_of(_shape(tokens, fused=device.type != "cpu")).pieces
     operations = [each for block in blocks for each in block.operations]
     counted = {each.name: each for each in operations if isinstance(each, Pass)}
-    wide = 2.0  # fp32 over the two bytes of an element that `Pass` counts
+    wide = 2.0  # fp32 has twice the two bytes per element that `Pass` counts
     sets = max(2, COLD // (4 * tokens * _WIDTH))
     streams = [torch.randn(tokens, _WIDTH, device=device) for _ in range(sets)]
     weight = torch.ones(_WIDTH, device=device)

@@ -35,7 +35,7 @@ __all__ = ["fit"]
 
 _SHARES = (1e-3, 1.0)
 _DEPTHS = (1.0, 4096.0)
-_SETUPS = (1e-7, 1e-2)  # only of the innermost level: a collective has one setup
+_SETUPS = (1e-7, 1e-2)  # only for the innermost level: a collective has one setup
 _LATENCIES = (1e-7, 1e-2)
 _HALF_SIZES = (1.0, 64e6)
 _BUS_FACTORS: dict[str, Callable[[int], float]] = {

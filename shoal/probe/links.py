@@ -99,7 +99,7 @@ def _curves(
                 f"{row.collective} of {row.bytes} bytes over {place.backend}: {row.wrong} elements are wrong"
             )
         if not row.seconds or (row.collective == "send_recv" and level and stride < place.ranks_per_host):
-            continue  # among all ranks most messages stay inside a host
+            continue  # with all ranks, most messages stay inside a host
         if row.collective == "send_recv":
             times.append(SendTime(level, stride, row.bytes, row.median))
         else:

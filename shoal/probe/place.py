@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# If an optimizer imports it while a gloo group exists, it may abort the process at its exit: see
+# If an optimizer imports it while a gloo group exists, the process may abort at its exit: see
 # shoal/parallel/communication.py.
 import torch._dynamo
 import torch.distributed as dist
@@ -106,6 +106,6 @@ def _require_even(hosts: Sequence[Sequence[int]]) -> None:
         raise ClusterError(
             f"the hosts have {', '.join(map(str, map(len, hosts)))} ranks, in the order "
             f"{', '.join(map(str, together))}",
-            possible="as many ranks on every host, numbered host by host",
+            possible="the same number of ranks on every host, numbered host by host",
             change="start them with torchrun --nproc-per-node=N on every host",
         )

@@ -30,20 +30,20 @@ def suspicions(
     hosts = sheet.devices // sheet.devices_per_host
     if sheet.on_cores and sheet.devices_per_host * sheet.units > sheet.cores:
         yield (
-            f"{sheet.devices_per_host} ranks of {sheet.units} compute on {sheet.cores} cores: the rates are "
-            "those of ranks that share cores; start fewer ranks, unless training will have as many"
+            f"{sheet.devices_per_host} ranks of {sheet.units} run on {sheet.cores} cores: ranks share cores, "
+            "which lowers all rates; start fewer ranks, unless training will have the same number"
         )
     elif sheet.on_cores:
         yield from _absent_ranks(measured.presence)
     if hosts > 1 and sheet.rdma and (reason := _speaks_tcp(backend, environment)):
         yield (
-            f"{reason}, and the hosts have RDMA adapters ({', '.join(sheet.rdma)}): TCP reaches a fraction "
-            "of their rate"
+            f"{reason}, and the hosts have RDMA adapters ({', '.join(sheet.rdma)}): TCP reaches only a "
+            "fraction of their rate"
         )
     if hosts == 2:
         yield (
-            "there are two hosts, and two alone do not describe a fabric: libraries treat two specially, and "
-            "oversubscription does not show; measure three or more before planning for more"
+            "there are only two hosts: libraries use special algorithms for two, and oversubscription does "
+            "not show; measure three or more before you plan for more"
         )
     yield from _slow_ranks(measured.paces)
     by_pairing = {each.pairing: each for each in measured.hosts}
@@ -55,11 +55,11 @@ def suspicions(
 def _speaks_tcp(backend: str, environment: Mapping[str, str]) -> str:
     """Return why the bytes go over TCP; empty if there is no sign of it."""
     if backend in ("shoal", "gloo"):
-        return f"the backend {backend} speaks TCP"
+        return f"the backend {backend} uses TCP"
     if environment.get("NCCL_IB_DISABLE", "0") != "0":
-        return "NCCL_IB_DISABLE is set, so that NCCL speaks TCP"
+        return "NCCL_IB_DISABLE is set, so NCCL uses TCP"
     if environment.get("NCCL_NET", "").lower() == "socket":
-        return "NCCL_NET=Socket has NCCL speak TCP"
+        return "NCCL_NET=Socket makes NCCL use TCP"
     return ""
 
 
@@ -77,8 +77,8 @@ def _absent_ranks(presence: tuple[float, ...]) -> Iterator[str]:
     for rank, share in enumerate(presence):
         if share < 1 - _OFF_THE_PACE:
             yield (
-                f"rank {rank} was on a core for {share:.0%} of its products' time: other programs use the "
-                "cores; end them and probe again, or all rates are too low"
+                f"rank {rank} had a core for {share:.0%} of the time of its products: other programs use the "
+                "cores, and all rates are too low; end them and probe again"
             )
 
 
@@ -110,7 +110,7 @@ def _oversubscription(far: HostRates, alone: HostRates) -> Iterator[str]:
     if single > together * _OVERSUBSCRIBED:
         yield (
             f"far hosts reach {_gigabytes(together)} each when all send, and {_gigabytes(single)} when one "
-            f"pair does: the fabric is oversubscribed {single / together:.1f} times"
+            f"pair sends: the fabric is oversubscribed {single / together:.1f} times"
         )
 
 

@@ -25,7 +25,7 @@ __all__ = ["measure_synchronisations"]
 
 _LENGTHS = (1, 4, 16)  # products of a piece of work, each with a pass over its result
 _SIZES = {"cpu": 512, "cuda": 4096}
-_LONGER = 10  # times other operations' turns, so that each has many synchronisations
+_LONGER = 10  # times the turns of other operations, so that each has many synchronisations
 
 
 def measure_synchronisations(place: Place, effort: Effort) -> tuple[SynchronisationTime, ...]:

@@ -67,7 +67,7 @@ class AppendFile:
     def _give_up(self, error: OSError) -> None:
         file, self._file = self._file, None
         if file is not None:
-            # Text that is still buffered is tried once more on close, and fails as it just did.
+            # close() tries to write the buffered text once more, and fails in the same way.
             with contextlib.suppress(OSError):
                 file.close()
         self._report(error)

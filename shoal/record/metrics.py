@@ -108,9 +108,9 @@ class Loggers(Logger):
 
     def _call(self, action: Callable[[Logger], None]) -> None:
         for logger in tuple(self._loggers):
-            # Loggers may be any user's code: whatever one raises, the run survives it.
+            # A logger may be code of the user: the run survives any error that it raises.
             try:
                 action(logger)
             except Exception as error:
                 self._loggers.remove(logger)
-                self._say(f"{type(logger).__name__} failed and is left out from here on: {error}")
+                self._say(f"{type(logger).__name__} failed and is left out from now on: {error}")

@@ -166,7 +166,7 @@ class SpanRecorder(Recorder):
             self._flush()
 
     def _flush(self) -> None:
-        # Other threads may append meanwhile: they add only behind the spans taken here.
+        # Other threads may append now: they add only behind the spans taken here.
         count = len(self._spans)
         taken = self._spans[:count]
         del self._spans[:count]

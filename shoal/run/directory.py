@@ -56,9 +56,9 @@ class Run:
         text = json.dumps(description, indent=2, allow_nan=False) + "\n"
         if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
             raise RunError(
-                f"{run.path} is there already, and a run does not write over what is there",
+                f"{run.path} exists already, and a run is never overwritten",
                 possible="a path that does not exist yet, or an empty directory",
-                change="name another path, or go on with the run that is there by resuming it",
+                change="give another path, or resume the run that is there",
             )
         try:
             for directory in (run.timeline, run.checkpoints, run.log):
@@ -68,7 +68,7 @@ class Run:
             raise RunError(
                 f"the run {run.path} cannot be made: {error}",
                 possible="a path in a directory that can be written to",
-                change="name another path, or make that directory writable",
+                change="give another path, or make that directory writable",
             ) from error
         return run
 

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["tokens_per_second"]
 
-_WARM_UP_STEPS = 2  # caches fill and kernels are chosen in these
+_WARM_UP_STEPS = 2  # steps in which caches fill and kernels are chosen
 
 
 def tokens_per_second(metrics: Sequence[Mapping[str, Any]], since_step: int | None) -> float | None:

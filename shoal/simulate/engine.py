@@ -151,12 +151,12 @@ class _Rank:
         self._place = place
         self._program = program
         self._rank = program.rank
-        self._free = 0.0  # when all that was begun beside compute has ended
-        self._ends: dict[object, float] = {}  # end of each begun communication, by key
-        self._begun: deque[tuple[float, Start]] = deque()  # ends of begun communications, in order
+        self._free = 0.0  # when all work beside compute has ended
+        self._ends: dict[object, float] = {}  # end of each started communication, by key
+        self._begun: deque[tuple[float, Start]] = deque()  # ends of started communications, in order
         self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: messages on their way
         self._link_free: dict[int, float] = {}  # by sender: when its link is free
-        self._there: dict[_Key, tuple[float, float, str]] = {}  # when both had begun a message, when it came
+        self._there: dict[_Key, tuple[float, float, str]] = {}  # start on both ranks, and arrival
 
     def play(self) -> Iterator[_Key]:
         """Play all steps."""
@@ -167,7 +167,7 @@ class _Rank:
 
     def _step(self, index: int, begin: float) -> Iterator[_Key]:
         engine, program = self._engine, self._program
-        entered: set[int] = set()  # stages that a forward has been through
+        entered: set[int] = set()  # stages that have run a forward
         due: list[StageProgram] = []  # stages with complete sums, not yet reduced
         for stage in program.stages.values():
             self._run(stage.begin_step())

@@ -185,7 +185,7 @@ def _with_lent_cores(simulation: Simulation) -> Simulation:
     Waits of other kinds need no rescaling: they were measured while waiting ranks lent their cores.
     """
     cluster, plan = simulation.cluster, simulation.plan
-    alike = plan.ranks // plan.pp  # ranks that do the same at the same time, of which one was played
+    alike = plan.ranks // plan.pp  # ranks that do the same at the same time; one of them was played
     busy = list(simulation._journal.busy()) * alike
     end = simulation.seconds * simulation.steps
     nodes = cluster.devices // cluster.devices_per_node

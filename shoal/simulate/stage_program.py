@@ -101,7 +101,7 @@ class StageProgram:
         naive = self._plan.exchange == "naive"
         reduces = gives_sums and not naive and (not self.keeps_sums or (is_last and self._plan.pp == 1))
         gathers = self._gathers_blocks and work is not Work.WEIGHT
-        there: set[int] = set()  # blocks whose weights have stayed, or were begun to be gathered
+        there: set[int] = set()  # blocks whose weights are there, or whose gather has started
         if gathers:
             stayed = {*data_parallel.roots, *self._layers[-1:]} if self._plan.pp == 1 else set()
             there = {*stayed, *data_parallel.roots, *self._layers[-1:]}

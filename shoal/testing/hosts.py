@@ -27,7 +27,7 @@ _TOOLS = ("ip", "tc", "nsenter", "unshare")  # from iproute2 and util-linux
 _CLONE_NEWNET = 0x40000000
 _FRAME_HEADERS = 14 + 20 + 32  # bytes: Ethernet, IPv4, TCP with its time stamps
 _BURST_SECONDS = (
-    400e-6  # how long a link may run ahead of its rate: what it takes to wake up in time for more
+    400e-6  # seconds that a link may run ahead of its rate, so that the sender wakes up in time for more
 )
 _LARGEST_PACKET = 128 * 1024  # bytes that the system hands to an interface at once
 _QUEUE_SECONDS = "50ms"

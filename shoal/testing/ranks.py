@@ -64,7 +64,7 @@ class RankPool:
         Raises:
             WorkerError: A rank raised, died, or did not end in time. The message has its traceback.
         """
-        if any(connection.poll() for _, connection in self._workers):  # its end: nothing was asked of it
+        if any(connection.poll() for _, connection in self._workers):  # the end: it has no task
             self.close()
         while len(self._workers) < ranks:
             self._start()

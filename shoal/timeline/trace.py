@@ -58,7 +58,7 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _rows(spans: Sequence[Span]) -> Iterator[tuple[Span, int]]:
     """Yield spans by start, each with the first row in which it nests: within those that it overlaps."""
-    open_stops: list[list[float]] = []  # of each row: the ends of the spans still open, innermost last
+    open_stops: list[list[float]] = []  # by row: the ends of the open spans, innermost last
     for span in sorted(spans, key=lambda span: (span.start, -span.duration)):
         row = 0
         while row < len(open_stops) and not _nests(span, open_stops[row]):

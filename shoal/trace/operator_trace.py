@@ -82,7 +82,7 @@ class Recorder(TorchDispatchMode):
         self._starts = [0]
         self._entered = [0]
 
-    # -- what the tracer tells -----------------------------------------------------------------------
+    # -- calls of the tracer --------------------------------------------------------------------------
 
     def enter(self, piece: int, stream: Tensor | None = None) -> None:
         """Count the following operators with this piece, whose input is `stream` whatever made it."""
@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
                 self.pieces[piece].saved[where] = made
         return tensor
 
-    # -- what operators tell -------------------------------------------------------------------------
+    # -- effects of operators -------------------------------------------------------------------------
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         """Call the operator, and record it."""
@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
         product: Part | None = None
         part = self._largest(given)
         if torch.Tag.nondeterministic_seeded in function.tags and part is Part.POSITIONS:
-            part = Part.STREAM  # drawn for each sample anew
+            part = Part.STREAM  # drawn again for each sample
         if function in PRODUCTS:
             sizes = product_of(function, arguments, results[0])
             product, part = self._product_parts(sizes)

@@ -124,7 +124,7 @@ class _Summary:
     def _pass(self, forward: list[Moved], backward: list[Moved]) -> Pass:
         calls = forward or backward
         elements = max(1, sum(each.elements for each in calls))
-        # The bytes if elements that compute had two bytes each.
+        # The bytes if elements in compute had two bytes each.
         forward_bytes, backward_bytes = (
             2 / self._width * sum(each.nbytes for each in way) / elements for way in (forward, backward)
         )

@@ -59,7 +59,7 @@ def trace(
         raise ModelError(
             f"a model cannot be traced with precision={precision!r}",
             possible=", ".join(_DTYPES),
-            change="name one of these",
+            change="give one of these",
         )
     dtype = _DTYPES[precision]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -69,8 +69,8 @@ def trace(
     tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)]
     if not tensors or not tensors[0].ndim:
         raise ModelError(
-            "the inputs to trace a model with hold no tensor of samples",
-            possible="a tensor such as tokens [batch, seq], a tuple of arguments, or a mapping of named ones",
+            "the inputs for tracing a model hold no tensor of samples",
+            possible="a tensor such as tokens [batch, seq], a tuple of arguments, or a mapping by names",
             change="give such inputs",
         )
     blocks = find_blocks(model) or [model]

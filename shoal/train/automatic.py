@@ -25,7 +25,7 @@ __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan"]
 AUTOMATIC = "auto"
 """The word in a configuration that stands for the planner's choice of a Plan."""
 
-_LOOKED_AT = 20  # degrees, of which the first that the model can be laid out by is taken
+_LOOKED_AT = 20  # degrees; the first that fits the model is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _workload(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Worklo
         )
     except ModelError as error:
         raise ConfigError(
-            f'plan = "{AUTOMATIC}" was given for {config.model}, whose work is not known: {error.given}',
+            f'plan = "{AUTOMATIC}" was given, and {config.model} could not be traced: {error.given}',
             possible=f"a model that can be traced: {error.possible}",
             change="choose a Plan, such as dp=2,shard=zero1",
         ) from error

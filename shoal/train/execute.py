@@ -64,7 +64,7 @@ def choose_device(config: TrainConfig, local_rank: int) -> torch.device:
     if local_rank >= gpus:
         raise ConfigError(
             f"device={config.device} was given, and local rank {local_rank} finds {gpus} GPUs on this host",
-            possible="one rank for each GPU that it sees, or device=cpu",
+            possible="one rank for each GPU of the host, or device=cpu",
             change=f"start {gpus} ranks on this host, or set device=cpu" if gpus else "leave out device=cuda",
         )
     return torch.device("cuda", local_rank)
@@ -110,7 +110,7 @@ class _Execution:
         self._world = world
         self._coordinator = coordinator
         self._is_first = world.rank == 0
-        self._is_savable = False  # as far as is known: an optimizer has no state before its first step
+        self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
         corpus = self._prepare_data()
@@ -165,7 +165,7 @@ class _Execution:
                 self._live.say("")
                 with contextlib.suppress(
                     OSError
-                ):  # all is saved: a reader that is gone loses the summary only
+                ):  # all is saved: if the reader of the output is gone, only the summary is lost
                     print(summary(self._run), flush=True)
             return 0
         finally:
@@ -198,7 +198,7 @@ class _Execution:
             try:
                 self._save()
             except CheckpointError as error:
-                self._say(f"warning: no checkpoint of step {step}, training goes on: {error}")
+                self._say(f"warning: step {step} was not saved, training goes on: {error}")
 
     def _save(self) -> Path:
         path = self._trainer.save(self._run.checkpoints, {"data": self._data})
@@ -231,7 +231,7 @@ class _Execution:
         else:
             verify(path, self._coordinator)
         if path is None:
-            self._say("there is no sound checkpoint to go on from: training begins anew")
+            self._say("there is no sound checkpoint: training starts from the beginning")
         else:
             self._require_same_data(path)
             self._load(path)
@@ -250,7 +250,7 @@ class _Execution:
             raise ModelError(
                 f"the model does not fit the state that is resumed: {error}",
                 possible="the model and model_options of the run that saved it",
-                change="leave the model as it was, or start a new run",
+                change="give the model of that run, or start a new run",
             ) from error
 
     def _require_same_data(self, path: Path) -> None:
@@ -258,9 +258,9 @@ class _Execution:
         for name, value in self._data.items():
             if saved[name] != value:
                 raise DataError(
-                    f"the run to be resumed has {name}={saved[name]} for its data, and now it is {value}",
+                    f"the run to resume has {name}={saved[name]} for its data, and now {name}={value}",
                     possible="the same data, sequence and seed, so that no sample is skipped or repeated",
-                    change="give the data as it was, or start a new run",
+                    change="give the data of that run, or start a new run",
                 )
 
     def _tell(self, result: StepResult) -> None:
@@ -287,7 +287,7 @@ class _Execution:
             prepare(self._config.data)
         self._meet()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # told once, before
+            warnings.simplefilter("ignore")  # the first call has given them already
             return prepare(self._config.data)
 
     def _open_recorder(self) -> Recorder:
@@ -323,7 +323,7 @@ def _since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) ->
 def _passed_over_text(passed_over: Sequence[PassedOver]) -> str:
     """Return the Plans that plan = "auto" passed over, each reason once."""
     first = {each.reason: each for each in reversed(passed_over)}
-    lines = [f"\npassed over, though predicted to be quicker: {each}" for each in reversed(first.values())]
+    lines = [f"\nnot used, though predicted to be faster: {each}" for each in reversed(first.values())]
     if len(passed_over) > len(first):
         lines.append(f"\n{len(passed_over) - len(first)} others for the same reasons; run.json has all")
     return "".join(lines)

@@ -91,7 +91,7 @@ def choose_ranks(config: TrainConfig, asked: int | None) -> int:
             raise ConfigError(
                 f"--nproc {asked} is not a number of ranks",
                 possible="1 or more",
-                change="leave it out for as many ranks as this machine has cores",
+                change="leave it out to start one rank for each core",
             )
         return asked
     settings = {} if config.plan == AUTOMATIC else parse_settings(config.plan)
@@ -199,9 +199,9 @@ def choose_path(directory: Path | None, resume: Resume | None, config: TrainConf
     path = directory if directory is not None else default_path("runs", Path(config.model).name)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise RunError(
-            f"{path} exists already, and a run is never written over",
+            f"{path} exists already, and a run is never overwritten",
             possible="a path that does not exist yet, or an empty directory",
-            change=f"give another --run, or go on with what is there: --resume {path}",
+            change=f"give another --run, or resume the run that is there: --resume {path}",
         )
     return path
 
@@ -219,7 +219,7 @@ def nothing_left_to_do(job: Job) -> str:
     made, asked = step_of(last), job.config.steps
     return (
         f"{job.path} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing was "
-        f"started. To train on: shoal train --resume {job.path} --set steps=N, with N above {made}"
+        f"started. To train longer: shoal train --resume {job.path} --set steps=N, with N above {made}"
     )
 
 
@@ -234,8 +234,8 @@ def _require_steps_to_make(job: Job) -> None:
     if job.resume is not None and not job.goes_on and (found := _saved_at_the_end(job, job.resume)):
         made = step_of(found[0])
         raise ConfigError(
-            f"{found[0]} has made {made} steps, and steps={job.config.steps} leaves none to make",
-            possible="steps counts from the beginning, those of the checkpoint included",
+            f"{found[0]} has made {made} steps, and steps={job.config.steps} leaves no step to make",
+            possible="steps counts from the beginning, and includes the steps of the checkpoint",
             change=f"set steps to more than {made}, or begin from an earlier checkpoint",
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 __all__ = ["guess_key"]
 
-# Under which names other trainers (transformers, torchtitan, Megatron, nanoGPT) have the same thing.
+# Names that other trainers (transformers, torchtitan, Megatron, nanoGPT) use for the same setting.
 _ALSO_KNOWN_AS = {
     "batch": ("batch_size", "global_batch_size", "train_batch_size"),
     "sequence": ("seq", "seq_len", "seq_length", "sequence_length", "max_length", "block_size", "context"),

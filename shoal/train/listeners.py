@@ -77,7 +77,7 @@ class Listeners:
         """
         if self.record is None:
             raise ConfigError(
-                "save() was called without a directory, of a Trainer without a Run",
+                "save() of a Trainer without a Run was called without a directory",
                 possible="a directory of checkpoints, or a Trainer with run=",
                 change="give save() a directory",
             )

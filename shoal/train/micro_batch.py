@@ -101,7 +101,8 @@ class MicroBatch:
         if not isinstance(loss, torch.Tensor):
             raise ModelError(
                 f"the model gave a {type(output).__name__} without a loss",
-                possible="a batch with `labels` of a model that computes its loss, or a loss of the output",
+                possible="a batch with `labels`, for a model that computes its loss from them, or a loss "
+                "function of the output",
                 change="put labels into the batch, or give loss= to the Trainer",
             )
         return loss
@@ -190,8 +191,8 @@ class Reader:
                 f"{self._name} cannot be called with what the batch holds ({', '.join(named) or by_place}): "
                 f"{error}",
                 possible=f"{self._name}.forward{self._takes}",
-                change="give batches with these inputs: pairs of inputs and targets, or mappings by names "
-                "of the forward; a collate function of shoal.data.MapSamples makes them",
+                change="give batches with these inputs: pairs of inputs and targets, or mappings from "
+                "argument names of the forward; a collate function of shoal.data.MapSamples can make them",
             ) from None
 
     def _one_input(
@@ -202,10 +203,10 @@ class Reader:
         if len(given) == 1 and loss is not None:
             return (given[0],), {}
         if loss is None:
-            problem = f"{self._name} has no loss beside it, and the stages of a pipeline do not get labels"
+            problem = f"{self._name} was given without a loss, and the stages of a pipeline do not get labels"
         else:
             names = ", ".join(named) or "by place"
-            problem = f"{self._name} gets {len(given)} inputs ({names}), and a pipeline gives its stages one"
+            problem = f"{self._name} gets {len(given)} inputs ({names}), and the stages of a pipeline get one"
         raise PlanError(
             problem,
             possible="batches of one input and its targets, such as input_ids and labels of a causal model, "

@@ -53,7 +53,7 @@ class Skips:
         several = f"; it is the last of {count} such steps in a row" if count > 1 else ""
         raise TrainingError(
             f"step {step} has {reason}{several}, and optimizer.skip allows {self.limit or 'none'}. "
-            "The weights are those of the step before"
+            "The weights are those from before this step"
         )
 
 
@@ -107,7 +107,7 @@ def _sentence(loss: float, norm: float, samples: list[int], graded: list[str], w
     parts = []
     if not math.isfinite(loss):
         where = f" at {_counted('sample', [str(each) for each in samples])} of the data" if samples else ""
-        nothing = "" if samples or graded else ", since no target of the batch counts"
+        nothing = "" if samples or graded else ", because no target of the batch counts"
         parts.append(f"a loss of {loss}{where}{nothing}")
     if graded:
         ends = f"{graded[0]!r}" if len(graded) == 1 else f"{graded[0]!r} first and {graded[-1]!r} last"
@@ -116,7 +116,7 @@ def _sentence(loss: float, norm: float, samples: list[int], graded: list[str], w
     elif not math.isfinite(norm):
         parts.append(f"a gradient whose norm is {norm}, though each element is finite")
     if weighed:
-        parts.append(f"a weight that is not finite itself, {weighed[0]!r}, which no skipped step mends")
+        parts.append(f"a weight that is not finite, {weighed[0]!r}, which skipped steps cannot repair")
     return "; ".join(parts)
 
 

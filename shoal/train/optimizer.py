@@ -75,8 +75,8 @@ def build_optimizer(
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"{called} gave a {type(optimizer).__name__}, which is no torch.optim.Optimizer",
-            possible="a class or a function that gives an optimizer",
+            f"{called} gave a {type(optimizer).__name__}, which is not a torch.optim.Optimizer",
+            possible="a class or a function that returns an optimizer",
             change="return the optimizer from it",
         )
     return optimizer

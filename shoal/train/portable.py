@@ -99,7 +99,7 @@ def load(
     found = attempt_together(coordinator, f"cannot load {path}", lambda: resolve(Path(path)))[0]
     checkpoint = newest_verified(found, coordinator, lambda text: warnings.warn(text, stacklevel=3))
     if checkpoint is None:
-        raise CheckpointError(f"{path} has no checkpoint that is sound")
+        raise CheckpointError(f"{path} has no sound checkpoint")
     saved = read_manifest(checkpoint).state
     attempt_together(
         coordinator, f"cannot load {checkpoint}", lambda: _require_fit(checkpoint, saved, optimizer)
@@ -202,7 +202,8 @@ def _require_fit(checkpoint: Path, state: Mapping[str, Any], optimizer: torch.op
     if optimizer is not None and len(state["settings"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"{checkpoint} has the settings of {len(state['settings'])} groups of parameters, and the "
-            f"optimizer has {len(optimizer.param_groups)}: make it with as many, or load without it"
+            f"optimizer has {len(optimizer.param_groups)}: make it with the same number of groups, or load "
+            "without it"
         )
 
 
@@ -212,8 +213,8 @@ def _require_same(
     kept = f"the optimizer {state['optimizer']}" if "optimizer" in state else "no optimizer"
     if optimizer is not None and state.get("optimizer") != title_of(optimizer):
         raise CheckpointError(
-            f"{checkpoint} has the state of {kept}, and this one is "
-            f"{title_of(optimizer)}: go on with the same optimizer, or begin from the weights"
+            f"{checkpoint} has the state of {kept}, and the optimizer is now {title_of(optimizer)}: use the "
+            "same optimizer, or load only the weights"
         )
 
 

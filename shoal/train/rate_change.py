@@ -11,7 +11,7 @@ from shoal.train.learning_rate import learning_rate, scaled_peak
 __all__ = ["describe_rate_change", "rate_change_of"]
 
 _COURSE = ("learning_rate", "schedule", "warmup", "decay", "final", "scaling", "reference_batch")
-_JUMP = 1.1  # a larger ratio of two rates is no detail of the course
+_JUMP = 1.1  # a larger ratio of two rates is a jump
 
 
 def rate_change_of(run: Run, now: TrainConfig, made: int) -> str:
@@ -42,7 +42,7 @@ def describe_rate_change(before: TrainConfig, now: TrainConfig, made: int, last:
         return ""
     following = _rate(now, made)
     text = (
-        f"the learning rate was {last:.3g} at step {made}, the last that was made, and is {following:.3g} at "
+        f"the learning rate was {last:.3g} at step {made}, the last step made, and is {following:.3g} at "
         f"step {made + 1}"
     )
     if changes:

@@ -37,7 +37,7 @@ def load_model(path: Path, say: Callable[[str], object]) -> tuple[nn.Module, Tra
     alone = SingleProcess()
     checkpoint = newest_verified(resolve(path), alone, say)
     if checkpoint is None:
-        raise CheckpointError(f"{path} has no checkpoint that is sound")
+        raise CheckpointError(f"{path} has no sound checkpoint")
     model = build_model(config, "cpu")
     trained = [
         Piece.whole(f"model/{name}", parameter.detach())

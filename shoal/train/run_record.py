@@ -103,7 +103,7 @@ class RunRecord:
         """
         if self._goes_on:
             raise RunError(
-                f"{self.run.path} holds a run, and a new one would be written over it",
+                f"{self.run.path} holds a run, and a new run would overwrite it",
                 possible="a new directory, or the run's own Trainer with one of its checkpoints loaded",
                 change="give another run=, or load one of its checkpoints before the first step",
             )

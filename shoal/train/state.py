@@ -210,8 +210,8 @@ def _pieces_of_state(owned: Owned, state: Mapping[str, Any]) -> Iterator[Piece]:
             if value.dim() and not _is_whole(owned):
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} of shape {list(value.shape)} for a part of {owned.name}, "
-                    "which says nothing of the other parts: such an optimizer needs a Plan with shard=none, "
-                    "or optimizer.whole=true (shoal.parallel.WholeParameters)"
+                    "which does not describe the other parts: use a Plan with shard=none, or "
+                    "optimizer.whole=true (shoal.parallel.WholeParameters)"
                 )
             if owned.is_first:
                 yield Piece.whole(f"{_TENSOR}/{key}/{owned.name}", local_part(value).detach().contiguous())
@@ -222,7 +222,7 @@ def _pieces_of_state(owned: Owned, state: Mapping[str, Any]) -> Iterator[Piece]:
         elif value is not None:
             raise CheckpointError(
                 f"the optimizer keeps a {type(value).__name__} as {key!r} of {owned.name}, and a checkpoint "
-                "holds tensors and numbers"
+                "holds only tensors and numbers"
             )
 
 

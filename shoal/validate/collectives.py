@@ -96,7 +96,9 @@ def _measured(row: Row) -> MeasuredCollective | None:
     if not (row["nodes"] and row["ranks"] and row["time_us"] and row["size_bytes"] >= LEAST_BYTES):
         return None
     if row["ranks"] % row["nodes"]:
-        row.refuse(f"has {row['ranks']} ranks on {row['nodes']} nodes", possible="as many on every node")
+        row.refuse(
+            f"has {row['ranks']} ranks on {row['nodes']} nodes", possible="the same number on every node"
+        )
     return MeasuredCollective(
         row.line,
         ",".join(f"{name}={value}" for name, value in row.values.items() if name != "time_us"),

@@ -48,7 +48,7 @@ def _computing(device: Device, products: str, line: int) -> Device:
     """Return the device with the rates of this type of products in place of the Plan's precision."""
     if products not in device.peak:
         raise ClusterError(
-            f"line {line}: {device.name} has no known rate of products in {products}",
+            f"line {line}: {device.name} has no known FLOP rate in {products}",
             possible=", ".join(device.peak),
             change="correct the device or the precision",
         )

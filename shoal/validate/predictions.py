@@ -134,7 +134,7 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
     if row.seconds is not None:
         yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
     if row.memory is not None:
-        allocated = memories.fullest(plan, row.batch).allocated  # an allocator knows of no contexts
+        allocated = memories.fullest(plan, row.batch).allocated  # an allocator does not count contexts
         yield compared(quantity="memory", measured=row.memory, predicted=allocated)
 
 

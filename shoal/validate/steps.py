@@ -173,7 +173,7 @@ def _network(row: Row) -> float | None:
     if gigabits == 0 and row["num_devices"] > (row["devices_per_node"] or row["num_devices"]):
         row.refuse(
             f"has {row['num_devices']} devices, {row['devices_per_node']} in a node, and a network of 0",
-            possible="network_gbps_per_node above 0, or blank for the usual one",
+            possible="network_gbps_per_node above 0, or an empty cell for the default",
         )
     return gigabits * 1e9 / 8 if gigabits else None
 

@@ -27,7 +27,7 @@ def shape(name: str) -> ModelShape:
         raise ModelError(
             f"there is no model {name!r}{nearest(name, shape_names())}",
             possible=", ".join(shape_names()),
-            change="name one of these",
+            change="give one of these",
         )
     return _published_shape(name, published)
 
@@ -76,7 +76,7 @@ def _published_shape(name: str, table: Mapping[str, dict[str, Any]]) -> ModelSha
 
 @cache
 def _own() -> dict[str, dict[str, Any]]:
-    # Read as a file: importing the package that it lies in would import torch.
+    # Read as a file: an import of its package would import torch.
     return tomllib.loads(files("shoal").joinpath("models", "presets.toml").read_text("utf-8"))
 
 

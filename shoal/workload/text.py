@@ -51,7 +51,7 @@ def from_json(text: str) -> Workload:
         return Workload(embedding=embedding, layers=tuple(layers), end=end, **read)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(
-            f"the text is no Workload: {type(error).__name__}: {error}",
+            f"the text is not a Workload: {type(error).__name__}: {error}",
             possible=f"a text that to_json of this version wrote, format {_FORMAT}",
             change="trace the model again",
         ) from None

@@ -62,9 +62,9 @@ def test_what_is_not_a_size_is_refused(text, told):
     ("changed", "told"),
     [
         ({"collectives": ("allreduce",)}, "did you mean 'all_reduce'"),
-        ({"collectives": ()}, "--collective names nothing"),
+        ({"collectives": ()}, "--collective is empty"),
         ({"backends": ("glo",)}, "did you mean 'gloo'"),
-        ({"backends": ()}, "--backend names nothing"),
+        ({"backends": ()}, "--backend is empty"),
         ({"dtype": "float23"}, "did you mean 'float32'"),
         ({"op": "summ"}, "did you mean 'sum'"),
         ({"op": "avg", "dtype": "int32"}, "--op avg"),

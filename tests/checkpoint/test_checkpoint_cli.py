@@ -69,7 +69,7 @@ def test_verify_names_a_flipped_byte_which_ls_does_not_look_for(
     capsys.readouterr()
     assert shoal("verify", str(run_directory)) == 1
     out = capsys.readouterr().out
-    assert f"corrupt: {path / SHARD} is not what was written" in out
+    assert f"corrupt: {path / SHARD} was changed after it was written" in out
     verdict = "CORRUPT: 1 of 2 checkpoints, step 100; the newest sound one is that of step 200"
     assert out.splitlines()[-1] == verdict
     assert shoal("verify", str(run_directory / "checkpoints" / "step-00000200")) == 0

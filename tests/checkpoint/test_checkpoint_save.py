@@ -217,7 +217,7 @@ def test_a_directory_that_only_rank_zero_sees_is_named_as_such(tmp_path: Path) -
         2, lambda ranks: save(tmp_path / str(ranks.rank), 1, share(OLD, ranks.rank, 2), {}, ranks)
     )
     assert all(
-        "rank 1" in str(error) and "all ranks must see one file system" in str(error) for error in errors
+        "rank 1" in str(error) and "all ranks must see the same file system" in str(error) for error in errors
     )
 
 

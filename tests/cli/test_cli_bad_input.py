@@ -130,9 +130,9 @@ def setting(text):
         (("train", "--plan", "pp=2,schedule=interleaved,microbatch=4", "--nproc", "2"), "microbatch is 1, 2"),
         (
             ("train", "--plan", "pp=2,schedule=interleaved", "--nproc", "2", "--set", "batch=3"),
-            "3 micro-batches on 2 ranks, which a batch of 3 gives",
+            "3 micro-batches on 2 ranks: a batch of 3 gives this number",
         ),
-        (("train", "--plan", "pp=2,split=2-1", "--nproc", "2"), "is of 3 blocks, and the model has 2"),
+        (("train", "--plan", "pp=2,split=2-1", "--nproc", "2"), "has 3 blocks, and the model has 2"),
         (("train", "--plan", "pp=2,split=2", "--nproc", "2"), "how many blocks each of 2 stages has"),
         (
             ("train", "--plan", "tp=3", "--nproc", "3"),
@@ -140,7 +140,7 @@ def setting(text):
         ),
         (("train", "--plan", "cp=2", "--nproc", "2", "--set", "sequence=30"), "cannot be cut for cp=2"),
         (("train", "--plan", "tp=2", "--nproc", "2", "--set", "sequence=31"), "does not divide over tp=2"),
-        (("train", "--plan", "dp=2,ep=2", "--nproc", "2"), "has no experts to lay over 2 ranks"),
+        (("train", "--plan", "dp=2,ep=2", "--nproc", "2"), "has no experts to divide over 2 ranks"),
         (("train", "--plan", "exchange=naive,shard=zero1"), "exchange=naive"),
         (("train", "--nproc", "0"), "--nproc 0"),
         (("train", "--nproc", "-2"), "--nproc -2"),

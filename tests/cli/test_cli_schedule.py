@@ -295,7 +295,7 @@ def test_work_that_takes_no_time_is_shown_too(capsys, tmp_path):
         (("--name", "search", *SMALL, "--model", "tiny"), "4 blocks cannot be cut into 8 stages"),
         ((*SMALL, "--memory", "8GiB"), "--memory was given without --model"),
         ((*SMALL, "--model", "tiny", "--memory", "8GB"), "--memory 8GB cannot be read"),
-        ((*SMALL, "--model", "tiny", "--memory", "1MiB"), "ranks keep within 1MiB"),
+        ((*SMALL, "--model", "tiny", "--memory", "1MiB"), "keeps every rank within 1MiB"),
         (("--name", "1f1b", *SMALL, "--measure"), "--measure was given without --model"),
         ((*SMALL, "--model", "tiny", "--times", "1,1,1"), "--times was given with --model"),
         ((*SMALL, "--model", "tiny", "--recompute", "full"), "without --measure"),

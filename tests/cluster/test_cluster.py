@@ -70,9 +70,9 @@ def test_a_cluster_refuses_figures_that_cannot_be(fields, named):
 def test_a_cluster_has_levels_that_are_made_of_whole_groups_of_the_one_within():
     with pytest.raises(ClusterError, match="no levels"):
         Cluster(name="c", device=Device(**DEVICE), levels=())
-    with pytest.raises(ClusterError, match="joins 12 devices, and the one within it 8"):
+    with pytest.raises(ClusterError, match="joins 12 devices, and the level inside it joins 8"):
         cluster(INSIDE, Level(name="pod", devices=12, bandwidth=50e9))
-    with pytest.raises(ClusterError, match="joins 8 devices, and the one within it 64"):
+    with pytest.raises(ClusterError, match="joins 8 devices, and the level inside it joins 64"):
         cluster(POD, INSIDE)
 
 

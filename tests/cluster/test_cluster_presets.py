@@ -69,9 +69,9 @@ def test_a_preset_is_written_with_its_devices_after_a_colon(given, name):
     [
         ("dgx-h10", "did you mean 'dgx-h100'"),
         ("dgx-h10:64", "did you mean 'dgx-h100'"),
-        ("dgx-h100:many", "'many' for a number"),
-        ("dgx-h100:", "'' for a number"),
-        ("dgx-h100:12", "not whole groups of the 8"),
+        ("dgx-h100:many", "'many' as its number"),
+        ("dgx-h100:", "'' as its number"),
+        ("dgx-h100:12", "not a multiple of the 8"),
         ("dgx-h100:0", "devices=0"),
         ("laptop:0", "devices=0"),
     ],
@@ -180,7 +180,7 @@ def test_published_machines_are_assembled_from_what_is_said_of_them():
 
 def test_a_device_of_no_known_node_is_refused(monkeypatch):
     monkeypatch.setattr("shoal.cluster.cluster.PRESETS", ("laptop",))
-    with pytest.raises(ClusterError, match="of no known node"):
+    with pytest.raises(ClusterError, match="no known node"):
         Cluster.assemble("MI250X", 8, 8, None)
 
 

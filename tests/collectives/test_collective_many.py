@@ -108,4 +108,4 @@ def test_ranks_that_may_not_share_memory_communicate_over_tcp_and_say_so_once() 
         (first, hosts, said), (second, _, other) = ranks.hear(patience=PATIENCE)
         assert (first, second, hosts) == (3.0, 3.0, 2)
         assert len(said) + len(other) == 1
-        assert "may not map the memory of other processes" in (said + other)[0]
+        assert "cannot map the memory of other processes" in (said + other)[0]

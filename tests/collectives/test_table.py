@@ -179,7 +179,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_what_a_table_lacks_is_named():
     table = Table({("all_reduce", "ring", "network"): AlphaBeta(1e-6, 1e-9)})
-    with pytest.raises(ConfigError, match="none for broadcast on network"):
+    with pytest.raises(ConfigError, match="no algorithm for broadcast on network"):
         table.choose("broadcast", "network", 2, 2, 100)
     with pytest.raises(ConfigError, match="no alpha and beta for two-shot") as raised:
         table.predict("two-shot", Call("all_reduce", "network", 2, 2), 100)

@@ -266,7 +266,7 @@ def test_a_file_that_is_not_npy_is_refused(tmp_path: Path, configure: Configure)
 
 def test_a_bin_file_of_another_type_is_refused(tmp_path: Path, configure: Configure) -> None:
     (tmp_path / "ids.bin").write_bytes(b"12345")
-    with pytest.raises(DataError, match=r"5 bytes long, which is no whole number of uint16"):
+    with pytest.raises(DataError, match=r"5 bytes long, which is not a whole number of uint16"):
         prepare(configure(tmp_path / "ids.bin"))
 
 

@@ -281,7 +281,7 @@ def test_no_rank_makes_a_tensor_of_the_whole_sequence_or_of_all_scores(ranks, at
 
 def test_a_model_without_the_attention_is_refused():
     other = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ModelError, match="Sequential has no attention that reaches over ranks"):
+    with pytest.raises(ModelError, match="Sequential has no attention that works across ranks"):
         context_parallel(other, axis_of(2), "ring")
     context_parallel(other, axis_of(1), "ring")
 

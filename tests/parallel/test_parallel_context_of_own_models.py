@@ -100,7 +100,7 @@ def refused():
 
 def test_attention_that_is_not_declared_is_refused_with_what_to_write(ranks):
     text = ranks.run(refused, 2)[0]
-    assert "Undeclared has no attention that reaches over ranks" in text
+    assert "Undeclared has no attention that works across ranks" in text
     assert "self.attend = causal_attention" in text
 
 

@@ -56,7 +56,7 @@ def test_other_positions_scales_and_layers_are_the_same(ranks, alone, kind, chan
         ("mistral", {"sliding_window": SEQ - 1}, "a window of 15 tokens(.|\n)*use sequence=15"),
         ("llama", {"attention_dropout": 0.1}, "a dropout of 0.1"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
-        ("gemma2", {}, "caps attention's scores"),
+        ("gemma2", {}, "caps the attention scores"),
         ("bloom", {}, "AttentionInterface"),
         ("llama4_text", {"pad_token_id": 0}, "layers of chunked_attention"),
     ],
@@ -71,7 +71,7 @@ def test_what_attention_over_ranks_does_not_know_is_refused_before_the_start(kin
 def test_too_few_heads_for_ulysses_are_refused():
     model = build("llama", {})
     require_layout(model, Plan.parse("cp=2,tp=2,context=ulysses"), SEQ)
-    with pytest.raises(PlanError, match="a rank has 2 query heads"):
+    with pytest.raises(PlanError, match="a rank has only 2 query heads"):
         require_layout(model, Plan.parse("cp=4,tp=2,context=ulysses"), SEQ)
 
 
@@ -88,8 +88,8 @@ def refused(kind, changes, given):
         ("llama", {}, {"attention_mask": torch.ones(1, SEQ // 2)}, "attention_mask was given"),
         ("llama", {}, {"position_ids": torch.arange(SEQ // 2)[None]}, "position_ids was given"),
         ("mistral", {"sliding_window": 4}, {}, "a window of 4 tokens"),
-        ("gpt_oss", {"pad_token_id": 0, "layer_types": ["full_attention"] * 2}, {}, "told s_aux"),
-        ("deepseek_v3", {}, {}, "values of another width"),
+        ("gpt_oss", {"pad_token_id": 0, "layer_types": ["full_attention"] * 2}, {}, "gets s_aux"),
+        ("deepseek_v3", {}, {}, "values and keys of different widths"),
     ],
 )
 def test_what_only_a_forward_shows_is_refused_there(ranks, kind, changes, given, message):

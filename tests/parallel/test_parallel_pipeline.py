@@ -288,7 +288,7 @@ def refused(text, **changes):
     ("plan", "message"),
     [
         ("pp=8", "4 blocks cannot be cut into 8 stages"),
-        ("pp=2,split=1-1", "is of 2 blocks, and the model has 4"),
+        ("pp=2,split=1-1", "has 2 blocks, and the model has 4"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(plan, message):

@@ -152,7 +152,7 @@ def test_a_batch_that_holds_more_needs_more_room():
     for schedule in ("gpipe", "1f1b"):
         for samples in (8, 64):
             plan = Plan(pp=2, schedule=schedule, microbatch=1)
-            with pytest.raises(PlanError, match="keep within") as caught:
+            with pytest.raises(PlanError, match="keeps every rank within") as caught:
                 cut_pieces(model, plan, room=Room(0, Batch(samples, SEQ), {}))
             room[schedule, samples] = caught.value.possible
     assert room["gpipe", 8] != room["gpipe", 64]
@@ -172,7 +172,7 @@ def split_within(limit):
 def test_ranks_are_laid_out_within_what_they_have_or_all_refuse(ranks):
     free, tight, short = (ranks.run(split_within, 2, limit) for limit in (float("inf"), 700 * KIB, 8 * KIB))
     assert free != tight
-    assert short == ["no split over 2 stages was found whose ranks keep within 8KiB"] * 2
+    assert short == ["no split over 2 stages was found that keeps every rank within 8KiB"] * 2
 
 
 # What there is

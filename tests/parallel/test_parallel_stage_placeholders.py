@@ -82,7 +82,10 @@ class Fickle(Tuples):
 
 @pytest.mark.parametrize(
     ("build", "message"),
-    [(Named, "inner.layers.0 gives a dict"), (Fickle, "gave a tuple of 2 at first, and now a tuple of 4")],
+    [
+        (Named, "inner.layers.0 returns a dict"),
+        (Fickle, "a tuple of 2 at first and returns a tuple of 4 now"),
+    ],
 )
 def test_what_no_gap_could_give_is_refused(build, message):
     (stage,) = take_stages(build(), TUPLES, {0: range(2)})
@@ -108,5 +111,5 @@ class Returning(Tuples):
 def test_a_part_that_the_forward_comes_to_again_on_another_stage_is_refused():
     layout = StageLayout(("words", "norm"), "inner.layers", ("out",))
     stages, _ = cut(Returning, ONE_EACH, (2, 1, 2, 2), layout)
-    with pytest.raises(ModelError, match="the forward reaches piece 0 of a model after others that"):
+    with pytest.raises(ModelError, match="the forward reaches piece 0 of a model after pieces that"):
         train_stages(stages)

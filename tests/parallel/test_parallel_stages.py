@@ -228,7 +228,7 @@ def with_unused_norm():
     ("layout", "index", "message"),
     [
         (StageLayout(("out",), "inner.layers", ("words", "places", "norm")), 0, "piece 6 .* got no hidden"),
-        (StageLayout(("words", "places"), "inner.layers", ("norm", "out")), 3, "not come to all of stage 3"),
+        (StageLayout(("words", "places"), "inner.layers", ("norm", "out")), 3, "not reach all of stage 3"),
     ],
 )
 def test_a_layout_that_the_forward_does_not_follow_is_noticed(layout, index, message):
@@ -241,16 +241,16 @@ def test_a_layout_that_the_forward_does_not_follow_is_noticed(layout, index, mes
 def test_a_model_that_is_not_known_is_refused_with_what_is_possible():
     with pytest.raises(ModelError, match="nothing says how Linear"):
         stages_of(nn.Linear(2, 2))
-    with pytest.raises(ModelError, match="does not say its stages"):
+    with pytest.raises(ModelError, match="does not define its stages"):
         stages_of(hugging_face("opt", ffn_dim=48, word_embed_proj_dim=32))
 
 
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ({0: range(7)}, "none of a model of 6 pieces"),
-        ({0: range(3), 1: range(2, 4)}, "or are taken"),
-        ({0: range(0)}, "none of a model"),
+        ({0: range(7)}, "not in a model of 6 pieces"),
+        ({0: range(3), 1: range(2, 4)}, "another stage has them"),
+        ({0: range(0)}, "not in a model"),
     ],
 )
 def test_ranges_that_are_none_are_refused(ranges, message):

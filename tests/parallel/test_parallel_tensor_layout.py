@@ -122,10 +122,10 @@ def without_vocabulary(pattern, split):
 @pytest.mark.parametrize(
     ("model", "split", "parts"),
     [
-        (Fused(by_part=False), Split({"mixed": HEADS}, {"output": HEADS}), "gives 4 parts of 9"),
-        (Fused(by_part=False), Split({"mixed": 3 * HEADS}, {"output": HEADS}), "gives 12 parts of 3"),
-        (Doubled(), Split({"up": 16}, {"down": 16}), "gives 16 parts of 2"),
-        (Doubled(), Split({"up": 32}, {"down": 16}), "gives 32 parts of 1"),
+        (Fused(by_part=False), Split({"mixed": HEADS}, {"output": HEADS}), "has 4 parts of 9"),
+        (Fused(by_part=False), Split({"mixed": 3 * HEADS}, {"output": HEADS}), "has 12 parts of 3"),
+        (Doubled(), Split({"up": 16}, {"down": 16}), "has 16 parts of 2"),
+        (Doubled(), Split({"up": 32}, {"down": 16}), "has 32 parts of 1"),
     ],
 )
 def test_a_fused_layer_that_would_be_cut_across_is_refused(model, split, parts):

@@ -171,12 +171,12 @@ def test_what_cannot_be_right_is_refused_by_name(ranks):
     for blocks in ranks.run(refusals, 2, "tp=2", KINDS):
         assert all("and a rank has a block of " in text for text in blocks)
     for (text,) in ranks.run(refusals, 2, "tp=2", ["whole"]):
-        assert "of which a rank has a block under the Plan dp=1,tp=2" in text
+        assert "under the Plan dp=1,tp=2 a rank has only a block of" in text
 
 
 def test_a_parameter_of_another_model_is_refused():
     parallel = parallelize(made(), "dp=1")
-    with pytest.raises(LayoutError, match="that is not the model's"):
+    with pytest.raises(LayoutError, match="that the model does not have"):
         WholeParameters(parallel, made().parameters(), torch.optim.Adafactor)
     optimizer = WholeParameters(parallel, parallel.parameters(), torch.optim.Adafactor)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})

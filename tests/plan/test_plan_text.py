@@ -68,7 +68,7 @@ def test_settings_left_out_have_their_defaults():
         ("dp=4,replicate=3,shard=zero1", "1, 2, 4"),
         ("dp=2,shard=zero1,exchange=naive", "naive"),
         ("dp=2,ep=3", "ep=3"),
-        ("dp=4,shard=zero3,replicate=4,ep=2", "the 1 ranks that shard=zero3 cuts a state over"),
+        ("dp=4,shard=zero3,replicate=4,ep=2", "the 1 ranks over which shard=zero3 shards a state"),
         ("pp=2,activations=4", "write schedule=search"),
         ("pp=2,schedule=search,activations=0", "activations=0"),
         ("pp=2,schedule=search,virtual=2,activations=1", "2 or more"),

@@ -149,7 +149,7 @@ def test_the_same_arguments_give_the_same_schedule():
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
-        ((4, 2, 8, 1), "holds at most 1 activations on a rank of 2 stages"),
+        ((4, 2, 8, 1), "at most 1 activations on a rank was asked for, and a rank has 2 stages"),
         ((4, 1, 8, 4), "times of 8 stages were given for a schedule of 4"),
         ((0, 2, 8, 4), "0 ranks"),
         ((4, 2, 0, 4), "0 micro-batches"),

@@ -160,12 +160,12 @@ def changed(schedule, rank, actions):
         (1, "1F0 1B0 1F1 1B1 1W1", "1 F, 1 B, 0 I, 1 W"),
         (1, "0F0 1B0 1F1 1B1", "has 0F0 on rank 1"),
         (1, "1F0 1B0 1F1 1B2", "has 1B2 on rank 1"),
-        (1, "1B0 1F0 1F1 1B1", "rank 1 waits at 1B0 for 1F0, which rank 1 has behind 1B0"),
-        (1, "1F0 1W0 1I0 1F1 1B1", "rank 1 waits at 1W0 for 1I0, which rank 1 has behind 1W0"),
+        (1, "1B0 1F0 1F1 1B1", "rank 1 waits at 1B0 for 1F0, which comes after 1B0 on rank 1"),
+        (1, "1F0 1W0 1I0 1F1 1B1", "rank 1 waits at 1W0 for 1I0, which comes after 1W0 on rank 1"),
         (
             0,
             "0F0 0B1 0F1 0B0",
-            "rank 0 waits at 0B1 for 1B1, which rank 1 has behind 1F1; rank 1 waits at 1F1",
+            "rank 0 waits at 0B1 for 1B1, which comes after 1F1 on rank 1; rank 1 waits at 1F1",
         ),
     ],
 )

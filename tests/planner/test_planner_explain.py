@@ -103,7 +103,7 @@ def test_an_unknown_objective_is_refused():
 def test_what_fits_nowhere_says_what_would():
     with pytest.raises(PlanError, match="does not fit 16 devices") as raised:
         choose(workload_of(shape("gpt3-175b")), CLUSTER, 64)
-    assert "such devices or more" in raised.value.possible
+    assert "of these devices or more" in raised.value.possible
 
 
 def test_half_and_twice_of_each_size_cost_what_their_plans_cost(choice, explanation):

@@ -82,7 +82,7 @@ def test_a_logger_that_fails_is_reported_once_and_the_others_go_on(tmp_path: Pat
     for step in range(4):
         loggers.log(step, {"loss": 1.0})
     loggers.close()
-    assert reports == ["Failing failed and is left out from here on: server is gone"]
+    assert reports == ["Failing failed and is left out from now on: server is gone"]
     assert failing.calls == 2
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
 

@@ -29,14 +29,14 @@ def test_an_empty_directory_may_become_a_run(tmp_path: Path) -> None:
 
 def test_a_directory_that_holds_something_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
-    with pytest.raises(RunError, match="is there already"):
+    with pytest.raises(RunError, match="exists already"):
         Run.create(tmp_path, DESCRIPTION)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_a_run_is_not_made_over_a_file_or_under_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(RunError, match="is there already"):
+    with pytest.raises(RunError, match="exists already"):
         Run.create(tmp_path / "file", DESCRIPTION)
     with pytest.raises(RunError, match="cannot be made"):
         Run.create(tmp_path / "file" / "run", DESCRIPTION)

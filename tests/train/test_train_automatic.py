@@ -83,7 +83,7 @@ def test_a_larger_model_of_the_users_own_gets_another_plan():
 def test_a_model_that_cannot_be_traced_is_refused_with_what_to_do():
     with pytest.raises(ConfigError, match="raised") as caught:
         own(2, model_options={"branches": True}, device="cpu")
-    assert caught.value.given.startswith('plan = "auto" was given for ')
+    assert caught.value.given.startswith('plan = "auto" was given, and ')
     assert caught.value.change == "choose a Plan, such as dp=2,shard=zero1"
 
 

@@ -32,7 +32,7 @@ def test_the_report_explains_a_run_of_the_library_and_callbacks_hear_of_it(ranks
     assert Run.open(folder).metrics()[-1]["far"] > 0
 
     for message in ranks.run(go_on_with_it, 2, "dp=2,shard=zero3", folder):
-        assert "holds a run, and a new one would be written over it" in message
+        assert "holds a run, and a new run would overwrite it" in message
     found = report(folder, capsys)
     assert found["plan"] == "dp=2,shard=zero3,microbatch=4"
     assert (found["steps"], found["since_step"]) == (5, 5)
@@ -41,4 +41,4 @@ def test_the_report_explains_a_run_of_the_library_and_callbacks_hear_of_it(ranks
 def test_a_directory_that_holds_something_else_is_refused_on_every_rank(ranks, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     for message in ranks.run(refusal_of, 2, tmp_path):
-        assert "is there already, and a run does not write over what is there" in message
+        assert "exists already, and a run is never overwritten" in message

@@ -125,7 +125,7 @@ def test_what_cannot_be_is_refused_by_name(ranks, tmp_path):
     trainer.step()
     path = trainer.save(tmp_path, {})
     trainer.close()
-    with pytest.raises(Exception, match="the state of the optimizer SGD, and this one is AdamW"):
+    with pytest.raises(Exception, match="the state of the optimizer SGD, and the optimizer is now AdamW"):
         trainer_of("dp=1", None, {}).load(path)
 
 

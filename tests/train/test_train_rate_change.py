@@ -58,7 +58,7 @@ def test_a_constant_rate_that_goes_on_is_told_without_a_warning():
     )
     _, text = told("steps=1200", made=400, before=before)
     assert text == (
-        "the learning rate was 0.002 at step 400, the last that was made, and is 0.002 at step 401, "
+        "the learning rate was 0.002 at step 400, the last step made, and is 0.002 at step 401, "
         "since steps went from 600 to 1200"
     )
 

@@ -193,7 +193,7 @@ def test_a_new_run_that_would_begin_at_its_end_is_refused(train, tmp_path):
     train("--run", "run", *settings(steps=2))
     saved = checkpoints(tmp_path / "run" / "checkpoints")[0]
     _, _, err = train("--resume", str(saved), "--run", "other", code=2)
-    assert "leaves none to make" in err
+    assert "leaves no step to make" in err
     assert not (tmp_path / "other").exists()
 
 
@@ -231,7 +231,7 @@ def test_other_data_are_refused_and_leave_the_run_as_it_was(train, tmp_path, cha
     before = (tmp_path / "run" / "run.json").read_bytes()
     _, out, err = train("--resume", "run", *settings(steps=4, **change), code=2)
     assert out == ""
-    assert "the run to be resumed has" in err
+    assert "the run to resume has" in err
     assert "Traceback" not in err
     assert (tmp_path / "run" / "run.json").read_bytes() == before
     train("--resume", "run", *settings(steps=4))

@@ -50,7 +50,7 @@ def test_any_number_reads_back_exactly(elements, forward, part, keep, width):
     "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "blocks": [], "pieces": [0, 1]}']
 )
 def test_what_is_no_workload_is_refused(text):
-    with pytest.raises(ModelError, match="is no Workload"):
+    with pytest.raises(ModelError, match="is not a Workload"):
         from_json(text)
 
 

@@ -19,7 +19,7 @@ from shoal.collectives.options import Options
 
 __all__ = ["enter"]
 
-_TIMEOUT = timedelta(seconds=120)  # for one operation: gigabytes over a slow link
+_TIMEOUT = timedelta(seconds=120)  # for one operation: gigabytes may go over a slow link
 
 
 def enter(name: str, *, algorithms: Mapping[str, str], local_rank: int) -> Contestant:

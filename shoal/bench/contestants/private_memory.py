@@ -70,7 +70,7 @@ class PrivateMemory(Contestant):
                 return _nothing
             case "gather" if self._rank != 0:
                 return _nothing
-        # The other collectives write the whole output, and read as many bytes, all different.
+        # The other collectives write the whole output, and read the same number of bytes, each once.
         return partial(got.copy_, torch.zeros_like(got))
 
     def finish(self) -> None:

@@ -91,7 +91,7 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
     whole = _saved_bytes(block, layout, "none")
     stream = stream_bytes(workload, layout)
     if policy == "selective" and layout.tp == 1:
-        whole += stream  # the last product's result, which no later operation reads
+        whole += stream  # the result of the last product, which no later operation reads
     if block is workload.end and layout.tp > 1:
         tokens = layout.microbatch * workload.length / layout.cp
         extra = _OF_TOKEN * tokens + _logits(block, layout) - _logits(block, layout, _FP32)

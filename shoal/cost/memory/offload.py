@@ -103,7 +103,7 @@ class Offload:
         _require("to", to, PLACES)
         if what == "parameters" and not plan.sharding.cuts_weights:
             raise PlanError(
-                f"offload=parameters was given with shard={plan.shard}, where every rank has whole weights",
+                f"offload=parameters was given with shard={plan.shard}, where every rank keeps whole weights",
                 possible="offload=parameters with shard=zero3, or offload=optimizer",
                 change="add shard=zero3 to the Plan, or offload the optimizer alone",
             )
@@ -151,8 +151,8 @@ class _Rates:
         for name, value in needed.items():
             if not value:
                 raise ClusterError(
-                    f"{cluster.name} does not say {name}, which offloading needs",
-                    possible="bytes or bytes/s above 0, for devices that have memory of their own",
+                    f"{cluster.name} has no {name}, which offloading needs",
+                    possible="bytes or bytes/s above 0, for devices with their own memory",
                     change=f"write {name} into the cluster's .toml file, or choose another cluster",
                 )
         sharing = min(host.devices, cluster.devices_per_node)

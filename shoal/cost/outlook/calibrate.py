@@ -42,7 +42,7 @@ _LEAST_SHARE = 1e-3
 _MOST_JITTER = 0.99
 _HALVINGS = 40  # steps of the bisection for a factor
 _LIMIT = 1e3  # largest factor; the smallest is 1 / _LIMIT
-_STEADY = 0.05  # jitter that a factor applies to where the Cluster has none
+_STEADY = 0.05  # jitter for the factor if the Cluster has none
 
 
 @dataclass(frozen=True, slots=True)

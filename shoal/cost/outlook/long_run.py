@@ -117,4 +117,4 @@ def long_run(
 
 def _require(holds: bool, name: str, value: object, possible: str) -> None:
     if not holds:
-        raise ConfigError(f"{name}={value} cannot be", possible=possible, change=f"correct {name}")
+        raise ConfigError(f"{name}={value} is not allowed", possible=possible, change=f"correct {name}")

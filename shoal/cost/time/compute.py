@@ -39,7 +39,7 @@ __all__ = [
 _TILES = ((1.0, 1.0, 1.0), (0.5, 1.0, 0.95), (0.5, 0.5, 0.8), (0.25, 0.5, 0.6))
 """Sizes of tiles: rows, columns and rate, each over that of the largest tile."""
 
-_BACKWARD_OF_ATTENTION = 2.5  # scores again, and two products for each of forward's two
+_BACKWARD_OF_ATTENTION = 2.5  # the scores again, and two products for each of the two in forward
 _SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes per element: scaled softmax, dropout and its mask, in 16 bit
 _SCORES_BACKWARD = 3 * 2 + 2 * 2 + 1
 

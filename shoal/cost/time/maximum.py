@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 __all__ = ["lognormal_maximum", "normal_maximum"]
 
-_REACH = 12.0  # standard deviations; of 10^12 ranks the largest is near 7
-_STEPS_PER_DEVIATION = 32  # the trapezoidal rule of so smooth an integrand is exact to rounding
+_REACH = 12.0  # standard deviations; the largest of 10^12 ranks is near 7
+_STEPS_PER_DEVIATION = 32  # for such a smooth integrand the trapezoidal rule is exact up to rounding
 
 
 def normal_maximum(ranks: int, variation: float) -> float:

@@ -39,7 +39,9 @@ from shoal.workload import Block, Parameters, Workload
 
 __all__ = ["UPDATE_BYTES", "Costs", "PipelineCost", "StageCost", "StepCost", "Unlike"]
 
-UPDATE_BYTES = 30  # Adam: gradient, master weight and two moments read, these written, and the 16-bit weight
+UPDATE_BYTES = (
+    30  # Adam reads gradient, master weight, two moments; it writes the last three and a 16-bit weight
+)
 _EXPOSED_SENDS = 0.5
 
 
@@ -296,7 +298,7 @@ class Costs:
 
     def _data(self, plan: SettledPlan, pipeline: PipelineCost, count: int) -> float:
         """Return the exposed seconds of data-parallel communication."""
-        if plan.ranks == plan.pp:  # with tp > 1 there is some: parameters that every rank has whole
+        if plan.ranks == plan.pp:  # tp > 1 needs some, for parameters that every rank has whole
             return 0.0
         slowest = every = before = after = 0.0
         for stage, number, waits, rests in pipeline.unlike:

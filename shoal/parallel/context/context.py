@@ -99,9 +99,9 @@ def require_context(
     else:
         if not list(_attributes(model, causal_attention)):
             raise ModelError(
-                f"cp={size} was given, but {type(model).__name__} has no attention that reaches over ranks",
-                possible="Hugging Face's models, and those whose modules attend by an attribute that is "
-                "causal_attention of shoal.models.transformer, as its Attention does",
+                f"cp={size} was given, but {type(model).__name__} has no attention that works across ranks",
+                possible="Hugging Face models, and models whose attention modules call an attribute that is "
+                "causal_attention of shoal.models.transformer",
                 change="set self.attend = causal_attention and call it in place of "
                 "scaled_dot_product_attention, and self.positions = positions_from_zero for positions; "
                 "or leave out cp",

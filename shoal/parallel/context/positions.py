@@ -123,7 +123,7 @@ def residual_positions(part: int, axes: Axes, attention: str, device: torch.devi
 def _require_divisible(seq: int, size: int, chunks: int) -> None:
     multiple = size * chunks
     if seq % multiple:
-        way = "ring attention gives each rank two equal chunks" if chunks == 2 else "the parts are equal"
+        way = "ring attention gives each rank two equal chunks" if chunks == 2 else "all parts are equal"
         above = -(-seq // multiple) * multiple
         another = f", or a cp that divides {seq // chunks}" if seq % chunks == 0 else ""
         raise PlanError(

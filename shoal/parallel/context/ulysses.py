@@ -60,7 +60,7 @@ def require_heads(heads: int, size: int) -> None:
     """
     if heads < size:
         raise PlanError(
-            f"context=ulysses was given with cp={size}, but a rank has {heads} query heads to share out",
+            f"context=ulysses was given with cp={size}, but a rank has only {heads} query heads",
             possible=f"cp up to {heads}, or context=ring with any number of heads",
             change="use context=ring, or a smaller cp",
         )

@@ -87,13 +87,13 @@ class BlockOrder:
         self._forward_at = -1
         self._forwards = 0  # open forwards of the model, nested
         self._running = [0] * self._end  # running modules of each block, nested
-        self._outside: set[int] = set()  # modules of no block, used while the model's forward did not run
+        self._outside: set[int] = set()  # modules of no block, used outside of the model's forward
         self._backward_at = self._end
         self._backward = NO_BACKWARD
         self._walks = 0  # walks with gradients since the last backward
         self._walks_back = 0
         self._is_open = False  # a forward runs, or has run since the last backward
-        # torch.compile shall compile the model's computation and leave its communication as it is.
+        # torch.compile must compile only the computation of the model, not its communication.
         model.register_forward_pre_hook(torch.compiler.disable(self._before_model))
         model.register_forward_hook(torch.compiler.disable(self._after_model))
         model.register_forward_hook(torch.compiler.disable(self._leave_model), always_call=True)
@@ -110,12 +110,12 @@ class BlockOrder:
         for number, module in enumerate(model.modules()):
             if module not in in_blocks and any(each is not None for each in module._parameters.values()):
                 watch(module, self._use_of_root(number), self._is_forward_open)
-                if isinstance(module, nn.RNNBase):  # it keeps its parameters beside their dict
+                if isinstance(module, nn.RNNBase):  # it keeps its parameters outside of their dict too
                     watch_calls(module, self._use_of_root(number))
 
     def end_backward(self) -> None:
         """Pass the remaining blocks; call it at the end of every backward."""
-        if self._backward == NO_BACKWARD:  # none of the blocks had a part in it
+        if self._backward == NO_BACKWARD:  # no block took part in it
             self._begin_backward()
         self._walk_back(-1)
         self._backward = NO_BACKWARD
@@ -150,7 +150,7 @@ class BlockOrder:
         """Note that a module of a block is called, or one of its weights read, in any forward."""
         if self._running[index]:
             return
-        if any(self._running):  # another block uses this one, and must not be left meanwhile
+        if any(self._running):  # another block uses this one, and must not be left now
             self._visits.recompute(index)
             self._visits.pin(index)
             return
@@ -187,7 +187,7 @@ class BlockOrder:
             self._begin_outside()
         elif self._forward_at < 0:
             self._begin_outside()
-        elif index == self._forward_at:  # it may have been left behind a backward
+        elif index == self._forward_at:  # a backward may have dropped its weights
             self._visits.come_forward(index)
         self._walk(index)
 

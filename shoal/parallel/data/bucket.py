@@ -63,7 +63,7 @@ class Bucket:
         # Weights that are sometimes dropped need ordinary memory, which can be emptied.
         allocate = new_buffer if resident else torch.empty
         elements, device = self.layout.elements, self.parameters[0].device
-        kept = torch.float32 if self.trains else dtype  # the type of the master
+        kept = torch.float32 if self.trains else dtype  # the type of the master weights
         first = allocate(elements, dtype=kept, device=device).zero_()
         for slot, view in zip(self.layout.slots, self.layout.views(first), strict=True):
             fill(slot.name, view)

@@ -111,8 +111,8 @@ class GradientReduction:
             _require_outermost_backward()
             if self._backward != NO_BACKWARD:
                 raise TrainingError(
-                    "a backward began before the last one ended: if that raised, call the parallel model's "
-                    "zero_grad() first"
+                    "a backward began before the last one ended: if the last one raised an error, call "
+                    "zero_grad() of the parallel model first"
                 )
             self._backward = current
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -168,7 +168,7 @@ class GradientReduction:
         if self._is_started[position]:
             raise TrainingError(
                 f"{bucket.layout.slots[index].name} got a gradient after the place in backward where it was "
-                "complete before: it is used outside of its block, or elsewhere in the model than in the "
+                "complete before: the model uses it outside of its block, or in another place than in the "
                 "first step"
             )
         self._sums[position].add(index, 1.0 if self._paused else bucket.family.factor)
@@ -217,7 +217,7 @@ def _require_outermost_backward() -> None:
         if frame.f_code is CheckpointFunction.backward.__code__:
             raise LayoutError(
                 "the model recomputes with use_reentrant=True",
-                possible="use_reentrant=False, which shows where gradients are complete; recompute=full in "
+                possible="use_reentrant=False, which shows when gradients are complete, or recompute=full in "
                 "the Plan",
                 change="give checkpoint() use_reentrant=False",
             )

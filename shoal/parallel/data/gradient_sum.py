@@ -100,7 +100,7 @@ class GradientSum:
         replicate = self.bucket.family.replicate
         summed = self._buffer
         if replicate.size > 1 and self.bucket.layout.shards > 1:
-            # Only this rank's rows; packed one after another they make one message.
+            # Only this rank's rows, packed into one message.
             summed = self._replicated = self._packed_parts()
         self._pending = replicate.all_reduce(summed, self.bucket.name)
 
@@ -124,7 +124,7 @@ class GradientSum:
 
     def give_and_free(self) -> None:
         """Wait for the sum, add this rank's part to the gradients of its owned parameters, free the rest."""
-        if self.bucket.whole:  # the part is all of it
+        if self.bucket.whole:  # the part is the whole bucket
             self.give()
             return
         for index, part in self._finish():
@@ -139,7 +139,7 @@ class GradientSum:
             # They are None after zero_grad(); otherwise the caller wants this sum added to them, as autograd
             # does.
             self._carried = [each.gradient for each in owned]
-            if self._buffer is not None:  # they lie in it, and it is about to be overwritten
+            if self._buffer is not None:  # the gradients are in the buffer, which will be overwritten
                 self._carried = [None if each is None else each.clone() for each in self._carried]
             for each in owned:
                 each.give(None)

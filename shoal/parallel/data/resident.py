@@ -78,7 +78,7 @@ class _ResidentWeights(Strategy):
     @property
     def stale(self) -> str | None:
         """See `Strategy.stale`."""
-        return None if self._update.is_fresh else "may be from before their owners' last change"
+        return None if self._update.is_fresh else "may be older than their owners' last change"
 
     def start_step(self) -> None:
         """See `Strategy.start_step`."""
@@ -142,7 +142,7 @@ class _ResidentWeights(Strategy):
     def _on_end(self) -> None:
         if self._accumulating or self._reduction.is_paused:
             self._update.keep()
-        else:  # the optimizer's step comes next
+        else:  # the optimizer step comes next
             self.changed()
 
 

@@ -39,7 +39,7 @@ class WeightUpdate:
         self, entry: nn.Module, model: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]
     ) -> None:
         self._buckets = [bucket for bucket in buckets if not bucket.is_current]
-        self._is_fresh = False  # gathered, and nobody has had reason to write since
+        self._is_fresh = False  # gathered, and not written since
         self._is_used = False  # a forward has used it since its gather, without a backward
         self._under_way = False
         self._unchanged = 0

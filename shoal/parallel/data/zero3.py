@@ -56,8 +56,8 @@ class _ShardedWeights(Strategy):
         self._buckets = [bucket for buckets in held for bucket in buckets]
         self._lent = [bucket for bucket in self._root if _has_any(bucket, setup.lent)]
         self._owned = [owned for bucket in trained for owned in bucket.owned]
-        self._pinned: set[int] = set()  # blocks, by the forward that runs
-        self._read: set[int] = set()  # blocks that were pinned in a forward whose backward is to come
+        self._pinned: set[int] = set()  # blocks that the running forward pinned
+        self._read: set[int] = set()  # blocks that a forward pinned and whose backward has not run yet
         self._held_open = 0
         self._on_hold = False
         self._is_walking_back = False
@@ -95,7 +95,7 @@ class _ShardedWeights(Strategy):
     @property
     def stale(self) -> str | None:
         """See `Strategy.stale`."""
-        return None if self._held_open else "are there only while a forward or a backward needs them"
+        return None if self._held_open else "exist only while a forward or a backward needs them"
 
     def unchanged(self) -> AbstractContextManager[None]:
         """See `Strategy.unchanged`. Every forward gathers weights nevertheless."""
@@ -134,7 +134,7 @@ class _ShardedWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
-        self._drop_all()  # remaining weights may be from before the optimizer's step
+        self._drop_all()  # remaining weights may be older than the optimizer step
         self._held_open += 1
         try:
             self._gather(self._buckets)
@@ -180,7 +180,7 @@ class _ShardedWeights(Strategy):
     def _begin_backward(self) -> None:
         self._is_walking_back = True
         self._reduction.begin()
-        self._gather(self._root)  # another forward or backward may have freed it meanwhile
+        self._gather(self._root)  # another forward or backward may have freed it
         for block in sorted(self._read):
             self._gather(self._blocks[block])
 
@@ -191,7 +191,7 @@ class _ShardedWeights(Strategy):
 
     def _settle(self, block: int) -> None:
         if block in self._read:
-            return  # unknown when its gradients are complete: the end of backward reduces them
+            return  # it is not known when its gradients are complete, so the end of backward reduces them
         if block < len(self._blocks):
             self._reduction.reduce(self._positions[block])
         else:

@@ -81,7 +81,7 @@ def require_experts(model: nn.Module, size: int) -> None:
     mixtures = _mixtures(model)
     if not mixtures and size > 1:
         raise ModelError(
-            f"{type(model).__name__} has no experts to lay over {size} ranks",
+            f"{type(model).__name__} has no experts to divide over {size} ranks",
             possible="a model with shoal.models.Mixture layers, such as the preset tiny-experts",
             change="leave out ep, or give the model experts",
         )
@@ -138,7 +138,7 @@ def exchange_with_experts(
     arriving = torch.empty_like(counts)
     axis.all_to_all(arriving, counts, "expert counts").wait()
     by_rank = torch.stack((counts, arriving)).view(2, axis.size, -1)
-    # The one point at which the host must know the counts: lengths are arguments of the collective.
+    # Only here must the host know the counts: lengths are arguments of the collective.
     sent, received = by_rank.sum(-1).tolist()
     way = _Way(axis, sent, received, _by_expert(by_rank[1], sum(received)))
     arrived = _ToExperts.apply(rows, way)

@@ -125,7 +125,7 @@ def _attention(model: nn.Module, name: str, module: Any, columns: list[str], row
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     units = dict(zip(_ATTENTION, (heads, kv_heads, kv_heads), strict=True))
     if sorted(columns) != sorted(_ATTENTION) or len(rows) != 1:
-        raise _refused(model, f"{name} is not made of query, key, value and output alone")
+        raise _refused(model, f"{name} has other layers than query, key, value and output")
     widths = {child: module.get_submodule(child).out_features for child in columns}
     widths[rows[0]] = module.get_submodule(rows[0]).in_features
     for child, width in widths.items():
@@ -141,7 +141,7 @@ def _norms_of_heads(model: nn.Module, name: str, module: Any, norms: list[str]) 
     for norm in norms:
         for parameter, value in getattr(module, norm).named_parameters():
             if tuple(value.shape) != (getattr(module, "head_dim", None),):
-                raise _refused(model, f"{name}.{norm} is no norm of each head")
+                raise _refused(model, f"{name}.{norm} is not a norm over each head")
             names.append(f"{name}.{norm}.{parameter}")
     return names
 
@@ -153,7 +153,7 @@ def _feed_forward(
     outputs: list[Any] = [module.get_submodule(child) for child in rows]
     widths = {layer.out_features for layer in layers} | {layer.in_features for layer in outputs}
     if not columns or not rows or len(widths) != 1 or "attn" in name or "attention" in name:
-        raise _refused(model, f"the plan of {name} is of neither known attention nor a feed-forward layer")
+        raise _refused(model, f"the plan of {name} fits neither attention nor a feed-forward layer")
     (width,) = widths
     return Split(dict.fromkeys(columns, width), dict.fromkeys(rows, width))
 
@@ -162,7 +162,9 @@ def _require_known(model: nn.Module, name: str, styles: Mapping[str, str]) -> No
     module = model.get_submodule(name)
     for child, style in styles.items():
         if style not in ("colwise", "rowwise", _NORMS_OF_HEADS):
-            raise _refused(model, f"its plan splits {name}.{child} as {style!r}, which a layout cannot say")
+            raise _refused(
+                model, f"its plan splits {name}.{child} as {style!r}, which a TensorLayout cannot express"
+            )
         layer = getattr(module, child)
         if style != _NORMS_OF_HEADS and type(layer) is not nn.Linear:
             raise _refused(model, f"its plan splits {name}.{child}, which is a {type(layer).__name__}")
@@ -172,7 +174,7 @@ def _require_all_split(model: nn.Module, name: str, module: nn.Module, split: se
     """Refuse other parameters in the module: they see a rank's own heads, and get a part of a gradient."""
     for parameter, _ in module.named_parameters():
         if parameter.split(".")[0] not in split:
-            raise _refused(model, f"{name}.{parameter} works on what is split, and would be trained wrongly")
+            raise _refused(model, f"{name}.{parameter} works on split values, and would get wrong gradients")
 
 
 def _require_no_dropout(model: nn.Module, config: Any) -> None:
@@ -187,7 +189,7 @@ def _require_no_dropout(model: nn.Module, config: Any) -> None:
         if isinstance(rate, int | float) and rate > 0:
             raise PlanError(
                 f"{name} of {type(model).__name__} is {rate}, and ranks would draw different masks",
-                possible="no dropout but that of attention",
+                possible="dropout in attention only",
                 change=f"set {name} to 0, or use tp=1",
             )
 

@@ -47,7 +47,7 @@ __all__ = [
 _REGISTERED = "shoal"
 _ALONG_THE_SEQUENCE = (nn.Conv1d, nn.RNNBase)
 _ATTENDED = ("full_attention", "sliding_attention")
-_COUNTED = ("dynamic", "longrope")  # ways of rotary embedding that depend on the length of what comes in
+_COUNTED = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the length of the input
 _NO_CHANGE = {  # arguments of attention that leave its result unchanged
     "cache_position",
     "num_items_in_batch",
@@ -94,7 +94,7 @@ def attend_over_ranks(
 
     AttentionInterface.register(_REGISTERED, _registered)
     model.set_attn_implementation(_REGISTERED)
-    for module in model.modules():  # transformers says which one attends, and any may
+    for module in model.modules():  # transformers decides which module attends; it may be any
         module.attend = attend
     model.base_model.register_forward_pre_hook(
         partial(_hold_positions, size=size, positions=positions), with_kwargs=True
@@ -130,14 +130,14 @@ def require_attention(model: Any) -> None:
     counted = [kind for kind in _rotary_kinds(config) if kind in _COUNTED]
     rate = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     problems = {
-        "its attention is not of transformers' AttentionInterface": not model._supports_attention_backend,
+        "its attention does not use transformers' AttentionInterface": not model._supports_attention_backend,
         "its base model takes no position_ids": not takes_positions,
-        "it is no causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
+        "it is not a causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
         f"it has layers of {', '.join(sorted(kinds))}": kinds,
-        f"{''.join(along[:1])} looks along the sequence": along,
-        f"its rotary embedding is {''.join(counted[:1])}, which depends on a sequence's length": counted,
-        "it caps attention's scores": getattr(config, "attn_logit_softcapping", None),
-        f"its attention has a dropout of {rate}, and masks would depend on the layout": rate,
+        f"{''.join(along[:1])} reads several positions of the sequence": along,
+        f"its rotary embedding is {''.join(counted[:1])}, which depends on the sequence length": counted,
+        "it caps the attention scores": getattr(config, "attn_logit_softcapping", None),
+        f"its attention has a dropout of {rate}, and the dropout masks would depend on the Plan": rate,
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -158,8 +158,8 @@ def require_window(config: Any, sequence: int) -> None:
     window = getattr(config, "sliding_window", None)
     if window and (not kinds or "sliding_attention" in kinds) and window < sequence:
         raise PlanError(
-            f"attention sees a window of {window} tokens, and context parallelism knows none: a sequence "
-            f"has {sequence}",
+            f"attention has a window of {window} tokens, and a sequence has {sequence}: context parallelism "
+            "has no windows",
             possible=f"sequences of up to {window} tokens, or cp=1",
             change=f"use sequence={window} or less, or leave out cp",
         )
@@ -198,7 +198,7 @@ class _StandIn:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         part: Tensor = args[0] if args else named["hidden_states"]
         batch, length, width = part.shape
-        # NaN: a read by anything but the split layers shows in the result.
+        # NaN: if anything but the split layers reads it, the result shows it.
         whole = part.new_full((), math.nan).expand(batch, length * self._size, width)
         self._part, self._whole = part, whole
         return ((whole, *args[1:]), named) if args else (args, {**named, "hidden_states": whole})
@@ -215,7 +215,7 @@ def _embedded(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a base model its part of the sequence among zeros, `[batch, seq, hidden]`, instead of tokens."""
     tokens = args[0] if args else named.get("input_ids")
-    if tokens is None:  # it was given something of the whole sequence that is embedded
+    if tokens is None:  # it got embeddings of the whole sequence
         return args, named
     part: Tensor = module.get_input_embeddings()(tokens)
     length = part.shape[1]
@@ -251,7 +251,8 @@ def _hold_positions(
         if named.get(name) is not None:
             raise ModelError(
                 f"{name} was given to {type(module).__name__}, whose sequences context parallelism cuts",
-                possible="tokens alone; those after a sample's end change nothing before them",
+                possible="only tokens; padding after the end of a sample does not change the tokens before "
+                "it",
                 change=f"leave out {name}, and give targets of -100 where no loss is wanted",
             )
     tokens = args[0] if args else named.get("input_ids")
@@ -263,9 +264,9 @@ def _hold_positions(
 def _require_no_labels(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     if named.get("labels") is not None:
         raise ModelError(
-            f"labels were given to {type(module).__name__}, whose own loss knows nothing of ranks",
-            possible="shoal.models.next_token_loss of the output and of targets that were shifted before",
-            change="leave out labels, and take that loss",
+            f"labels were given to {type(module).__name__}, whose own loss does not work across ranks",
+            possible="shoal.models.next_token_loss(output, targets) with targets that are already shifted",
+            change="leave out labels, and use that loss",
         )
 
 
@@ -295,8 +296,8 @@ def _registered(
         "is not causal": not causal,
         "has a mask": attention_mask is not None,
         f"has a dropout of {dropout}": dropout,
-        f"is told {', '.join(told)}": told,
-        "has values of another width than keys": value.shape[-1] != key.shape[-1],
+        f"gets {', '.join(told)}": told,
+        "has values and keys of different widths": value.shape[-1] != key.shape[-1],
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -311,6 +312,6 @@ def _registered(
 def _refused(model: nn.Module, reason: str) -> ModelError:
     return ModelError(
         f"{type(model).__name__} cannot run under context parallelism: {reason}",
-        possible="Hugging Face models with causal attention alone, such as Llama, Qwen and Mistral",
+        possible="Hugging Face models with only causal attention, such as Llama, Qwen and Mistral",
         change="leave out cp",
     )

@@ -67,8 +67,8 @@ def _require_whole(optimizer: Optimizer) -> None:
                 kind = type(optimizer).__name__
                 raise LayoutError(
                     f"{kind} needs whole parameters, and a rank has {part} of {name}",
-                    possible="for rows shoal.parallel.WholeParameters, as the Trainer's adafactor and muon; "
-                    "for blocks, which tp and ep cut, optimizers by elements, such as AdamW",
+                    possible="for rows, shoal.parallel.WholeParameters, which the Trainer uses for adafactor "
+                    "and muon; for blocks from tp or ep, elementwise optimizers such as AdamW",
                     change="change the Plan or the optimizer"
                     if part == "a block"
                     else f"make WholeParameters(parallel, parameters, {kind}), or set optimizer.whole=true",
@@ -101,9 +101,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             name = getattr(parameter, _COMPUTES, None)
             if name is not None and parameter.requires_grad:
                 raise LayoutError(
-                    f"{type(optimizer).__name__} has the model's own parameter {name}, which only computes: "
-                    "it gets no gradient, and what is written to it is lost",
-                    possible="an optimizer of the parameters() of what shoal.parallelize returned",
+                    f"{type(optimizer).__name__} has the model's own parameter {name}, which is only for "
+                    "compute: it gets no gradient, and values written to it are lost",
+                    possible="an optimizer of parameters() of the object that shoal.parallelize returned",
                     change="make the optimizer after shoal.parallelize, from its parameters()",
                 )
 

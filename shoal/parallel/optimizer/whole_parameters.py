@@ -135,7 +135,7 @@ class WholeParameters(Composed):
         for parameter in given:
             if parameter in shared:
                 yield parameter, shared[parameter]
-            elif hasattr(parameter, "_local_tensor") and parameter in owned_of:  # has no dims: all have it
+            elif hasattr(parameter, "_local_tensor") and parameter in owned_of:  # no dims: all ranks have it
                 yield parameter, nn.Parameter(owned_of[parameter].local)
             else:
                 yield parameter, parameter
@@ -158,15 +158,16 @@ def _require_uncut(parallel: Parallel, parameter: nn.Parameter, owned_of: dict[n
     owned = owned_of.get(parameter)
     if owned is None:
         raise LayoutError(
-            f"WholeParameters was given a parameter of shape {list(parameter.shape)} that is not the model's",
+            f"WholeParameters was given a parameter of shape {list(parameter.shape)} that the model does not "
+            "have",
             possible="parameters() and named_parameters() of the object that shoal.parallelize returned",
-            change="take these",
+            change="give these parameters",
         )
     if owned.cut is not None:
         raise LayoutError(
-            f"an optimizer of whole parameters was given {owned.name}, of which a rank has a block under the "
-            f"Plan {parallel.plan}",
-            possible="every sharding, cp and pp; under tp and ep what these leave whole",
-            change="change the Plan, or give such parameters to an optimizer by elements, such as AdamW",
+            f"WholeParameters was given {owned.name}, and under the Plan {parallel.plan} a rank has only a "
+            "block of it",
+            possible="parameters that tp and ep do not split; shard, cp and pp may have any value",
+            change="change the Plan, or give such parameters to an elementwise optimizer, such as AdamW",
         )
     return owned

@@ -68,7 +68,7 @@ class WeightGradients:
         """Add the gradients to those of the parameters, as a backward does; call it once."""
         parts, self._parts = self._parts, []
         roots = []
-        while parts:  # The engine takes the newest node first. Nothing here keeps what it is to free.
+        while parts:  # The engine takes the newest node first. Keep no reference here: it frees the parts.
             roots.append(_Later.apply(*parts.pop()))
         if roots:
             torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])

@@ -112,7 +112,7 @@ def _activations(model: nn.Module, plan: Plan, batch: Batch | None, pieces: int)
     """Return the bytes that each piece keeps of a micro-batch."""
     if batch is None or not isinstance(model, Transformer):
         return [0.0] * pieces
-    # Norms as on a CPU, where they keep most memory.
+    # Norms as on a CPU, where they keep the most memory.
     shape = transformer_shape(model.config.model_dump()).replace(seq=batch.sequence, fused_passes=False)
     workload = workload_of(shape)
     layout = Layout.of(SettledPlan.of(plan, batch.samples))

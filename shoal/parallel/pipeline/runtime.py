@@ -44,7 +44,7 @@ MicroBatch = tuple[Any, Tensor]
 Loss = Callable[[Any, Tensor], Tensor]
 """A function from the model's output and the targets to the mean loss of a micro-batch."""
 
-_MOST_UNSENT = 4  # messages under way before the oldest is waited for: they hold memory
+_MOST_UNSENT = 4  # unfinished messages before a wait for the oldest: they hold memory
 
 
 @final
@@ -202,7 +202,7 @@ class Pipeline:
         data = _Data(micro_batches, len(self._stages))
         forms = self._chain.forms(data.peek())
         for here in self._stages.values():
-            here.strategy.start_step()  # else each stage would wait for the one before to begin
+            here.strategy.start_step()  # otherwise each stage would start only after the stage before it
         total = torch.zeros((), device=self._device)
         due: list[Strategy] = []
         reducing: list[Strategy] = []

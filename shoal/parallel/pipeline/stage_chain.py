@@ -17,7 +17,7 @@ from shoal.parallel.pipeline.stages import Stage
 __all__ = ["Entry", "Form", "StageChain"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_HEADER = 10  # numbers that tell a form: which type, how many dims, and up to eight of them
+_HEADER = 10  # numbers that describe a form: the type, the number of dims, and up to eight dims
 
 
 @dataclass(frozen=True, slots=True)

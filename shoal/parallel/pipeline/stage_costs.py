@@ -87,9 +87,9 @@ def measured_costs(
     """
     if rounds < 1:
         raise ConfigError(
-            f"costs of a model were to be measured in {rounds} rounds",
+            f"costs of a model cannot be measured in {rounds} rounds",
             possible="1 or more",
-            change="give rounds=3, say",
+            change="give, for example, rounds=3",
         )
     parameters = dict(model.named_parameters())
     names = parameters_by_piece(model, layout)

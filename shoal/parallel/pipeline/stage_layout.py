@@ -125,7 +125,7 @@ def parts_by_piece(model: nn.Module, layout: StageLayout) -> list[tuple[str, ...
             possible="a ModuleList, a ModuleDict or a Sequential, whose elements are the blocks",
             change="correct the name",
         )
-    # named_children() would give a block that stands twice only once
+    # named_children() would return a block only once if the list has it twice
     return [layout.embed, *((_child(layout.blocks, key),) for key in blocks._modules), layout.end]
 
 
@@ -144,7 +144,7 @@ def named_part(model: nn.Module, name: str) -> Any:
     if not callable(part):
         raise ModelError(
             f"the StageLayout names {name}, and {type(model).__name__} has no such module",
-            possible="names in named_modules(), and in `end` of methods",
+            possible="names in named_modules(); in `end` also names of methods",
             change="correct the name",
         )
     return part
@@ -181,7 +181,7 @@ def _child(parent: str, key: str) -> str:
 
 def _unknown(model: nn.Module) -> ModelError:
     return ModelError(
-        f"the configuration of {type(model).__name__} does not say its stages",
+        f"the configuration of {type(model).__name__} does not define its stages",
         possible="models of transformers with one list of layers in `base_model_pp_plan`, or a StageLayout",
         change="give a StageLayout, or use pp=1",
     )

@@ -102,18 +102,18 @@ class Forward:
         """
         if not isinstance(result, Tensor) and type(result) not in (tuple, list):
             raise ModelError(
-                f"{name} gives a {type(result).__name__}, which other stages cannot receive",
-                possible="pieces that give the hidden state, by itself or as the first of a tuple",
-                change="have it give a tensor, or name other modules in the StageLayout",
+                f"{name} returns a {type(result).__name__}, which other stages cannot receive",
+                possible="pieces that return the hidden state, alone or as the first element of a tuple",
+                change="return a tensor from it, or name other modules in the StageLayout",
             )
         given = 0 if isinstance(result, Tensor) else len(result)
         before = self.results[number]
         if before not in (NOT_KNOWN, given):
             raise ModelError(
-                f"{name} gave {_described(before)} at first, and now {_described(given)}, for which "
-                "other stages are not prepared",
-                possible="pieces that give as many at every forward",
-                change="have it always give the same, such as the hidden state alone",
+                f"{name} returned {_described(before)} at first and returns {_described(given)} now, which "
+                "other stages do not expect",
+                possible="pieces that return the same number of values at every forward",
+                change="always return the same, for example only the hidden state",
             )
         self.results[number] = given
 
@@ -132,7 +132,9 @@ class Forward:
             raise EndOfStage
         given = self.results[number]
         if self._entering is None or self.has_entered:
-            raise disordered(f"the forward reaches piece {piece} of a model after others that should follow")
+            raise disordered(
+                f"the forward reaches piece {piece} of a model after pieces that must come later"
+            )
         hidden = self._entering.detach()
         return hidden if given in (0, NOT_KNOWN) else (hidden, *(_absent() for _ in range(given - 1)))
 
@@ -157,7 +159,7 @@ class Gap(nn.Module):
                     self.__dict__[name] = value
             self._forward_pre_hooks.update(place.part._forward_pre_hooks)
             self._forward_pre_hooks_with_kwargs.update(place.part._forward_pre_hooks_with_kwargs)
-        self.__dict__["stands_for"] = place.part if stands_in else None  # no child of this module
+        self.__dict__["stands_for"] = place.part if stands_in else None  # not a child of this module
         self._number, self._piece = place.number, place.piece
         self._forward = forward
 
@@ -175,7 +177,7 @@ class Gap(nn.Module):
 class _Absent(Tensor):
     """A placeholder for what a part returns beside the hidden state."""
 
-    requires_grad = False  # a model may give it on, and be asked for its gradients
+    requires_grad = False  # a model may pass it on, and check whether it needs gradients
 
     @classmethod
     def __torch_function__(
@@ -187,10 +189,10 @@ class _Absent(Tensor):
             ModelError: Always.
         """
         raise ModelError(
-            f"the forward of a model uses ({resolve_name(func)}) what a piece gives beside the hidden state, "
-            "which alone goes from stage to stage",
-            possible="a forward that uses the first of what a piece gives, and leaves the others alone",
-            change="have the pieces take and give one tensor, or use pp=1",
+            f"the forward of a model uses ({resolve_name(func)}) another output of a piece than the hidden "
+            "state, and stages send only the hidden state",
+            possible="a forward that uses only the first output of a piece",
+            change="let the pieces take and return one tensor, or use pp=1",
         )
 
 

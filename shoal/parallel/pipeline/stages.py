@@ -159,7 +159,7 @@ class Stage:
             is_whole &= forward.has_entered
         if not is_whole:
             raise disordered(
-                f"the forward of {type(self.module).__name__} did not come to all of stage {self.index}"
+                f"the forward of {type(self.module).__name__} did not reach all of stage {self.index}"
             )
         return output
 
@@ -201,10 +201,10 @@ def _holds_tied(model: nn.Module, place: Place, tied: frozenset[str]) -> bool:
     held = {names[id(parameter)] for parameter in place.part.parameters()}
     if held & tied and held - tied:
         raise ModelError(
-            f"{place.name} holds parameters that the model's end shares, and others, such as "
+            f"{place.name} holds parameters that the model's end shares, and other parameters, such as "
             f"{min(held - tied)}",
             possible="modules in `embed` whose parameters are all shared, or none of them",
-            change="name the modules within it in its place",
+            change="name the modules inside it instead",
         )
     return bool(held & tied)
 
@@ -215,7 +215,8 @@ def _require_ranges(ranges: Mapping[int, range], places: Sequence[Place], pieces
     for index, each in ranges.items():
         if each.step != 1 or not 0 <= each.start < each.stop <= pieces or taken & set(each):
             raise PlanError(
-                f"the pieces {each} of stage {index} are none of a model of {pieces} pieces, or are taken",
+                f"the pieces {each} of stage {index} are not in a model of {pieces} pieces, or another stage "
+                "has them",
                 possible=f"ranges of pieces within 0 to {pieces - 1} that do not overlap",
                 change="split the model with `shoal.plan.stages`",
             )
@@ -237,6 +238,6 @@ def _require_own_parameters(
         if own & others:
             raise ModelError(
                 f"stage {index} would share the parameter {min(own & others)} with another stage",
-                possible="parameters that one stage uses, or embedding and end together",
+                possible="parameters that one stage uses, or that only the embedding and the end share",
                 change="change the split, so that one stage has all blocks that share it",
             )

@@ -39,7 +39,7 @@ def matching_modules(model: nn.Module, layout: TensorLayout) -> Iterator[tuple[s
             raise PlanError(
                 f"the layout names {pattern}, and {type(model).__name__} has no such module"
                 f"{nearest(pattern, names)}",
-                possible="patterns of the names in named_modules(), in which * stands for any text",
+                possible="patterns for names in named_modules(); * stands for any text",
                 change="correct the pattern, or leave it out",
             )
         yield from ((name, module, split) for name, module in found)
@@ -121,15 +121,15 @@ def require_whole_parts(module: nn.Module, name: str, split: Split) -> None:
             and (size not in sizes or units > max(split.rows.values()))
         ):
             takes = ", ".join(
-                f"{full_name(name, row)} takes {parts} of {taken[row] // parts}"
+                f"{full_name(name, row)} has {parts} parts of {taken[row] // parts} inputs"
                 for row, parts in split.rows.items()
             )
             raise PlanError(
-                f"{full_name(name, child)} gives {units} parts of {size}, and {takes}: outputs of a fused "
-                f"layer, such as of query, key and value, would be cut across",
-                possible="a layer for each of them; or outputs that lie part by part, all of the first head "
-                "and then all of the second",
-                change=f"split the layer in two or three; or, if its outputs do lie so, add "
+                f"{full_name(name, child)} has {units} parts of {size} outputs, and {takes}: a fused layer, "
+                "such as query, key and value in one, would be cut in the wrong places",
+                possible="a layer for each of them; or outputs in the order of parts: all outputs of the "
+                "first head, then all of the second",
+                change="split the layer in two or three; or, if its outputs are in this order, add "
                 f"by_part=({child!r},) to the Split",
             )
 
@@ -145,7 +145,7 @@ def vocabulary_weight(model: nn.Module, name: str, kind: type[nn.Embedding] | ty
         raise PlanError(
             f"the layout names {name}, and {type(model).__name__} has no such module{nearest(name, modules)}",
             possible="names in named_modules()",
-            change="correct the name, or say None",
+            change="correct the name, or set it to None",
         )
     layer = modules[name]
     problem = _beside_product(layer, kind)
@@ -153,7 +153,7 @@ def vocabulary_weight(model: nn.Module, name: str, kind: type[nn.Embedding] | ty
         raise PlanError(
             f"the layout splits {name} by the vocabulary, and it {problem}",
             possible="an nn.Embedding that only looks up, an nn.Linear without a bias",
-            change="let the layout say None for it, and add tensor=plain; or change the layer",
+            change="set it to None in the layout, and add tensor=plain; or change the layer",
         )
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight
@@ -179,7 +179,7 @@ def _beside_product(layer: nn.Module, kind: type[nn.Module]) -> str | None:
     if not isinstance(layer, kind):
         return f"is a {type(layer).__name__}"
     if type(layer).forward is not kind.forward:
-        return f"has a forward of its own, that of {type(layer).__name__}"
+        return f"has the forward of {type(layer).__name__}"
     for name in ("bias", "padding_idx", "max_norm", "scale_grad_by_freq"):
         value = getattr(layer, name, None)
         if value is not None and value is not False:

@@ -342,7 +342,7 @@ def _scattered_round_the_ring(hidden: Tensor, weight: Tensor, split: _Split) -> 
     pending: Pending | None = None
     for step in range(1, axis.size + 1):
         piece = pieces[(axis.index - step) % axis.size]
-        here = step == axis.size  # it ends here: memory of its own, not of a buffer that peers can reach
+        here = step == axis.size  # the last sum needs its own memory, not a buffer that peers can reach
         total = hidden.new_empty(shape) if here else _new_buffer(shape, hidden)
         _multiply(piece.flatten(0, 1), weight.t(), out=total)
         if pending is not None:

@@ -72,7 +72,7 @@ class TensorLayout:
             if not matches:
                 raise PlanError(
                     f"the layout's `partial` names {pattern}, and the model has no such parameter",
-                    possible="patterns of the names in named_parameters()",
+                    possible="patterns for names in named_parameters()",
                     change="correct the pattern, or leave it out",
                 )
         return frozenset().union(*found.values())

@@ -50,7 +50,7 @@ class Action:
         if match is None:
             raise PlanError(
                 f"{text!r} is not an action of a schedule",
-                possible="stage, F, B, I or W, micro-batch, such as 2F3",
+                possible="a stage, one of F, B, I and W, and a micro-batch, such as 2F3",
                 change="correct or leave out that action",
             )
         return cls(Work(match[2]), int(match[1]), int(match[3]))

@@ -105,7 +105,7 @@ def greedy(
                     key = (microbatch // ranks, -toward_end, microbatch, number)
                 else:
                     key = (toward_end, microbatch, 0, number)
-                # Among kinds the rule decides first, then the key.
+                # Between kinds the rule decides first, then the key.
                 entry = ((gradient if kind else forward), *key[:2], number)
                 if best is None or entry < best:
                     best = entry

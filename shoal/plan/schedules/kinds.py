@@ -58,7 +58,7 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     kind = kind_of(name)
     if kind.row is None:
         raise PlanError(
-            f"the schedule {name} has no table of its own: it is found for given times",
+            f"the schedule {name} has no fixed table: it is computed from given times",
             possible=f"one of {', '.join(NAMES)}",
             change=f"choose one of these, or call {FOUND}(...)",
         )
@@ -99,7 +99,7 @@ def _require_virtual(kind: Kind, virtual: int) -> None:
     if most is None:
         raise PlanError(
             given,
-            possible=f"{least} or more; with one it would be 1f1b",
+            possible=f"{least} or more; with one this schedule is 1f1b",
             change=f"give {least} virtual stages, or choose 1f1b",
         )
     fitting = [other for other, each in KINDS.items() if each.takes_virtual(virtual)]

@@ -37,8 +37,9 @@ class Times:
             raise PlanError(
                 f"times for {stages} forwards, {len(self.input)} input gradients, {len(self.weight)} weight "
                 f"gradients and {len(self.transfer)} transfers were given",
-                possible="one of each for every stage, and a transfer for every boundary between two",
-                change="give times of one number of stages",
+                possible="one time of each kind for every stage, and one transfer for every boundary between "
+                "stages",
+                change="give times for the same number of stages",
             )
         for name, values in (("forward", self.forward), ("input", self.input), ("weight", self.weight)):
             _require_times(name, values)
@@ -145,8 +146,8 @@ def play(schedule: Schedule, times: Times) -> Played:
     starts, stops, positions = precedence.play(rows, durations)
     if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
         raise PlanError(
-            f"the schedule {schedule.name} stops for good: {precedence.circle(schedule.table, positions)}",
-            possible="a table in which every action stands behind what it waits for",
+            f"the schedule {schedule.name} deadlocks: {precedence.circle(schedule.table, positions)}",
+            possible="a table in which every action comes after the actions that it waits for",
             change="correct the order of these actions",
         )
     return Played(
@@ -166,7 +167,7 @@ def require_times_of(times: Times, stages: int) -> None:
     if times.stages != stages:
         raise PlanError(
             f"times of {times.stages} stages were given for a schedule of {stages}",
-            possible="times of every stage: ranks x virtual of them",
+            possible="times of each of the ranks x virtual stages",
             change=f"give times of {stages} stages",
         )
 

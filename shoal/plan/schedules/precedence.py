@@ -133,11 +133,11 @@ class Precedence:
             action = table[rank][positions[rank]]
             awaited = self.awaited[self.number(action)]
             if awaited not in ahead:
-                return f"rank {rank} waits at {action} for {self.action(awaited)}, which no rank does"
+                return f"rank {rank} waits at {action} for {self.action(awaited)}, which is on no rank"
             holder, found = ahead[awaited]
             blocking = table[holder][positions[holder]]
             told.append(
-                f"rank {rank} waits at {action} for {found}, which rank {holder} has behind {blocking}"
+                f"rank {rank} waits at {action} for {found}, which comes after {blocking} on rank {holder}"
             )
             rank = holder
         return "; ".join(told[at[rank] :])

@@ -16,7 +16,7 @@ class Row:
     def __init__(self) -> None:
         self._actions: list[Action] = []
         self._counts: Counter[tuple[Work, int]] = Counter()
-        self._pending: list[tuple[int, int]] = []  # stage, micro-batch: I is done and W is not
+        self._pending: list[tuple[int, int]] = []  # stage and micro-batch where I is done and W is not
 
     def forwards(self, stage: int) -> int:
         """Return the number of micro-batches that have gone forward through the stage."""

@@ -86,8 +86,9 @@ def search(
     require_times_of(times, ranks * virtual)
     if limit is not None and limit < virtual:
         raise PlanError(
-            f"a schedule was asked for that holds at most {limit} activations on a rank of {virtual} stages",
-            possible=f"{virtual} or more, which one micro-batch alone holds",
+            f"a schedule with at most {limit} activations on a rank was asked for, and a rank has {virtual} "
+            "stages",
+            possible=f"{virtual} or more: one micro-batch alone holds {virtual}",
             change=f"give a limit of {virtual} or more",
         )
     most = virtual * microbatches if limit is None else min(limit, virtual * microbatches)
@@ -116,7 +117,7 @@ def _placements(ranks: int, virtual: int, asked: tuple[int, ...] | None) -> list
         raise PlanError(
             f"a schedule of {ranks} ranks with {virtual} stages each was asked for on the placement {asked}",
             possible=" or ".join(map(str, known)),
-            change="give one of these, or leave it out",
+            change="give one of these placements, or leave it out",
         )
     return [asked]
 
@@ -151,7 +152,7 @@ def _candidates(
     tried = [
         (precedence, rule, most) for most in limits for rule in RULES for precedence in precedences.values()
     ]
-    if len(tried) > allowed:  # evenly from all
+    if len(tried) > allowed:  # an even sample of all
         tried = [tried[index * len(tried) // allowed] for index in range(allowed)]
     # Every limit allows one micro-batch in flight.
     for precedence, rule, most in [*tried, (next(iter(precedences.values())), RULES[0], virtual)]:

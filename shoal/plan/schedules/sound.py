@@ -68,9 +68,9 @@ def require_no_deadlock(rows: Sequence[Sequence[Step]]) -> None:
     if stuck:
         told = [f"rank {rank} waits at {rows[rank][positions[rank]]}" for rank in stuck]
         raise PlanError(
-            f"with sends that wait for their receives this is a deadlock: {'; '.join(told)}",
-            possible="lists in which both ranks of a message come to it with nothing left to wait for",
-            change="take the order of `transfers`",
+            f"the lists deadlock when each send waits for its receive: {'; '.join(told)}",
+            possible="lists in which both ranks of a message reach it before either waits for a later one",
+            change="use the order that `transfers` gives",
         )
 
 
@@ -104,8 +104,8 @@ def _require_there(rank: int, step: Step | None, value: _Value, there: set[_Valu
     if value not in there:
         raise PlanError(
             f"rank {rank} has {step} before the {value[0].name.lower()} that it needs",
-            possible="each action and send behind what makes or receives what it needs",
-            change="take the order of `transfers`",
+            possible="each action or send comes after the step that makes or receives its input",
+            change="use the order that `transfers` gives",
         )
 
 

@@ -29,7 +29,7 @@ def picture(played: Played, width: int = 120) -> str:
     scale, cell = _scale(played)
     rows = ["".join(_cells(played, rank, scale)) for rank in range(played.schedule.ranks)]
     length = max(map(len, rows))
-    most = max((width - margin + 1) // cell, 1) * cell  # the blank behind a row's last action may go
+    most = max((width - margin + 1) // cell, 1) * cell  # without the blank behind the last action of a row
     bands = -(-length // most)
     band = -(-length // (bands * cell)) * cell if bands else cell
     return "\n\n".join(

@@ -77,7 +77,7 @@ def judge(trained: Training, reference: Training, exact: Training, start: dict[s
     departing = [name for name, share in shares.items() if share > 1.0]
     return Outcome(
         "failed",
-        f"{len(departing)} of {len(shares)} depart, {worst} by {shares[worst]:.3g} times its bound",
+        f"{len(departing)} of {len(shares)} exceed their bounds, {worst} by {shares[worst]:.3g} times",
         shares[worst],
     )
 

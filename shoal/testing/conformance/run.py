@@ -24,7 +24,7 @@ __all__ = ["outcomes"]
 Ended = Training | Outcome
 """A rank's result of a Case: a training, or the reason for none."""
 
-_SECONDS = 2.0  # allowed per Case, plus as many at the start; most take a tenth
+_SECONDS = 2.0  # seconds allowed per Case, and once more for the start; most take a tenth
 _START_SECONDS = 30.0
 _OTHERS = ("CollectiveError", "CommunicationError")
 """Errors that a rank raises because another one failed."""
