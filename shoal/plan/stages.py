@@ -98,8 +98,7 @@ def split_by_cost(
     assert least is not None
     raise PlanError(
         f"no split over {stages} stages was found that keeps every rank within {format_bytes(int(bound))}",
-        possible=f"with {stages} stages, a limit of {format_bytes(math.ceil(lightest.score(least)[1]))} or "
-        "more",
+        possible=f"a limit of {format_bytes(math.ceil(lightest.score(least)[1]))} or more for {stages} stages",
         change="raise the limit, or use more stages, tensor parallelism or sharding",
     )
 
