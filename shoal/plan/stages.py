@@ -96,9 +96,10 @@ def split_by_cost(
     lightest = Load(memory, memory, ranks, math.inf, 0.0)
     least = search_split(lightest)
     assert least is not None
+    lowest = format_bytes(math.ceil(lightest.score(least)[1]))
     raise PlanError(
         f"no split over {stages} stages was found that keeps every rank within {format_bytes(int(bound))}",
-        possible=f"a limit of {format_bytes(math.ceil(lightest.score(least)[1]))} or more for {stages} stages",
+        possible=f"a limit of {lowest} or more for {stages} stages",
         change="raise the limit, or use more stages, tensor parallelism or sharding",
     )
 

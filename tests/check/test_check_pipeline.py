@@ -31,15 +31,15 @@ def require_passed(verdicts):
 
 
 SCHEDULES = [*NAMES, "looped-bfs,virtual=2", "search", "search,virtual=2"]
-TWO_RANKS = [f"pp=2,schedule={name}" for name in SCHEDULES]
-FOUR_RANKS = [f"pp=4,schedule={name}" for name in SCHEDULES]
+TWO_RANKS = [f"pp=2,schedule={name}" for name in SCHEDULES[::2]]
+FOUR_RANKS = [f"pp=4,schedule={name}" for name in SCHEDULES[1::2]]
 
 
-def test_every_schedule_on_two_ranks_computes_what_one_device_does(ranks):
+def test_schedules_on_two_ranks_compute_what_one_device_does(ranks):
     require_passed(verdicts_of(ranks, TWO_RANKS, {**FOUR, **UNTIED}))
 
 
-def test_every_schedule_on_four_ranks_computes_what_one_device_does(ranks):
+def test_schedules_on_four_ranks_compute_what_one_device_does(ranks):
     require_passed(verdicts_of(ranks, FOUR_RANKS, {**EIGHT, "tie_embeddings": True}, steps=1))
 
 
