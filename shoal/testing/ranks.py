@@ -25,8 +25,8 @@ __all__ = ["RankPool", "run_ranks"]
 
 Result = TypeVar("Result")
 
-_PRELOADED = ["shoal.collectives", "shoal.parallel"]
-"""Modules that the fork server imports, if no other program of this process has started one before."""
+_PRELOADED = ["shoal.collectives", "shoal.parallel", "transformers.models.llama.modeling_llama"]
+"""Modules that the fork server imports, where they are installed, unless this process has a server already."""
 
 
 class RankPool:

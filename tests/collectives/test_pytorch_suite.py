@@ -14,27 +14,19 @@ SUITE = Path(__file__).with_name("pytorch_suite.py")
 
 REPRESENTATIVE = (
     "test_DistributedDataParallelCPU_grad_is_view",
-    "test_accumulate_gradients_no_sync_allreduce_with_then_hook",
     "test_all_gather_coalesced_with_empty",
     "test_all_gather_complex",
     "test_all_reduce_coalesced_full_group_max",
     "test_all_reduce_complex_unsupported_ops",
-    "test_all_reduce_full_group_product",
     "test_all_reduce_sum_async",
     "test_barrier_timeout_full_group",
     "test_batch_isend_irecv_gloo_tags",
-    "test_broadcast",
-    "test_ddp_create_graph",
     "test_ddp_logging_data_cpu",
     "test_destroy_group",
-    "test_gather_checks",
     "test_get_future",
-    "test_irecv",
     "test_monitored_barrier_gloo_rank_0_timeout",
-    "test_reduce_sum_twice",
     "test_scatter_object_list",
     "test_send_recv_any_source",
-    "test_send_recv_with_tag",
     "test_sparse_all_reduce_sum",
 )
 

@@ -1,6 +1,7 @@
 """The probe on ranks of this machine, some of them made to take themselves for hosts of their own."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 
@@ -30,9 +31,13 @@ def place_of(backend, host_of=None):
 
 
 def probed():
+    """Of fewer and smaller shapes than are measured otherwise."""
+    import shoal.probe.device as device
     from shoal.probe import Effort, probe
 
-    return probe(place_of("gloo"), "here", Effort(1, 1e-3, SIZES), lambda text: None)
+    fewer = {"_SQUARES": (64, 128, 256), "_SKEWED": device._SKEWED[:3], "_TOKENS": (512,)}
+    with patch.multiple(device, **fewer):
+        return probe(place_of("gloo"), "here", Effort(1, 1e-3, SIZES), lambda text: None)
 
 
 def attention_with_a_slow_forward():
