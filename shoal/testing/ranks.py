@@ -26,7 +26,7 @@ __all__ = ["RankPool", "run_ranks"]
 Result = TypeVar("Result")
 
 _PRELOADED = ["shoal.collectives", "shoal.parallel", "transformers.models.llama.modeling_llama"]
-"""Modules that the fork server imports, where they are installed, unless this process has a server already."""
+"""Modules that the fork server imports, where they are installed, unless the process already has a server."""
 
 
 class RankPool:
