@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shoal.errors import UserError
 
-__all__ = ["write_file"]
+__all__ = ["write_file", "write_text"]
 
 
 def write_file(what: str, path: Path, option: str, write: Callable[[Path], object]) -> None:
@@ -32,3 +32,12 @@ def write_file(what: str, path: Path, option: str, write: Callable[[Path], objec
             change=f"give another FILE to {option}",
         ) from error
     print(f"{what} written to {path}", file=sys.stderr)
+
+
+def write_text(what: str, path: Path, option: str, text: str) -> None:
+    """Write a text file like `write_file`.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    write_file(what, path, option, lambda path: path.write_text(text, encoding="utf-8"))

@@ -15,7 +15,7 @@ __all__ = ["nursery_for"]
 def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager[Nursery | None]:
     """Return a context in which there is a nursery, if this process is the program itself.
 
-    One that calls `main` as a function may have threads, which do not outlive a fork.
+    A program that calls `main` as a function may have threads, and threads do not survive a fork.
 
     Args:
         args: The command line.

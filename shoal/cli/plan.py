@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.files import write_file
+from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
-from shoal.cli.workload import MFU, add_arguments, open_workload
+from shoal.cli.workload import MFU, add_arguments, add_margin, open_workload
 from shoal.errors import ModelError
 from shoal.units import format_bytes, format_count, format_seconds
 
@@ -48,6 +48,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
+    add_margin(parser)
     add_outlook(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     parser.add_argument("--objective", choices=("time", "money"), default="time", help="what to minimise")
@@ -113,7 +114,7 @@ def _write(args: argparse.Namespace, best: Candidate) -> None:
         )
     found = shape(args.model)
     text = configuration(best, found if args.sequence is None else found.replace(seq=args.sequence))
-    write_file("configuration", args.write, "--write", lambda path: path.write_text(text, encoding="utf-8"))
+    write_text("configuration", args.write, "--write", text)
 
 
 def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:

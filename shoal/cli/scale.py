@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.files import write_file
+from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
 from shoal.cli.table import table_of
-from shoal.cli.workload import add_arguments, open_workload
+from shoal.cli.workload import add_arguments, add_margin, open_workload
 from shoal.errors import PlanError
 from shoal.units import format_seconds
 
@@ -41,6 +41,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
+    add_margin(parser)
     add_outlook(parser)
     batch = parser.add_mutually_exclusive_group(required=True)
     batch.add_argument("--batch", metavar="N", type=int, help="sequences in a step, on any number of devices")
@@ -87,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     title = f"{workload.name} on {cluster.name}"
     if args.svg is not None:
-        text = picture(scaling, title)
-        write_file("picture", args.svg, "--svg", lambda path: path.write_text(text, encoding="utf-8"))
+        write_text("picture", args.svg, "--svg", picture(scaling, title))
     if args.json:
         print(json.dumps(_summary(scaling, runs), indent=2))
     else:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from shoal.cli.files import write_file
+from shoal.cli.files import write_text
 from shoal.cli.model_stages import ModelStages, add_arguments, open_model
 from shoal.cli.table import table_of
 from shoal.errors import PlanError
@@ -101,8 +101,7 @@ def run(args: argparse.Namespace) -> int:
     stages = _EqualStages(args) if model is None else model
     played = _compared(args, stages) if args.compare else [_played(args, name, stages)]
     if args.svg is not None:
-        text = draw(played)
-        write_file("picture", args.svg, "--svg", lambda path: path.write_text(text, encoding="utf-8"))
+        write_text("picture", args.svg, "--svg", draw(played))
     if args.json:
         summaries = [_summary(each, model) for each in played]
         print(json.dumps({"schedules": summaries} if args.compare else summaries[0], indent=2))

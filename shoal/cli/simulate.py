@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
-from shoal.cli.files import write_file
+from shoal.cli.files import write_file, write_text
 from shoal.cli.offload import add_offload, offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
-from shoal.cli.workload import MFU, open_workload
+from shoal.cli.workload import MFU, add_arguments, open_workload
 from shoal.errors import PlanError
 from shoal.units import format_bytes, format_count, format_seconds
 
@@ -60,16 +60,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--plan", metavar="PLAN", required=True, help="a Plan, such as dp=8,tp=8,pp=4,precision=bf16"
     )
-    parser.add_argument(
-        "--model", metavar="MODEL", required=True, help="a preset, or a .json file of a traced model"
-    )
-    parser.add_argument(
-        "--cluster", metavar="CLUSTER", required=True, help="a preset, such as dgx-h100:64, or a .toml file"
-    )
+    add_arguments(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
-    parser.add_argument(
-        "--sequence", metavar="N", type=int, help="tokens in a sequence (default: the preset's)"
-    )
     add_outlook(parser)
     add_offload(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -111,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         title = f"{workload.name}, {simulation.plan}"
         picture = draw([simulation.played], title)
-        write_file("picture", args.svg, "--svg", lambda path: path.write_text(picture, encoding="utf-8"))
+        write_text("picture", args.svg, "--svg", picture)
     run = long_run_of(args, workload, cluster, simulation.seconds, args.batch)
     summary = _summary(simulation, memory) | ({"long_run": long_run_summary(run)} if run is not None else {})
     if args.offload is not None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shoal.cluster import Cluster
     from shoal.workload import Workload
 
-__all__ = ["MFU", "add_arguments", "open_workload"]
+__all__ = ["MFU", "add_arguments", "add_margin", "open_workload"]
 
 MFU = (
     "MFU counts three times the FLOP of the forward's matrix products, with attention over the whole square "
@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence", metavar="N", type=int, help="tokens in a sequence (default: the preset's)"
     )
+
+
+def add_margin(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the memory that stays free."""
     parser.add_argument(
         "--margin",
         metavar="SHARE",
