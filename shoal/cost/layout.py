@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.plan import SettledPlan
+from shoal.plan import SettledPlan, element_bytes
 from shoal.workload import Part
 
 __all__ = ["Layout"]
@@ -20,6 +20,7 @@ class Layout(NamedTuple):
         context: The Plan's kind of context parallelism.
         recompute: The Plan's recompute policy.
         precision: The Plan's precision.
+        compile: The Plan's setting for torch.compile.
     """
 
     microbatch: int
@@ -30,6 +31,7 @@ class Layout(NamedTuple):
     context: str = "ring"
     recompute: str = "none"
     precision: str = "bf16"
+    compile: str = "auto"
 
     @classmethod
     def of(cls, plan: SettledPlan) -> Layout:
@@ -43,12 +45,13 @@ class Layout(NamedTuple):
             plan.context,
             plan.recompute,
             plan.precision,
+            plan.compile,
         )
 
     @property
     def width(self) -> int:
         """Bytes of an element in the type of the compute."""
-        return 2 if self.precision == "bf16" else 4
+        return element_bytes(self.precision)
 
     def share(self, part: Part) -> float:
         """Return one rank's part of a sample's elements or rows, times the samples of a micro-batch."""

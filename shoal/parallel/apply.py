@@ -42,7 +42,8 @@ from shoal.record import NullRecorder, Recorder
 
 __all__ = ["parallelize", "require_layout", "require_trainable"]
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+"""The type of the weights that compute, by its bytes."""
 
 
 def parallelize(
@@ -106,7 +107,7 @@ def parallelize(
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
     partial = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
-    dtype = _DTYPES[plan.precision]
+    dtype = _DTYPES[plan.element_bytes]
     in_fp32 = kept_in_fp32(model)
     whole = Whole.of(model, pieces, axes, lambda name: torch.float32 if name in in_fp32 else dtype)
     fill = _first_values(model, seed, torch.device(device), axes, cuts)

@@ -8,7 +8,7 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
 from shoal.plan.groups import FamilyGroups, Group, Groups
 from shoal.plan.legal import VARIED, legal_plans
 from shoal.plan.mesh import AXES, Mesh
-from shoal.plan.plan import CHOICES, DEGREES, Plan, divisors, parse_settings
+from shoal.plan.plan import CHOICES, DEGREES, Plan, divisors, element_bytes, parse_settings
 from shoal.plan.settled import SettledPlan
 from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding
 
@@ -28,6 +28,7 @@ __all__ = [
     "SettledPlan",
     "Sharding",
     "divisors",
+    "element_bytes",
     "legal_plans",
     "parse_settings",
 ]

@@ -21,7 +21,7 @@ from shoal.plan.schedules import (
 from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
 from shoal.units import format_bytes, parse_bytes
 
-__all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "parse_settings"]
+__all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "element_bytes", "parse_settings"]
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 """Names of the degrees, in the order of the text form."""
@@ -33,7 +33,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b"), FOUND),
     "exchange": ("bucketed", "naive"),
     "recompute": ("none", "selective", "full"),
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "tf32", "bf16", "fp8"),
+    "reduce": ("fp32", "bf16"),
+    "compile": ("auto", "none", "blocks"),
 }
 """The values that each named choice of a Plan can take."""
 
@@ -74,8 +76,12 @@ class Plan:
         bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 each block is a bucket.
         recompute: What a block's backward computes again instead of keeping it: nothing, all but matrix
             products and attention (selective), or everything (full).
-        precision: Type of the weights that compute, fp32 or bf16. The optimizer's copy, its state and the
-            sums of gradients are always fp32.
+        precision: Type in which the model computes: fp32; tf32, fp32 whose products round their operands to
+            tf32 where the device can; bf16; fp8, bf16 whose products in blocks round theirs to 8 bits. The
+            optimizer's copy, its state and the sums of gradients are always fp32.
+        reduce: Type in which ranks send each other gradients, fp32 or bf16.
+        compile: What torch.compile compiles: nothing (none), or each block and the loss (blocks). auto is
+            blocks on GPUs where the cost model predicts that it is quicker, and none elsewhere.
     """
 
     dp: int = 1
@@ -96,6 +102,8 @@ class Plan:
     bucket: int = 25 << 20
     recompute: str = "none"
     precision: str = "fp32"
+    reduce: str = "fp32"
+    compile: str = "auto"
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "replicate", "bucket"):
@@ -146,11 +154,12 @@ class Plan:
         if self.pp > 1:
             self._require_stages()
         if self.exchange == "naive" and (
-            self.sharding is not UNSHARDED or self.precision != "fp32" or self.pp > 1
+            self.sharding is not UNSHARDED or self.element_bytes < 4 or self.reduce != "fp32" or self.pp > 1
         ):
             raise PlanError(
-                f"exchange=naive was given with shard={self.shard}, precision={self.precision}, pp={self.pp}",
-                possible="exchange=naive with shard=none, precision=fp32 and pp=1",
+                f"exchange=naive was given with shard={self.shard}, precision={self.precision}, "
+                f"reduce={self.reduce}, pp={self.pp}",
+                possible="exchange=naive with shard=none, precision=fp32 or tf32, reduce=fp32 and pp=1",
                 change="leave out exchange=naive",
             )
 
@@ -178,6 +187,11 @@ class Plan:
     def sharding(self) -> Sharding:
         """The states that data parallelism cuts over ranks, and when it communicates."""
         return SHARDINGS[self.shard]
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of the weights that compute."""
+        return element_bytes(self.precision)
 
     @property
     def stages(self) -> int:
@@ -309,6 +323,11 @@ def parse_settings(text: str) -> dict[str, Any]:
             )
         settings[name] = _read(name, value)
     return settings
+
+
+def element_bytes(precision: str) -> int:
+    """Return the bytes of one element of the weights that compute in a Plan's precision."""
+    return 4 if precision in ("fp32", "tf32") else 2
 
 
 def divisors(number: int) -> list[int]:

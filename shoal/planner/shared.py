@@ -10,7 +10,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout, Memories
 from shoal.cost.time import BlockCost
-from shoal.plan import SettledPlan
+from shoal.plan import SettledPlan, element_bytes
 from shoal.plan.schedules import kind_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
@@ -63,9 +63,7 @@ class Shared:
         self.costs = Costs(workload, cluster)
         self.memories = Memories(workload, cluster, self.costs)
         self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
-        self.least_data_parallel = LeastDataParallel(
-            workload, cluster, 2 if self.space.precision == "bf16" else 4
-        )
+        self.least_data_parallel = LeastDataParallel(workload, cluster, element_bytes(self.space.precision))
         self._kinds = tuple(Counter(workload.pieces).items())
         self._computes: dict[Layout, Work] = {}
         self._works: dict[Layout, Work] = {}

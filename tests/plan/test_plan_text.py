@@ -13,7 +13,8 @@ def plans(draw):
     shard = draw(st.sampled_from(CHOICES["shard"])) if replicate == 1 else "zero3"
     precision = draw(st.sampled_from(CHOICES["precision"]))
     pp = draw(st.integers(1, 4))
-    naive = shard == "none" and precision == "fp32" and pp == 1
+    reduce = draw(st.sampled_from(CHOICES["reduce"]))
+    naive = shard == "none" and precision in ("fp32", "tf32") and reduce == "fp32" and pp == 1
     schedule = draw(st.sampled_from(CHOICES["schedule"]))
     virtual = draw(st.sampled_from([None, kind_of(schedule).least_virtual]))
     activations = draw(st.none() | st.integers(1, 9)) if schedule == "search" else None
@@ -41,6 +42,8 @@ def plans(draw):
         bucket=draw(st.integers(1, 1023)) << draw(st.sampled_from([0, 10, 20])),
         recompute=draw(st.sampled_from(CHOICES["recompute"])),
         precision=precision,
+        reduce=reduce,
+        compile=draw(st.sampled_from(CHOICES["compile"])),
     )
 
 

@@ -44,7 +44,7 @@ def states_of(plan: Plan, shards: float) -> States:
         shards: Sharding degree: the number of ranks that a state is cut over.
     """
     shards = max(shards, 1)
-    width, copy = (2.0, _FP32) if plan.precision == "bf16" else (_FP32, 0.0)
+    width, copy = (2.0, _FP32) if plan.element_bytes == 2 else (_FP32, 0.0)
     moments = 2 * _FP32
     sharding = plan.sharding
     return States(

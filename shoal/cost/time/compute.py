@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster, Device
 from shoal.cost.layout import Layout
+from shoal.plan import element_bytes
 from shoal.workload import Attention, Operation, Part, Product
 
 __all__ = [
@@ -96,7 +97,7 @@ def product_seconds(
     device: Device, precision: str, rows: int, inputs: int, outputs: int, copies: int = 1
 ) -> float:
     """Return the seconds of `copies` equal products `[rows, inputs] x [inputs, outputs]`, made together."""
-    width = 2 if precision == "bf16" else 4
+    width = element_bytes(precision)
     depth = device.product_depth * device.peak[precision] / device.peak.get("bf16", device.peak[precision])
     fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth)
     flop = 2.0 * copies * rows * inputs * outputs

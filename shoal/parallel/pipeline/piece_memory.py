@@ -90,7 +90,7 @@ def with_memory(
 def _states(model: nn.Module, plan: Plan, cuts: Mapping[str, Cut]) -> dict[str, float]:
     """Return the bytes of a parameter's states on a rank, by parameter."""
     shards = plan.shards * plan.cp
-    frozen = 2.0 if plan.precision == "bf16" else 4.0
+    frozen = float(plan.element_bytes)
     experts = {
         f"{name}.{kind}"
         for name, module in model.named_modules()
