@@ -111,10 +111,9 @@ class Trace:
         self._current.setdefault(place, Note(values.detach().cpu(), width))
 
     def _positions_of(self, name: str) -> Callable[..., None]:
-        def hook(module: Rotary, inputs: tuple[Tensor, ...]) -> None:
+        def hook(module: Rotary, inputs: tuple[int, torch.device]) -> None:
             if self._current is not None:
-                heads = inputs[0]
-                self._note((name, "positions"), module.positions(heads.shape[-2], heads.device))
+                self._note((name, "positions"), module.positions(*inputs))
 
         return hook
 

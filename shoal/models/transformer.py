@@ -25,6 +25,7 @@ from shoal.models.dropout import Dropout, name_dropouts
 from shoal.models.experts import Mixture
 
 __all__ = [
+    "Angles",
     "Attention",
     "Block",
     "FeedForward",
@@ -35,11 +36,34 @@ __all__ = [
 ]
 
 
-class Rotary(nn.Module):
-    """Turns each pair of dims `(i, i + head_dim / 2)` of a head by an angle that grows with the position.
+class Angles:
+    """The angles by which rotary embedding turns each pair of dims `(i, i + head_dim / 2)` of a head.
 
-    The angles are recomputed in every call: tens of microseconds, beside milliseconds of attention. So
-    there is no buffer that the meta device, a checkpoint or a cast to bf16 could spoil.
+    Neither a tuple nor a dataclass, so that what casts the inputs of blocks leaves the angles in fp32.
+
+    Args:
+        cosine: Cosine of every angle, `[seq, head_dim]`, fp32; both dims of a pair have the same.
+        sine: Sine of every angle, negative for the first dim of a pair, `[seq, head_dim]`, fp32.
+    """
+
+    __slots__ = ("cosine", "sine")
+
+    def __init__(self, cosine: Tensor, sine: Tensor) -> None:
+        self.cosine = cosine
+        self.sine = sine
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """Turn `[batch, heads, seq, head_dim]`, computed in fp32; shape and dtype stay."""
+        # Rolled by half a head, (a, b) becomes (b, a); the sine's sign makes it (-b, a).
+        rolled = heads.roll(heads.shape[-1] // 2, -1)
+        return torch.addcmul(heads * self.cosine, rolled, self.sine).to(heads.dtype)
+
+
+class Rotary(nn.Module):
+    """Makes the Angles of a forward, which grow with the position.
+
+    They are made anew in each forward, once for all blocks: tens of microseconds. So there is no buffer that
+    the meta device, a checkpoint or a cast to bf16 could spoil.
 
     Attributes:
         positions: Function from `seq` and the device to the positions `[seq]`, int64, of the input. By
@@ -52,20 +76,13 @@ class Rotary(nn.Module):
         self.base = base
         self.positions: Callable[[int, torch.device], Tensor] = positions_from_zero
 
-    def forward(self, heads: Tensor) -> Tensor:
-        """Rotates `[batch, heads, seq, head_dim]` in fp32; shape and dtype stay."""
-        cosine, sine = self._tables(heads.shape[-2], heads.device)
-        wide = heads.float()
-        # Rolled by half a head, (a, b) becomes (b, a); the sine's sign makes it (-b, a).
-        return (wide * cosine + wide.roll(self.head_dim // 2, -1) * sine).to(heads.dtype)
-
-    def _tables(self, seq: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of every angle, each `[seq, head_dim]`."""
+    def forward(self, seq: int, device: torch.device) -> Angles:
+        """Return the angles of an input of `seq` tokens."""
         pair = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
         frequency = self.base ** (-pair / self.head_dim)
         angle = torch.outer(self.positions(seq, device).float(), frequency)
         cosine, sine = angle.cos(), angle.sin()
-        return torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
+        return Angles(torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))
 
 
 class Attention(nn.Module):
@@ -85,13 +102,12 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.hidden, kv_width, bias=False)
         self.value = nn.Linear(config.hidden, kv_width, bias=False)
         self.output = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.rotary = Rotary(config.head_dim, config.rope_base)
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles) -> Tensor:
         """Mixes `[batch, seq, hidden]` along `seq`; each position sees itself and those before it."""
-        query = self.rotary(self._split(self.query(hidden)))
-        key = self.rotary(self._split(self.key(hidden)))
+        query = angles.turn(self._split(self.query(hidden)))
+        key = angles.turn(self._split(self.key(hidden)))
         value = self._split(self.value(hidden))
         mixed = self.attend(query, key, value)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(-2))
@@ -150,9 +166,9 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(config.dropout, "attention_dropout")
         self.feed_forward_dropout = Dropout(config.dropout, "feed_forward_dropout")
 
-    def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, angles: Angles, keys: Tensor | None = None) -> Tensor:
         """Maps `[batch, seq, hidden]` to the same shape; `keys` `[batch, seq]` are dropout's."""
-        attended: Tensor = self.attention(self.attention_norm(hidden))
+        attended: Tensor = self.attention(self.attention_norm(hidden), angles)
         mixed: Tensor = hidden + self.attention_dropout(attended, keys)
         fed: Tensor = self.feed_forward(self.feed_forward_norm(mixed))
         output: Tensor = mixed + self.feed_forward_dropout(fed, keys)
@@ -174,6 +190,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.rotary = Rotary(config.head_dim, config.rope_base)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
@@ -199,8 +216,9 @@ class Transformer(nn.Module):
                 change="shorten the samples, or give the model a larger `seq`",
             )
         hidden = self.embed(tokens)
+        angles = self.rotary(tokens.shape[-1], tokens.device)
         for block in self.blocks:
-            hidden = block(hidden, self.dropout_keys)
+            hidden = block(hidden, angles, self.dropout_keys)
         hidden = self.norm(hidden)
         logits: Tensor = self.unembed(hidden) if self.head is None else self.head(hidden)
         return logits

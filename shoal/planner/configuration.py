@@ -25,12 +25,12 @@ def configuration(candidate: Candidate, shape: ModelShape) -> str:
     where = f"{candidate.devices} devices of {candidate.cluster.name}"
     lines = [
         f"# Predicted on {where}: {candidate.seconds:.4g} s a step.",
-        f'model = "{shape.name if shape.layer_tables else "tiny"}"',
+        f'model = "{shape.name if shape.is_own else "tiny"}"',
         f'plan = "{candidate.plan}"',
         f"batch = {candidate.batch}",
         f"sequence = {candidate.workload.length}",
     ]
-    options = [] if shape.layer_tables else _options(shape)
+    options = [] if shape.is_own else _options(shape)
     return "\n".join([*lines, *options]) + "\n"
 
 

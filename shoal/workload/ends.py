@@ -43,6 +43,9 @@ def embedding_of(shape: ModelShape) -> Block:
     if shape.dropout and not shape.rotary:
         operations.append(Pass("dropout", stream, 5, 5, Part.STREAM))
         saved.append(Saved("mask", stream, Part.STREAM, Keep.ALWAYS, 1))
+    if shape.rotary and shape.is_own:
+        angles = 2.0 * shape.seq * shape.width  # cosine and sine, for all samples and all layers
+        saved.append(Saved("angles", angles, Part.POSITIONS, Keep.ALWAYS, _FP32))
     return Block("embedding", tuple(operations), parameters, tuple(saved), joins=1, tables=tables)
 
 

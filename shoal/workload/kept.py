@@ -7,8 +7,6 @@ sample, H hidden, A heads and K key-value heads of width D, F the feed-forward w
                   not, in fp32 input n H, quotient n H and root n. Both: output n H, for products after it
     attention     query n A D, key and value n K D each, output n A D; log-sum-exp n A if fused, and if not
                   probabilities n n A, and with dropout as many again and their mask
-    rotary        if a layer makes tables of its own, 4 D n in fp32, once for all samples: cosine and sine,
-                  for queries and for keys
     feed-forward  gated: gate, silu(gate), up, and the product of the last two, n F each; else up and gelu(up)
     dropout       a mask of one byte for each of n H
 
@@ -90,8 +88,6 @@ def _attention(shape: ModelShape) -> Iterator[Saved]:
         yield Saved("queries", wide, Part.COLUMNS, Keep.RESULTS)
         yield Saved("keys", wide, Part.COLUMNS)
         yield Saved("values", tokens * heads * width, Part.COLUMNS, Keep.RESULTS)
-    if shape.rotary and shape.layer_tables:
-        yield Saved("angles", 4 * tokens * width, Part.POSITIONS, width=_FP32)
     if shape.fused_attention:
         yield Saved("log-sum-exp", tokens * heads, Part.COLUMNS, Keep.RESULTS, _FP32)
     else:

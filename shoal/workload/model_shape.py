@@ -41,7 +41,7 @@ class ModelShape:
         seq: Tokens of a sample.
         gated: Whether the feed-forward layer has a gate (SwiGLU), or one activation (GELU).
         rotary: Whether queries and keys are rotated by position; if not, a table of positions is added.
-        layer_tables: Whether each layer makes its own tables of angles, as Shoal's transformer does.
+        is_own: Whether it is Shoal's transformer, which keeps its angles in fp32.
         biases: Whether products have biases, and norms are LayerNorm with biases; if not, norms are RMSNorm.
         dropout: Whether training drops elements of the stream.
         tied: Whether the head's weight is the embedding's.
@@ -74,7 +74,7 @@ class ModelShape:
     seq: int
     gated: bool = True
     rotary: bool = True
-    layer_tables: bool = False
+    is_own: bool = False
     biases: bool = False
     dropout: bool = False
     tied: bool = False

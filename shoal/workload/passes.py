@@ -32,10 +32,10 @@ def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> P
 
 
 def rotary_pass(shape: ModelShape, elements: float) -> Pass:
-    """Return the pass that rotates queries and keys; unfused: a roll, two products, their sum, the tables."""
+    """Return the pass that rotates queries and keys; unfused: a product, a roll, a sum of products."""
     if shape.fused_passes:
         return Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
-    return Pass("rotary", elements, 18, 22, Part.COLUMNS, kernels=20)
+    return Pass("rotary", elements, 14, 18, Part.COLUMNS, kernels=7)
 
 
 def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:

@@ -33,7 +33,7 @@ def departure_of(ranks, plan, fault, detail="", shape=SHAPE):
 )
 def test_positions_that_are_off_by_a_shard_are_named(ranks, plan, told):
     departure = departure_of(ranks, plan, "positions_of_another_part")
-    assert (departure.step, departure.layer) == (1, "blocks.0.attention.rotary")
+    assert (departure.step, departure.layer) == (1, "rotary")
     assert told in departure.text
 
 
@@ -92,11 +92,11 @@ def test_no_layer_of_a_right_layout_departs(ranks, plan):
     traces = ranks.run(trace, parsed.ranks, plan, trial)
     reference = ForwardReference.measure(trial, parsed.precision, torch.device("cpu"))
     assert first_fault(trial, Mesh.of(parsed), traces, reference) is None
-    # Of each block there is at least what it begins with, its positions, its choices and its sum.
+    assert all(joined(each.forwards, ("rotary", "positions")) is not None for each in traces)
+    # Of each block there is at least what it begins with, its choices and its sum.
     for block in range(SHAPE["layers"]):
         for layer, kind in (
             ("attention_norm", "output"),
-            ("attention.rotary", "positions"),
             ("feed_forward", "choices"),
             ("feed_forward", "output"),
         ):

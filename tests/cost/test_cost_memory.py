@@ -36,7 +36,7 @@ def cluster_of(memory, devices=8, reserved=0.0):
 # Measured: benchmarks/memory.md
 
 DENSE = ModelShape(
-    layers=4, hidden=256, ffn=1024, heads=4, vocab=1024, seq=512, layer_tables=True, fused_passes=False
+    layers=4, hidden=256, ffn=1024, heads=4, vocab=1024, seq=512, is_own=True, fused_passes=False
 )
 MODELS = {
     "": (DENSE, True),

@@ -36,14 +36,14 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     return float((value - reference).abs().max() / reference.abs().max())
 
 
-def naive_attention(attention: Attention, hidden: Tensor) -> Tensor:
+def naive_attention(attention: Attention, hidden: Tensor, base: float) -> Tensor:
     """Every head and position in a loop, softmax from its definition, in fp64."""
     attention = attention.double()
     query, key, value = (
         layer(hidden.double()).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
         for layer in (attention.query, attention.key, attention.value)
     )
-    query, key = complex_rotary(query, attention.rotary.base), complex_rotary(key, attention.rotary.base)
+    query, key = complex_rotary(query, base), complex_rotary(key, base)
     shared_by = query.shape[1] // key.shape[1]
     mixed = torch.zeros_like(query)
     for head in range(query.shape[1]):
@@ -70,12 +70,13 @@ def complex_rotary(heads: Tensor, base: float) -> Tensor:
 @settings(max_examples=25, deadline=None)
 @given(kv_heads=st.sampled_from([1, 2, 3, 6]), seq=st.integers(1, 12), seed=st.integers(0, 99))
 def test_attention_is_a_causal_softmax_over_shared_keys(kv_heads: int, seq: int, seed: int) -> None:
-    attention = small(seed, kv_heads=kv_heads).blocks[0].attention
+    model = small(seed, kv_heads=kv_heads)
+    attention = model.blocks[0].attention
     hidden = torch.randn(2, seq, SMALL.hidden, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
-        value = attention(hidden)
+        value = attention(hidden, model.rotary(seq, hidden.device))
         # fp32 against fp64: sums of some tens of terms, each rounded to 6e-8.
-        assert relative_error(value, naive_attention(attention, hidden)) < 1e-5
+        assert relative_error(value, naive_attention(attention, hidden, SMALL.rope_base)) < 1e-5
 
 
 def test_grouped_queries_equal_full_heads_with_repeated_weights() -> None:
@@ -100,12 +101,13 @@ def test_grouped_queries_equal_full_heads_with_repeated_weights() -> None:
 def test_rotary_multiplies_pairs_as_complex_numbers(head_dim: int, seq: int, base: float) -> None:
     heads = torch.randn(2, 3, seq, head_dim)
     # An angle of 300 radians, rounded to fp32, is off by up to 3e-5.
-    assert relative_error(Rotary(head_dim, base)(heads), complex_rotary(heads, base)) < 1e-4
+    turned = Rotary(head_dim, base)(seq, heads.device).turn(heads)
+    assert relative_error(turned, complex_rotary(heads, base)) < 1e-4
 
 
 def test_rotary_products_depend_on_distance_alone() -> None:
     query, key = torch.randn(16), torch.randn(16)
-    turn = Rotary(16, 10_000.0)
+    turn = Rotary(16, 10_000.0)(30, query.device).turn
     queries, keys = turn(query.expand(1, 1, 30, 16))[0, 0], turn(key.expand(1, 1, 30, 16))[0, 0]
     products = queries @ keys.T
     torch.testing.assert_close(products[1:, 1:], products[:-1, :-1], rtol=1e-4, atol=1e-4)
@@ -126,8 +128,8 @@ def test_norms_and_rotary_lose_nothing_but_the_last_rounding_in_bf16() -> None:
     reference = norm.float()(hidden.float())
     assert torch.equal(norm.bfloat16()(hidden), reference.bfloat16())
     heads = torch.randn(1, 2, 200, 8).bfloat16()
-    turn = Rotary(8, 10_000.0)
-    assert torch.equal(turn.bfloat16()(heads), turn(heads.float()).bfloat16())
+    turn = Rotary(8, 10_000.0)(200, heads.device).turn
+    assert torch.equal(turn(heads), turn(heads.float()).bfloat16())
 
 
 @pytest.mark.parametrize("tied", [False, True])
