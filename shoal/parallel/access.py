@@ -16,7 +16,23 @@ from torch import nn
 
 from shoal.errors import LayoutError
 
-__all__ = ["refuse_copies", "watch", "watch_calls"]
+__all__ = ["between_graphs", "outside_graphs", "refuse_copies", "watch", "watch_calls"]
+
+
+def between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that torch.compile runs as it is: a compiled graph ends before it."""
+    result: Callable[..., Any] = torch.compiler.disable(hook)
+    return result
+
+
+def outside_graphs(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that compiled code leaves out, for modules within a block: the block's own hook runs."""
+
+    def unless_compiled(*arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*arguments)
+
+    return unless_compiled
 
 
 class _Watched(dict[str, Any]):

@@ -12,6 +12,7 @@ from torch import nn
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer
 from shoal.parallel.axes import Axes
+from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.context.context import context_parallel, require_context
 from shoal.parallel.context.positions import require_sequence, residual_positions
 from shoal.parallel.data.blocks import find_blocks
@@ -33,7 +34,6 @@ from shoal.parallel.pipeline.runtime import Pipeline, StageEntry, StageHere
 from shoal.parallel.pipeline.stage_layout import StageLayout
 from shoal.parallel.pipeline.stages import take_stages
 from shoal.parallel.precision import cast_inputs, kept_in_fp32
-from shoal.parallel.recompute import recompute_blocks
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor.tensor_layout import TensorLayout
 from shoal.parallel.whole import Whole
@@ -112,6 +112,8 @@ def parallelize(
     whole = Whole.of(model, pieces, axes, lambda name: torch.float32 if name in in_fp32 else dtype)
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
     on = next(model.parameters()).device
+    if plan.compile == "auto":
+        plan = plan.replace(compile="none" if on.type == "cpu" else "blocks")
     deferral = Deferral() if pieces is not None and plan.has_halves else None
     _divide_layers(model, plan, axes, layout, split, deferral)
     _cast(model, blocks, dtype, in_fp32)
@@ -128,7 +130,7 @@ def parallelize(
         experts=frozenset(experts),
     )
     if pieces is None:
-        recompute_blocks(blocks, plan.recompute)
+        compile_blocks(blocks, plan.recompute, plan.compile, on)
         strategies, pipeline = [_strategy(setup, plan)], None
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
@@ -203,7 +205,7 @@ def _staged(
         names = stage.names - taken
         lent = names & frozenset[str]().union(*(each.names for each in stages if each is not stage))
         own = replace(setup, blocks=blocks, names=names, tied=pieces.tied, lent=lent, entry=entry)
-        recompute_blocks(blocks, plan.recompute)
+        compile_blocks(blocks, plan.recompute, plan.compile, device)
         taken |= stage.names
         here.append(StageHere(entry, _strategy(own, plan), deferral))
     return (

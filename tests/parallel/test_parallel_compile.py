@@ -5,7 +5,9 @@ import torch
 from parallel_stand_ins import SHARDS
 from torch import nn
 
-from shoal.parallel import parallelize
+from shoal.models import Transformer, TransformerConfig, next_token_loss
+from shoal.parallel import compiled, parallelize
+from shoal.plan import Plan
 
 
 class Model(nn.Module):
@@ -60,3 +62,55 @@ def test_what_is_compiled_trains_as_what_is_not(ranks, shard, compiled):
         ranks.run(train, 2, plan, compiled), ranks.run(train, 2, plan, ""), strict=True
     ):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+SHAPE = {"vocab_size": 31, "layers": 3, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "seq": 8}
+PLANS = {
+    "dp=2,shard=zero3": 1,
+    "dp=2,shard=zero1,recompute=full": 1,
+    "dp=2,shard=zero2,recompute=selective,precision=bf16": 1,
+    "tp=2": None,
+    "cp=2,recompute=full": None,
+    "pp=2,split=count": 2,  # a received hidden state is a leaf of the graph of gradients
+    "pp=2,split=count,schedule=zb-h1": None,
+    "dp=2,ep=2": None,
+}
+"""Plans, with the graphs of a block where nothing within it communicates or depends on data."""
+
+
+def steps(text):
+    """Losses of steps of two micro-batches; how many graphs and frames there were after each."""
+    plan = Plan.parse(text)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled.BACKEND = "aot_eager"
+    model = Transformer(TransformerConfig(**SHAPE, experts=4 if plan.ep > 1 else 0))
+    model.initialize(0)
+    parallel = parallelize(model, plan)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.3)
+    losses, frames = [], []
+    for number in range(4):
+        tokens = torch.randint(31, (8, 9), generator=torch.Generator().manual_seed(number))
+        inputs, targets = (
+            parallel.local_sequence(parallel.local(part)) for part in (tokens[:, :-1], tokens[:, 1:])
+        )
+        pairs = zip(inputs.chunk(2), targets.chunk(2), strict=True)
+        loss = parallel.forward_backward(pairs, 2, next_token_loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counters = torch._dynamo.utils.counters
+        frames.append((counters["stats"]["unique_graphs"], counters["frames"]["total"]))
+    return losses, frames
+
+
+@pytest.mark.parametrize("text", PLANS)
+def test_compiled_blocks_train_alike_and_are_not_compiled_again(ranks, text):
+    compiled_runs = ranks.run(steps, 2, text + ",compile=blocks")
+    for (losses, frames), (expected, _) in zip(compiled_runs, ranks.run(steps, 2, text), strict=True):
+        # A graph may round in another order; in bf16 by 0.4 % of each element.
+        assert losses == pytest.approx(expected, rel=2e-3 if "bf16" in text else 1e-5)
+        assert frames[0][0] > 0
+        assert frames[1:] == [frames[1]] * 3, "compiled after the second step"
+        if PLANS[text] is not None:
+            assert frames[-1][0] == PLANS[text], "blocks of one kind share a graph"

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.communication import Axis
+from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.context.context import context_parallel
 from shoal.parallel.context.positions import (
     POSITIONS,
@@ -24,7 +25,6 @@ from shoal.parallel.context.positions import (
 )
 from shoal.parallel.context.ring_attention import ring_attention
 from shoal.parallel.context.ulysses import ulysses_attention
-from shoal.parallel.recompute import recompute_blocks
 from shoal.record import NullRecorder
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
@@ -195,7 +195,7 @@ def loss_and_gradients(attention, recompute):
     """As one step of training has them, with the elements that forward kept for backward."""
     axis, built = whole_axis(), model()
     context_parallel(built, axis, attention)
-    recompute_blocks(list(built.blocks), recompute)
+    compile_blocks(list(built.blocks), recompute)
     tokens, targets = (local_sequence(tensor, axis, attention) for tensor in batch())
     parameters = {parameter.data_ptr() for parameter in built.parameters()}
     kept: dict[int, int] = {}

@@ -13,8 +13,8 @@ from torch.autograd.graph import get_gradient_edge
 from shoal.errors import TrainingError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
+from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.pipeline.deferred import Deferral, deferred_linear, put_off_products, split_backward
-from shoal.parallel.recompute import recompute_blocks
 
 SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}
 EXPERTS = {"experts": 4, "experts_per_token": 2}
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def blocks(policy="none", **changes):
     model = Transformer(TransformerConfig(**(SHAPE | changes)))
     model.initialize(0)
-    recompute_blocks(list(model.blocks), policy)
+    compile_blocks(list(model.blocks), policy)
     return nn.Sequential(*model.blocks)
 
 

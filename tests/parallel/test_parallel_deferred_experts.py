@@ -9,8 +9,8 @@ from parallel_stand_ins import assembled
 
 from shoal.models import Mixture, Transformer, TransformerConfig, expert_products, next_token_loss
 from shoal.parallel import parallelize
+from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.pipeline.deferred import Deferral, deferred_experts, put_off_products, split_backward
-from shoal.parallel.recompute import recompute_blocks
 from shoal.plan import Plan
 
 SHAPE = TransformerConfig(
@@ -47,7 +47,7 @@ def backward(halves, dtype=torch.float32, policy="none", trained=PARTS, lopsided
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(name in trained)
     layer.to(dtype)
-    recompute_blocks([layer], policy)
+    compile_blocks([layer], policy)
     hidden = random(2, 12, 16, seed=10).to(dtype)
     hidden = (hidden.abs() if lopsided else hidden).requires_grad_()
     gradient = random(2, 12, 16, seed=11).to(dtype)

@@ -8,7 +8,7 @@ from parallel_stand_ins import ListRecorder
 
 from shoal.errors import PlanError
 from shoal.parallel import Axis
-from shoal.parallel.recompute import recompute_blocks
+from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.tensor.products import column_products, row_product
 from shoal.record import NullRecorder
 
@@ -145,7 +145,7 @@ def two_blocks(policy, sequence, overlap):
     up, down = drawn(32, WIDTH, seed=1), drawn(WIDTH, 32, seed=2)
     weights = [leaf(part(up, 0, tp)), leaf(part(up.flip(0), 0, tp)), leaf(part(down, 1, tp))]
     blocks = [Block(weights, tp, sequence, overlap) for _ in range(2)]
-    recompute_blocks(blocks, policy)
+    compile_blocks(blocks, policy)
     result = blocks[1](blocks[0](hidden))
     return [result.detach(), *gradients([result], [hidden, *weights], [torch.ones_like(result)])]
 

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel.communication import Axis
+from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.context.context import context_parallel
 from shoal.parallel.context.positions import local_sequence
-from shoal.parallel.recompute import recompute_blocks
 from shoal.record import NullRecorder
 
 SHAPE = TransformerConfig(vocab_size=17, layers=3, hidden=32, heads=4, kv_heads=4, ffn=96, seq=256)
@@ -56,7 +56,7 @@ def kept_bytes(attention, policy):
     axis, model = shared_axis(), Transformer(SHAPE)
     model.initialize(0)
     context_parallel(model, axis, attention)
-    recompute_blocks(list(model.blocks), policy)
+    compile_blocks(list(model.blocks), policy)
     tokens = torch.randint(17, (BATCH, SHAPE.seq + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = (local_sequence(part, axis, attention) for part in (tokens[:, :-1], tokens[:, 1:]))
     with Made([*model.parameters(), inputs, targets]) as made:

@@ -22,9 +22,9 @@ from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, TransformerConfig, logits_of, next_token_loss, set_auxiliary_scale
 from shoal.models.dropout import token_keys
 from shoal.parallel import parallelize
+from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.pipeline.stage_layout import StageLayout, parameters_by_piece, stages_of, tied_names
 from shoal.parallel.pipeline.stages import take_stages
-from shoal.parallel.recompute import recompute_blocks
 
 SHAPE = {"vocab_size": 61, "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}
 
@@ -67,7 +67,7 @@ def test_a_transformer_trains_as_in_one_piece(ranks, tied, split):
 @pytest.mark.parametrize("policy", ["selective", "full"])
 def test_blocks_may_be_recomputed(policy):
     def prepare(model):
-        recompute_blocks([block for block in model.blocks if any(True for _ in block.parameters())], policy)
+        compile_blocks([block for block in model.blocks if any(True for _ in block.parameters())], policy)
 
     check(lambda: transformer(dropout=0.1), V_SHAPED, (2, 1, 2, 1), prepare=prepare)
 
@@ -75,7 +75,7 @@ def test_blocks_may_be_recomputed(policy):
 def test_blocks_may_be_recomputed_before_the_model_is_cut():
     def build():
         model = transformer()
-        recompute_blocks(list(model.blocks), "full")
+        compile_blocks(list(model.blocks), "full")
         return model
 
     check(build, LOOPED, (2, 1, 2, 1))

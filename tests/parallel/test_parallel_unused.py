@@ -123,8 +123,10 @@ def train_crossing(plan):
 def test_blocks_may_use_one_another(ranks, shard):
     expected = train_crossing("")
     state = ranks.run(train_crossing, 2, f"dp=2,shard={shard}")[0]
-    for name, value in expected.items():  # fp32 sums in another order
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    # fp32 sums in another order, by kernels that depend on the processor: activations of about 10 are rounded
+    # to 1e-6, and their gradients enter four updates.
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=4e-6)
 
 
 class Meeting(torch.autograd.Function):

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.models import Transformer, TransformerConfig
-from shoal.parallel.recompute import recompute_blocks
+from shoal.parallel.compiled import compile_blocks
 from shoal.workload import Product, transformer_shape, workload_of
 
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24}
@@ -16,7 +16,7 @@ def products_flop(config, policy):
     torch.manual_seed(0)
     model = Transformer(config)
     model.initialize(0)
-    recompute_blocks(model.blocks, policy)
+    compile_blocks(model.blocks, policy)
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, config.seq, dtype=torch.int64)).float().sum().backward()
     counts = counter.get_flop_counts()["Global"]

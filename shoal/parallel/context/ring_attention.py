@@ -30,12 +30,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.models.transformer import causal_attention
+from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.context.fused_attention import kernel_for
 
 __all__ = ["ring_attention"]
 
 
+@between_graphs
 def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
     """Return causal attention to the whole sequence; all ranks of the axis call it together.
 

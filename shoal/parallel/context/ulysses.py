@@ -20,11 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from shoal.errors import PlanError
 from shoal.models.transformer import causal_attention
+from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
 
 __all__ = ["require_heads", "ulysses_attention"]
 
 
+@between_graphs
 def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
     """Return causal attention to the whole sequence; all ranks of the axis call it together.
 

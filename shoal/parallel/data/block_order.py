@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from shoal.models.nested import tensors_in
-from shoal.parallel.access import watch, watch_calls
+from shoal.parallel.access import between_graphs, outside_graphs, watch, watch_calls
 
 __all__ = ["NO_BACKWARD", "BlockOrder", "Visits", "in_backward"]
 
@@ -94,17 +94,18 @@ class BlockOrder:
         self._walks_back = 0
         self._is_open = False  # a forward runs, or has run since the last backward
         # torch.compile must compile only the computation of the model, not its communication.
-        model.register_forward_pre_hook(torch.compiler.disable(self._before_model))
-        model.register_forward_hook(torch.compiler.disable(self._after_model))
-        model.register_forward_hook(torch.compiler.disable(self._leave_model), always_call=True)
+        model.register_forward_pre_hook(between_graphs(self._before_model))
+        model.register_forward_hook(between_graphs(self._after_model))
+        model.register_forward_hook(between_graphs(self._leave_model), always_call=True)
         in_blocks: set[nn.Module] = set()
         for index, block in enumerate(blocks):
             for module in block.modules():
                 in_blocks.add(module)
                 is_owner = any(each is not None for each in module._parameters.values())
                 if is_owner or module is block:
-                    module.register_forward_pre_hook(torch.compiler.disable(self._before_block(index)))
-                    module.register_forward_hook(torch.compiler.disable(self._after_block(index)))
+                    kept_out = between_graphs if module is block else outside_graphs
+                    module.register_forward_pre_hook(kept_out(self._before_block(index)))
+                    module.register_forward_hook(kept_out(self._after_block(index)))
                 if is_owner:  # only now: the module is running when it uses its own parameters
                     watch(module, self._use_of_block(index), self._is_forward_open)
         for number, module in enumerate(model.modules()):

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from shoal.parallel.access import watch, watch_calls
+from shoal.parallel.access import between_graphs, watch, watch_calls
 from shoal.parallel.data.block_order import in_backward
 from shoal.parallel.data.bucket import Bucket
 
@@ -48,8 +47,8 @@ class WeightUpdate:
         if not self._buckets:
             return
         bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        entry.register_forward_pre_hook(torch.compiler.disable(self._before_model))
-        entry.register_forward_hook(torch.compiler.disable(self._after_model), always_call=True)
+        entry.register_forward_pre_hook(between_graphs(self._before_model))
+        entry.register_forward_hook(between_graphs(self._after_model), always_call=True)
         in_blocks = {module for block in blocks for module in block.modules()}
         for block in blocks:
             watch_calls(block, self._before_use(-1, _own(block.modules(), bucket_of)))

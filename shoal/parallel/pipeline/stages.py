@@ -37,7 +37,7 @@ def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, rang
     """Keep the parts of a model that some stages need, in place, and return these stages.
 
     On the meta device nothing is allocated. Parameters are not changed, and may be replaced afterwards. The
-    `forward` of any module may be replaced before or afterwards, as `recompute_blocks` does.
+    `forward` of any module may be replaced before or afterwards, as `compile_blocks` does.
 
     Args:
         model: The whole model. Use it only through the stages afterwards.

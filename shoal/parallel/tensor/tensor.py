@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.errors import PlanError
 from shoal.models import Transformer
+from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
 from shoal.parallel.hugging_face.layout import fit_heads, has_tensor_plan, layout_of_hugging_face
 from shoal.parallel.layout import Cut
@@ -196,6 +197,7 @@ class _Columns:
         self._input: Tensor | None = None
         self._results: dict[int, Tensor] = {}
 
+    @between_graphs
     def __call__(self, index: int, hidden: Tensor) -> Tensor:
         """Return the output of layer `index` for `hidden`."""
         if hidden is not self._input or index not in self._results:
@@ -217,6 +219,7 @@ class _Columns:
         return parameter if rows is None else parameter.narrow(0, *rows)
 
 
+@between_graphs
 def _row_forward(layer: Any, product: Any, hidden: Tensor) -> Tensor:
     result: Tensor = product(hidden, layer.weight, bias=layer.bias)
     return result

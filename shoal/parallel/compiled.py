@@ -1,0 +1,77 @@
+"""Compile blocks, and recompute them in backward (Chen et al., arXiv:1604.06174).
+
+Recompute `full` keeps only a block's input. `selective` also keeps the results of matrix products and of
+attention, which are expensive, and computes the rest again.
+
+Only a block's own forward is compiled. Its hooks, which gather and reduce, run around it; collectives within
+it end one graph, and another begins after them. Blocks of one kind share their graphs.
+
+    compile, recompute       forward of a block
+    none, full               checkpointed
+    none, selective          on a CPU checkpointed; elsewhere a graph, as below, run operator by operator:
+                             without a graph, Python would see every operator, which takes longer than
+                             recomputing everything
+    blocks, full             a graph, checkpointed: backward runs the graph again
+    blocks, selective        a graph of the checkpointed forward: the compiler chooses what is computed again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from shoal.trace import EXPENSIVE
+
+__all__ = ["compile_blocks"]
+
+_OWN = "shoal"
+"""Namespace of Shoal's own operators, such as ring attention; all of them are expensive."""
+
+BACKEND = "inductor"
+"""torch.compile's backend for compile=blocks."""
+
+_GRAPHS_PER_BLOCK = 8
+"""Graphs that a block may have: without gradients, in evaluation, between its collectives."""
+
+
+def compile_blocks(
+    blocks: Sequence[nn.Module], recompute: str, compile: str = "none", device: torch.device | None = None
+) -> None:
+    """Wrap the blocks' forward, within their hooks, so that recomputing does not run these again.
+
+    Args:
+        blocks: The blocks; those of one class share their graphs.
+        recompute: none, selective or full.
+        compile: none or blocks.
+        device: Device of the parameters; None for a CPU.
+    """
+    compiler: Any = None
+    if compile == "blocks":
+        compiler = partial(torch.compile, backend=BACKEND)
+    elif recompute == "selective" and device is not None and device.type != "cpu":
+        compiler = partial(torch.compile, backend="aot_eager")
+    if compiler is not None:
+        config: Any = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, _GRAPHS_PER_BLOCK * len(blocks))
+        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+    for block in blocks:
+        forward = block.forward
+        if recompute == "selective":
+            contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
+            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+        if compiler is not None:
+            forward = compiler(forward)
+        if recompute == "full":
+            forward = partial(checkpoint, forward, use_reentrant=False)
+        if forward is not block.forward:
+            block.forward = forward
+
+
+def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    expensive = operator in EXPENSIVE or operator.namespace == _OWN
+    return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
