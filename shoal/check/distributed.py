@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.check.forward_recorder import ForwardRecorder
 from shoal.check.trace import RankTrace, Trace
-from shoal.check.trial import CLIP, OPTIMIZER, RandomTokens, Trial
+from shoal.check.trial import OPTIMIZER, RandomTokens, Trial
 from shoal.parallel import Axis, Owned, Parallel
 from shoal.parallel.pipeline.stage_layout import parts_by_piece, stages_of
 from shoal.plan import Plan
@@ -177,17 +177,16 @@ def _distributed(
 def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list[RankStep]:
     """Run all steps; each adds to `asked` the micro-batches that this rank trains on."""
     parallel = trainer.parallel
-    clipped: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
 
     def note(*_: Any) -> None:
-        clipped[:] = [gradient_of(owned).detach().clone() for owned in parallel.owned]
+        gradients[:] = [gradient_of(owned).detach().clone() for owned in parallel.owned]
 
     trainer.optimizer.register_step_pre_hook(note)
     accumulation = trainer.plan.microbatches_of(batch)
     steps = []
     for number in range(trainer.steps):
         result = trainer.step()
-        factor = max(1.0, result.gradient_norm / CLIP)
         consumed = asked[number * accumulation : (number + 1) * accumulation]
         steps.append(
             RankStep(
@@ -195,8 +194,8 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
                 norm=result.gradient_norm,
                 samples=[index for batch in consumed for index in batch],
                 gradients=[
-                    fragment_of(owned, gradient * factor)
-                    for owned, gradient in zip(parallel.owned, clipped, strict=True)
+                    fragment_of(owned, gradient)
+                    for owned, gradient in zip(parallel.owned, gradients, strict=True)
                 ],
                 parameters=[fragment_of(owned, owned.local) for owned in parallel.owned],
             )

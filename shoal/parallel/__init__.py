@@ -11,6 +11,7 @@ from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
+from shoal.parallel.optimizer.norm import GradientNorm
 from shoal.parallel.optimizer.together import Together
 from shoal.parallel.optimizer.whole_parameters import WholeParameters
 from shoal.parallel.owned import Frozen, Owned, local_part
@@ -26,6 +27,7 @@ __all__ = [
     "Batch",
     "Composed",
     "Frozen",
+    "GradientNorm",
     "Owned",
     "Parallel",
     "Pending",

@@ -112,8 +112,8 @@ def parallelize(
     whole = Whole.of(model, pieces, axes, lambda name: torch.float32 if name in in_fp32 else dtype)
     fill = _first_values(model, seed, torch.device(device), axes, cuts)
     on = next(model.parameters()).device
-    if plan.compile == "auto":
-        plan = plan.replace(compile="none" if on.type == "cpu" else "blocks")
+    if plan.compile == "auto" and on.type != "cpu":
+        plan = plan.replace(compile="blocks")
     deferral = Deferral() if pieces is not None and plan.has_halves else None
     _divide_layers(model, plan, axes, layout, split, deferral)
     _cast(model, blocks, dtype, in_fp32)

@@ -36,7 +36,7 @@ def run_one_by_one(
         The mean loss of all micro-batches.
     """
     recorder = NullRecorder() if recorder is None else recorder
-    total = torch.zeros(())
+    total: torch.Tensor | None = None
     coming = iter(forwards)
     for number in range(count):
         is_last = number + 1 == count
@@ -44,9 +44,10 @@ def run_one_by_one(
         with recorder.span(Kind.FORWARD):
             loss = forward() / count
             del forward  # its batch is freed before backward
-            total = total.to(loss.device) + loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()
         if is_last:
             before_last(total)
         with recorder.span(Kind.BACKWARD), nullcontext() if is_last else accumulate():
             loss.backward()
+    assert total is not None
     return total

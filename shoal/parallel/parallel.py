@@ -20,7 +20,7 @@ from shoal.parallel.context.positions import local_sequence, residual_positions
 from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.layout import Cut
 from shoal.parallel.micro_batches import run_one_by_one
-from shoal.parallel.optimizer.norm import gradient_norm, scale_gradients
+from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
 from shoal.parallel.owned import fixed_parameters
 from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
@@ -380,7 +380,11 @@ class Parallel(nn.Module):
 
     def gradient_norm(self) -> float:
         """Return the Euclidean norm of the whole averaged gradient; equal on every rank."""
-        return gradient_norm(self.owned, self.axes.parts, self._device)
+        return self.measure_gradient().whole.item()
+
+    def measure_gradient(self) -> GradientNorm:
+        """Return the norms of the whole averaged gradient and of its parts, as they lie on the device."""
+        return measure_gradient(self.owned, self.axes.parts, self._device)
 
     def clip_gradients(self, limit: float) -> float:
         """Scale the whole gradient down to the norm `limit` if its norm is larger.
@@ -388,10 +392,9 @@ class Parallel(nn.Module):
         Returns:
             The norm before scaling.
         """
-        norm = self.gradient_norm()
-        if norm > limit:
-            scale_gradients(self.owned, limit / norm)
-        return norm
+        norm = self.measure_gradient().whole
+        limit_gradients(self.owned, norm, limit)
+        return norm.item()
 
     def _stale(self) -> str | None:
         return next((each.stale for each in self._strategies if each.stale is not None), None)

@@ -50,22 +50,27 @@ class ChangingBuffers:
         chosen = held if self._is_first else self._changing
         self._before = {place: buffer.clone() for place in chosen if (buffer := held[place]) is not None}
 
-    def end_step(self) -> None:
-        """Learn which buffers the step changed."""
+    def end_step(self, is_finite: torch.Tensor) -> None:
+        """Learn which buffers the step changed; undo that unless `is_finite`, a scalar on the device."""
         for place, (buffer, version) in self._versions.items():
             is_counted = self._at(place) is not buffer or buffer._version != version
             if is_counted or (self._is_first and not torch.equal(buffer, self._before[place])):
                 self._changing.add(place)
         self._is_first = False
+        for place, before in self._before.items():
+            if place in self._changing:
+                self._keep_if(is_finite, place, before)
         self._before.clear()
 
-    def put_back(self) -> None:
-        """Undo the step's changes of buffers, before `end_step`."""
-        for place, before in self._before.items():
-            module, name = self._places[place]
-            original = self._versions[place][0]
-            original.copy_(before)
-            module._buffers[name] = original
+    def _keep_if(self, is_finite: torch.Tensor, place: int, before: torch.Tensor) -> None:
+        module, name = self._places[place]
+        original, changed = self._versions[place][0], self._at(place)
+        if changed is None or changed.shape != before.shape or changed.dtype != before.dtype:
+            if is_finite.item():  # nothing on the device can choose between tensors of two forms
+                return
+            changed = before
+        original.copy_(torch.where(is_finite, changed, before))
+        module._buffers[name] = original
 
     @torch.no_grad()
     def average(self, axis: Axis) -> None:

@@ -110,6 +110,7 @@ class _Execution:
         self._world = world
         self._coordinator = coordinator
         self._is_first = world.rank == 0
+        self._is_stopped = False  # whether a rank asked to stop
         self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
@@ -134,6 +135,7 @@ class _Execution:
             device=device,
             recorder=recorder,
             sequence=self._config.sequence,
+            on_step=self._take_result,
         )
         self._validation = corpus.samples("validation", self._config.sequence)
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
@@ -151,13 +153,13 @@ class _Execution:
             stop.heed()
             self._say(self._opening())
             while self._trainer.step_count < self._config.steps:
-                result = self._step(stop)
-                self._tell(result)
-                if result.stop and result.step < self._config.steps:
+                self._step(stop)
+                if self._is_stopped and self._trainer.step_count < self._config.steps:
                     path = self._save()
                     self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
+            self._trainer.settle()
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
@@ -173,18 +175,27 @@ class _Execution:
             self._recorder.close()
             self._loggers.close()
 
-    def _step(self, stop: StopSignal) -> StepResult:
+    def _step(self, stop: StopSignal) -> None:
         """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
         try:
-            result = self._trainer.step(stop=stop.received is not None)
+            self._trainer.step(stop=stop.received is not None)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
                 self._trainer.save(self._run.checkpoints, {"data": self._data})
             raise
+
+    def _take_result(self, result: StepResult) -> None:
+        """Take note of a step's result; on a GPU it comes while the next step runs."""
+        self._is_stopped |= result.stop
         if not (self._is_savable or result.skipped):
             self._trainer.require_savable()
             self._is_savable = True
-        return result
+        if not self._is_first:
+            return
+        self._loggers.log(result.step, result.values())
+        if result.skipped:
+            self._say(f"step {result.step} is skipped: it has {result.skipped}")
+        self._live.show(result)
 
     def _do_what_is_due(self) -> None:
         step, last = self._trainer.step_count, self._config.steps
@@ -262,14 +273,6 @@ class _Execution:
                     possible="the same data, sequence and seed, so that no sample is skipped or repeated",
                     change="give the data of that run, or start a new run",
                 )
-
-    def _tell(self, result: StepResult) -> None:
-        if not self._is_first:
-            return
-        self._loggers.log(result.step, result.values())
-        if result.skipped:
-            self._say(f"step {result.step} is skipped: it has {result.skipped}")
-        self._live.show(result)
 
     def _opening(self) -> str:
         model, device = self._described["model"], self._described["device"]

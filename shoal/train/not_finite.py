@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ from shoal.data import Loader
 from shoal.errors import TrainingError
 from shoal.models.nested import tensors_in
 from shoal.parallel import Parallel, local_part
-from shoal.train.passes import Passed
+from shoal.train.result import StepResult
 
-__all__ = ["Skips", "explain_not_finite"]
+__all__ = ["Skips", "explain_not_finite", "not_finite_gradients"]
 
 _MOST_NAMED = 8
 
@@ -30,18 +30,21 @@ class Skips:
         limit: Allowed number, one after another.
         total: Number in total.
         in_a_row: Number since the last step that was made.
+        last: The last noted step, and its reason.
     """
 
     limit: int
     total: int = 0
     in_a_row: int = 0
+    last: str = ""
 
-    def note(self, reason: str) -> None:
+    def note(self, step: int, reason: str) -> None:
         """Note a step and the reason why it was left out; empty if it was made."""
         self.total += bool(reason)
         self.in_a_row = self.in_a_row + 1 if reason else 0
+        self.last = f"step {step} has {reason}"
 
-    def require_progress(self, step: int, reason: str) -> None:
+    def require_progress(self) -> None:
         """End the training once too many steps were left out.
 
         Raises:
@@ -52,27 +55,38 @@ class Skips:
         count, self.in_a_row = self.in_a_row, 0
         several = f"; it is the last of {count} such steps in a row" if count > 1 else ""
         raise TrainingError(
-            f"step {step} has {reason}{several}, and optimizer.skip allows {self.limit or 'none'}. "
+            f"{self.last}{several}, and optimizer.skip allows {self.limit or 'none'}. "
             "The weights are those from before this step"
         )
 
 
+def not_finite_gradients(parallel: Parallel) -> list[str]:
+    """Return the names of this rank's parts of parameters whose gradient is not finite, while it is there."""
+    return [
+        owned.name
+        for owned in parallel.owned
+        if owned.parameter.grad is not None and not _is_finite(owned.parameter.grad)
+    ]
+
+
 def explain_not_finite(
     parallel: Parallel,
-    passed: Passed,
-    norm: float,
+    result: StepResult,
+    losses: Mapping[int, torch.Tensor],
+    gradients: Sequence[str],
     loader: Loader[Any],
     position: int,
     names: Sequence[str],
     microbatch: int,
     coordinator: Coordinator,
 ) -> str:
-    """Return what was not finite; all ranks call it together, with gradients from backward, clipped or not.
+    """Return what was not finite in a step; all ranks call it together.
 
     Args:
         parallel: The model.
-        passed: Results of the step's forwards.
-        norm: Norm of the gradient.
+        result: The step's result.
+        losses: For each micro-batch that counts, its mean loss, if this rank computed it.
+        gradients: Names of the parameters of which this rank's part has a gradient that is not finite.
         loader: Loader that knows which samples the step had.
         position: Position of the batch's first sample in all data.
         names: Names of all parameters, in the model's order.
@@ -81,18 +95,13 @@ def explain_not_finite(
     """
     dp = parallel.axes.dp
     suspects: list[int] = []
-    for number, loss in passed.losses.items():
+    for number, loss in losses.items():
         if not torch.isfinite(loss).all():
             suspects += _suspects(
                 loader, loader.start(position, number, dp.index, dp.size, microbatch), microbatch
             )
-    gradients, weights = [], []
-    for owned in parallel.owned:
-        if owned.parameter.grad is not None and not _is_finite(owned.parameter.grad):
-            gradients.append(owned.name)
-        if not _is_finite(owned.parameter):
-            weights.append(owned.name)
-    told = coordinator.all_gather_object((suspects, gradients, weights))
+    weights = [owned.name for owned in parallel.owned if not _is_finite(owned.parameter)]
+    told = coordinator.all_gather_object((suspects, list(gradients), weights))
     place = {name: number for number, name in enumerate(names)}
 
     def of_all(which: int) -> list[Any]:
@@ -100,7 +109,7 @@ def explain_not_finite(
 
     samples = sorted(of_all(0))
     graded, weighed = (sorted(of_all(which), key=lambda name: place.get(name, -1)) for which in (1, 2))
-    return _sentence(passed.loss, norm, samples, graded, weighed)
+    return _sentence(result.loss, result.gradient_norm, samples, graded, weighed)
 
 
 def _sentence(loss: float, norm: float, samples: list[int], graded: list[str], weighed: list[str]) -> str:

@@ -26,14 +26,14 @@ class Passed:
     """The results of a step's forwards and backwards.
 
     Attributes:
-        loss: Mean over all elements of the batch that count; NaN if none does.
-        stop: Whether a rank asked to stop.
+        loss: Mean over all elements of the batch that count, a scalar; NaN if none does.
+        stop: Number of ranks that asked to stop, a scalar.
         tokens: Elements of the inputs, on this rank.
         losses: For each micro-batch that counts, its mean loss, if this rank computed it.
     """
 
-    loss: float = 0.0
-    stop: bool = False
+    loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    stop: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     tokens: int = 0
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -90,11 +90,10 @@ class Passes:
         micro_batches, weights = self._take(self._open_feed(position), passed)
         total = self._with_pipeline if self._parallel.plan.pp > 1 else self._one_by_one
         report = total(micro_batches, weights, passed, position, stop)
-        loss, stopping = report.tolist()
-        world = self._parallel.axes.world.size
-        is_empty = weights is not None and weights.total.item() == 0
-        passed.loss = float("nan") if is_empty else loss * self._parallel.plan.pp / world
-        passed.stop = stopping > 0
+        loss, passed.stop = report.unbind()
+        passed.loss = loss * (self._parallel.plan.pp / self._parallel.axes.world.size)
+        if weights is not None:
+            passed.loss = passed.loss.where(weights.total > 0, float("nan"))
         return passed
 
     def close(self) -> None:
@@ -154,7 +153,7 @@ class Passes:
 
         def report(loss: torch.Tensor) -> None:
             """Send the report beside the last backward, so that it has arrived when that ends."""
-            told = torch.stack([loss, torch.tensor(float(stop), device=self._device)])
+            told = torch.stack([loss, torch.full_like(loss, float(stop))])
             sent.append((told, self._parallel.axes.world.all_reduce(told, "report")))
 
         forwards = (
@@ -190,7 +189,7 @@ class Passes:
         loss = self._parallel.forward_backward(
             pairs(), self._count, loss_of, partial(self._set_dropout, position)
         )
-        report = torch.stack([loss, torch.tensor(float(stop), device=self._device)])
+        report = torch.stack([loss, torch.full_like(loss, float(stop))])
         self._parallel.axes.world.all_reduce(report, "report").wait()
         return report
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import nn
 from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
-from shoal.parallel import Batch, Parallel, parallelize
+from shoal.parallel import Batch, GradientNorm, Parallel, parallelize
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
@@ -25,13 +24,14 @@ from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.learning_rate import RateCourse, Schedule
 from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
-from shoal.train.not_finite import Skips, explain_not_finite
+from shoal.train.not_finite import Skips, explain_not_finite, not_finite_gradients
 from shoal.train.optimizer import OptimizerFactory, build_optimizer
-from shoal.train.passes import Passed, Passes
+from shoal.train.passes import Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
 from shoal.train.saved import SavedTraining
+from shoal.train.update import Update
 
 __all__ = ["Trainer"]
 
@@ -163,6 +163,9 @@ class Trainer:
             workers=workers,
             device=self._device,
         )
+        self._update = Update(self.parallel, self.optimizer, self.config.clip)
+        self._defers = self._device.type != "cpu" and self._update.is_on_device
+        self._unsettled: _Unsettled | None = None
         begin_anew(seed, 0, self.parallel.axes.data.index)
 
     @property
@@ -172,6 +175,10 @@ class Trainer:
 
     def step(self, *, stop: bool = False) -> StepResult:
         """Make one optimizer step, or skip it if its loss or its gradient is not finite.
+
+        On a GPU it returns while the device computes: the values of the step before are read meanwhile, and
+        reported to `on_step` and to the Run. `settle` waits for the last step's. On a CPU, and with an
+        optimizer that cannot skip a step on the device, a step's own values are read before it returns.
 
         Args:
             stop: Whether this rank was asked to stop; the result tells all ranks.
@@ -188,27 +195,38 @@ class Trainer:
         with self._recorder.step(self.step_count + 1):
             passed = self._passes.run(self.position, stop=stop)
             with self._recorder.span(Kind.OPTIMIZER):
-                norm, is_finite = self._update(passed)
-            reason = "" if is_finite else self._leave_out(passed, norm)
-            self._buffers.end_step()
-            if self._synchronise_buffers and is_finite:
+                norm = self.parallel.measure_gradient()
+                is_finite = self._update.make(passed.loss, norm.whole)
+            self._buffers.end_step(is_finite)
+            if self._synchronise_buffers:
                 self._buffers.average(self.parallel.axes.data)
         self.step_count += 1
-        self.position += self._loader.batch_size
-        self.skips.note(reason)
         result = StepResult(
-            step=self.step_count,
-            loss=passed.loss,
-            gradient_norm=norm,
+            self.step_count,
+            passed.loss,
+            norm.whole,
+            passed.stop,
             learning_rate=rate,
             tokens=passed.tokens * self.parallel.axes.data.size,
             seconds=time.perf_counter() - began,
-            stop=passed.stop,
-            skipped=reason,
         )
-        self._listeners.stepped(result)
-        self.skips.require_progress(self.step_count, reason)
+        before, self._unsettled = self._unsettled, _Unsettled(result, self.position, passed.losses, norm)
+        self.position += self._loader.batch_size
+        if self._defers:
+            self.optimizer.zero_grad()
+            if before is not None:
+                self._report(before)
+            result.seconds = time.perf_counter() - began
+        else:
+            self.settle()
+        self.skips.require_progress()
         return result
+
+    def settle(self) -> None:
+        """Wait for the last step, and report its result, unless that is done; all ranks call it together."""
+        last, self._unsettled = self._unsettled, None
+        if last is not None:
+            self._report(last)
 
     def validate(self, samples: Any, count: int) -> float:
         """Return the mean loss over the first `count` samples; dropout is off."""
@@ -226,6 +244,7 @@ class Trainer:
                 that count. If a batch is a mapping that holds its loss, they get the mapping in place of the
                 targets.
         """
+        self.settle()
         with self._recorder.span(Kind.VALIDATION):
             values = evaluate(
                 self.parallel,
@@ -251,6 +270,7 @@ class Trainer:
             CheckpointError: It could not be written; training can go on.
             ConfigError: There is neither a directory nor a Run.
         """
+        self.settle()
         if directory is None:
             directory = self._listeners.checkpoints
         state = {
@@ -285,6 +305,7 @@ class Trainer:
         Raises:
             CheckpointError: It does not fit the model or the optimizer.
         """
+        self.settle()
         state = self._saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
         self.skips.total, self.skips.in_a_row = state["skipped"]
@@ -294,31 +315,55 @@ class Trainer:
 
     def close(self) -> None:
         """End the processes that prepare data (another step restarts them), and close the Run's record."""
+        if self._unsettled is not None and self._unsettled.result.is_finite:
+            self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()
         self._listeners.close()
 
-    def _update(self, passed: Passed) -> tuple[float, bool]:
-        """Step the optimizer if all values are finite; return the gradient's norm, and whether they were."""
-        clip = self.config.clip
-        norm = self.parallel.gradient_norm() if clip is None else self.parallel.clip_gradients(clip)
-        is_finite = math.isfinite(passed.loss) and math.isfinite(norm)
-        if is_finite:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return norm, is_finite
+    def _report(self, step: _Unsettled) -> None:
+        """Read the values of a step, find the reason if it was left out, and report it."""
+        result = step.result
+        if result.is_finite:
+            result.explain("")
+            if not self._defers:
+                self.optimizer.zero_grad()
+        else:
+            result.explain(self._reason(step))
+        self.skips.note(result.step, result.skipped)
+        self._listeners.stepped(result)
 
-    def _leave_out(self, passed: Passed, norm: float) -> str:
-        """Undo the step's changes; return the reason."""
-        reason = explain_not_finite(
+    def _reason(self, step: _Unsettled) -> str:
+        """Return why a step was left out; forget its gradients."""
+        if self._defers:
+            finite = torch.isfinite(step.norm.parts).tolist()
+            gradients = [name for name, held in zip(step.norm.names, finite, strict=True) if not held]
+        else:
+            gradients = not_finite_gradients(self.parallel)
+            self.parallel.zero_grad()
+        return explain_not_finite(
             self.parallel,
-            passed,
-            norm,
+            step.result,
+            step.losses,
+            gradients,
             self._loader,
-            self.position,
+            step.position,
             self._names,
             self.plan.microbatch,
             self.coordinator,
         )
-        self.parallel.zero_grad()
-        self._buffers.put_back()
-        return reason
+
+
+class _Unsettled(NamedTuple):
+    """A step whose values the host has not read yet.
+
+    Attributes:
+        result: Its result.
+        position: Position of its first sample in all data.
+        losses: For each micro-batch that counts, its mean loss, if this rank computed it.
+        norm: Norms of its gradient.
+    """
+
+    result: StepResult
+    position: int
+    losses: Mapping[int, torch.Tensor]
+    norm: GradientNorm

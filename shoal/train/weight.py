@@ -33,7 +33,7 @@ class Weights:
     def __init__(self, counts: Sequence[float], data: Axis, device: torch.device) -> None:
         self._counts = counts
         self._means = len(counts) * data.size
-        self._total = torch.tensor(float(sum(counts)), dtype=torch.float64, device=device)
+        self._total = torch.full((), float(sum(counts)), dtype=torch.float64, device=device)
         self._pending = data.all_reduce(self._total, "counted")
         self._is_there = False
 

@@ -18,7 +18,7 @@ from shoal.check.trace import RankTrace
 from shoal.data import Loader
 from shoal.models import Mixture
 from shoal.models.experts import within_capacity
-from shoal.parallel import Axis, Parallel
+from shoal.parallel import Axis, GradientNorm, Parallel
 from shoal.parallel.context import context
 from shoal.parallel.context.positions import POSITIONS
 from shoal.parallel.data.update import WeightUpdate
@@ -159,17 +159,17 @@ def stale_weights(_: str) -> Iterator[None]:
 @contextlib.contextmanager
 def a_rank_of_its_own(_: str) -> Iterator[None]:
     """The last rank spoils a part of its gradients after they were averaged."""
-    clip_gradients = Parallel.clip_gradients
+    measure_gradient = Parallel.measure_gradient
 
-    def spoiling(self: Parallel, limit: float) -> float:
-        norm = clip_gradients(self, limit)
+    def spoiling(self: Parallel) -> GradientNorm:
+        norm = measure_gradient(self)
         if dist.get_rank() == dist.get_world_size() - 1:
             for owned in self.owned:
                 if owned.name == "blocks.1.feed_forward.up.weight" and owned.gradient is not None:
                     owned.gradient[:1] *= 1.5
         return norm
 
-    with patch.object(Parallel, "clip_gradients", spoiling):
+    with patch.object(Parallel, "measure_gradient", spoiling):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+import torch
 
 from shoal.train import StepResult
 from shoal.train.live import LiveLine
@@ -16,7 +17,8 @@ class Terminal(io.StringIO):
 
 
 def result(step, seconds=0.5):
-    return StepResult(step, 2.0, 1.0, 1e-3, tokens=1000, seconds=seconds, stop=False)
+    loss, norm, stop = torch.tensor([2.0, 1.0, 0.0])
+    return StepResult(step, loss, norm, stop, learning_rate=1e-3, tokens=1000, seconds=seconds)
 
 
 def test_without_a_terminal_there_is_a_line_every_so_many_steps_and_for_the_last():

@@ -2,40 +2,62 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from shoal.parallel.communication import Axis
 from shoal.parallel.owned import Owned
 
-__all__ = ["gradient_norm", "scale_gradients"]
+__all__ = ["GradientNorm", "limit_gradients", "measure_gradient"]
 
 
-def gradient_norm(owned: Sequence[Owned], parts: Axis, device: torch.device) -> float:
-    """Return the Euclidean norm of the whole gradient; equal on every rank.
+class GradientNorm(NamedTuple):
+    """Norms of a gradient, on the device.
+
+    Attributes:
+        whole: Euclidean norm of the whole gradient, a scalar in fp64; equal on every rank.
+        names: Names of the parameters of which this rank has a part with a gradient.
+        parts: Euclidean norm of the gradient of each of these parts, `[names]`, fp64.
+    """
+
+    whole: torch.Tensor
+    names: Sequence[str]
+    parts: torch.Tensor
+
+
+def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) -> GradientNorm:
+    """Return the norms of the gradient; all ranks call it together, and no host waits for its device.
 
     Args:
         owned: This rank's parts of the parameters.
         parts: The ranks that together hold one whole state.
         device: Device on which to sum.
     """
-    graded = [(each.gradient, each.family.copies) for each in owned if each.gradient is not None]
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    graded = [each for each in owned if each.gradient is not None]
+    norms = torch.zeros(0, dtype=torch.float64, device=device)
     if graded:
-        norms = torch._foreach_norm([gradient for gradient, _ in graded])
-        each = torch.stack(list(norms)).double().square()
-        copies = [number for _, number in graded]
-        if max(copies) > 1:
-            each /= torch.tensor(copies, device=device)
-        squares = each.sum()
-    parts.all_reduce(squares, "gradient norm").wait()
-    return math.sqrt(squares.item())
+        gradients = [gradient for each in graded if (gradient := each.gradient) is not None]
+        norms = torch.stack(list(torch._foreach_norm(gradients))).double()
+    squares = norms.square()
+    copies = tuple(each.family.copies for each in graded)
+    if max(copies, default=1) > 1:
+        squares = squares / _on_device(copies, device)
+    total = squares.sum()
+    parts.all_reduce(total, "gradient norm").wait()
+    return GradientNorm(total.sqrt(), [each.name for each in graded], norms)
 
 
-def scale_gradients(owned: Sequence[Owned], factor: float) -> None:
-    """Multiply this rank's part of the gradient by `factor`."""
-    gradients = [each.gradient for each in owned if each.gradient is not None]
+def limit_gradients(owned: Sequence[Owned], norm: torch.Tensor, limit: float) -> None:
+    """Scale this rank's part of the gradient down, if the whole gradient's norm is above `limit`."""
+    gradients = [gradient for each in owned if (gradient := each.gradient) is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, (limit / norm).clamp(max=1.0))
+
+
+@lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers on a device; copied there once, because the host waits for that."""
+    return torch.tensor(numbers, device=device)
