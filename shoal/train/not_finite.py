@@ -30,19 +30,21 @@ class Skips:
         limit: Allowed number, one after another.
         total: Number in total.
         in_a_row: Number since the last step that was made.
-        last: The last noted step, and its reason.
+        step: The step that was noted last.
+        reason: The reason why it was left out; empty if it was made.
     """
 
     limit: int
     total: int = 0
     in_a_row: int = 0
-    last: str = ""
+    step: int = 0
+    reason: str = ""
 
     def note(self, step: int, reason: str) -> None:
         """Note a step and the reason why it was left out; empty if it was made."""
         self.total += bool(reason)
         self.in_a_row = self.in_a_row + 1 if reason else 0
-        self.last = f"step {step} has {reason}"
+        self.step, self.reason = step, reason
 
     def require_progress(self) -> None:
         """End the training once too many steps were left out.
@@ -55,7 +57,7 @@ class Skips:
         count, self.in_a_row = self.in_a_row, 0
         several = f"; it is the last of {count} such steps in a row" if count > 1 else ""
         raise TrainingError(
-            f"{self.last}{several}, and optimizer.skip allows {self.limit or 'none'}. "
+            f"step {self.step} has {self.reason}{several}, and optimizer.skip allows {self.limit or 'none'}. "
             "The weights are those from before this step"
         )
 
