@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from shoal.errors import ModelError
 
-__all__ = ["Dropout", "name_dropouts", "token_keys"]
+__all__ = ["STRIDE", "Dropout", "mix", "name_dropouts", "token_keys"]
 
-_STRIDE: Final = 0x9E3779B97F4A7C15 - 2**64
+STRIDE: Final = 0x9E3779B97F4A7C15 - 2**64
 """2^64 divided by the golden ratio, as a signed number: what SplitMix64 adds from draw to draw."""
 
 
@@ -96,7 +96,7 @@ class Dropout(nn.Module):
 
     def _dropped(self, keys: Tensor, channels: int) -> Tensor:
         """Return the mask `[batch, seq, channels]`, true where an element is dropped."""
-        channel = _mix(torch.arange(channels, device=keys.device) * _STRIDE + self._salt)
+        channel = mix(torch.arange(channels, device=keys.device) * STRIDE + self._salt)
         # Products are uniform over all signed numbers: a share p of them is below this.
         bound = -(2**63) + int(self.p * 2**64)
         return (keys | 1).unsqueeze(-1) * channel < bound
@@ -123,12 +123,12 @@ def token_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> Tens
         `[batch, seq]`, int64, on the device of `samples` and `positions`.
     """
     origin = _signed(seed)
-    for number in (_STRIDE, _signed(step)):
-        origin = int(_mix(torch.tensor(_signed(origin + number))))
-    return _mix(_mix(samples * _STRIDE + origin).unsqueeze(-1) + positions * _STRIDE)
+    for number in (STRIDE, _signed(step)):
+        origin = int(mix(torch.tensor(_signed(origin + number))))
+    return mix(mix(samples * STRIDE + origin).unsqueeze(-1) + positions * STRIDE)
 
 
-def _mix(numbers: Tensor) -> Tensor:
+def mix(numbers: Tensor) -> Tensor:
     """Apply the finaliser of SplitMix64, a bijection of int64 that mixes all bits."""
     numbers = (numbers ^ _shifted(numbers, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     numbers = (numbers ^ _shifted(numbers, 27)) * (0x94D049BB133111EB - 2**64)

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError
 
-__all__ = ["IGNORED", "logits_of", "next_token_loss"]
+__all__ = ["IGNORED", "LaterLogits", "cross_entropy", "logits_of", "next_token_loss"]
 
 IGNORED = -100
 """Target value, as in torch, for a position that has no target."""
 
+_CHUNK = 1 << 26
+"""Logits that the loss makes at a time, where it makes them itself: 256 MiB in fp32."""
 
-def next_token_loss(output: object, targets: Tensor) -> Tensor:
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, a scalar in fp32, of logits `[..., vocab]` and targets `[...]`."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+
+
+def next_token_loss(
+    output: object, targets: Tensor, *, cross_entropy: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+) -> Tensor:
     """Return the mean cross-entropy in nats per token, in fp32 for any dtype of the logits.
 
     It does not include the auxiliary losses of experts: `Mixture` adds their gradients in backward.
@@ -23,6 +38,7 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
             `token_loss(targets)` `[batch, seq]` itself, as with tensor parallelism, or an object whose
             `logits` are one of these.
         targets: Token that follows each input position, `[batch, seq]`, int64. They are not shifted here.
+        cross_entropy: The function `cross_entropy`, such as a compiled one.
 
     Returns:
         A scalar, fp32.
@@ -30,6 +46,8 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
     Raises:
         ModelError: The output holds no logits, or they do not match the targets.
     """
+    if isinstance(output, LaterLogits):
+        return output.mean_loss(targets)
     if not hasattr(output, "token_loss"):
         output = getattr(output, "logits", output)
     if hasattr(output, "token_loss"):
@@ -42,7 +60,71 @@ def next_token_loss(output: object, targets: Tensor) -> Tensor:
             possible=f"logits of shape {(*targets.shape, 'vocab')}",
             change="return one row of logits for each input token",
         )
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    return cross_entropy(logits, targets)
+
+
+@final
+class LaterLogits:
+    """The output of a model whose logits are made in the loss, a part at a time, and never kept.
+
+    Args:
+        hidden: The last hidden state, `[batch, seq, hidden]`.
+        weight: The head's weight, `[vocab, hidden]`.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor) -> None:
+        self._hidden = hidden
+        self._weight = weight
+
+    @property
+    def logits(self) -> Tensor:
+        """The logits, `[batch, seq, vocab]`."""
+        return F.linear(self._hidden, self._weight)
+
+    def mean_loss(self, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy of targets `[batch, seq]`, a scalar in fp32."""
+        loss: Tensor = _LossOfParts.apply(self._hidden.flatten(0, -2), self._weight, targets.flatten())
+        return loss
+
+
+class _LossOfParts(torch.autograd.Function):
+    """The mean cross-entropy; forward also computes the gradients, while a part's logits are there."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        needs_hidden, needs_weight, _ = ctx.needs_input_grad
+        count = (targets != IGNORED).sum()
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        rows = max(1, _CHUNK // len(weight))
+        for first in range(0, len(hidden), rows):
+            part = hidden[first : first + rows]
+            logits = part.mm(weight.t()).float()
+            chosen = targets[first : first + rows, None]
+            counts = chosen != IGNORED
+            chosen = chosen.clamp(min=0)
+            sums = logits.logsumexp(-1, keepdim=True)
+            total += ((sums - logits.gather(-1, chosen)) * counts).sum()
+            if of_hidden is None and of_weight is None:
+                continue
+            gradient = logits.sub_(sums).exp_()
+            gradient.scatter_add_(-1, chosen, gradient.new_full((), -1.0).expand_as(chosen))
+            narrow = gradient.mul_(counts / count).to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(narrow, weight, out=of_hidden[first : first + rows])
+            if of_weight is not None:
+                of_weight += narrow.t().mm(part)
+        ctx.save_for_backward(of_hidden, None if of_weight is None else of_weight.to(weight.dtype))
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        of_hidden, of_weight = (
+            None if each is None else each * gradient.to(each.dtype) for each in ctx.saved_tensors
+        )
+        return of_hidden, of_weight, None
 
 
 def logits_of(output: object) -> Tensor:

@@ -23,6 +23,8 @@ from shoal.errors import ModelError, nearest
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, name_dropouts
 from shoal.models.experts import Mixture
+from shoal.models.loss import LaterLogits
+from shoal.models.normal import normal
 
 __all__ = [
     "Angles",
@@ -184,6 +186,8 @@ class Transformer(nn.Module):
     Attributes:
         dropout_keys: Key of each token `[batch, seq]` of the next forward, from `token_keys`. Set them before
             each training forward. None: masks are drawn from torch's generator.
+        most_logits: Number of logits above which the output is `LaterLogits`, if gradients are wanted; None
+            for any number.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -195,16 +199,17 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.hidden, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.hidden, config.vocab_size, bias=False)
         self.dropout_keys: Tensor | None = None
+        self.most_logits: int | None = None
         name_dropouts(self)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor | LaterLogits:
         """Predict, at every position, the token that follows.
 
         Args:
             tokens: `[batch, seq]`, int64, each below `vocab_size`.
 
         Returns:
-            Logits, `[batch, seq, vocab_size]`.
+            Logits, `[batch, seq, vocab_size]`, or what makes them.
 
         Raises:
             ModelError: `seq` is longer than the model's context.
@@ -220,6 +225,9 @@ class Transformer(nn.Module):
         for block in self.blocks:
             hidden = block(hidden, angles, self.dropout_keys)
         hidden = self.norm(hidden)
+        made = tokens.numel() * self.config.vocab_size
+        if self.most_logits is not None and made > self.most_logits and torch.is_grad_enabled():
+            return LaterLogits(hidden, self.embed.weight if self.head is None else self.head.weight)
         logits: Tensor = self.unembed(hidden) if self.head is None else self.head(hidden)
         return logits
 
@@ -236,11 +244,12 @@ class Transformer(nn.Module):
     def initialize_parameter(self, name: str, tensor: Tensor, seed: int) -> None:
         """Fills one parameter in place with values that depend on `seed`, `name` and its shape alone.
 
-        They do not depend on the order of calls, the device or the memory layout, so a rank can fill a
+        They do not depend on the order of calls, the kind of GPU or the memory layout, so a rank can fill a
         model that was built on the meta device one bucket at a time and hold what one device would.
         Norms are 1. The rest is normal with deviation 0.02, divided by `sqrt(2 * layers)` where a layer
         adds to the hidden state, so that the sum does not grow with depth (GPT-2: Radford et al. 2019,
-        section 2.3). Values are drawn in fp32 on the CPU and then cast to the tensor's dtype.
+        section 2.3). Values are drawn in fp32 and then cast to the tensor's dtype: for a CPU by torch's
+        generator, for other devices there, as `normal` says.
 
         Args:
             name: The parameter's name in `named_parameters()`.
@@ -271,11 +280,13 @@ class Transformer(nn.Module):
                     possible="the names in `named_parameters()`, such as " + ", ".join(names[:3]),
                     change="pass a name of this model",
                 )
-        # Draw into a new tensor: draws into a given tensor depend on its memory layout.
-        drawn = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
-        tensor.copy_(drawn.normal_(0.0, deviation, generator=_generator(seed, name)))
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+        if tensor.device.type == "cpu":
+            # Draw into a new tensor: draws into a given tensor depend on its memory layout.
+            generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
+            drawn = torch.empty(tensor.shape, dtype=torch.float32)
+            drawn.normal_(0.0, deviation, generator=generator)
+        else:
+            key = int.from_bytes(digest, "little", signed=True)
+            drawn = normal(tensor.shape, key, tensor.device).mul_(deviation)
+        tensor.copy_(drawn)

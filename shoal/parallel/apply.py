@@ -124,6 +124,7 @@ def parallelize(
         dtype=dtype,
         in_fp32=in_fp32,
         bucket=plan.bucket,
+        wire=torch.bfloat16 if plan.reduce == "bf16" else torch.float32,
         fill=fill,
         cuts=cuts,
         narrowed=partial.union(split.narrowed),

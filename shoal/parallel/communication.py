@@ -23,7 +23,7 @@ from shoal.errors import CommunicationError
 from shoal.record import NullRecorder, OpenSpan, Recorder
 from shoal.timeline import Kind, Lane, Purpose
 
-__all__ = ["Axis", "Pending", "new_buffer"]
+__all__ = ["Axis", "Pending", "Then", "new_buffer"]
 
 # torch 2.13 renames the two collectives of equal parts; before it only the older names exist.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -35,6 +35,24 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Return once the result may be used."""
+
+
+class Then:
+    """A collective, and the work to do once it is complete.
+
+    Args:
+        pending: The collective.
+        finish: Called once, when it has been waited for.
+    """
+
+    def __init__(self, pending: Pending, finish: Callable[[], object]) -> None:
+        self._pending = pending
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return once the result may be used."""
+        self._pending.wait()
+        self._finish()
 
 
 class _Complete:

@@ -17,7 +17,7 @@ it end one graph, and another begins after them. Blocks of one kind share their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.trace import EXPENSIVE
 
-__all__ = ["compile_blocks"]
+__all__ = ["compile_blocks", "compiled"]
 
 _OWN = "shoal"
 """Namespace of Shoal's own operators, such as ring attention; all of them are expensive."""
@@ -70,6 +70,12 @@ def compile_blocks(
             forward = partial(checkpoint, forward, use_reentrant=False)
         if forward is not block.forward:
             block.forward = forward
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function compiled as blocks are."""
+    result: Callable[..., Any] = torch.compile(function, backend=BACKEND)
+    return result
 
 
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -10,10 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["memory_of_a_rank"]
+__all__ = ["largest_logits", "memory_of_a_rank"]
 
 _MARGIN = 0.1
 """Share of a GPU's memory that is left to CUDA itself, to NCCL's buffers and to gaps between tensors."""
+
+_OF_LOGITS = 1 / 8
+"""Share of the memory that a micro-batch's logits may take: copies of them in fp32 take it several times."""
+
+_FP32 = 4  # bytes
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _FACTS = Path("/proc/meminfo")
@@ -41,6 +46,12 @@ def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
     limits = [None if free is None else free / sharing[place] + held for place, free, held in told]
     known = [limit for limit in limits if limit is not None]
     return min(known) if len(known) == len(limits) else None
+
+
+def largest_logits(model: nn.Module, device: torch.device) -> int | None:
+    """Return the number of logits above which a rank should make them in parts; None for any number."""
+    _, memory, _ = _here(model, device)
+    return None if memory is None else int(memory * _OF_LOGITS / _FP32)
 
 
 def _here(model: nn.Module, device: torch.device) -> tuple[str, float | None, int]:

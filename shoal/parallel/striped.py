@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup, Stripes
-from shoal.parallel.communication import Axis, Pending, new_buffer
+from shoal.parallel.communication import Axis, Pending, Then, new_buffer
 
 __all__ = ["Striped"]
 
@@ -49,7 +49,7 @@ class Striped:
         packed = self._packed(buffer)
         self._copy(buffer, packed, [self._axis.index], is_packing=True)
         others = [index for index in range(self._axis.size) if index != self._axis.index]
-        return _Then(
+        return Then(
             self._axis.all_gather(packed, name),
             lambda: self._copy(buffer, packed, others, is_packing=False),
         )
@@ -72,7 +72,7 @@ class Striped:
         packed = self._packed(buffer)
         index = self._axis.index
         self._copy(buffer, packed, range(self._axis.size), is_packing=True)
-        return _Then(
+        return Then(
             self._axis.reduce_scatter(packed.chunk(self._axis.size)[index], packed, name),
             lambda: self._copy(buffer, packed, [index], is_packing=False),
         )
@@ -121,16 +121,3 @@ class Striped:
             torch._foreach_copy_(together, apart)
         else:
             torch._foreach_copy_(apart, together)
-
-
-class _Then:
-    """A collective, and the work to do once it is complete."""
-
-    def __init__(self, pending: Pending, finish: Callable[[], None]) -> None:
-        self._pending = pending
-        self._finish = finish
-
-    def wait(self) -> None:
-        """Return once the result may be used."""
-        self._pending.wait()
-        self._finish()

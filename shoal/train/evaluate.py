@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.data import Samples, all_targets_count, fetch, key_of
 from shoal.parallel import Parallel
+from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import Reader
 
 __all__ = ["Evaluation", "evaluate"]
@@ -51,7 +52,8 @@ def evaluate(
     count = min(count, len(samples))
     dp = parallel.axes.dp
     all_count = all_targets_count(samples)
-    total = torch.zeros(2 + len(functions), dtype=torch.float64)
+    total = torch.zeros(2 + len(functions), dtype=torch.float64, device=device)
+    inputs = Inputs(device)
     was_training = parallel.module.training
     parallel.module.eval()
     with torch.no_grad(), parallel.unchanged():
@@ -61,17 +63,17 @@ def evaluate(
             held = max(0, min(count - first, microbatch))
             indices = np.arange(first, first + held) if held else np.arange(1)
             batch = fetch(samples, indices, partial(_keys, seed, indices))
-            read = reader.read(batch, parallel, len(indices), all_count=all_count).to(device)
+            read = reader.read(batch, parallel, len(indices), all_count=all_count)
+            read = inputs.move(read)
             output = parallel.evaluate(*read.arguments, **read.named)
             if output is None:
                 continue
             targets = dict(read.named) if read.targets is None else read.targets
             values = [read.mean_loss(output), *(each(output, targets) for each in functions.values())]
             if held and read.counted:
-                means = torch.tensor([float(value) for value in values], dtype=torch.float64)
-                total += torch.cat([means, torch.ones(1)]) * read.counted
+                means = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+                total += torch.stack([*means, torch.ones_like(total[0])]) * read.counted
     parallel.module.train(was_training)
-    total = total.to(device)
     parallel.axes.world.all_reduce(total, "validation").wait()
     return {name: float(value / total[-1]) for name, value in zip(("loss", *functions), total, strict=False)}
 

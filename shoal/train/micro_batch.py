@@ -25,6 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -33,7 +34,7 @@ from torch import nn
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import next_token_loss
-from shoal.models.loss import IGNORED
+from shoal.models.loss import IGNORED, cross_entropy
 from shoal.models.nested import map_tensors, tensors_in
 from shoal.parallel import Parallel
 
@@ -79,15 +80,10 @@ class MicroBatch:
         """Number of elements of that tensor."""
         return 0 if self.first is None else self.first.numel()
 
-    def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy on a device."""
-
-        def moved(value: Any) -> Any:
-            return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
-
-        return replace(
-            self, arguments=moved(self.arguments), named=moved(self.named), targets=moved(self.targets)
-        )
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> MicroBatch:
+        """Return the micro-batch with the function's result in place of each tensor."""
+        arguments, named, targets = map_tensors(function, (self.arguments, self.named, self.targets))
+        return replace(self, arguments=arguments, named=named, targets=targets)
 
     def mean_loss(self, output: Any) -> torch.Tensor:
         """Return the mean loss over the elements that count.
@@ -120,10 +116,20 @@ class Reader:
 
     def __init__(self, model: nn.Module, loss: Loss | None, counted: Counted | None) -> None:
         self._loss = loss
+        self._next_token_loss: Loss = next_token_loss
         self._counted = counted
         self._shifts = _shifts_labels(model)
         self._name = type(model).__name__
         self._takes = inspect.signature(model.forward)
+
+    def compile_loss(self, compile: Callable[[Any], Any]) -> None:
+        """Compute the loss of next tokens by a compiled function; a loss of the user stays as it is."""
+        self._next_token_loss = partial(next_token_loss, cross_entropy=compile(cross_entropy))
+
+    @property
+    def is_default_loss(self) -> bool:
+        """Whether the loss is not the user's."""
+        return self._loss is None
 
     def read(self, batch: Any, parallel: Parallel, samples: int, *, all_count: bool) -> MicroBatch:
         """Return the micro-batch, cut to this rank's part of the sequences.
@@ -161,7 +167,7 @@ class Reader:
     def _parts(self, batch: Any, *, is_cut: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any, Loss | None]:
         if isinstance(batch, (tuple, list)) and len(batch) > 1 and not hasattr(batch, "_fields"):
             *inputs, targets = batch
-            loss = next_token_loss if self._loss is None else self._loss
+            loss = self._next_token_loss if self._loss is None else self._loss
             first = inputs[0]
             if len(inputs) == 1 and isinstance(first, Mapping):
                 return (), dict(first), targets, loss
@@ -176,7 +182,7 @@ class Reader:
             if self._loss is not None:
                 return (), rest, labels, self._loss
             if is_cut and self._shifts:
-                return (), rest, F.pad(labels, (0, 1), value=IGNORED)[..., 1:], next_token_loss
+                return (), rest, F.pad(labels, (0, 1), value=IGNORED)[..., 1:], self._next_token_loss
             return (), dict(batch), None, None
         if isinstance(batch, (tuple, list)) and len(batch) == 1:
             batch = batch[0]

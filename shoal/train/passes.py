@@ -15,6 +15,7 @@ from shoal.parallel.communication import Pending
 from shoal.parallel.micro_batches import run_one_by_one
 from shoal.record import Recorder
 from shoal.timeline import Kind
+from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import MicroBatch, Reader
 from shoal.train.weight import Weights, nothing_of
 
@@ -72,6 +73,7 @@ class Passes:
         self._recorder = recorder
         self._workers = workers
         self._device = device
+        self._inputs = Inputs(device)
         self._microbatch = microbatch
         self._count = loader.accumulation(parallel.axes.dp.size, self._microbatch)
         self._all_count = all_targets_count(loader.samples)
@@ -157,7 +159,7 @@ class Passes:
             sent.append((told, self._parallel.axes.world.all_reduce(told, "report")))
 
         forwards = (
-            partial(forward, number, micro_batch.to(self._device))
+            partial(forward, number, self._inputs.move(micro_batch))
             for number, micro_batch in enumerate(micro_batches)
         )
         run_one_by_one(
@@ -179,7 +181,7 @@ class Passes:
 
         def pairs() -> Iterator[tuple[Any, Any]]:
             for number, micro_batch in enumerate(micro_batches):
-                here = micro_batch.to(self._device)
+                here = self._inputs.move(micro_batch)
                 yield here.arguments[0], partial(self._share, weights, passed, number, here)
 
         def loss_of(output: Any, share: Any) -> torch.Tensor:

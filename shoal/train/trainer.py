@@ -14,7 +14,10 @@ from torch import nn
 from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
+from shoal.models import Transformer
 from shoal.parallel import Batch, GradientNorm, Parallel, parallelize
+from shoal.parallel.compiled import compiled
+from shoal.parallel.device_memory import largest_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
@@ -146,6 +149,10 @@ class Trainer:
             device=self._device,
             recorder=self._recorder,
         )
+        if self.parallel.plan.compile == "blocks":
+            self._reader.compile_loss(compiled)
+        if isinstance(model, Transformer) and self._reader.is_default_loss and self.plan.tp == 1:
+            model.most_logits = None if self.plan.has_halves else largest_logits(model, self._device)
         if record is not None:
             record.settle(self.parallel.plan)
         self.optimizer = build_optimizer(self.parallel, self.config, batch, make_optimizer)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ModelError
 from shoal.models import Transformer, TransformerConfig, preset
+from shoal.models.normal import normal
 
 CONFIG = TransformerConfig(vocab_size=97, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, seq=32)
 
@@ -107,3 +108,20 @@ def test_a_tensor_without_memory_is_refused() -> None:
         model = Transformer(CONFIG)
     with pytest.raises(ModelError, match=r"'embed\.weight' is on the meta device"):
         model.initialize(0)
+
+
+def test_normal_numbers_of_a_hash_are_normal_and_depend_on_their_position_alone(monkeypatch):
+    drawn = normal((301, 997), -5, torch.device("cpu"))
+    monkeypatch.setattr("shoal.models.normal._PAIRS", 1000)
+    assert torch.equal(drawn, normal((301, 997), -5, torch.device("cpu")))
+    assert not torch.equal(drawn, normal((301, 997), 6, torch.device("cpu")))
+    values = drawn.double().flatten().sort().values
+    rank = torch.arange(1, len(values) + 1) / len(values)
+    # Kolmogorov and Smirnov: beyond 1.95 / sqrt(n) one sample of normal numbers in a thousand.
+    distance = (torch.special.ndtr(values) - rank).abs().max()
+    assert distance < 1.95 / len(values) ** 0.5
+    # Neighbours, rows and the two of a pair are uncorrelated: within four deviations of 0.
+    for shift in (1, 2, 997):
+        flat = drawn.flatten()
+        correlation = float((flat[shift:] * flat[:-shift]).mean())
+        assert abs(correlation) < 4 / len(flat) ** 0.5

@@ -39,6 +39,7 @@ class Bucket:
         resident: Whether the weights stay in memory; if not, they begin dropped.
         fill: Gives the first values.
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
+        wire: Type in which ranks send each other gradients.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Bucket:
         resident: bool,
         fill: Fill,
         cuts: Mapping[str, Cut],
+        wire: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
+        self.wire = wire
         self.family = family
         self.parameters = [parameter for _, parameter in parameters]
         self.trains = self.parameters[0].requires_grad

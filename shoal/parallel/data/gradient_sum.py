@@ -7,11 +7,11 @@ in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from shoal.parallel.communication import Pending, new_buffer
+from shoal.parallel.communication import Axis, Pending, Then, new_buffer
 from shoal.parallel.data.bucket import Bucket
 
 __all__ = ["GradientSum"]
@@ -83,7 +83,7 @@ class GradientSum:
         presence = self._presence().fill_(1.0)
         if self._missing:
             presence[:, self._missing] = 0.0
-        self._pending = self.bucket.gradients.reduce_scatter(self._buffer, self.bucket.name)
+        self._pending = self._send(self._buffer, self.bucket.family.reduce, self._reduce_scatter)
 
     def continue_reduction(self, *, may_wait: bool = True) -> None:
         """Begin to sum this rank's part over the replicas, once it is summed over the shards.
@@ -102,7 +102,21 @@ class GradientSum:
         if replicate.size > 1 and self.bucket.layout.shards > 1:
             # Only this rank's rows, packed into one message.
             summed = self._replicated = self._packed_parts()
-        self._pending = replicate.all_reduce(summed, self.bucket.name)
+        self._pending = self._send(summed, replicate, self._all_reduce)
+
+    def _reduce_scatter(self, buffer: torch.Tensor) -> Pending:
+        return self.bucket.gradients.reduce_scatter(buffer, self.bucket.name)
+
+    def _all_reduce(self, buffer: torch.Tensor) -> Pending:
+        return self.bucket.family.replicate.all_reduce(buffer, self.bucket.name)
+
+    def _send(self, sums: torch.Tensor, axis: Axis, start: Callable[[torch.Tensor], Pending]) -> Pending:
+        """Start a collective on sums, or on a copy in the type in which ranks send them."""
+        wire = self.bucket.wire
+        if sums.dtype == wire or axis.size == 1:
+            return start(sums)
+        copy = new_buffer(sums.numel(), dtype=wire, device=sums.device).copy_(sums)
+        return Then(start(copy), lambda: sums.copy_(copy))
 
     def clear(self) -> None:
         """Forget the sums, as if no backward had been."""

@@ -29,6 +29,7 @@ class Setup:
         axes: The axes to communicate over.
         dtype: Type of the weights that compute.
         bucket: Bytes at which a bucket is closed.
+        wire: Type in which ranks send each other gradients.
         fill: Gives the first values.
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
         narrowed: Names of the parameters that are whole on every rank of `axes.tp`, each of which computes
@@ -47,6 +48,7 @@ class Setup:
     dtype: torch.dtype
     bucket: int
     fill: Fill
+    wire: torch.dtype = torch.float32
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     narrowed: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
@@ -120,6 +122,7 @@ class Setup:
                     resident=resident,
                     fill=self.fill,
                     cuts=self.cuts,
+                    wire=self.wire,
                 ),
             )
             for number, (family, dtype, group) in enumerate(groups)
