@@ -23,6 +23,7 @@ from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
+from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
 from shoal.parallel.layout import Cut
@@ -87,6 +88,8 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     require_trainable(model)
     recorder = recorder if recorder is not None else NullRecorder()
+    blocks = list(find_blocks(model) if blocks is None else blocks)
+    _choose_products(plan, model, blocks, torch.device(device))
     layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
     if plan.pp > 1:
@@ -94,7 +97,6 @@ def parallelize(
         pieces = cut_pieces(model, plan, stages, room)
         plan = plan.replace(split=pieces.split)
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
-    blocks = list(find_blocks(model) if blocks is None else blocks)
     if plan.sharding.cuts_weights and not blocks:
         warnings.warn(
             f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from "
@@ -136,6 +138,15 @@ def parallelize(
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
     return Parallel(model, plan, axes, strategies, whole=whole, cuts=cuts, device=on, pipeline=pipeline)
+
+
+def _choose_products(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Set the type in which products round their operands."""
+    if plan.precision == "fp8":
+        first = next(model.parameters()).device
+        use_float8(blocks, device if first.type == "meta" else first)
+    elif plan.precision == "tf32":
+        torch.set_float32_matmul_precision("high")
 
 
 def _divide_layers(

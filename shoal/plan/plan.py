@@ -151,6 +151,12 @@ class Plan:
                 possible=f"activations with schedule={FOUND}",
                 change=f"write schedule={FOUND}, or leave out activations",
             )
+        if self.precision == "fp8" and self.tp > 1:
+            raise PlanError(
+                f"precision=fp8 was given with tp={self.tp}, which splits the products of layers",
+                possible="precision=fp8 with tp=1, or precision=bf16 with any tp",
+                change="write precision=bf16, or leave out tp",
+            )
         if self.pp > 1:
             self._require_stages()
         if self.exchange == "naive" and (

@@ -38,6 +38,7 @@ from shoal.models import Transformer
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
 from shoal.run import Run
 from shoal.train.automatic import PassedOver
+from shoal.train.compiling import Compiling
 from shoal.train.config import TrainConfig, describe_config
 from shoal.train.job import Job, Resume, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
@@ -145,6 +146,7 @@ class _Execution:
             "seed": self._config.seed,
         }
         self._loggers = self._open_loggers()
+        self._compiling = Compiling(self._say)
 
     def run(self, stop: StopSignal) -> int:
         """Train to the last step, or until stopped; return the exit code."""
@@ -174,11 +176,13 @@ class _Execution:
             self._trainer.close()
             self._recorder.close()
             self._loggers.close()
+            self._compiling.close()
 
     def _step(self, stop: StopSignal) -> None:
         """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
         try:
             self._trainer.step(stop=stop.received is not None)
+            self._compiling.stepped(self._trainer.step_count)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
                 self._trainer.save(self._run.checkpoints, {"data": self._data})

@@ -136,6 +136,14 @@ def test_bf16_trains_near_fp32(ranks, plain, layout):
     torch.testing.assert_close(torch.tensor(losses)[:, 0], torch.tensor(plain[0])[:, 0], rtol=0.02, atol=0)
 
 
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,shard=zero2", "dp=4,replicate=2,shard=zero3"])
+def test_gradients_that_travel_in_16_bits_are_rounded_and_no_more(ranks, plain, layout):
+    losses, _ = ranks.run(train, int(layout[3]), layout + ",reduce=bf16", 2, 1.0)[0]
+    # Each gradient is rounded by up to 0.4 %, weights stay in fp32.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain[0]), rtol=5e-3, atol=0)
+    assert losses != plain[0]
+
+
 def test_every_layout_of_bf16_trains_alike(ranks):
     losses = [
         torch.tensor(ranks.run(train, 2, f"dp=2,precision=bf16,shard={shard}", 2, 1.0)[0][0])

@@ -11,7 +11,8 @@ from shoal.plan.schedules import kind_of
 def plans(draw):
     replicate = draw(st.sampled_from([1, 2, 4]))
     shard = draw(st.sampled_from(CHOICES["shard"])) if replicate == 1 else "zero3"
-    precision = draw(st.sampled_from(CHOICES["precision"]))
+    tp = draw(st.integers(1, 4))
+    precision = draw(st.sampled_from([each for each in CHOICES["precision"] if each != "fp8" or tp == 1]))
     pp = draw(st.integers(1, 4))
     reduce = draw(st.sampled_from(CHOICES["reduce"]))
     naive = shard == "none" and precision in ("fp32", "tf32") and reduce == "fp32" and pp == 1
@@ -25,7 +26,7 @@ def plans(draw):
     shards, cp = draw(st.integers(1, 8)), draw(st.integers(1, 4))
     return Plan(
         dp=replicate * shards,
-        tp=draw(st.integers(1, 4)),
+        tp=tp,
         pp=pp,
         cp=cp,
         ep=draw(st.sampled_from(divisors(shards * cp))),

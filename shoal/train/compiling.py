@@ -1,0 +1,61 @@
+"""The time that torch.compile takes, told once it is over, and compilations that come unexpectedly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, final
+
+from torch._dynamo.callback import callback_handler
+
+from shoal.units import format_seconds
+
+__all__ = ["Compiling"]
+
+
+@final
+class Compiling:
+    """Watch what torch compiles in this process.
+
+    Args:
+        say: Called with one line when the steps that compile are over, and for each later step that does.
+    """
+
+    def __init__(self, say: Callable[[str], object]) -> None:
+        self._say = say
+        self._began = 0.0
+        self._seconds = 0.0  # of the current step
+        self._total = 0.0
+        self._last = 0  # the last of the first steps that compiled
+        self._is_told = False
+        # Bound methods are made anew by each access: keep the two that are registered.
+        self._start, self._end = self._note_start, self._note_end
+        callback_handler.register_start_callback(self._start)
+        callback_handler.register_end_callback(self._end)
+
+    def stepped(self, step: int) -> None:
+        """Take note that a step has ended."""
+        seconds, self._seconds = self._seconds, 0.0
+        self._total += seconds
+        if seconds and self._is_told:
+            self._say(
+                f"step {step} compiled again, for {format_seconds(seconds)}: "
+                "a shape of the data or a setting of the model has changed"
+            )
+        elif seconds:
+            self._last = step
+        elif self._last and not self._is_told:
+            self._is_told = True
+            through = "step 1" if self._last == 1 else f"steps 1 to {self._last}"
+            self._say(f"compiling the model took {format_seconds(self._total)} of {through}")
+
+    def close(self) -> None:
+        """Watch no longer."""
+        callback_handler.remove_start_callback(self._start)
+        callback_handler.remove_end_callback(self._end)
+
+    def _note_start(self, _: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _note_end(self, _: Any) -> None:
+        self._seconds += time.perf_counter() - self._began

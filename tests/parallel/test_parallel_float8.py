@@ -1,0 +1,58 @@
+"""precision=fp8: products of blocks in 8 bits, which a CPU emulates."""
+
+import sys
+
+import pytest
+import torch
+
+from shoal.errors import PlanError
+from shoal.models import Transformer, TransformerConfig, next_token_loss
+from shoal.parallel import parallelize
+from shoal.plan import Plan
+
+SHAPE = TransformerConfig(vocab_size=61, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, seq=16)
+
+
+def train(plan):
+    """Losses of four steps, and the kinds of the blocks' layers."""
+    model = Transformer(SHAPE)
+    model.initialize(0)
+    parallel = parallelize(model, plan)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    losses = []
+    for number in range(4):
+        tokens = torch.randint(61, (4, 17), generator=torch.Generator().manual_seed(number))
+        mine = parallel.local(tokens)
+        loss = next_token_loss(parallel(mine[:, :-1]), mine[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        parallel.axes.dp.all_reduce(mean := loss.detach().clone(), "loss").wait()
+        losses.append(mean.item() / parallel.axes.dp.size)
+    kinds = {type(layer).__name__ for layer in parallel.module.blocks.modules()}
+    return losses, kinds
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,shard=zero3,recompute=full"])
+def test_products_in_8_bits_train_near_those_in_16(ranks, layout):
+    narrow, kinds = ranks.run(train, int(layout[3]), layout + ",precision=fp8")[0]
+    wide, _ = ranks.run(train, int(layout[3]), layout + ",precision=bf16")[0]
+    assert "Float8Linear" in kinds
+    assert "Linear" not in kinds
+    assert narrow != wide
+    # An operand with 3 bits of mantissa is off by up to 6 %, which averages out in sums of 64 and more.
+    assert narrow == pytest.approx(wide, rel=0.02)
+
+
+def test_what_cannot_be_made_in_8_bits_is_refused(monkeypatch):
+    with pytest.raises(PlanError, match="precision=fp8 was given with tp=2"):
+        Plan.parse("tp=2,precision=fp8")
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(PlanError, match=r"torchao.* is not installed"):
+        parallelize(Transformer(SHAPE), "precision=fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with torch.device("meta"):
+        model = Transformer(SHAPE)
+    with pytest.raises(PlanError, match="A100 has no products in 8 bits"):
+        parallelize(model, "precision=fp8", device="cuda")
