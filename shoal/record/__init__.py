@@ -1,13 +1,19 @@
 """Records that a run writes about itself while it runs: its Timeline and its metrics.
 
 Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). The trainer and the parallel
-    strategies call them. Neither ever stops training: a full disk costs only the record.
+    strategies call them. Neither ever stops training: a full disk costs only the record. `open_recorder`
+    chooses the recorder of a device: by the host's clock, or by events on the device's streams.
 """
 
+from shoal.record.device import DeviceEvents
+from shoal.record.device_recorder import DeviceRecorder
 from shoal.record.metrics import Logger, Loggers, MetricsWriter, TensorBoardLogger
+from shoal.record.opening import open_recorder
 from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
 
 __all__ = [
+    "DeviceEvents",
+    "DeviceRecorder",
     "Logger",
     "Loggers",
     "MetricsWriter",
@@ -16,4 +22,5 @@ __all__ = [
     "Recorder",
     "SpanRecorder",
     "TensorBoardLogger",
+    "open_recorder",
 ]

@@ -22,16 +22,10 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import final
 
-from shoal.record.append import AppendFile
-from shoal.timeline.lines import header_line, span_line
+from shoal.record.span_file import Fields, SpanFile
 from shoal.timeline.span import Kind, Lane
 
-__all__ = ["NullRecorder", "OpenSpan", "Recorder", "SpanRecorder", "step_is_kept"]
-
-_FLUSH_SECONDS = 1.0
-
-_Fields = tuple[str, str, str, float, float, int, tuple[int, ...], str, str]
-"""The arguments of `span_line`, with the start still on the clock of the process."""
+__all__ = ["DROPPED", "NullRecorder", "OpenSpan", "Recorder", "SpanRecorder", "step_is_kept"]
 
 
 class OpenSpan(ABC):
@@ -66,7 +60,11 @@ class Recorder(ABC):
         group: tuple[int, ...] = (),
         purpose: str = "",
     ) -> AbstractContextManager[None]:
-        """Return a context whose body is one span; the arguments are the fields of `Span`."""
+        """Return a context whose body is one span; the arguments are the fields of `Span`.
+
+        On a device, work that the body gives to the current stream is the span: for copies on a stream of
+        their own, `with torch.cuda.stream(copies), recorder.span(Kind.COPY, lane=Lane.COPY): ...`.
+        """
 
     @abstractmethod
     def open(
@@ -79,7 +77,11 @@ class Recorder(ABC):
         group: tuple[int, ...] = (),
         purpose: str = "",
     ) -> OpenSpan:
-        """Start a span now; `OpenSpan.close` ends it."""
+        """Start a span now; `OpenSpan.close` ends it.
+
+        On a device it starts when the current stream comes to it, and ends when the stream does that is
+        current where it is closed.
+        """
 
     @abstractmethod
     def step(self, index: int) -> AbstractContextManager[None]:
@@ -92,7 +94,7 @@ class Recorder(ABC):
 
 @final
 class SpanRecorder(Recorder):
-    """Record spans into the timeline file of a rank.
+    """Record spans into the timeline file of a rank whose host computes; their times are the host's.
 
     The spans of a step are kept or dropped together, as `step_is_kept` says, so that the file of a long
     run stays small; spans outside steps are always kept. A file that cannot be written is reported once,
@@ -107,12 +109,8 @@ class SpanRecorder(Recorder):
     def __init__(
         self, path: str | os.PathLike[str], rank: int, *, say: Callable[[str], object] = warnings.warn
     ) -> None:
-        self._file = AppendFile(path, "the timeline", say)
-        self._origin = time.perf_counter()
-        self._file.write(header_line(rank, time.time_ns()))
-        self._spans: list[_Fields] = []
+        self._file = SpanFile(path, rank, say)
         self._in_dropped_step = False
-        self._flushed = self._origin
 
     def span(
         self,
@@ -126,8 +124,8 @@ class SpanRecorder(Recorder):
     ) -> AbstractContextManager[None]:
         """See `Recorder.span`."""
         if self._in_dropped_step:
-            return _DROPPED
-        return _TimedSpan(self._spans.append, kind, lane, name, bytes, group, purpose)
+            return DROPPED
+        return _TimedSpan(self._file.spans.append, kind, lane, name, bytes, group, purpose)
 
     def open(
         self,
@@ -141,8 +139,8 @@ class SpanRecorder(Recorder):
     ) -> OpenSpan:
         """See `Recorder.open`."""
         if self._in_dropped_step:
-            return _DROPPED
-        return _TimedOpenSpan(self._spans.append, kind, lane, name, bytes, group, purpose)
+            return DROPPED
+        return _TimedOpenSpan(self._file.spans.append, kind, lane, name, bytes, group, purpose)
 
     def step(self, index: int) -> AbstractContextManager[None]:
         """See `Recorder.step`."""
@@ -150,7 +148,6 @@ class SpanRecorder(Recorder):
 
     def close(self) -> None:
         """See `Recorder.close`."""
-        self._flush()
         self._file.close()
 
     def _enter_step(self, index: int) -> None:
@@ -159,24 +156,10 @@ class SpanRecorder(Recorder):
     def _leave_step(self, index: int, start: float, *, finished: bool) -> None:
         now = time.perf_counter()
         if finished and not self._in_dropped_step:
-            self._spans.append((Kind.STEP, Lane.COMPUTE, str(index), start, now - start, 0, (), "", ""))
+            what = Kind.STEP, Lane.COMPUTE, str(index)
+            self._file.spans.append((*what, start, now - start, 0, (), "", "", None))
         self._in_dropped_step = False
-        if now - self._flushed >= _FLUSH_SECONDS:
-            self._flushed = now
-            self._flush()
-
-    def _flush(self) -> None:
-        # Other threads may append now: they add only behind the spans taken here.
-        count = len(self._spans)
-        taken = self._spans[:count]
-        del self._spans[:count]
-        origin = self._origin
-        self._file.write(
-            "".join(
-                span_line(kind, lane, name, start - origin, duration, bytes, group, algorithm, purpose)
-                for kind, lane, name, start, duration, bytes, group, algorithm, purpose in taken
-            )
-        )
+        self._file.flush_if_due(now)
 
 
 @final
@@ -194,7 +177,7 @@ class NullRecorder(Recorder):
         purpose: str = "",
     ) -> AbstractContextManager[None]:
         """See `Recorder.span`."""
-        return _DROPPED
+        return DROPPED
 
     def open(
         self,
@@ -207,11 +190,11 @@ class NullRecorder(Recorder):
         purpose: str = "",
     ) -> OpenSpan:
         """See `Recorder.open`."""
-        return _DROPPED
+        return DROPPED
 
     def step(self, index: int) -> AbstractContextManager[None]:
         """See `Recorder.step`."""
-        return _DROPPED
+        return DROPPED
 
     def close(self) -> None:
         """See `Recorder.close`."""
@@ -236,7 +219,7 @@ class _TimedSpan:
 
     def __init__(
         self,
-        append: Callable[[_Fields], None],
+        append: Callable[[Fields], None],
         kind: str,
         lane: str,
         name: str,
@@ -266,7 +249,8 @@ class _TimedSpan:
     def end(self, at: float, algorithm: str) -> None:
         duration = max(at - self._start, 0.0)
         what = self._kind, self._lane, self._name
-        self._append((*what, self._start, duration, self._bytes, self._group, algorithm, self._purpose))
+        sizes = self._bytes, self._group
+        self._append((*what, self._start, duration, *sizes, algorithm, self._purpose, None))
 
 
 class _TimedOpenSpan(OpenSpan):
@@ -276,7 +260,7 @@ class _TimedOpenSpan(OpenSpan):
 
     def __init__(
         self,
-        append: Callable[[_Fields], None],
+        append: Callable[[Fields], None],
         kind: str,
         lane: str,
         name: str,
@@ -335,4 +319,4 @@ class _DroppedSpan(OpenSpan):
         pass
 
 
-_DROPPED = _DroppedSpan()
+DROPPED = _DroppedSpan()

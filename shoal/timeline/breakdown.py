@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import ShoalError
+from shoal.timeline.launch import own_seconds
 from shoal.timeline.matching import Arrival, match_collectives
 from shoal.timeline.parts import CollectiveFigures, Parts, mean, mean_by_operation
 from shoal.timeline.span import Span
@@ -93,8 +94,10 @@ def _explain_rank(
 ) -> RankBreakdown:
     spans_in = windows.share_out((span, span) for span in spans)
     arrivals_in = windows.share_out((arrival.span, arrival) for arrival in arrivals)
+    own = own_seconds(spans)
     figures = {
-        index: explain_step(windows[index], spans_in[index], arrivals_in[index]) for index in sorted(windows)
+        index: explain_step(windows[index], spans_in[index], arrivals_in[index], own)
+        for index in sorted(windows)
     }
     steps = {index: parts for index, (parts, _) in figures.items()}
     counted = _typical_steps(steps)

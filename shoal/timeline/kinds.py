@@ -7,6 +7,7 @@ from statistics import fmean, median
 
 from shoal.timeline.breakdown import RankBreakdown, explain
 from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
+from shoal.timeline.launch import WORK
 from shoal.timeline.matching import Arrival, match_collectives, moments_of_lateness
 from shoal.timeline.span import Kind, Lane, Purpose, Span
 from shoal.timeline.timeline import Timeline
@@ -14,18 +15,17 @@ from shoal.timeline.windows import StepWindows
 
 __all__ = ["seconds_by_kind"]
 
-_WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
-_PARTS = ("exposed_communication", "bubble", "straggler_wait", "data_wait", "other")
+_PARTS = ("exposed_communication", "bubble", "straggler_wait", "data_wait", "launch", "other")
 
 
 def seconds_by_kind(timeline: Timeline) -> dict[str, float]:
     """Return the seconds of a rank's step by kind, as the mean over ranks.
 
     "forward", "backward" and "optimizer" are without their waits, each the median over the steps that the
-    Breakdown counts. "exposed_communication", "bubble", "straggler_wait", "data_wait" and "other" are its
-    parts. Each `Purpose` is the time that compute waits for it once all of its group have arrived: most of
-    the exposed communication. "collective" is all communication once all of a group have arrived, hidden or
-    not; "step" is the whole.
+    Breakdown counts; launch within them is in them too. "exposed_communication", "bubble", "straggler_wait",
+    "data_wait", "launch" and "other" are its parts. Each `Purpose` is the time that compute waits for it once
+    all of its group have arrived: most of the exposed communication. "collective" is all communication once
+    all of a group have arrived, hidden or not; "step" is the whole.
 
     Raises:
         ShoalError: No rank finished a step.
@@ -53,10 +53,10 @@ def _of_rank(timeline: Timeline, rank: RankBreakdown, arrivals: Sequence[Arrival
 
     seconds = {
         str(kind): median(by_step(subtract(_moments(span for span in spans if span.kind == kind), blocked)))
-        for kind in _WORK
+        for kind in WORK
     }
     for name in _PARTS:
-        seconds[name] = getattr(rank.parts, name)
+        seconds[name] = getattr(rank.parts, name) or 0.0
         if name == "exposed_communication":
             for purpose in Purpose:
                 waited = _moments(span for span in waits if span.purpose == purpose)

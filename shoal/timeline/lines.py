@@ -7,8 +7,12 @@ since its clock has a new origin:
     {"kind":"forward","start":0.012000000,"duration":0.034000000}
     {"kind":"wait","name":"all_reduce:0","start":0.046000000,"duration":0.001000000}
 
+A span whose times are those of a device has also those of the host that gave the device this work, as
+`"host":[START,DURATION]`.
+
 Starts count from the origin of the last header above. Absent keys have the defaults: no name, the
-compute lane, no bytes, no group, no algorithm, no purpose. Times are rounded to the nanosecond.
+compute lane, no bytes, no group, no algorithm, no purpose, no times of the host. Times are rounded to the
+nanosecond.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ def span_line(
     group: tuple[int, ...],
     algorithm: str = "",
     purpose: str = "",
+    host: tuple[float, float] | None = None,
 ) -> str:
     """Return the line of one span, with its newline.
 
@@ -56,7 +61,8 @@ def span_line(
     chosen = f',"algorithm":"{algorithm}"' if algorithm else ""
     meant = f',"purpose":"{purpose}"' if purpose else ""
     times = f'"start":{start:.9f},"duration":{duration:.9f}'
-    return f'{{"kind":"{kind}"{named}{laned},{times}{sized}{grouped}{chosen}{meant}}}\n'
+    given = f',"host":[{host[0]:.9f},{host[1] - host[0]:.9f}]' if host else ""
+    return f'{{"kind":"{kind}"{named}{laned},{times}{sized}{grouped}{chosen}{meant}{given}}}\n'
 
 
 def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
@@ -86,4 +92,10 @@ def parse_span(fields: dict[str, Any], *, rank: int, offset: float) -> Span:
         group=tuple(map(int, fields.get("group", ()))),
         algorithm=str(fields.get("algorithm", "")),
         purpose=str(fields.get("purpose", "")),
+        host=_host(fields["host"], offset) if "host" in fields else None,
     )
+
+
+def _host(times: list[float], offset: float) -> tuple[float, float]:
+    start, duration = map(float, times)
+    return start + offset, start + offset + duration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["CollectiveFigures", "Parts", "mean", "mean_by_operation"]
 
@@ -14,10 +14,12 @@ __all__ = ["CollectiveFigures", "Parts", "mean", "mean_by_operation"]
 class Parts:
     """The parts of the time of one step, or of an average step, in seconds.
 
-    The first six are disjoint and sum to `wall`.
+    The first seven are disjoint and sum to `wall`.
 
     Attributes:
         compute: Forward, backward and optimizer, while not blocked.
+        launch: Idle time of the device because the host had not given it the next work yet; None if the host
+            itself computes, or if the Timeline is predicted.
         exposed_communication: Communication that nothing overlaps and that no late rank explains.
         bubble: Idle time that the pipeline schedule forces.
         data_wait: Waiting for input data.
@@ -30,6 +32,7 @@ class Parts:
     """
 
     compute: float
+    launch: float | None = None
     exposed_communication: float
     bubble: float
     data_wait: float
@@ -41,8 +44,9 @@ class Parts:
     bytes: float
 
     def disjoint(self) -> dict[str, float]:
-        """The six parts that sum to `wall`, by name, in seconds."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[:6]}
+        """The parts that sum to `wall`, by name, in seconds; without launch if that is None."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)[:7]}
+        return {name: seconds for name, seconds in parts.items() if seconds is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +80,16 @@ _NO_COLLECTIVES = CollectiveFigures(count=0, bytes=0, seconds=0, exposed_seconds
 
 
 def mean(figures: Sequence[Figures]) -> Figures:
-    """Return the mean of one or more, field by field."""
+    """Return the mean of one or more, field by field; None counts as zero, unless all are None."""
     kind = type(figures[0])
-    return kind(
-        **{field.name: fmean(getattr(each, field.name) for each in figures) for field in fields(kind)}
-    )
+    by_name: dict[str, list[Any]] = {
+        field.name: [getattr(each, field.name) for each in figures] for field in fields(kind)
+    }
+    means: dict[str, Any] = {
+        name: None if all(each is None for each in values) else fmean(each or 0.0 for each in values)
+        for name, values in by_name.items()
+    }
+    return kind(**means)
 
 
 def mean_by_operation(figures: Sequence[Mapping[str, CollectiveFigures]]) -> dict[str, CollectiveFigures]:

@@ -13,10 +13,14 @@ __all__ = ["Kind", "Lane", "Purpose", "Span"]
 
 
 class Lane(StrEnum):
-    """The lane of a span: each rank has both, and they run at the same time."""
+    """The lane of a span: a rank has all of them, and they run at the same time."""
 
     COMPUTE = "compute"
     COMMUNICATION = "communication"
+    COPY = "copy"
+    """Copies between the host and the device, on a stream of their own."""
+    HOST = "host"
+    """The host, which gives the device its work. Where the host computes, it has no lane of its own."""
 
 
 class Kind(StrEnum):
@@ -24,6 +28,8 @@ class Kind(StrEnum):
 
     STEP = "step"
     """One training step of one rank; its name is the index of the step."""
+    HELD_STEP = "held_step"
+    """A step in which the recorder held the device back, to measure its work without the host's delays."""
     DATA_WAIT = "data_wait"
     """Nothing to compute on yet: the input is late."""
     FORWARD = "forward"
@@ -35,6 +41,8 @@ class Kind(StrEnum):
     OPTIMIZER = "optimizer"
     BUBBLE = "bubble"
     """Idle time that the pipeline schedule forces."""
+    COPY = "copy"
+    """A copy between the host and the device."""
     VALIDATION = "validation"
     CHECKPOINT = "checkpoint"
     OTHER = "other"
@@ -71,6 +79,8 @@ class Span:
         group: Global ranks that take part, for collectives.
         algorithm: Algorithm of a collective, such as "ring", if the backend reports it.
         purpose: One of `Purpose`, for collectives and waits for them; "" if it is not known.
+        host: Start and stop on the host, in seconds from the origin of the timeline, if the span's own times
+            are those of a device; else None.
     """
 
     rank: int
@@ -83,8 +93,16 @@ class Span:
     group: tuple[int, ...] = ()
     algorithm: str = ""
     purpose: str = ""
+    host: tuple[float, float] | None = None
 
     @property
     def stop(self) -> float:
         """End of the span, in seconds from the origin of the timeline."""
         return self.start + self.duration
+
+    def on_host(self) -> Span | None:
+        """Return the span on the lane of the host; None if the host did not give it to a device."""
+        if self.host is None:
+            return None
+        start, stop = self.host
+        return Span(self.rank, Lane.HOST, self.kind, self.name, start, stop - start)

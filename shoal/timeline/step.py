@@ -1,4 +1,4 @@
-"""The parts of the time of one rank's step: six disjoint parts that sum to its wall time.
+"""The parts of the time of one rank's step: disjoint parts that sum to its wall time.
 
 With sets of times:
 
@@ -12,26 +12,36 @@ With sets of times:
     straggler wait = the part of exposed communication before the last member of the group had started the
                      collective that is waited for; taken out of exposed communication
     other     = the rest of the step
+    launch    = idle time of a device, taken out of compute and other: see `shoal.timeline.launch`
 
 Each part is computed from the spans, none as a remainder of numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
+from shoal.timeline.launch import (
+    NO_OWN_SECONDS,
+    WORK,
+    Work,
+    blocked_in,
+    launch_in_gaps,
+    launch_in_work,
+)
 from shoal.timeline.matching import Arrival, moments_of_lateness
 from shoal.timeline.parts import CollectiveFigures, Parts
 from shoal.timeline.span import Kind, Lane, Span
 
 __all__ = ["explain_step"]
 
-_COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
-
 
 def explain_step(
-    window: Interval, spans: Sequence[Span], arrivals: Sequence[Arrival]
+    window: Interval,
+    spans: Sequence[Span],
+    arrivals: Sequence[Arrival],
+    own: Mapping[Work, float] = NO_OWN_SECONDS,
 ) -> tuple[Parts, dict[str, CollectiveFigures]]:
     """Return the parts of the time of one rank's step, and the figures of each operation.
 
@@ -39,6 +49,7 @@ def explain_step(
         window: The start and the end of the step.
         spans: The rank's spans that lie in the step, wholly or in part.
         arrivals: The rank's collectives that lie in the step.
+        own: Seconds of a device's own work: the result of `own_seconds`.
     """
     whole = [window]
 
@@ -46,8 +57,8 @@ def explain_step(
         chosen = ((span.start, span.stop) for span in spans if span.kind in kinds and span.lane == lane)
         return intersect(whole, union(chosen))
 
-    blocked = moments((Kind.WAIT, Kind.COLLECTIVE), Lane.COMPUTE)
-    compute = subtract(moments(_COMPUTE_KINDS, Lane.COMPUTE), blocked)
+    blocked = intersect(whole, blocked_in(spans))
+    compute = subtract(moments(WORK, Lane.COMPUTE), blocked)
     data_wait = subtract(moments((Kind.DATA_WAIT,), Lane.COMPUTE), compute)
     occupied = union(compute + data_wait)
     communication = union(blocked + moments(tuple(Kind), Lane.COMMUNICATION))
@@ -55,16 +66,25 @@ def explain_step(
     unhidden = subtract(communication, union(occupied + bubble))
     late = moments_of_lateness(spans, arrivals)
     exposed = subtract(unhidden, late)
-    explained = union(occupied + communication)
+    unexplained = subtract(whole, union(occupied + communication + bubble))
+
+    launch = None
+    in_work = 0.0
+    in_gaps: Intervals = []
+    if any(span.host is not None for span in spans):
+        in_gaps = launch_in_gaps(unexplained, spans)
+        in_work = launch_in_work((span for span in spans if window[0] <= span.start), blocked, own)
+        launch = in_work + length(in_gaps)
 
     started = [arrival for arrival in arrivals if window[0] <= arrival.span.start < window[1]]
     parts = Parts(
-        compute=length(compute),
+        compute=length(compute) - in_work,
+        launch=launch,
         exposed_communication=length(exposed),
         bubble=length(bubble),
         data_wait=length(data_wait),
         straggler_wait=length(intersect(unhidden, late)),
-        other=length(subtract(whole, union(explained + bubble))),
+        other=length(subtract(unexplained, in_gaps)),
         wall=length(whole),
         communication=length(communication),
         overlapped_communication=length(intersect(communication, occupied)),

@@ -89,7 +89,9 @@ class Timeline:
                 file.write(header_line(rank, self.origin_unix_ns))
                 for s in self.of(rank):
                     times, ranks = (s.start, s.duration), (s.bytes, s.group)
-                    file.write(span_line(s.kind, s.lane, s.name, *times, *ranks, s.algorithm, s.purpose))
+                    file.write(
+                        span_line(s.kind, s.lane, s.name, *times, *ranks, s.algorithm, s.purpose, s.host)
+                    )
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Span, ...]]:

@@ -1,6 +1,7 @@
 """A Timeline in Chrome's trace format, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
-A rank is a process and a lane is a thread. Spans of one thread must nest, so a span that overlaps others
+A rank is a process and a lane is a thread; the lane of the host has the times at which it gave the device
+the work of its spans. Spans of one thread must nest, so a span that overlaps others
 of its lane without nesting, such as the second of two collectives in flight, goes to a further thread.
 Format: "Trace Event Format", complete events (ph "X") and metadata (ph "M").
 """
@@ -20,6 +21,8 @@ __all__ = ["chrome_trace", "write_chrome_trace"]
 
 _ROUNDING = 1e-9
 """Seconds by which bounds that are the same may differ: files round times to the nanosecond."""
+
+_STEPS = {Kind.STEP.value: "step ", Kind.HELD_STEP.value: "held step "}
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -44,9 +47,11 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     for rank in timeline.ranks:
         yield _metadata("process_name", rank, 0, name=f"rank {rank}")
         yield _metadata("process_sort_index", rank, 0, sort_index=rank)
+        of_host = [twin for span in timeline.of(rank) if (twin := span.on_host()) is not None]
+        spans = [*timeline.of(rank), *of_host]
         for lane_index, lane in enumerate(Lane):
             rows = 0
-            for span, row in _rows([span for span in timeline.of(rank) if span.lane == lane]):
+            for span, row in _rows([span for span in spans if span.lane == lane]):
                 thread = lane_index + row * len(Lane)
                 if row == rows:
                     rows += 1
@@ -89,7 +94,7 @@ def _complete(span: Span, thread: int) -> dict[str, Any]:
         "pid": span.rank,
         "tid": thread,
         "cat": span.kind,
-        "name": f"step {span.name}" if span.kind == Kind.STEP else span.name or span.kind,
+        "name": _STEPS.get(span.kind, "") + (span.name or span.kind),
         "ts": round(span.start * 1e6, 3),
         "dur": round(span.duration * 1e6, 3),
         "args": args,

@@ -35,7 +35,7 @@ from shoal.errors import (
 )
 from shoal.launch import EXIT_STOPPED, StopSignal, World, join
 from shoal.models import Transformer
-from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, SpanRecorder, TensorBoardLogger
+from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, TensorBoardLogger, open_recorder
 from shoal.run import Run
 from shoal.train.automatic import PassedOver
 from shoal.train.compiling import Compiling
@@ -123,7 +123,7 @@ class _Execution:
             Run.create(job.path, self._described)
         self._meet()
         self._run = Run.open(job.path)
-        recorder = self._open_recorder()
+        recorder = self._open_recorder(device)
         self._recorder = recorder
         self._trainer = Trainer(
             model,
@@ -297,10 +297,11 @@ class _Execution:
             warnings.simplefilter("ignore")  # the first call has given them already
             return prepare(self._config.data)
 
-    def _open_recorder(self) -> Recorder:
+    def _open_recorder(self, device: torch.device) -> Recorder:
         if not self._config.record.timeline:
             return NullRecorder()
-        return SpanRecorder(self._run.timeline_file(self._world.rank), self._world.rank, say=self._live.say)
+        rank = self._world.rank
+        return open_recorder(self._run.timeline_file(rank), rank, device, say=self._live.say)
 
     def _open_loggers(self) -> Loggers:
         if not self._is_first:

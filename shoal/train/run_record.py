@@ -17,7 +17,7 @@ from shoal.cluster import peak_flops
 from shoal.errors import RunError, ShoalError
 from shoal.models import Transformer
 from shoal.plan import Plan
-from shoal.record import MetricsWriter, Recorder, SpanRecorder
+from shoal.record import MetricsWriter, Recorder, open_recorder
 from shoal.run import Run
 
 __all__ = ["RunRecord", "describe_device", "describe_versions"]
@@ -72,8 +72,8 @@ class RunRecord:
         self._goes_on = self._open_together()
         say = print if coordinator.rank == 0 else lambda text: None
         self._owns_recorder = recorder is None
-        self.recorder: Recorder = recorder or SpanRecorder(
-            self.run.timeline_file(coordinator.rank), coordinator.rank, say=say
+        self.recorder: Recorder = recorder or open_recorder(
+            self.run.timeline_file(coordinator.rank), coordinator.rank, device, say=say
         )
         self._metrics = MetricsWriter(self.run.metrics_file, say=say) if coordinator.rank == 0 else None
 

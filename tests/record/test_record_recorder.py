@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.record import NullRecorder, Recorder, SpanRecorder
 from shoal.record.recorder import step_is_kept
+from shoal.record.span_file import SpanFile
 from shoal.timeline import Kind, Lane, Timeline, explain
 
 FILE = "rank-00000.jsonl"
@@ -100,23 +101,21 @@ class _Interrupted(list):
 
     def __getitem__(self, key):
         taken = super().__getitem__(key)
-        self.append((Kind.FORWARD, Lane.COMPUTE, "meanwhile", 0.0, 0.0, 0, (), ""))
+        self.append((Kind.FORWARD, Lane.COMPUTE, "meanwhile", 0.0, 0.0, 0, (), "", "", None))
         return taken
 
 
 def test_a_span_that_comes_while_the_buffer_is_taken_stays_for_the_next_time(tmp_path: Path) -> None:
-    recorder = SpanRecorder(tmp_path / "rank.jsonl", 0)
-    recorder._spans = _Interrupted()
-    with recorder.span(Kind.FORWARD, "first"):
-        pass
-    recorder._flush()
-    assert [fields[2] for fields in recorder._spans] == ["meanwhile"]
+    file = SpanFile(tmp_path / "rank.jsonl", 0, pytest.fail)
+    file.spans = _Interrupted([(Kind.FORWARD, Lane.COMPUTE, "first", 0.0, 0.0, 0, (), "", "", None)])
+    file.flush()
+    assert [fields[2] for fields in file.spans] == ["meanwhile"]
 
 
 def test_no_span_of_another_thread_is_lost_while_the_buffer_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.record.recorder._FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("shoal.record.span_file._FLUSH_SECONDS", 0.0)
 
     def use(recorder: Recorder) -> None:
         def record_many() -> None:

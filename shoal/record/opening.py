@@ -1,0 +1,35 @@
+"""Choose the recorder for the device that a rank computes on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from shoal.record.cuda import CudaEvents
+from shoal.record.device_recorder import DeviceRecorder
+from shoal.record.recorder import Recorder, SpanRecorder
+
+__all__ = ["open_recorder"]
+
+
+def open_recorder(
+    path: str | os.PathLike[str],
+    rank: int,
+    device: torch.device,
+    *,
+    say: Callable[[str], object] = warnings.warn,
+) -> Recorder:
+    """Return the recorder of a rank: by a CUDA device's events, by the host's clock on other devices.
+
+    Args:
+        path: The timeline file of the rank; a resumed run appends to it.
+        rank: The global rank.
+        device: The device on which the rank computes.
+        say: Called with the report of a failure to record, one line.
+    """
+    if device.type == "cuda":
+        return DeviceRecorder(path, rank, CudaEvents(device), say=say)
+    return SpanRecorder(path, rank, say=say)
