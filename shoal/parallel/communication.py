@@ -2,12 +2,18 @@
 
 A collective starts at once and returns a `Pending`. Its span lasts until the collective is complete; waiting
 for it is a span of its own on the compute lane. An axis of one rank communicates nothing and records nothing.
+
+NCCL communicates on a stream of its own, and its `wait` makes the current stream wait, not the host. There a
+collective is recorded on a further stream, which does nothing else: it waits for the tensors, has the event
+at the span's start, waits for the collective, and has the event at its end. No other stream waits for it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.collectives import Done, Work, empty
 from shoal.errors import CommunicationError
-from shoal.record import NullRecorder, OpenSpan, Recorder
+from shoal.record import DeviceRecorder, NullRecorder, OpenSpan, Recorder, SpanBeside
 from shoal.timeline import Kind, Lane, Purpose
 
 __all__ = ["Axis", "Pending", "Then", "new_buffer"]
@@ -31,10 +37,10 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dis
 
 
 class Pending(Protocol):
-    """A collective that was started."""
+    """A collective that was started; who started it waits for it."""
 
     def wait(self) -> None:
-        """Return once the result may be used."""
+        """Return once the result may be used, by the current stream if it is on a device."""
 
 
 class Then:
@@ -75,8 +81,10 @@ class _Started:
         *,
         on_cpu: bool,
         after: Callable[[], object] | None,
+        operands: object,
     ) -> None:
         self._works = works
+        self._operands = operands
         self._span = span
         self._recorder = recorder
         self._name = name
@@ -95,6 +103,7 @@ class _Started:
         with waiting, _as_communication_error(self._name):
             for work in self._works:
                 work.wait()
+        self._operands = None
         if self._timed:
             self._span.close(max(work.finished for work in self._timed), self._timed[0].algorithm)
         else:
@@ -105,7 +114,7 @@ class _Started:
     def _one_is_complete(self, future: object) -> None:
         self._running.pop()
         if not self._running:
-            self._span.close()
+            self._span.close(time.perf_counter())
 
 
 def new_buffer(elements: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -146,7 +155,8 @@ class Axis:
         self.group = group
         self._recorder = recorder
         self._purpose = purpose
-        self._is_gloo = self.size > 1 and dist.get_backend(group) == "gloo"
+        backend = dist.get_backend(group) if self.size > 1 else ""
+        self._is_gloo, self._is_nccl = backend == "gloo", backend == "nccl"
         self._mesh: DeviceMesh | None = None
 
     @property
@@ -298,19 +308,38 @@ class Axis:
         """
         if self.size == 1:
             return _Complete()
-        span = self._recorder.open(
+        ranks = self.members if group is None else group
+        open_span: Callable[..., OpenSpan] = self._recorder.open
+        if self._is_nccl and isinstance(self._recorder, DeviceRecorder):
+            # Ranks of one communicator, in any order: NCCL has a stream for each.
+            open_span = partial(self._recorder.open_beside, f"{self._purpose} {self.name} {sorted(ranks)}")
+        span = open_span(
             Kind.COLLECTIVE,
             name,
             lane=Lane.COMMUNICATION,
             bytes=counted.numel() * counted.element_size(),
-            group=self.members if group is None else group,
+            group=ranks,
             purpose=self._purpose,
         )
         with _as_communication_error(name):
             begun = [call(*arguments, group=self.group, async_op=True) for call, *arguments in calls]
         works = [work for each in begun for work in (each if isinstance(each, list) else [each])]
+        operands = None
+        if isinstance(span, SpanBeside):
+            span.close_after(work.synchronize for work in works)
+            # A work holds its tensors until a stream waits for it: now only the stream beside does.
+            operands = calls
         on_cpu = has_future and counted.device.type == "cpu"
-        return _Started(works, span, self._recorder, name, self._purpose, on_cpu=on_cpu, after=after)
+        return _Started(
+            works,
+            span,
+            self._recorder,
+            name,
+            self._purpose,
+            on_cpu=on_cpu,
+            after=after,
+            operands=operands,
+        )
 
 
 def _listed(rows: Sequence[int] | None) -> list[int] | None:

@@ -7,6 +7,7 @@ Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). T
 
 from shoal.record.device import DeviceEvents
 from shoal.record.device_recorder import DeviceRecorder
+from shoal.record.device_span import SpanBeside
 from shoal.record.metrics import Logger, Loggers, MetricsWriter, TensorBoardLogger
 from shoal.record.opening import open_recorder
 from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
@@ -20,6 +21,7 @@ __all__ = [
     "NullRecorder",
     "OpenSpan",
     "Recorder",
+    "SpanBeside",
     "SpanRecorder",
     "TensorBoardLogger",
     "open_recorder",

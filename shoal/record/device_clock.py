@@ -22,8 +22,8 @@ from shoal.record.device import DeviceEvents
 
 __all__ = ["DeviceClock", "Tie"]
 
-_QUERIES = 16
-"""Queries of a new tie before it is left for the next time: about as many microseconds."""
+_QUERIES = 50
+"""Queries of a tie before it is left for the next time: about as many microseconds."""
 
 _KEPT = 1024
 """Ties that are kept, for spans that last long."""

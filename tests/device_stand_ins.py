@@ -77,6 +77,10 @@ class SimulatedDevice(DeviceEvents):
         """Make the current stream wait for what a stream has been given."""
         self._stream.free = max(self._stream.free, self._streams[name].free)
 
+    def wait_until(self, at: float) -> None:
+        """Make the current stream wait until a true time."""
+        self._stream.free = max(self._stream.free, at)
+
     def busy_until(self, name: str) -> float:
         return self._streams[name].free
 
