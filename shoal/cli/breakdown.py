@@ -10,7 +10,10 @@ from shoal.cli.table import table_of
 from shoal.timeline import Breakdown, CollectiveFigures, Parts
 from shoal.units import format_bytes, format_seconds
 
-__all__ = ["breakdown_summary", "collectives_text", "parts_text", "ranks_text", "words"]
+__all__ = ["breakdown_summary", "collectives_text", "launch_text", "parts_text", "ranks_text", "words"]
+
+_LARGE_LAUNCH = 0.1
+"""Share of a step from which on the report says what to do about launch."""
 
 
 def breakdown_summary(breakdown: Breakdown, rank: int | None) -> dict[str, Any]:
@@ -31,8 +34,9 @@ def breakdown_summary(breakdown: Breakdown, rank: int | None) -> dict[str, Any]:
 
 
 def _parts(parts: Parts) -> dict[str, Any]:
-    totals = {name: value for name, value in asdict(parts).items() if name not in parts.disjoint()}
-    return {"parts": parts.disjoint(), **totals}
+    disjoint = parts.disjoint()
+    others = asdict(parts).keys() - disjoint.keys() - {"launch"}
+    return {"parts": disjoint, **{name: value for name, value in asdict(parts).items() if name in others}}
 
 
 def _collective(figures: CollectiveFigures) -> dict[str, Any]:
@@ -58,11 +62,23 @@ def parts_text(breakdown: Mapping[str, Any]) -> str:
     )
 
 
+def launch_text(breakdown: Mapping[str, Any], plan: str) -> str:
+    """Return what to do about launch; "" if it is small, or if the host itself computes."""
+    share = breakdown["parts"].get("launch", 0.0) / breakdown["wall"]
+    if share < _LARGE_LAUNCH:
+        return ""
+    compiled = "" if "compile=blocks" in plan else "Set compile=blocks in the Plan: fewer launches. "
+    return (
+        f"launch: the device idles for {share:.0%} of a step, because the host gives it work too slowly.\n"
+        f"{compiled}Set a larger microbatch: more work for each launch."
+    )
+
+
 def ranks_text(ranks: Mapping[str, Any]) -> str:
     """Return the table of the shares of the parts, rank by rank."""
-    names = list(next(iter(ranks.values()))["parts"])
+    names = list(dict.fromkeys(name for each in ranks.values() for name in each["parts"]))
     rows = [
-        [rank, f"{each['wall']:.6f}", *(f"{each['parts'][name] / each['wall']:.1%}" for name in names)]
+        [rank, f"{each['wall']:.6f}", *(f"{each['parts'].get(name, 0) / each['wall']:.1%}" for name in names)]
         for rank, each in ranks.items()
     ]
     return table_of(["rank", "step seconds", *map(words, names)], rows)

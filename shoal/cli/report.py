@@ -11,7 +11,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text, words
+from shoal.cli.breakdown import (
+    breakdown_summary,
+    collectives_text,
+    launch_text,
+    parts_text,
+    ranks_text,
+    words,
+)
 from shoal.cli.files import write_file
 from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import table_of
@@ -179,6 +186,8 @@ def _text(summary: Mapping[str, Any]) -> str:
         )
     else:
         paragraphs.append(parts_text(breakdown))
+        if launch := launch_text(breakdown, summary["plan"] or ""):
+            paragraphs.append(launch)
         if len(breakdown["ranks"]) > 1:
             paragraphs.append(ranks_text(breakdown["ranks"]))
         if summary["stages"] is not None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from types import MappingProxyType
 
-from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
+from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
 from shoal.timeline.span import Kind, Lane, Span
 
 __all__ = ["NO_OWN_SECONDS", "WORK", "Work", "blocked_in", "launch_in_gaps", "launch_in_work", "own_seconds"]
@@ -39,23 +39,25 @@ def own_seconds(spans: Sequence[Span]) -> dict[Work, float]:
     """Return the own seconds of a rank's work: medians over its held steps."""
     found: dict[Work, list[float]] = {}
     for held in (span for span in spans if span.kind == Kind.HELD_STEP):
-        inside = [span for span in spans if held.start <= span.start < held.stop]
-        blocked = blocked_in(inside)
-        for work, _, busy in _works(inside, blocked):
+        inside = [span for span in spans if span.stop > held.start and span.start < held.stop]
+        for work, _, busy in _works((held.start, held.stop), inside, blocked_in(inside)):
             found.setdefault(work, []).append(length(busy))
     return {work: median(seconds) for work, seconds in found.items()}
 
 
-def launch_in_work(spans: Iterable[Span], blocked: Intervals, own: Mapping[Work, float]) -> float:
+def launch_in_work(
+    window: Interval, spans: Iterable[Span], blocked: Intervals, own: Mapping[Work, float]
+) -> float:
     """Return the seconds of launch within the work of a step.
 
     Args:
-        spans: The spans of one rank that start in the step.
+        window: The start and the end of the step.
+        spans: The spans of one rank that lie in the step, wholly or in part.
         blocked: The times in which its compute is blocked.
         own: The result of `own_seconds`.
     """
     total = 0.0
-    for work, span, busy in _works(spans, blocked):
+    for work, span, busy in _works(window, spans, blocked):
         if work in own and span.host is not None:
             until_given = length(intersect(busy, [(span.start, span.host[1])]))
             total += min(max(length(busy) - own[work], 0.0), until_given)
@@ -92,11 +94,15 @@ def blocked_in(spans: Iterable[Span]) -> Intervals:
     )
 
 
-def _works(spans: Iterable[Span], blocked: Intervals) -> Iterator[tuple[Work, Span, Intervals]]:
-    """Yield each span that computes, by start, with the times in which it is not blocked."""
+def _works(
+    window: Interval, spans: Iterable[Span], blocked: Intervals
+) -> Iterator[tuple[Work, Span, Intervals]]:
+    """Yield each span that computes in a step, by start, with the times in which it is not blocked."""
     seen: Counter[tuple[str, str]] = Counter()
     for span in spans:
-        if span.kind in WORK and span.lane == Lane.COMPUTE:
+        # Work of the next step may start where this one ends, to within rounding: its middle tells.
+        is_inside = window[0] <= (span.start + span.stop) / 2 < window[1]
+        if is_inside and span.kind in WORK and span.lane == Lane.COMPUTE:
             what = span.kind, span.name
             yield (*what, seen[what]), span, subtract([(span.start, span.stop)], blocked)
             seen[what] += 1

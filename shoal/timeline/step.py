@@ -73,7 +73,7 @@ def explain_step(
     in_gaps: Intervals = []
     if any(span.host is not None for span in spans):
         in_gaps = launch_in_gaps(unexplained, spans)
-        in_work = launch_in_work((span for span in spans if window[0] <= span.start), blocked, own)
+        in_work = launch_in_work(window, spans, blocked, own)
         launch = in_work + length(in_gaps)
 
     started = [arrival for arrival in arrivals if window[0] <= arrival.span.start < window[1]]

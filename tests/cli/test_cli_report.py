@@ -92,6 +92,54 @@ def test_json_is_one_object_on_stdout(run: Run, capsys: pytest.CaptureFixture[st
     assert summary["mfu"] == pytest.approx(500 * 7.2e6 / 1e12)
 
 
+def on_device(own: float) -> list[Span]:
+    """Eight steps of 10 s whose forward takes 8 s, of which `own` are work; one more step was held."""
+    spans = [
+        Span(0, Lane.COMPUTE, Kind.HELD_STEP, "90", 900.0, 20.0, host=(900.0, 910.0)),
+        Span(0, Lane.COMPUTE, Kind.FORWARD, "", 910.0, own, host=(900.0, 908.0)),
+    ]
+    for index in range(STEPS):
+        start = 20.0 * index
+        spans += [
+            Span(0, Lane.COMPUTE, Kind.STEP, str(index), start, 10.0, host=(start, start + 9.5)),
+            Span(0, Lane.COMPUTE, Kind.FORWARD, "", start + 1, 8.0, host=(start + 1, start + 9)),
+        ]
+    return spans
+
+
+def test_launch_is_a_part_where_a_device_computes_and_comes_with_advice(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in run.timeline.iterdir():
+        path.unlink()
+    Timeline(on_device(own=5.0)).write(run.timeline)
+    assert call(run.path) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()]
+    assert ["compute", "5.000000", "50.0%"] in rows
+    # 8 - 5 s in the forward; 1 s before it, and 0.5 s after it until the host ended the step
+    assert ["launch", "4.500000", "45.0%"] in rows
+    assert ["other", "0.500000", "5.0%"] in rows
+    assert "the device idles for 45% of a step" in printed
+    assert "compile=blocks" in printed
+    run.describe({**DESCRIPTION, "plan": "dp=1,compile=blocks"})
+    assert call(run.path) == 0
+    assert "compile=blocks in the Plan" not in capsys.readouterr().out
+    Timeline(on_device(own=8.0)).write(run.timeline)
+    assert call(run.path) == 0
+    assert "larger microbatch" in capsys.readouterr().out  # 15 %
+    assert call(run.path, "--json") == 0
+    parts = json.loads(capsys.readouterr().out)["breakdown"]["parts"]
+    assert parts["launch"] == pytest.approx(1.5)
+    assert sum(parts.values()) == pytest.approx(10.0)
+
+
+def test_where_the_host_computes_there_is_no_launch(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(run.path) == 0
+    assert call(run.path, "--json") == 0
+    assert "launch" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("missing", ["peak", "flops"])
 def test_mfu_is_left_out_where_peak_or_work_is_not_known(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], missing: str

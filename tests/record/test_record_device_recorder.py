@@ -162,8 +162,23 @@ def test_spans_and_launch_are_those_of_the_device(
     for index, parts in steps.items():
         assert sum(parts.disjoint().values()) == pytest.approx(parts.wall, rel=1e-9)
         assert all(part >= -1e-12 for part in parts.disjoint().values())
-        # The latency of the device is in the gaps between spans but not in what it idled for the host.
-        assert parts.launch == pytest.approx(launches[index], abs=0.01 * parts.wall + 5 * EXACT)
+        assert parts.launch == pytest.approx(launches[index], abs=3 * EXACT)
+
+
+def test_of_spans_longer_than_the_queue_launch_is_not_told_too_long(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """The host waits where the device has 1,024 launches: it cannot give all of such a span ahead."""
+    recorder = DeviceRecorder(tmp_path / FILE, 0, device)
+    for index in range(1, 6):
+        with recorder.step(index), recorder.span(Kind.FORWARD):
+            for _ in range(4000):
+                device.launch(5e-6, host=15e-6)
+        device.run_out()
+    recorder.close()
+    parts = explain(Timeline.read(tmp_path)).of(0).steps[5]
+    # In truth two thirds of the step; while held, the host is ahead for about 1,500 of 4,000 launches.
+    assert 0.2 * parts.wall < parts.launch < 0.67 * parts.wall
 
 
 def test_nothing_waits_for_the_device_while_it_works(device: SimulatedDevice, tmp_path: Path) -> None:
