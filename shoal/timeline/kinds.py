@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from shoal.timeline.breakdown import RankBreakdown, explain
 from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
-from shoal.timeline.launch import WORK
+from shoal.timeline.launch import WORK, blocked_in
 from shoal.timeline.matching import Arrival, match_collectives, moments_of_lateness
 from shoal.timeline.span import Kind, Lane, Purpose, Span
 from shoal.timeline.timeline import Timeline
@@ -42,7 +42,7 @@ def _of_rank(timeline: Timeline, rank: RankBreakdown, arrivals: Sequence[Arrival
     waits = [
         span for span in spans if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE)
     ]
-    blocked = _moments(waits)
+    blocked = blocked_in(spans)
     explained = union(
         [*moments_of_lateness(spans, arrivals), *_moments(span for span in spans if span.kind == Kind.BUBBLE)]
     )
@@ -59,7 +59,7 @@ def _of_rank(timeline: Timeline, rank: RankBreakdown, arrivals: Sequence[Arrival
         seconds[name] = getattr(rank.parts, name) or 0.0
         if name == "exposed_communication":
             for purpose in Purpose:
-                waited = _moments(span for span in waits if span.purpose == purpose)
+                waited = intersect(_moments(span for span in waits if span.purpose == purpose), blocked)
                 seconds[str(purpose)] = fmean(by_step(subtract(waited, explained)))
     seconds["step"] = rank.parts.wall
     seconds["collective"] = sum(figures.transfer_seconds for figures in rank.collectives.values())

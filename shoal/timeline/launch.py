@@ -85,12 +85,20 @@ def launch_in_gaps(gaps: Intervals, spans: Iterable[Span]) -> Intervals:
     return union(launch)
 
 
-def blocked_in(spans: Iterable[Span]) -> Intervals:
-    """Return the times in which the compute lane is blocked on collectives."""
-    return union(
-        (span.start, span.stop)
-        for span in spans
-        if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE)
+def blocked_in(spans: Sequence[Span]) -> Intervals:
+    """Return the times in which the compute lane is blocked on collectives.
+
+    On a device a wait lasts no longer than the collectives: in what is left of its span, the device idles
+    until the host has given it the end of the wait.
+    """
+    waits = [
+        span for span in spans if span.lane == Lane.COMPUTE and span.kind in (Kind.WAIT, Kind.COLLECTIVE)
+    ]
+    blocked = union((span.start, span.stop) for span in waits)
+    if all(span.host is None for span in waits):
+        return blocked
+    return intersect(
+        blocked, union((span.start, span.stop) for span in spans if span.lane == Lane.COMMUNICATION)
     )
 
 

@@ -55,13 +55,20 @@ def test_after_the_host_has_given_all_of_a_span_nothing_is_launch() -> None:
 
 
 def test_waits_are_neither_work_nor_launch() -> None:
-    def wait(start: float) -> Span:
-        return given(Kind.WAIT, start, start + 2, (start, start), "all_reduce:0")
+    def wait(start: float, wait: float = 2) -> list[Span]:
+        """A collective of 2 s, and a wait that is as long or longer."""
+        return [
+            Span(0, Lane.COMMUNICATION, Kind.COLLECTIVE, "all_reduce:0", start, 2),
+            given(Kind.WAIT, start, start + wait, (start, start + wait), "all_reduce:0"),
+        ]
 
     step, forward = given(Kind.STEP, 0, 10, (0, 10), "1"), given(Kind.FORWARD, 0, 10, (0, 10))
-    parts = parts_of(step, forward, wait(5), *held(4))
+    parts = parts_of(step, forward, *wait(5), *held(4))
     assert (parts.compute, parts.launch, parts.exposed_communication) == (4, 4, 2)
-    parts = parts_of(step, forward, wait(5), *held(6, wait(921)))
+    parts = parts_of(step, forward, *wait(5), *held(6, *wait(921)))
+    assert (parts.compute, parts.launch, parts.exposed_communication) == (4, 4, 2)
+    # A wait that ends later than the collective: the host had not given its end.
+    parts = parts_of(step, forward, *wait(5, wait=3), *held(4))
     assert (parts.compute, parts.launch, parts.exposed_communication) == (4, 4, 2)
 
 
