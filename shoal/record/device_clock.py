@@ -50,6 +50,9 @@ class DeviceClock:
 
     Args:
         events: The events of the device.
+
+    Attributes:
+        last: The last tie, from which events that are recorded from now on are measured.
     """
 
     def __init__(self, events: DeviceEvents) -> None:
@@ -59,13 +62,11 @@ class DeviceClock:
         events.record_alone(event)
         while not events.is_complete(event):
             time.sleep(0)
-        self._ties = [Tie(event, 0.0, (before + time.perf_counter()) / 2)]
+        self.last = Tie(event, 0.0, (before + time.perf_counter()) / 2)
         self._coming: tuple[Any, float] | None = None
-
-    @property
-    def last(self) -> Tie:
-        """The last tie, from which events that are recorded from now on are measured."""
-        return self._ties[-1]
+        # Between two ties: the device's time at the first, and the host's with its rate from there on.
+        self._starts: list[float] = []
+        self._lines: list[tuple[float, float]] = []
 
     def tie(self) -> bool:
         """Make a tie, or look again at the one that is not complete yet; return whether it is complete."""
@@ -89,18 +90,20 @@ class DeviceClock:
             since: The last tie when it was recorded.
         """
         device = since.device + self._events.seconds_between(since.event, event)
-        after = bisect_right(self._ties, device, key=lambda tie: tie.device)
-        if after == len(self._ties):
+        if device > self.last.device or not self._starts:
             return None
-        # An event before all ties that are kept is measured by the first two.
-        first, second = self._ties[max(after - 1, 0)], self._ties[max(after, 1)]
-        rate = (second.host - first.host) / (second.device - first.device)
-        return first.host + (device - first.device) * rate
+        # An event before all ties that are kept is on the first line.
+        number = max(bisect_right(self._starts, device) - 1, 0)
+        host, rate = self._lines[number]
+        return host + (device - self._starts[number]) * rate
 
     def _add(self, event: Any, before: float, seen: float) -> None:
         last = self.last
         passed = self._events.seconds_between(last.event, event)
         host = min(max(last.host + passed, before), seen)
-        self._ties.append(Tie(event, last.device + passed, host))
-        if len(self._ties) > _KEPT:
-            del self._ties[: _KEPT // 2]
+        if passed > 0:
+            self._starts.append(last.device)
+            self._lines.append((last.host, (host - last.host) / passed))
+        self.last = Tie(event, last.device + passed, host)
+        if len(self._starts) > _KEPT:
+            del self._starts[: _KEPT // 2], self._lines[: _KEPT // 2]

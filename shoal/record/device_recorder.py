@@ -149,7 +149,7 @@ class DeviceRecorder(Recorder):
         self._file.flush_if_due(now)
 
     def _take_complete(self) -> None:
-        """Pass spans whose times are known on to the file, and their events back to the pool."""
+        """Pass spans whose times are known on to the file."""
         # Other threads may append now: they add only behind the spans taken here.
         ended = self._recording.ended
         count = len(ended)
@@ -160,13 +160,12 @@ class DeviceRecorder(Recorder):
         for span in taken:
             # Compute is one stream: after a span that has not ended come only such, and are not asked.
             is_compute = span.lane == Lane.COMPUTE
-            times = None if is_compute and compute_is_behind else span.times()
-            if times is None:
+            fields = None if is_compute and compute_is_behind else span.taken()
+            if fields is None:
                 left.append(span)
                 compute_is_behind |= is_compute
             else:
-                self._file.spans.append(span.written(*times))
-                self._recording.free += span.events
+                self._file.spans.append(fields)
         ended[:0] = left
 
     def _give_up(self, error: RuntimeError) -> None:

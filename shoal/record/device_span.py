@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, final
 
 from shoal.record.device import DeviceEvents
-from shoal.record.device_clock import DeviceClock, Tie
+from shoal.record.device_clock import DeviceClock
 from shoal.record.holding import Holding
 from shoal.record.recorder import OpenSpan
 from shoal.record.span_file import Fields
@@ -50,20 +50,21 @@ class Recording:
 class DeviceSpan:
     """A span between two events, as a context or between `start` and `finish`.
 
-    Slots and no generator: this code runs for every span.
+    Slots, no generator and few calls: this code runs for every span.
 
     Attributes:
         lane: Its lane.
         algorithm: The algorithm of a collective.
-        events: The events at its start and its end; without that at its end if the host's time is its end.
         since: The last tie of the clocks when it started.
-        stop: The host's time at which it ended, if there is no event at its end.
+        begin: The event at its start.
+        end: The event at its end; None if it ended at a time of the host.
+        stop: That time.
     """
 
-    __slots__ = ("_fields", "_host", "_recording", "algorithm", "events", "lane", "since", "stop")
-
-    events: tuple[Any, ...]
-    since: Tie
+    __slots__ = (
+        *("_fields", "_host_start", "_host_stop", "_recording"),
+        *("algorithm", "begin", "end", "lane", "since", "stop"),
+    )
 
     def __init__(
         self,
@@ -77,15 +78,17 @@ class DeviceSpan:
     ) -> None:
         self._recording = recording
         self._fields = kind, name, bytes, group, purpose
-        self._host: tuple[float, float] | None = None
+        self._host_start: float | None = None
         self.lane = lane
         self.algorithm = ""
-        self.stop = 0.0
 
     def __enter__(self) -> None:
-        self._recording.holding.before(*self._fields[:2])
-        self._host = time.perf_counter(), 0.0
-        self.start()
+        recording = self._recording
+        if recording.holding.is_on:
+            recording.holding.before(*self._fields[:2])
+        self.since = recording.clock.last
+        self._host_start = time.perf_counter()
+        self.begin = recording.mark()
 
     def __exit__(
         self,
@@ -93,39 +96,44 @@ class DeviceSpan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        assert self._host is not None
-        start, now = self._host[0], time.perf_counter()
-        self._host = start, now
-        self._recording.holding.note(*self._fields[:2], now - start)
-        self.finish()
+        recording = self._recording
+        self._host_stop = time.perf_counter()
+        self.end = recording.mark()
+        recording.ended.append(self)
+        if recording.holding.is_next:
+            assert self._host_start is not None
+            recording.holding.note(*self._fields[:2], self._host_stop - self._host_start)
 
     def start(self) -> None:
         """Start the span on the current stream."""
         self.since = self._recording.clock.last
-        self.events = (self._recording.mark(),)
+        self.begin = self._recording.mark()
 
-    def finish(self, at: float | None = None) -> None:
+    def finish(self, at: float | None, algorithm: str) -> None:
         """End the span on the current stream, or at a time of the host."""
+        self.algorithm = algorithm
         if at is None:
-            self.events = self.events[0], self._recording.mark()
+            self.end = self._recording.mark()
         else:
-            self.stop = at
+            self.end, self.stop = None, at
         self._recording.ended.append(self)
 
-    def times(self) -> tuple[float, float] | None:
-        """Return start and stop on the host's clock; None if they are not known yet."""
-        recording = self._recording
-        if not all(map(recording.events.is_complete, reversed(self.events))):
+    def taken(self) -> Fields | None:
+        """Return what is written of the span, and give its events back; None if its times are not known."""
+        recording, end, begin = self._recording, self.end, self.begin
+        is_complete, time_of = recording.events.is_complete, recording.clock.time_of
+        if (end is not None and not is_complete(end)) or not is_complete(begin):
             return None
-        times = [recording.clock.time_of(event, self.since) for event in self.events]
-        start, stop = times if len(times) == 2 else (*times, self.stop)
-        return None if start is None or stop is None else (start, max(start, stop))
-
-    def written(self, start: float, stop: float) -> Fields:
-        """Return what is written of the span."""
+        stop = self.stop if end is None else time_of(end, self.since)
+        if stop is None or (start := time_of(begin, self.since)) is None:
+            return None
+        recording.free.append(begin)
+        if end is not None:
+            recording.free.append(end)
         kind, name, bytes, group, purpose = self._fields
-        times = start, stop - start
-        return kind, self.lane, name, *times, bytes, group, self.algorithm, purpose, self._host
+        host = None if self._host_start is None else (self._host_start, self._host_stop)
+        lasted = stop - start if stop > start else 0.0
+        return kind, self.lane, name, start, lasted, bytes, group, self.algorithm, purpose, host
 
 
 @final
@@ -142,8 +150,7 @@ class OpenDeviceSpan(OpenSpan):
     def close(self, at: float | None = None, algorithm: str = "") -> None:
         """See `OpenSpan.close`."""
         if self._once.acquire(blocking=False):
-            self._span.algorithm = algorithm
-            self._span.finish(at)
+            self._span.finish(at, algorithm)
 
 
 @final

@@ -34,32 +34,36 @@ class Holding:
 
     Attributes:
         is_on: Whether the present step is held.
+        is_next: Whether the next step is; then the host's times of the present one are noted.
     """
 
     def __init__(self, events: DeviceEvents) -> None:
         self._events = events
         self._steps = 0
         self._host_seconds: dict[tuple[str, str], float] = {}
-        self.is_on = False
+        self.is_on = self.is_next = False
 
     def begin_step(self) -> None:
         """Note that a step begins."""
         self._steps += 1
-        count = self._steps
-        while count > _FIRST and count % 10 == 0:
-            count //= 10
-        self.is_on = count == _FIRST
+        self.is_on, self.is_next = _is_held(self._steps), _is_held(self._steps + 1)
 
     def end_step(self) -> None:
         """Note that the step has ended."""
-        self.is_on = False
+        self.is_on = self.is_next = False
 
     def before(self, kind: str, name: str) -> None:
-        """Hold the device before a span of this kind and name, if the step is held."""
-        if self.is_on and (took := self._host_seconds.get((kind, name))):
+        """Hold the device before a span of this kind and name, in a step that is held."""
+        if took := self._host_seconds.get((kind, name)):
             self._events.hold(min(_MARGIN * took, _LONGEST))
 
     def note(self, kind: str, name: str, seconds: float) -> None:
         """Note for how long the host gave the device a span of this kind and name."""
         if kind in WORK:
             self._host_seconds[kind, name] = seconds
+
+
+def _is_held(count: int) -> bool:
+    while count > _FIRST and count % 10 == 0:
+        count //= 10
+    return count == _FIRST
