@@ -1,7 +1,7 @@
 """Held steps: which they are, and how long the device is held before each span.
 
 The events of a span do not tell how long the device idled within it because the host had not given the next
-kernel yet. In a held step the device is kept busy before each span that computes, for as long as the host
+kernel yet. In a held step the device is kept busy before each span that computes, for longer than the host
 took to give this span in the step before. Then all work of the span is there when the device comes to it, and
 its events tell the work's own time: `shoal.timeline.launch` compares the other steps with it.
 """
