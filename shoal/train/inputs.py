@@ -6,6 +6,8 @@ from typing import final
 
 import torch
 
+from shoal.record import NullRecorder, Recorder
+from shoal.timeline import Kind, Lane
 from shoal.train.micro_batch import MicroBatch
 
 __all__ = ["Inputs"]
@@ -20,10 +22,12 @@ class Inputs:
 
     Args:
         device: Device on which this rank computes.
+        recorder: Recorder of the spans of copies, and of compute's wait for them, on a GPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
         self._device = device
+        self._recorder = NullRecorder() if recorder is None else recorder
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def move(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -39,7 +43,9 @@ class Inputs:
             return copy
 
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        copying = self._recorder.span(Kind.COPY, "inputs", lane=Lane.COPY)
+        with torch.cuda.stream(self._stream), copying:
             moved = micro_batch.map(copied)
-        current.wait_stream(self._stream)
+        with self._recorder.span(Kind.DATA_WAIT, "inputs"):
+            current.wait_stream(self._stream)
         return moved

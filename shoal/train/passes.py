@@ -73,7 +73,7 @@ class Passes:
         self._recorder = recorder
         self._workers = workers
         self._device = device
-        self._inputs = Inputs(device)
+        self._inputs = Inputs(device, recorder)
         self._microbatch = microbatch
         self._count = loader.accumulation(parallel.axes.dp.size, self._microbatch)
         self._all_count = all_targets_count(loader.samples)
