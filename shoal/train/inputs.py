@@ -37,12 +37,12 @@ class Inputs:
         current = torch.cuda.current_stream(self._device)
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            source = tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-            copy = source.to(self._device, non_blocking=True)
+            if tensor.device.type != "cpu":
+                return tensor
+            copy = tensor.pin_memory().to(self._device, non_blocking=True)
             copy.record_stream(current)  # its memory is not given away while that stream uses it
             return copy
 
-        self._stream.wait_stream(current)
         copying = self._recorder.span(Kind.COPY, "inputs", lane=Lane.COPY)
         with torch.cuda.stream(self._stream), copying:
             moved = micro_batch.map(copied)
