@@ -6,7 +6,6 @@ d elements for each micro-batch. The gather of the next block runs while one blo
 a forward is the first of backward, so its weights stay; the root's parameters stay for the whole of both.
 Weights that another pipeline stage of the rank uses too, such as a tied embedding in a V schedule, stay from
 one forward of their own stage to the next: the other stage finds them there and gathers nothing.
-their own stage to the next: the other stage finds them there, and gathers nothing.
 
 All ranks gather every block and reduce its gradients at the same places, even a rank that leaves the block
 out or lacks gradients of some of its parameters (`block_order.py`).
