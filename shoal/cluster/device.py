@@ -14,7 +14,7 @@ from shoal.errors import ClusterError, nearest
 __all__ = ["Device", "peak_flops"]
 
 _SHARES = ("product_share", "bandwidth_share", "attention_share", "attention_backward_share")
-_SECONDS = ("launch", "dispatch")
+_SECONDS = ("launch", "dispatch", "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class Device:
         attention_backward_share: Share of the peak that fused attention reaches in backward.
         launch: Seconds from one kernel's end to the next one's start.
         dispatch: Seconds that the host takes to start one operation; the device waits if it is quicker.
+        graph: Seconds that the host takes to call a compiled graph, beside its kernels; 0 for as long as six
+            operations.
         overlap: Share of tensor=async's communications that its products hide.
         contention: Share by which compute is slowed while a communication runs beside it at the innermost
             links' rate; a slower communication slows compute less, in proportion.
@@ -61,6 +63,7 @@ class Device:
     attention_backward_share: float = 0.4
     launch: float = 2e-6
     dispatch: float = 8e-6
+    graph: float = 0.0
     overlap: float = 0.0
     contention: float = 0.2
     host_bandwidth: float = 0.0
@@ -96,6 +99,7 @@ class Device:
             peak={precision: rate / factor for precision, rate in self.peak.items()},
             launch=self.launch * factor,
             dispatch=self.dispatch * factor,
+            graph=self.graph * factor,
         )
 
     @classmethod

@@ -22,6 +22,7 @@ from shoal.validate.collectives import USUAL_NODE, MeasuredCollective, read_coll
 from shoal.validate.fill_blanks import fill_blanks
 from shoal.validate.layers import MeasuredLayer, read_layers
 from shoal.validate.machines import machine_of, published_cluster
+from shoal.validate.programs import program_workload
 from shoal.validate.steps import Measured, read_table
 from shoal.workload import Workload, workload_of
 
@@ -78,7 +79,7 @@ def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterat
 
     def compare(row: Measured) -> Iterator[Comparison]:
         machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
-        key = (row.shape, machine, _is_per_operator(row), _is_fsdp(row))
+        key = (row.shape, row.program, machine, _is_per_operator(row), _is_fsdp(row))
         if key not in known:
             costs = Costs(published_workload(row), machine_of(row))
             known[key] = costs, Memories(costs.workload, costs.cluster, costs)
@@ -134,8 +135,9 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
     if row.seconds is not None:
         yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
     if row.memory is not None:
-        allocated = memories.fullest(plan, row.batch).allocated  # an allocator does not count contexts
-        yield compared(quantity="memory", measured=row.memory, predicted=allocated)
+        fullest = memories.fullest(plan, row.batch)
+        predicted = fullest.held if row.program is None else fullest.allocated
+        yield compared(quantity="memory", measured=row.memory, predicted=predicted)
 
 
 def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
@@ -162,7 +164,8 @@ def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
 def _is_per_operator(row: Measured) -> bool:
     """Return whether a selective recompute is torchtitan's, which shards like zero3 and fuses attention."""
     return (
-        row.shape.fused_attention
+        row.program is None
+        and row.shape.fused_attention
         and tuple(row.recomputes) == ("selective",)
         and all(plan.sharding.cuts_weights for plan in row.plans)
     )
@@ -173,8 +176,8 @@ def published_workload(row: Measured) -> Workload:
 
     Programs that shard by FSDP recompute by torch's own function; others recompute the whole block.
     """
-    workload = workload_of(row.shape)
-    if not _is_fsdp(row):
+    workload = program_workload(row.shape, row.program)
+    if not _is_fsdp(row) and row.program is None:
         workload = workload.with_layers(lambda layer: replace(layer, stops_early=False))
     return every_second_product(workload) if _is_per_operator(row) else workload
 

@@ -6,10 +6,10 @@ BERT's layers end in a norm; its end is a product and a norm before the head, an
 
 from __future__ import annotations
 
-from shoal.workload.kept import is_fused, kept_by_norm
+from shoal.workload.kept import kept_by_norm
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Keep, Operation, Part, Pass, Product, Saved
-from shoal.workload.passes import loss_pass, norm_pass
+from shoal.workload.passes import loss_passes, norm_pass
 from shoal.workload.workload import Block, Parameters
 
 __all__ = ["embedding_of", "end_of"]
@@ -67,7 +67,7 @@ def end_of(shape: ModelShape) -> Block:
         whole += 2 * (hidden + 1) * hidden + _SENTENCES * (hidden + 1)
     bias = shape.vocab if shape.objective != "next-token" else 0
     saved = [
-        *([Saved("input", stream, Part.STREAM, Keep.ALWAYS)] if is_fused(shape) else []),
+        *([Saved("input", stream, Part.STREAM, Keep.ALWAYS)] if shape.one_kernel_norm else []),
         *_norm(shape),
         Saved("logits", logits, Part.COLUMNS, Keep.ALWAYS, _FP32),
     ]
@@ -76,7 +76,7 @@ def end_of(shape: ModelShape) -> Block:
         (
             *before,
             Product("head", rows, hidden, shape.vocab, Part.COLUMNS),
-            loss_pass(shape, logits),
+            *loss_passes(shape, logits),
         ),
         Parameters(whole=whole, divided=table + bias),
         tuple(saved),

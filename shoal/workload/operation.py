@@ -61,6 +61,8 @@ class Product:
             weight for its part of the stream, as for experts, whose copies ep divides; or WHOLE.
         copies: Number of experts, each with a weight of its own and an equal share of the rows; 1 for a plain
             product.
+        matrices: Number of weights side by side whose products torch computes one by one: 3 for queries, keys
+            and values. The device's seconds are those of one product.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Product:
     outputs: int
     part: Part = Part.WHOLE
     copies: int = 1
+    matrices: int = 1
 
     @property
     def flop(self) -> int:
@@ -121,7 +124,11 @@ class Pass:
         forward: Bytes that forward reads and writes per element, if the type that computes has two bytes.
         backward: Bytes that backward reads and writes per element, counted likewise.
         part: Any but ROWS.
-        kernels: Number of its forward kernels if nothing is compiled; backward has equally many.
+        kernels: Number of its forward kernels.
+        backward_kernels: Number of its backward kernels; None for as many as in forward.
+        width: Bytes of the type that it computes in; None for the type of the model's compute.
+        copied: Whether it casts between the type of the model's compute and `width`; there is no cast if the
+            two are one.
     """
 
     name: str
@@ -130,6 +137,22 @@ class Pass:
     backward: float
     part: Part
     kernels: int = 1
+    backward_kernels: int | None = None
+    width: int | None = None
+    copied: bool = False
+
+    def nbytes(self, width: int) -> tuple[float, float]:
+        """Return the bytes of one sample's forward and backward, if an element that computes has `width`."""
+        if self.copied and self.width == width:
+            return 0.0, 0.0
+        elements = self.elements * (width if self.width is None else self.width) / 2
+        return elements * self.forward, elements * self.backward
+
+    def launches(self, width: int) -> tuple[int, int]:
+        """Return the number of kernels of forward and backward."""
+        if self.copied and self.width == width:
+            return 0, 0
+        return self.kernels, self.kernels if self.backward_kernels is None else self.backward_kernels
 
 
 Operation = Product | Attention | Pass

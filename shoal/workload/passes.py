@@ -1,41 +1,52 @@
 """Passes over memory: the bytes of norms, activations, rotary embedding, sums and the loss.
 
-Bytes are for an element of 16 bits: two for each time that it is read or written. On GPUs one kernel does a
-pass. On cores (`fused_passes` is False) torch runs one operator after another, each of which reads and writes
-memory: RMSNorm's forward squares, takes the mean, multiplies by the root and by the weight. A test counts the
-bytes of all operators that run.
+Bytes are for an element of 16 bits: two for each time that it is read or written. One kernel does a pass if
+`fused_passes` is True. If not, torch runs one operator after another, each of which reads and writes memory:
+RMSNorm's forward on cores squares, takes the mean, multiplies by the root and by the weight; the rotary
+embedding and the loss compute in fp32, and cast to it and back. A test counts the bytes of all operators that
+run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Part, Pass
 
 __all__ = [
     "activation_pass",
+    "compiled_loss",
     "dispatch_passes",
     "joined_gradients",
-    "loss_pass",
+    "loss_passes",
     "norm_pass",
-    "rotary_pass",
+    "rotary_passes",
     "sum_pass",
 ]
+
+_FP32 = 4  # bytes
+_OF_TABLES = 12  # operators that make a table of angles: positions, powers, their product, cosine, sine, joins
 
 
 def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> Pass:
     """Return the pass of a norm over the last dim; LayerNorm is one kernel everywhere."""
-    if shape.fused_passes or shape.biases:
-        return Pass("norm", elements, 4, 8, part)
+    if shape.one_kernel_norm:
+        return Pass("norm", elements, 4, 8, part, backward_kernels=2)
     return Pass("norm", elements, 14, 48, part, kernels=10)
 
 
-def rotary_pass(shape: ModelShape, elements: float) -> Pass:
-    """Return the pass that rotates queries and keys; unfused: a product, a roll, a sum of products."""
+def rotary_passes(shape: ModelShape, elements: float) -> Iterator[Pass]:
+    """Yield the passes that rotate queries and keys; unfused: a roll, two products, their sum, the tables."""
     if shape.fused_passes:
-        return Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
-    return Pass("rotary", elements, 14, 18, Part.COLUMNS, kernels=7)
+        yield Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
+        return
+    tables = 2 * _OF_TABLES if shape.is_own else 0
+    yield Pass(
+        "rotary", elements, 18, 22, Part.COLUMNS, kernels=tables + 8, backward_kernels=8, width=_FP32
+    )
+    yield Pass("rotary's casts", elements, 6, 6, Part.COLUMNS, kernels=4, width=_FP32, copied=True)
 
 
 def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:
@@ -44,7 +55,7 @@ def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:
         return Pass("gelu", elements, 4, 6, part)
     if shape.fused_passes:
         return Pass("silu and product", elements, 6, 10, part)
-    return Pass("silu and product", elements, 10, 18, part, kernels=3)
+    return Pass("silu and product", elements, 10, 18, part, kernels=2, backward_kernels=3)
 
 
 def sum_pass(shape: ModelShape, elements: float) -> Pass:
@@ -57,7 +68,8 @@ def sum_pass(shape: ModelShape, elements: float) -> Pass:
 def joined_gradients(shape: ModelShape, elements: float, products: int) -> Iterator[Pass]:
     """Yield passes that add gradients of products with a common input; with fused kernels these are one."""
     if not shape.fused_passes and products > 1:
-        yield Pass("gradients' sum", elements, 0, 6 * (products - 1), Part.WHOLE)
+        sums = products - 1
+        yield Pass("gradients' sum", elements, 0, 6 * sums, Part.WHOLE, kernels=0, backward_kernels=sums)
 
 
 def dispatch_passes(shape: ModelShape, rows: int) -> Iterator[Pass]:
@@ -70,8 +82,15 @@ def dispatch_passes(shape: ModelShape, rows: int) -> Iterator[Pass]:
     yield Pass("experts' runs", inside, 8 if shape.gated else 4, 6, Part.STREAM, kernels=4)
 
 
-def loss_pass(shape: ModelShape, logits: float) -> Pass:
-    """Return the pass of cross-entropy; logits computed in 16 bits are copied to fp32."""
+def loss_passes(shape: ModelShape, logits: float) -> Iterator[Pass]:
+    """Yield the passes of cross-entropy; logits computed in 16 bits are copied to fp32."""
     if shape.fused_passes:
-        return Pass("loss", logits, 14, 10, Part.COLUMNS, kernels=4)
-    return Pass("loss", logits, 6, 10, Part.COLUMNS, kernels=3)
+        yield Pass("loss", logits, 14, 10, Part.COLUMNS, kernels=4)
+        return
+    yield Pass("loss", logits, 6, 10, Part.COLUMNS, kernels=3, width=_FP32)
+    yield Pass("logits' casts", logits, 3, 3, Part.COLUMNS, kernels=1, width=_FP32, copied=True)
+
+
+def compiled_loss(loss: Pass) -> Pass:
+    """Return the pass of cross-entropy that torch.compile makes: it reads logits as the head has made them."""
+    return replace(loss, forward=4, backward=4, kernels=2, backward_kernels=1)

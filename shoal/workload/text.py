@@ -74,11 +74,13 @@ def _written(value: Any) -> Any:
 
 
 def _block(read: Mapping[str, Any]) -> Block:
-    rest = {name: value for name, value in read.items() if name not in ("operations", "parameters", "saved")}
+    made = ("operations", "parameters", "saved", "eager")
+    rest = {name: value for name, value in read.items() if name not in made}
     return Block(
         operations=tuple(map(_operation, read["operations"])),
         parameters=Parameters(**read["parameters"]),
         saved=tuple(Saved(**_with_enums(each)) for each in read.get("saved", ())),
+        eager=_block(read["eager"]) if "eager" in read else None,
         **rest,
     )
 

@@ -15,22 +15,60 @@ layer's operations are:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shoal.workload.ends import embedding_of, end_of
 from shoal.workload.kept import kept_by_layer
 from shoal.workload.model_shape import Latent, ModelShape
-from shoal.workload.operation import Attention, Operation, Part, Pass, Product
+from shoal.workload.operation import Attention, Operation, Part, Pass, Product, Saved
 from shoal.workload.passes import (
     activation_pass,
+    compiled_loss,
     dispatch_passes,
     joined_gradients,
     norm_pass,
-    rotary_pass,
+    rotary_passes,
     sum_pass,
 )
 from shoal.workload.workload import Block, Parameters, Workload
 
-__all__ = ["workload_of"]
+__all__ = ["compilable_workload_of", "workload_of"]
+
+
+def compilable_workload_of(shape: ModelShape) -> Workload:
+    """Return the workload of a transformer whose kernels torch makes, compiled or one by one, on a GPU.
+
+    `workload_of` returns that of a program with fused kernels of its own, such as Megatron-LM.
+    """
+    eager = workload_of(shape.replace(fused_passes=False, fused_norm=True))
+    fused = workload_of(shape)
+
+    def paired(block: Block, other: Block, saved: tuple[Saved, ...], graphs: int) -> Block:
+        products = {each.name: each for each in other.operations if isinstance(each, Product)}
+        weights = sum(each.matrices * each.copies for each in products.values())
+        norms = sum(each.name == "norm" for each in block.operations)
+        sums = weights + norms * (2 if shape.biases else 1) + (1 if block.tables else 0)
+        one_by_one = replace(other, sums=sums)
+        operations = tuple(products.get(each.name, each) for each in block.operations)
+        return replace(
+            block, operations=operations, saved=saved, sums=sums, graphs=graphs, eager=one_by_one
+        )
+
+    layers: dict[Block, Block] = {}
+    for index, (block, other) in enumerate(zip(fused.layers, eager.layers, strict=True)):
+        if block not in layers:
+            is_dense = index < shape.dense_layers
+            of_layer = shape.replace(experts=0, shared_experts=0) if is_dense else shape
+            layers[block] = paired(block, other, tuple(kept_by_layer(of_layer, compiled=True)), 1)
+    narrow = tuple(replace(each, width=None) if each.name == "logits" else each for each in fused.end.saved)
+    logits = [each for each in fused.end.operations if each.name == "loss" and isinstance(each, Pass)]
+    end = replace(fused.end, operations=(*fused.end.operations[:-1], *map(compiled_loss, logits)))
+    return replace(
+        fused,
+        embedding=paired(fused.embedding, eager.embedding, fused.embedding.saved, 0),
+        layers=tuple(layers[block] for block in fused.layers),
+        end=paired(end, eager.end, narrow, 1),
+    )
 
 
 def workload_of(shape: ModelShape) -> Workload:
@@ -94,10 +132,11 @@ def _operations(shape: ModelShape) -> Iterator[Operation]:
 def _attention(shape: ModelShape) -> Iterator[Operation]:
     tokens, hidden = shape.seq, shape.hidden
     queries, keys = shape.heads * shape.width, shape.keys * shape.width
-    yield Product("query, key, value", tokens, hidden, queries + 2 * keys, Part.COLUMNS)
+    matrices = 1 if shape.fused_passes else 3
+    yield Product("query, key, value", tokens, hidden, queries + 2 * keys, Part.COLUMNS, matrices=matrices)
     yield from joined_gradients(shape, float(tokens * hidden), 3)
     if shape.rotary:
-        yield rotary_pass(shape, float(tokens * (queries + keys)))
+        yield from rotary_passes(shape, float(tokens * (queries + keys)))
     yield Attention(
         tokens,
         shape.heads,
@@ -134,7 +173,9 @@ def _latent_attention(shape: ModelShape, latent: Latent) -> Iterator[Operation]:
 
 def _feed_forward(shape: ModelShape, width: int) -> Iterator[Operation]:
     gates = 2 if shape.gated else 1
-    yield Product("gate, up" if shape.gated else "up", shape.seq, shape.hidden, width * gates, Part.COLUMNS)
+    name = "gate, up" if shape.gated else "up"
+    matrices = 1 if shape.fused_passes else gates
+    yield Product(name, shape.seq, shape.hidden, width * gates, Part.COLUMNS, matrices=matrices)
     yield from joined_gradients(shape, float(shape.seq * shape.hidden), gates)
     yield activation_pass(shape, float(shape.seq * width), Part.COLUMNS)
     yield Product("down", shape.seq, width, shape.hidden, Part.ROWS)

@@ -6,6 +6,7 @@ from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, par
 from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
 from shoal.cost.time.crowding import crowded_seconds
 from shoal.cost.time.data_parallel import StageWork
+from shoal.cost.time.hosts import settled_compile
 from shoal.cost.time.joins import Join, Joined
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
 from shoal.cost.time.step import PipelineCost, exposed_sends
@@ -36,6 +37,7 @@ __all__ = [
     "pass_seconds",
     "product_seconds",
     "reduce_seconds",
+    "settled_compile",
     "stream_seconds",
     "workload_on",
 ]

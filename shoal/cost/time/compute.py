@@ -10,8 +10,9 @@ shorter:
   every precision, so `product_depth` scales with the precision's peak;
 - its bytes at the memory's rate.
 
-Fused attention takes its FLOP, half of them if it is causal, at its share of the peak; backward has 2.5 times
-as many FLOP. Unfused attention is two products for each head and four passes over the scores. Each kernel of
+Fused attention takes its FLOP, half of them if it is causal, at its share of the peak in bf16; backward has
+2.5 times as many FLOP. What it takes beyond the time of products at `product_share`, such as the exponentials,
+takes as many seconds in fp32 and tf32. On cores the share is one of the peak of the type that computes. Unfused attention is two products for each head and four passes over the scores. Each kernel of
 any kind adds `launch` seconds.
 """
 
@@ -78,12 +79,11 @@ def operation_seconds(operation: Operation, device: Device, layout: Layout) -> S
         return _product(operation, device, layout)
     if isinstance(operation, Attention):
         return _attention(operation, device, layout)
-    elements = operation.elements * layout.share(operation.part)
-    wide = layout.width / 2
+    share = layout.share(operation.part)
+    forward, backward = operation.nbytes(layout.width)
+    first, second = operation.launches(layout.width)
     return Seconds(
-        pass_seconds(device, elements * operation.forward * wide, operation.kernels),
-        pass_seconds(device, elements * operation.backward * wide, operation.kernels),
-        0.0,
+        pass_seconds(device, forward * share, first), pass_seconds(device, backward * share, second), 0.0
     )
 
 
@@ -127,11 +127,19 @@ def attention_seconds(attention: Attention, device: Device, layout: Layout) -> t
     if not attention.fused:
         return _unfused(attention, device, layout, share)
     flop = attention.flop * share / (2 if attention.causal else 1)
-    peak = device.peak[layout.precision]
-    return (
-        device.launch + flop / (peak * device.attention_share),
-        2 * device.launch + _BACKWARD_OF_ATTENTION * flop / (peak * device.attention_backward_share),
-    )
+    forward = flop * _attention_pace(device, layout.precision, device.attention_share)
+    backward = flop * _attention_pace(device, layout.precision, device.attention_backward_share)
+    return device.launch + forward, 2 * device.launch + _BACKWARD_OF_ATTENTION * backward
+
+
+def _attention_pace(device: Device, precision: str, share: float) -> float:
+    """Return the seconds for each FLOP of fused attention."""
+    peak = device.peak[precision]
+    sixteen = device.peak.get("bf16", peak)
+    if device.stall or precision in ("bf16", "fp8"):
+        return 1 / ((peak if device.stall else sixteen) * share)
+    beside = (1 / share - 1 / device.product_share) / sixteen
+    return 1 / (peak * device.product_share) + max(0.0, beside)
 
 
 def _product(product: Product, device: Device, layout: Layout) -> Seconds:
