@@ -14,7 +14,8 @@ own seconds. A step synchronises before the optimizer's update, for the norm of 
 Each kernel takes the host `dispatch` seconds, which include Python, torch's dispatcher and autograd. A product
 is one kernel for each of its weights, and twice as many in backward; fused attention is one, and three. A
 gradient that torch adds to its sum in fp32 is one. The call of a compiled graph takes `graph` seconds beside
-its kernels: guards, autograd's function, the outputs.
+its kernels: guards, autograd's function, the outputs. In an eager program with recompute=selective, torch asks a
+function in Python about each operator, in forward and when forward is repeated.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = ["Stretch", "starting_seconds", "waits_of"]
 
 _OF_ATTENTION = (1, 3)  # kernels of fused attention, forward and backward
 _OF_UNFUSED = (4, 8)  # two products, softmax and dropout
+_ASKED = 3  # starts of operators that a selective recompute's question about an operator takes
 _GRAPH = 6.0  # starts of operators that the call of a compiled graph takes, where no figure is known
 
 
@@ -59,7 +61,7 @@ def starting_seconds(
         recompute: none, selective or full.
     """
     forward, backward = 0, block.sums
-    again = 0
+    again = asked = 0
     for operation in block.operations:
         if isinstance(operation, Product):
             started = operation.matrices, 2 * operation.matrices
@@ -71,8 +73,10 @@ def starting_seconds(
         backward += started[1]
         if recompute == "full" or (recompute == "selective" and isinstance(operation, Pass)):
             again += started[0]
+    if recompute == "selective" and block.eager is None and block.sums:
+        asked = _ASKED * forward
     calls = block.graphs * (device.graph or _GRAPH * device.dispatch)
-    return forward * device.dispatch + calls, (backward + again) * device.dispatch + calls
+    return (forward + asked) * device.dispatch + calls, (backward + again + asked) * device.dispatch + calls
 
 
 def waits_of(stretches: Sequence[Stretch]) -> float:
