@@ -14,6 +14,9 @@ from shoal.errors import ClusterError, nearest
 __all__ = ["Device", "peak_flops"]
 
 _SHARES = ("product_share", "bandwidth_share", "attention_share", "attention_backward_share")
+_INSTEAD = {"tf32": "fp32", "fp8": "bf16"}
+"""The type in which products are computed on a device that has no rate in the first."""
+
 _SECONDS = ("launch", "dispatch", "graph")
 
 
@@ -91,6 +94,30 @@ class Device:
             value = getattr(self, name)
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")
 
+    def flops(self, precision: str) -> float:
+        """Return the peak in FLOP/s of products in a Plan's precision.
+
+        A device without a rate in tf32 computes them in fp32, and one without fp8 in bf16.
+
+        Raises:
+            ClusterError: The rate is not known.
+        """
+        found = self.peak.get(precision, self.peak.get(_INSTEAD.get(precision, "")))
+        if found is None:
+            raise ClusterError(
+                f"the peak of {self.name} in {precision} is not known",
+                possible=f"precision={', '.join(self.peak)}",
+                change="choose another precision, or describe the device's peak",
+            )
+        return found
+
+    def computes_instead(self, precision: str) -> str:
+        """Return a sentence that says in which type products are computed instead; empty if in this one."""
+        other = _INSTEAD.get(precision)
+        if precision in self.peak or other not in self.peak:
+            return ""
+        return f"{self.name} has no known rate in {precision}: its products are predicted in {other}"
+
     def slowed(self, factor: float) -> Device:
         """Return a device that takes `factor` times as long for any work."""
         return replace(
@@ -126,7 +153,7 @@ def peak_flops(device: str, precision: str) -> float | None:
 
     Args:
         device: The driver's name of the device, such as "NVIDIA H100 80GB HBM3".
-        precision: Type of the weights that compute, as in a Plan: fp32 or bf16.
+        precision: A Plan's precision.
     """
     found = matching("devices", device)
     if found is None:

@@ -1,7 +1,7 @@
 """Seconds of operations, blocks, buckets and steps, in closed form."""
 
 from shoal.cost.time.block import BlockCost, block_cost
-from shoal.cost.time.bucket_times import SUM_WIDTH, copy_seconds, gather_seconds, reduce_seconds
+from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds, sent_width
 from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
 from shoal.cost.time.crowding import crowded_seconds
@@ -14,7 +14,6 @@ from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
 
 __all__ = [
-    "SUM_WIDTH",
     "BlockCost",
     "Bucket",
     "Family",
@@ -37,6 +36,7 @@ __all__ = [
     "pass_seconds",
     "product_seconds",
     "reduce_seconds",
+    "sent_width",
     "settled_compile",
     "stream_seconds",
     "workload_on",

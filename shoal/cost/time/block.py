@@ -10,6 +10,8 @@ functions of their own (Megatron-LM, DeepSpeed) repeat the whole forward.
 A selective recompute repeats passes, but no products and no attention. Where attention is not fused and
 writes its scores to memory, it repeats attention alone (Korthikanti et al., arXiv:2205.05198).
 
+With precision=fp8 the products of layers compute in 8 bits, and those of embedding and end in bf16.
+
 `host.py` says how long the host takes to start a block's operations, and when the device waits for it.
 
 At each communication that no compute runs beside, ranks also wait for late ranks: see `synchronisations.py`.
@@ -23,7 +25,13 @@ from dataclasses import dataclass
 from shoal.cluster import Cluster, Device
 from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.time.compute import Seconds, attention_seconds, host_seconds, operation_seconds
+from shoal.cost.time.compute import (
+    Seconds,
+    attention_seconds,
+    casting_seconds,
+    host_seconds,
+    operation_seconds,
+)
 from shoal.cost.time.host import starting_seconds
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late
@@ -80,6 +88,8 @@ def block_cost(
         is_layer: Whether the block is a layer, which may be recomputed, or else the embedding or the end.
     """
     block = block.under(layout.compile)
+    if layout.precision == "fp8" and not is_layer:
+        layout = layout._replace(precision="bf16")
     recompute = layout.recompute if is_layer else "none"
     stream = float(layout.width) * layout.microbatch * length / layout.cp * hidden
     forward, backward = joins_of(block, stream, cluster, layout)
@@ -107,6 +117,8 @@ def _compute(block: Block, cluster: Cluster, layout: Layout, recompute: str) -> 
     for operation in block.operations:
         seconds = operation_seconds(operation, device, layout)
         total += seconds
+        if layout.precision == "fp8" and block.sums and isinstance(operation, Product):
+            total += casting_seconds(operation, device, layout)
         if isinstance(operation, Pass):
             passes += seconds.forward
         elif isinstance(operation, Product):

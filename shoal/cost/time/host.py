@@ -31,7 +31,7 @@ __all__ = ["Stretch", "starting_seconds", "waits_of"]
 
 _OF_ATTENTION = (1, 3)  # kernels of fused attention, forward and backward
 _OF_UNFUSED = (4, 8)  # two products, softmax and dropout
-_ASKED = 3  # starts of operators that a selective recompute's question about an operator takes
+_ASKED = 2  # starts of operators that a selective recompute's question about an operator takes
 _GRAPH = 6.0  # starts of operators that the call of a compiled graph takes, where no figure is known
 
 

@@ -29,7 +29,7 @@ from shoal.cost.collectives.network import send_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
-from shoal.cost.time.bucket_times import SUM_WIDTH
+from shoal.cost.time.bucket_times import SUM_WIDTH, sent_width
 from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts
@@ -321,13 +321,18 @@ class Costs:
     def gradient_sums(self, plan: SettledPlan, parameters: Parameters, count: int) -> float:
         """Return the seconds in which torch adds the gradients of `count` micro-batches to sums in fp32.
 
-        The first gradient is copied. Return 0 if products add them, or if each is copied to a bucket that
-        ranks reduce at once.
+        The first gradient is copied. Products may add them without a pass. If each is copied to a bucket that
+        ranks reduce at once, there is no pass here. With reduce=bf16 the sums are cast, and cast back.
         """
-        groups = Groups.of(plan)
-        if not self._is_torch or (plan.sharding.cuts_gradients and groups.dense.shards.size > 1):
+        dense = Groups.of(plan).dense
+        ranks = dense.shards.size * dense.replicas.size
+        if plan.sharding.cuts_gradients and dense.shards.size > 1:
             return 0.0
-        nbytes = count * (plan.element_bytes + SUM_WIDTH) + (count - 1) * SUM_WIDTH
+        nbytes = 0
+        if self._is_torch:
+            nbytes = count * (plan.element_bytes + SUM_WIDTH) + (count - 1) * SUM_WIDTH
+        if ranks > 1 and sent_width(plan) != SUM_WIDTH:
+            nbytes += 2 * (SUM_WIDTH + sent_width(plan))
         held = parameters.whole + parameters.divided + parameters.experts
         return stream_seconds(self.cluster.device, float(nbytes * held), 0)
 
