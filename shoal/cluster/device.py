@@ -11,7 +11,7 @@ from shoal.cluster.description import fields_of
 from shoal.cluster.tables import matching, table
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["Device", "peak_flops"]
+__all__ = ["Device", "known_device", "peak_flops"]
 
 _SHARES = ("product_share", "bandwidth_share", "attention_share", "attention_backward_share")
 _INSTEAD = {"tf32": "fp32", "fp8": "bf16"}
@@ -146,6 +146,12 @@ class Device:
             )
         described = {key: value for key, value in devices[found].items() if key != "match"}
         return cls(**fields_of(cls, described, f"the device {found}"))
+
+
+def known_device(words: str) -> Device | None:
+    """Return the device of the data files that a driver's name means; None if there is none."""
+    found = matching("devices", words)
+    return None if found is None else Device.preset(found)
 
 
 def peak_flops(device: str, precision: str) -> float | None:

@@ -3,9 +3,16 @@
 from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds, sent_width
 from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
-from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.cost.time.compute import (
+    attention_seconds,
+    depth_of,
+    pass_seconds,
+    product_seconds,
+    stream_seconds,
+)
 from shoal.cost.time.crowding import crowded_seconds
 from shoal.cost.time.data_parallel import StageWork
+from shoal.cost.time.host import starts_of
 from shoal.cost.time.hosts import settled_compile
 from shoal.cost.time.joins import Join, Joined
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
@@ -27,6 +34,7 @@ __all__ = [
     "buckets_of",
     "copy_seconds",
     "crowded_seconds",
+    "depth_of",
     "exposed_sends",
     "families_of",
     "gather_seconds",
@@ -38,6 +46,7 @@ __all__ = [
     "reduce_seconds",
     "sent_width",
     "settled_compile",
+    "starts_of",
     "stream_seconds",
     "workload_on",
 ]

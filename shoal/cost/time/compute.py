@@ -32,6 +32,7 @@ __all__ = [
     "Seconds",
     "attention_seconds",
     "casting_seconds",
+    "depth_of",
     "host_seconds",
     "operation_seconds",
     "pass_seconds",
@@ -106,13 +107,18 @@ def product_seconds(
     width = element_bytes(precision)
     peak = device.flops(precision)
     share = device.product_share * (_FP8_REACHED if precision == "fp8" and "fp8" in device.peak else 1.0)
-    depth = device.product_depth * peak / device.peak.get("bf16", peak)
-    fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth)
+    fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth_of(device, precision))
     flop = 2.0 * copies * rows * inputs * outputs
     nbytes = float(width) * copies * (rows * inputs + inputs * outputs + rows * outputs)
     arithmetic = flop / (peak * share * fill)
     memory = nbytes / (device.bandwidth * device.bandwidth_share)
     return device.launch + max(arithmetic, memory) + device.stall * min(arithmetic, memory)
+
+
+def depth_of(device: Device, precision: str) -> float:
+    """Return the number of inputs at which a product reaches half of `product_share`."""
+    peak = device.flops(precision)
+    return device.product_depth * peak / device.peak.get("bf16", peak)
 
 
 def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:

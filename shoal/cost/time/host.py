@@ -27,7 +27,7 @@ from shoal.cluster import Device
 from shoal.cost.layout import Layout
 from shoal.workload import Attention, Block, Pass, Product
 
-__all__ = ["Stretch", "starting_seconds", "waits_of"]
+__all__ = ["Stretch", "starting_seconds", "starts_of", "waits_of"]
 
 _OF_ATTENTION = (1, 3)  # kernels of fused attention, forward and backward
 _OF_UNFUSED = (4, 8)  # two products, softmax and dropout
@@ -60,6 +60,16 @@ def starting_seconds(
         layout: How the block is laid over ranks.
         recompute: none, selective or full.
     """
+    forward, backward = starts_of(block, layout, recompute)
+    calls = block.graphs * (device.graph or _GRAPH * device.dispatch)
+    return forward * device.dispatch + calls, backward * device.dispatch + calls
+
+
+def starts_of(block: Block, layout: Layout, recompute: str = "none") -> tuple[int, int]:
+    """Return how many operations the host starts for a block's forward and backward.
+
+    The arguments are those of `starting_seconds`; a question about an operator counts as two operations.
+    """
     forward, backward = 0, block.sums
     again = asked = 0
     for operation in block.operations:
@@ -75,8 +85,7 @@ def starting_seconds(
             again += started[0]
     if recompute == "selective" and block.eager is None and block.sums:
         asked = _ASKED * forward
-    calls = block.graphs * (device.graph or _GRAPH * device.dispatch)
-    return (forward + asked) * device.dispatch + calls, (backward + again + asked) * device.dispatch + calls
+    return forward + asked, backward + again + asked
 
 
 def waits_of(stretches: Sequence[Stretch]) -> float:
