@@ -10,6 +10,7 @@ the passes are also measured with operands that stay in its cache. GPUs are time
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -223,22 +224,24 @@ def _attention(
 def measure_host(place: Place, effort: Effort) -> HostTimes:
     """Return the seconds between two kernels on the device, and what the host takes to start operations.
 
-    The host's seconds are those of a transformer's layer with almost nothing to compute, forward and backward,
-    divided by the kernels that its Workload counts; and those that the same layer takes when it is compiled,
-    beyond the start of its kernels. On cores the thread that starts an operator also runs it: all is the time
-    between two kernels. On a GPU that time is from kernels that were recorded and are replayed.
+    The host's seconds are those of a transformer's layer with almost nothing to compute, forward and
+    backward, divided by the kernels that its Workload counts; and those that the same layer takes when it is
+    compiled, beyond the start of its kernels. On cores the thread that starts an operator also runs it: all
+    is the time between two kernels. On a GPU that time is from kernels that were recorded and are replayed.
     """
     layer = SmallLayer().to(place.device)
     operations: dict[str, Operation] = {"eager": layer.forward_and_backward}
     if place.device.type == "cpu":
         seconds = time_in_turns(operations, place, effort)
         return HostTimes(seconds["eager"] / layer.kernels(), 0.0, 0.0)
-    operations["compiled"] = layer.compiled()
-    operations["compiled"]()  # compiles
+    compiled = layer.compiled()
+    with contextlib.suppress(RuntimeError):  # no compiler on this machine: the call of a graph is not known
+        compiled()
+        operations["compiled"] = compiled
     operations["device"] = _recorded(torch.ones(_SMALL, device=place.device))
     seconds = time_in_turns(operations, place, effort)
     dispatch = seconds["eager"] / layer.kernels(one_kernel_norm=True)
-    calls = seconds["compiled"] - layer.compiled_kernels() * dispatch
+    calls = seconds.get("compiled", 0.0) - layer.compiled_kernels() * dispatch
     return HostTimes(seconds["device"] / _CHAIN, dispatch, max(0.0, calls / 2))
 
 

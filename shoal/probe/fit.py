@@ -7,8 +7,8 @@ synchronisations give the variation of ranks. Closeness is relative: the fit min
 logarithm of predicted over measured seconds, so that a small operation counts as much as a large one.
 
 If a data sheet gives the peak of a device or link, that is the peak, and programs reach a share of it. If
-there is none, as for cores, the peak is the highest measured rate. A known GPU starts from its preset, and keeps
-what is not measured. `trust.py` says which measurements count, and which fits are used.
+there is none, as for cores, the peak is the highest measured rate. A known GPU starts from its preset, and
+keeps what is not measured. `trust.py` says which measurements count, and which fits are used.
 """
 
 from __future__ import annotations

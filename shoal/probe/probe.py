@@ -68,7 +68,7 @@ def probe(place: Place, name: str, effort: Effort = THOROUGH, say: Callable[[str
 
 
 def fitted(measured: Measurements, sheet: Sheet, name: str, suspected: Sequence[str] = ()) -> Probed:
-    """Return the machine that measurements describe, with the errors of the fit and what is doubtful about it.
+    """Return the machine that measurements describe, the errors of the fit, and what is doubtful about it.
 
     Args:
         measured: The measurements.

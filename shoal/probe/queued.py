@@ -1,9 +1,9 @@
 """Time operations on a GPU apart from the host that starts them.
 
-A small operation alone takes as long as its start by the host. So the device is first held: it waits for a given
-time, while the host starts many repetitions and an event before and after them. When the device is released they
-run one behind another, and the time between the events is the device's alone. If the host was not done when the
-device was released, the device is held for longer and all is repeated.
+A small operation alone takes as long as its start by the host. So the device is first held: it waits for a
+given time, while the host starts many repetitions and an event before and after them. When the device is
+released they run one behind another, and the time between the events is the device's alone. If the host was
+not done when the device was released, the device is held for longer and all is repeated.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class CudaClock:
 def time_on_device(operations: Mapping[Key, Operation], place: Place, effort: Effort) -> dict[Key, float]:
     """Return the device's seconds of each operation on this rank, the median over rounds.
 
-    On cores the thread that starts an operation runs it, so this is `time_in_turns`. The arguments are those of
-    `time_in_turns`.
+    On cores the thread that starts an operation runs it, so this is `time_in_turns`. The arguments are those
+    of `time_in_turns`.
     """
     if place.device.type == "cpu":
         return time_in_turns(operations, place, effort)

@@ -1,9 +1,9 @@
-"""The measurements in what `shoal probe --json` printed, so that new rules can be fitted to old measurements."""
+"""Read the measurements that `shoal probe --json` printed, so that new rules can be fitted to old ones."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,10 @@ def _refused(path: str | Path, reason: str) -> DataError:
 
 
 def _measurements(read: Mapping[str, Any]) -> Measurements:
-    lists = {
+    lists: dict[str, Callable[[Any], Any]] = {
         "products": lambda each: ProductTime(**each),
         "passes": lambda each: PassTime(**each),
-        "attention": lambda each: AttentionTime(**each | {"attention": Attention(**each["attention"])}),
+        "attention": lambda each: AttentionTime(**{**each, "attention": Attention(**each["attention"])}),
         "links": _link,
         "synchronisations": lambda each: SynchronisationTime(**each),
         "hosts": lambda each: HostRates(

@@ -56,7 +56,11 @@ class SmallLayer(nn.Module):
         return forward_and_backward
 
     def kernels(self, *, one_kernel_norm: bool = False) -> int:
-        """Return the number of kernels of forward and backward that its Workload counts, on cores or a GPU."""
+        """Return the number of kernels of forward and backward that its Workload counts.
+
+        Args:
+            one_kernel_norm: Whether a norm is one kernel, as on GPUs.
+        """
         if one_kernel_norm:
             return _started(compilable_workload_of(_SHAPE).layers[0].under("none")) + _AROUND
         operations = workload_of(_SHAPE.replace(fused_passes=False)).layers[0].operations

@@ -1,12 +1,12 @@
 """Which measurements are the device's, and which fits can be trusted.
 
-An operation of a GPU that was timed with its start by the host (`Measurements.is_apart` is False) shows the host's
-seconds if the device is quicker. The host's seconds vary by about two times between operations, so operations that
-took less than `_HOST` times the quickest of their kind are left out.
+An operation of a GPU that was timed with its start by the host (`Measurements.is_apart` is False) shows the
+host's seconds if the device is quicker. The host's seconds vary by about two times between operations, so
+operations that took less than `_HOST` times the quickest of their kind are left out.
 
-A fit whose median error is larger than `DOUBTFUL` for a kind of operations is not written: the device keeps the
-preset's values of those quantities. If no preset has the device, the fitted values stay, and the description's
-source says that they are doubtful.
+A fit whose median error is larger than `DOUBTFUL` for a kind of operations is not written: the device keeps
+the preset's values of those quantities. If no preset has the device, the fitted values stay, and the
+description's source says that they are doubtful.
 """
 
 from __future__ import annotations
@@ -120,11 +120,10 @@ def _doubts(errors: Iterable[FitError], preset: Device | None) -> Iterator[str]:
     for each in errors:
         if each.median <= DOUBTFUL:
             continue
-        fields = _FIELDS.get(each.quantity, ())
-        kept = ""
-        if fields:
-            kept = f"; {', '.join(fields)} " + ("are the fitted ones" if preset is None else "are the preset's")
+        fields = ", ".join(_FIELDS.get(each.quantity, ()))
+        kept = f"; {fields} stay as fitted" if preset is None else f"; {fields} stay the preset's"
         yield (
-            f"the fit of {each.quantity} errs by {each.median:.0%} in the median{kept}: end what else runs on "
-            "the machine and probe again without --quick, or measure the Plans that depend on it"
+            f"the fit of {each.quantity} errs by {each.median:.0%} in the median{kept if fields else ''}: "
+            "end what else runs on the machine and probe again without --quick, or measure the Plans that "
+            "depend on it"
         )

@@ -92,9 +92,7 @@ def norm_of(plan: SettledPlan, costs: Costs) -> Collective | None:
     return Collective("all_reduce:gradient norm", seconds, 8, played.ranks(0), Purpose.CONTROL)
 
 
-def _update(
-    plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
-) -> float:
+def _update(plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]) -> float:
     held = sum((stage.data_parallel.parameters for stage in stages), Parameters())
     return costs.update(plan, held) + costs.gradient_sums(plan, held, schedule.microbatches)
 

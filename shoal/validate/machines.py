@@ -9,12 +9,18 @@ from shoal.validate.steps import Measured
 __all__ = ["machine_of", "published_cluster"]
 
 
-def machine_of(row: Measured) -> Cluster:
+def machine_of(row: Measured, measured: Cluster | None = None) -> Cluster:
     """Return the Cluster that a row was measured on.
+
+    Args:
+        row: A row of a table.
+        measured: The machines of all rows, in place of those that the row names.
 
     Raises:
         ClusterError: Its device is unknown, does not compute in the row's type, or its nodes are not whole.
     """
+    if measured is not None:
+        return measured.with_devices(row.plans[0].ranks)
     cluster = published_cluster(row.line, row.device, row.plans[0].ranks, row.devices_per_node, row.network)
     if row.products not in cluster.device.peak:
         raise ClusterError(

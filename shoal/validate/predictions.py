@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from shoal.cluster import Cluster
 from shoal.cost import Costs, Memories
 from shoal.cost.collectives import algorithm_seconds
 from shoal.cost.memory import every_second_product
@@ -39,11 +40,12 @@ __all__ = [
 _Row = TypeVar("_Row")
 
 
-def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
+def validate(path: str | Path, refuse: Refuse = strictly, cluster: Cluster | None = None) -> list[Comparison]:
     """Predict every row of a table; its columns say whether it has steps, layers or collectives.
 
     Args:
         path: Path of the table.
+        cluster: The machines on which the steps of a table were measured; None for those that its rows name.
         refuse: Called with the error of each row that cannot be predicted: an unreadable cell, a layout that
             no Plan describes, or an unknown device.
 
@@ -56,7 +58,7 @@ def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
         return list(compare_layers(read_layers(path, refuse), refuse))
     if "size_bytes" in columns:
         return list(compare_collectives(read_collectives(path, refuse)))
-    return list(compare_steps(read_table(path, refuse), refuse))
+    return list(compare_steps(read_table(path, refuse), refuse, cluster))
 
 
 def is_fitted(row: Measured | MeasuredCollective) -> bool:
@@ -68,12 +70,15 @@ def is_fitted(row: Measured | MeasuredCollective) -> bool:
     return hashlib.sha256(row.settings.encode()).digest()[0] % 2 == 0
 
 
-def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterator[Comparison]:
+def compare_steps(
+    rows: Sequence[Measured], refuse: Refuse = strictly, cluster: Cluster | None = None
+) -> Iterator[Comparison]:
     """Compare every row's step and memory, if these were measured.
 
     Args:
         rows: Rows of a table.
         refuse: Called with the errors of rows whose machine is unknown.
+        cluster: The machines of all rows; None for those that they name.
     """
     known: dict[object, tuple[Costs, Memories]] = {}
 
@@ -81,7 +86,7 @@ def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterat
         machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
         key = (row.shape, row.program, machine, _is_per_operator(row), _is_fsdp(row))
         if key not in known:
-            costs = Costs(published_workload(row), machine_of(row))
+            costs = Costs(published_workload(row), machine_of(row, cluster))
             known[key] = costs, Memories(costs.workload, costs.cluster, costs)
         return _compare_step(row, *known[key])
 

@@ -99,9 +99,7 @@ def _attention(shape: ModelShape) -> Iterator[Saved]:
     yield Saved("attention's result", tokens * heads * width, Part.COLUMNS, Keep.RESULTS)
 
 
-def _feed_forward(
-    shape: ModelShape, rows: int, width: int, part: Part, compiled: bool
-) -> Iterator[Saved]:
+def _feed_forward(shape: ModelShape, rows: int, width: int, part: Part, compiled: bool) -> Iterator[Saved]:
     inner = float(rows * width)
     gates = 2 if shape.gated else 1
     yield Saved("gate, up" if shape.gated else "up", gates * inner, part, Keep.RESULTS)

@@ -27,7 +27,9 @@ __all__ = [
 ]
 
 _FP32 = 4  # bytes
-_OF_TABLES = 12  # operators that make a table of angles: positions, powers, their product, cosine, sine, joins
+_OF_TABLES = (
+    12  # operators that make a table of angles: positions, powers, their product, cosine, sine, joins
+)
 
 
 def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> Pass:
@@ -43,9 +45,7 @@ def rotary_passes(shape: ModelShape, elements: float) -> Iterator[Pass]:
         yield Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
         return
     tables = 2 * _OF_TABLES if shape.is_own else 0
-    yield Pass(
-        "rotary", elements, 18, 22, Part.COLUMNS, kernels=tables + 8, backward_kernels=8, width=_FP32
-    )
+    yield Pass("rotary", elements, 18, 22, Part.COLUMNS, kernels=tables + 8, backward_kernels=8, width=_FP32)
     yield Pass("rotary's casts", elements, 6, 6, Part.COLUMNS, kernels=4, width=_FP32, copied=True)
 
 
@@ -92,5 +92,5 @@ def loss_passes(shape: ModelShape, logits: float) -> Iterator[Pass]:
 
 
 def compiled_loss(loss: Pass) -> Pass:
-    """Return the pass of cross-entropy that torch.compile makes: it reads logits as the head has made them."""
+    """Return the pass of cross-entropy that torch.compile makes: it reads logits as the head made them."""
     return replace(loss, forward=4, backward=4, kernels=2, backward_kernels=1)

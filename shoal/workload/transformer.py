@@ -50,9 +50,7 @@ def compilable_workload_of(shape: ModelShape) -> Workload:
         sums = weights + norms * (2 if shape.biases else 1) + (1 if block.tables else 0)
         one_by_one = replace(other, sums=sums)
         operations = tuple(products.get(each.name, each) for each in block.operations)
-        return replace(
-            block, operations=operations, saved=saved, sums=sums, graphs=graphs, eager=one_by_one
-        )
+        return replace(block, operations=operations, saved=saved, sums=sums, graphs=graphs, eager=one_by_one)
 
     layers: dict[Block, Block] = {}
     for index, (block, other) in enumerate(zip(fused.layers, eager.layers, strict=True)):

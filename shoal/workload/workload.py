@@ -57,9 +57,11 @@ class Block(_Hashed):
         tables: Number of parameters that are looked up and not multiplied.
         remade: Share of the products that a selective recompute computes again; 0 for Shoal's.
         stops_early: Whether a full recompute ends with the last result that backward reads, as torch's does.
-        sums: Number of weights whose gradients torch adds, one by one, to sums in fp32; 0 if products add them.
+        sums: Number of weights whose gradients torch adds, one by one, to sums in fp32; 0 if products add
+            them.
         graphs: Number of compiled graphs that forward calls; backward calls as many.
-        eager: The block as torch runs it if nothing is compiled; None if the Plan's `compile` changes nothing.
+        eager: The block as torch runs it if nothing is compiled; None if the Plan's `compile` changes
+            nothing.
     """
 
     name: str

@@ -236,7 +236,9 @@ def test_products_compute_in_what_the_row_says(read):
         return row.products, row.plans[0].precision
 
     assert [told(each) for each in ("", "fp16", "bf16")] == [("bf16", "bf16")] * 3
-    assert [told(each) for each in ("fp8", "tf32", "fp32")] == [(each, each) for each in ("fp8", "tf32", "fp32")]
+    assert [told(each) for each in ("fp8", "tf32", "fp32")] == [
+        (each, each) for each in ("fp8", "tf32", "fp32")
+    ]
 
 
 @pytest.mark.parametrize(

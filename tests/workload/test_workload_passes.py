@@ -77,7 +77,7 @@ def test_passes_on_cores_move_what_the_operators_of_a_step_move(changes, toleran
 
 
 def test_in_16_bits_rotary_embedding_and_loss_compute_in_fp32_and_cast():
-    """Beside what the operators of a model move whose norms are left out: on cores these compute otherwise."""
+    """Beside what the operators of a model without norms move: on cores these compute otherwise."""
     config = TransformerConfig(**SIZES)
     shape = transformer_shape(config.model_dump()).replace(fused_passes=False)
     operations = [each for piece in workload_of(shape).pieces for each in piece.operations]

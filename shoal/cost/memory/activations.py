@@ -141,9 +141,9 @@ def _bytes_of(saved: Saved, layout: Layout) -> float:
 
 
 def _logits(end: Block, layout: Layout, width: int | None = None) -> float:
-    """Return the bytes of the logits: fp32 if they are whole and no compiled loss reads them, or a given width.
+    """Return the bytes of the logits, of the type of the compute or a given width.
 
-    Otherwise they are of the type of the compute.
+    They are fp32 if they are whole and no compiled loss reads them.
     """
     products = [each for each in end.operations if isinstance(each, Product)]
     if not products:

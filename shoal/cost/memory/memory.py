@@ -38,7 +38,7 @@ FRAGMENTS = 0.08
 """Bytes that an allocator holds in gaps which no tensor fits, as a share of the tensors' bytes."""
 
 WORKSPACES = 2 * 32 * 2.0**20
-"""Bytes that torch allocates on a GPU for matrix products to work in: cuBLAS's and cuBLASLt's, 32 MiB each."""
+"""Bytes that torch allocates on a GPU for matrix products to work in: cuBLAS and cuBLASLt, 32 MiB each."""
 
 _FP32 = 4.0  # bytes
 _MESSAGES = 5

@@ -1,8 +1,8 @@
 """Seconds of buckets of gradients and weights when nothing runs beside them, and their load on the device.
 
-Gradients are copied to their bucket in the type of a Plan's `reduce`, and summed over the shards, then over the
-replicas. A rank's shard is added in fp32 to its shard from earlier micro-batches. Weights are gathered over the
-shards.
+Gradients are copied to their bucket in the type of a Plan's `reduce`, and summed over the shards, then over
+the replicas. A rank's shard is added in fp32 to its shard from earlier micro-batches. Weights are gathered
+over the shards.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ shorter:
 - its bytes at the memory's rate.
 
 Fused attention takes its FLOP, half of them if it is causal, at its share of the peak in bf16; backward has
-2.5 times as many FLOP. What it takes beyond the time of products at `product_share`, such as the exponentials,
-takes as many seconds in fp32 and tf32. On cores the share is one of the peak of the type that computes. Unfused attention is two products for each head and four passes over the scores. Each kernel of
-any kind adds `launch` seconds.
+2.5 times as many FLOP. What it takes beyond the time of products at `product_share`, such as the
+exponentials, takes as many seconds in fp32 and tf32. On cores the share is one of the peak of the type that
+computes. Unfused attention is two products for each head and four passes over the scores. Each kernel of any
+kind adds `launch` seconds.
 """
 
 from __future__ import annotations

@@ -7,15 +7,16 @@ host h and the device d seconds, the last is done after
 
     max over k of (h_1 + .. + h_k + d_k + .. + d_n)
 
-(Johnson, "Optimal two- and three-stage production schedules", 1954). Forward and backward of a micro-batch are
-one such stretch, from the embedding to the end and back. `waits_of` gives what it takes beyond the device's
-own seconds. A step synchronises before the optimizer's update, for the norm of the gradients.
+(Johnson, "Optimal two- and three-stage production schedules", 1954). Forward and backward of a micro-batch
+are one such stretch, from the embedding to the end and back. `waits_of` gives what it takes beyond the
+device's own seconds. A step synchronises before the optimizer's update, for the norm of the gradients.
 
-Each kernel takes the host `dispatch` seconds, which include Python, torch's dispatcher and autograd. A product
-is one kernel for each of its weights, and twice as many in backward; fused attention is one, and three. A
-gradient that torch adds to its sum in fp32 is one. The call of a compiled graph takes `graph` seconds beside
-its kernels: guards, autograd's function, the outputs. In an eager program with recompute=selective, torch asks a
-function in Python about each operator, in forward and when forward is repeated.
+Each kernel takes the host `dispatch` seconds, which include Python, torch's dispatcher and autograd. A
+product is one kernel for each of its weights, and twice as many in backward; fused attention is one, and
+three. A gradient that torch adds to its sum in fp32 is one. The call of a compiled graph takes `graph`
+seconds beside its kernels: guards, autograd's function, the outputs. In an eager program with
+recompute=selective, torch asks a function in Python about each operator, in forward and when forward is
+repeated.
 """
 
 from __future__ import annotations

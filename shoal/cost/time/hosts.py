@@ -1,7 +1,7 @@
 """Costs of blocks with the device's waits for the host, and the choice that `compile=auto` leaves open.
 
-The waits of a micro-batch follow from all blocks together (`host.py`). They are shared out to the blocks whose
-start takes the host longer than the device needs, in proportion to the difference.
+The waits of a micro-batch follow from all blocks together (`host.py`). They are shared out to the blocks
+whose start takes the host longer than the device needs, in proportion to the difference.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.host import Stretch, waits_of
+from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
 __all__ = ["HostCosts", "settled_compile"]
@@ -49,16 +50,15 @@ class HostCosts:
     def settled(self, layout: Layout) -> Layout:
         """Return the layout with compile=auto settled: the quicker of blocks and none for a micro-batch.
 
-        On cores nothing is compiled.
+        On cores, and where the workload does not tell the two apart, nothing is compiled.
         """
         if layout.compile != "auto":
             return layout
         found = self._settled.get(layout)
         if found is None:
-            found = layout._replace(compile="none" if self._cluster.cores else "blocks")
+            found = layout._replace(compile="none")
             if self._is_open:
-                tried = (found, layout._replace(compile="none"))
-                found = min(tried, key=self._micro_batch)
+                found = min((layout._replace(compile="blocks"), found), key=self._micro_batch)
             self._settled[layout] = found
         return found
 
@@ -100,15 +100,18 @@ class HostCosts:
         return found
 
 
-def settled_compile(workload: Workload, cluster: Cluster, layout: Layout) -> str:
-    """Return what `compile=auto` means for a layout on these machines: "blocks" or "none".
+def settled_compile(workload: Workload, cluster: Cluster, plan: SettledPlan) -> str:
+    """Return what a Plan's `compile` means on these machines: "blocks" or "none".
+
+    On cores auto is none. On GPUs it is what makes forward and backward of a micro-batch quicker; if the
+    workload does not tell the two apart, as that of a traced model, it is none.
 
     Args:
         workload: The work of the model that is trained, from `workload_on`.
         cluster: The machines that it runs on.
-        layout: How blocks are laid over ranks: `Layout.of` a Plan. If its `compile` is not auto, it stays.
+        plan: The Plan, with its micro-batch settled. If its `compile` is not auto, that is the result.
     """
-    return HostCosts(workload, cluster).settled(layout).compile
+    return HostCosts(workload, cluster).settled(Layout.of(plan)).compile
 
 
 def _waiting(cost: BlockCost, share: float) -> BlockCost:

@@ -28,8 +28,8 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import send_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.bucket_times import SUM_WIDTH, sent_width
+from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts

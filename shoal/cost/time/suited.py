@@ -11,8 +11,8 @@ __all__ = ["workload_on"]
 def workload_on(cluster: Cluster, shape: ModelShape) -> Workload:
     """Return the Workload of a shape as Shoal trains it.
 
-    On GPUs torch's kernels are compiled or run one by one, as the Plan says. On cores, torch's norm is several
-    operators, which keep more.
+    On GPUs torch's kernels are compiled or run one by one, as the Plan says. On cores, torch's norm is
+    several operators, which keep more.
 
     Args:
         cluster: The machines that it is trained on.
