@@ -6,9 +6,11 @@ moment of the step. `activation_peaks.py` says for how many micro-batches it hol
 `activations.py` how large these are. With pp > 1 there are also five messages of the stream: one received
 ahead, four being sent.
 
-These are the tensors. A Cluster adds its `reserved` bytes (contexts, libraries' buffers) and the bytes that
-an allocator holds beyond the tensors: FRAGMENTS of the tensors' bytes, and the shards of gradients all the
-time, because they are made on a stream of their own and other streams cannot use that memory.
+These are the tensors. On a GPU torch also allocates WORKSPACES for matrix products: together that is the peak
+of allocated memory. To decide what fits, a Cluster adds its `reserved` bytes (contexts, libraries' buffers)
+and the bytes that an allocator holds beyond the tensors: FRAGMENTS of the tensors' bytes, and the shards of
+gradients all the time, because they are made on a stream of their own and other streams cannot use that
+memory.
 
 The memory that one kernel takes for itself, and that of the batch, are not counted.
 """
