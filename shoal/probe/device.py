@@ -125,7 +125,7 @@ def _passes(
         "loss": (lambda scores: F.cross_entropy(scores.float(), targets), [(each,) for each in streams]),
     }
     for name, (operator, given) in operators.items():
-        nbytes, kernels = counted[name].nbytes(_FP32), counted[name].launches(_FP32)
+        nbytes, kernels = counted[name].nbytes(_FP32), counted[name].launches
         forward, both = _with_backward(operator, given)
         yield PassTime(name, nbytes[0], kernels[0], 0.0, is_warm=is_warm), forward
         yield PassTime(f"{name}, with backward", sum(nbytes), sum(kernels), 0.0, is_warm=is_warm), both

@@ -16,7 +16,6 @@ __all__ = ["SmallLayer"]
 
 _WIDTH = 16
 _TOKENS = 4
-_FP32 = 4  # bytes
 _AROUND = 4  # kernels around the layer: its input, the sum of its result, and their gradients
 _SHAPE = ModelShape(
     layers=1, hidden=_WIDTH, ffn=_WIDTH, heads=1, vocab=1, seq=_TOKENS, gated=True, rotary=False
@@ -64,7 +63,7 @@ class SmallLayer(nn.Module):
         if one_kernel_norm:
             return _started(compilable_workload_of(_SHAPE).layers[0].under("none")) + _AROUND
         operations = workload_of(_SHAPE.replace(fused_passes=False)).layers[0].operations
-        passes = sum(sum(each.launches(_FP32)) for each in operations if isinstance(each, Pass))
+        passes = sum(sum(each.launches) for each in operations if isinstance(each, Pass))
         return passes + sum(3 for each in operations if isinstance(each, Product)) + 3  # and attention
 
     def compiled_kernels(self) -> int:

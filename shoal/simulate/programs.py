@@ -94,7 +94,7 @@ def norm_of(plan: SettledPlan, costs: Costs) -> Collective | None:
 
 def _update(plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]) -> float:
     held = sum((stage.data_parallel.parameters for stage in stages), Parameters())
-    return costs.update(plan, held) + costs.gradient_sums(plan, held, schedule.microbatches)
+    return costs.after(plan, held, schedule.microbatches)
 
 
 def message_bytes(plan: SettledPlan, workload: Workload) -> int:

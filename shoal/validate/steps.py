@@ -12,7 +12,7 @@ from shoal.errors import PlanError
 from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, divisors
 from shoal.plan.stages import split_by_count
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
-from shoal.validate.programs import COMPILED, as_trained, program_of
+from shoal.validate.programs import COMPILED, Program, as_trained, program_of
 from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.workload import ModelShape
 
@@ -98,9 +98,6 @@ _MICROBATCHES = (1, 2, 4, 8, 16)  # values to try if a row states none
 _SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
 """Shardings to try if a row states none; to cut only gradients takes no less time than not to."""
 
-_COMPILE = {None: "auto", "none": "none", "layers": "blocks", "blocks": "blocks"}
-"""A Plan's `compile` for each program."""
-
 _VIRTUALS = (1, 2, 4)  # values to try if the row does not even state pp
 
 
@@ -117,8 +114,7 @@ class Measured:
         device: Name of the device.
         devices_per_node: Devices in a node; None if not stated.
         network: Bytes/s of a node's network interfaces together, one direction; None if not stated.
-        program: What torch.compile compiles: none, layers or blocks; None for a program with fused kernels of
-            its own.
+        program: The program of torch's kernels; None for one with fused kernels of its own.
         products: Type that products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
         plans: Every Plan that the row's settings allow, with the least recompute of these. There is one,
             unless some settings are blank. All have equally many ranks.
@@ -136,7 +132,7 @@ class Measured:
     device: str
     devices_per_node: int | None
     network: float | None
-    program: str | None
+    program: Program | None
     products: str
     plans: Sequence[SettledPlan]
     recomputes: Sequence[str]
@@ -188,6 +184,12 @@ def _measured(row: Row) -> Measured:
 def _products(row: Row) -> str:
     """Return a Plan's precision for the row's; fp16 computes as quickly as bf16."""
     return "bf16" if row["precision"] in (None, "fp16") else str(row["precision"])
+
+
+def _compile(row: Row) -> str:
+    """Return a Plan's `compile`; it changes nothing in a program with fused kernels of its own."""
+    program = program_of(row)
+    return "auto" if program is None else "none" if program.compiled == "none" else "blocks"
 
 
 def _network(row: Row) -> float | None:
@@ -272,7 +274,7 @@ def _settings(row: Row) -> Iterator[dict[str, Any]]:
                 "split": "count",
                 "microbatch": microbatch,
                 "precision": _products(row),
-                "compile": _COMPILE[program_of(row)],
+                "compile": _compile(row),
             }
 
 

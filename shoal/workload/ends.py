@@ -9,12 +9,13 @@ from __future__ import annotations
 from shoal.workload.kept import kept_by_norm
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Keep, Operation, Part, Pass, Product, Saved
-from shoal.workload.passes import loss_passes, norm_pass
+from shoal.workload.passes import loss_pass, norm_pass
 from shoal.workload.workload import Block, Parameters
 
 __all__ = ["embedding_of", "end_of"]
 
 _FP32 = 4
+_OF_ANGLES = 12  # operators that make the angles: positions, powers, their product, cosine, sine, joins
 _SENTENCES = 2  # kinds of tokens, and answers to whether two sentences follow
 
 
@@ -23,7 +24,7 @@ def embedding_of(shape: ModelShape) -> Block:
     hidden = shape.hidden
     stream = float(shape.seq * hidden)
     positions = 0 if shape.rotary else shape.seq * hidden
-    kernels = 1 if shape.rotary else 2
+    kernels = (1 if shape.fused_passes else 1 + _OF_ANGLES) if shape.rotary else 2
     operations: list[Operation] = []
     saved: list[Saved] = []
     if shape.patch:
@@ -32,7 +33,10 @@ def embedding_of(shape: ModelShape) -> Block:
         parameters = Parameters(whole=positions + hidden, divided=(shape.patch + 1) * hidden)
         tables = positions
     else:
-        operations.append(Pass("embedding", stream, 4, 8, Part.STREAM, kernels=kernels))
+        backward = None if shape.fused_passes else 1
+        operations.append(
+            Pass("embedding", stream, 4, 8, Part.STREAM, kernels=kernels, backward_kernels=backward)
+        )
         parameters = Parameters(whole=positions, divided=shape.vocab * hidden)
         tables = shape.vocab * hidden + positions
     if shape.objective == "masked":
@@ -76,7 +80,7 @@ def end_of(shape: ModelShape) -> Block:
         (
             *before,
             Product("head", rows, hidden, shape.vocab, Part.COLUMNS),
-            *loss_passes(shape, logits),
+            loss_pass(shape, logits),
         ),
         Parameters(whole=whole, divided=table + bias),
         tuple(saved),

@@ -125,10 +125,9 @@ class Pass:
         backward: Bytes that backward reads and writes per element, counted likewise.
         part: Any but ROWS.
         kernels: Number of its forward kernels.
-        backward_kernels: Number of its backward kernels; None for as many as in forward.
-        width: Bytes of the type that it computes in; None for the type of the model's compute.
-        copied: Whether it casts between the type of the model's compute and `width`; there is no cast if the
-            two are one.
+        backward_kernels: Number of its backward kernels; None for as many as in forward. in_fp32: `forward`
+            and `backward` if fp32 computes; None for twice as many. An operator that computes in fp32
+            whatever the model does reads and writes casts besides.
     """
 
     name: str
@@ -138,20 +137,18 @@ class Pass:
     part: Part
     kernels: int = 1
     backward_kernels: int | None = None
-    width: int | None = None
-    copied: bool = False
+    in_fp32: tuple[float, float] | None = None
 
     def nbytes(self, width: int) -> tuple[float, float]:
         """Return the bytes of one sample's forward and backward, if an element that computes has `width`."""
-        if self.copied and self.width == width:
-            return 0.0, 0.0
-        elements = self.elements * (width if self.width is None else self.width) / 2
-        return elements * self.forward, elements * self.backward
+        forward, backward = self.forward * width / 2, self.backward * width / 2
+        if self.in_fp32 is not None and width == 4:
+            forward, backward = self.in_fp32
+        return self.elements * forward, self.elements * backward
 
-    def launches(self, width: int) -> tuple[int, int]:
-        """Return the number of kernels of forward and backward."""
-        if self.copied and self.width == width:
-            return 0, 0
+    @property
+    def launches(self) -> tuple[int, int]:
+        """The number of kernels of forward and backward."""
         return self.kernels, self.kernels if self.backward_kernels is None else self.backward_kernels
 
 

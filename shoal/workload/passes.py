@@ -20,16 +20,11 @@ __all__ = [
     "compiled_loss",
     "dispatch_passes",
     "joined_gradients",
-    "loss_passes",
+    "loss_pass",
     "norm_pass",
-    "rotary_passes",
+    "rotary_pass",
     "sum_pass",
 ]
-
-_FP32 = 4  # bytes
-_OF_TABLES = (
-    12  # operators that make a table of angles: positions, powers, their product, cosine, sine, joins
-)
 
 
 def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> Pass:
@@ -39,14 +34,11 @@ def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> P
     return Pass("norm", elements, 14, 48, part, kernels=10)
 
 
-def rotary_passes(shape: ModelShape, elements: float) -> Iterator[Pass]:
-    """Yield the passes that rotate queries and keys; unfused: a roll, two products, their sum, the tables."""
+def rotary_pass(shape: ModelShape, elements: float) -> Pass:
+    """Return the pass that rotates queries and keys; unfused: a roll, a product, a sum with one, a cast."""
     if shape.fused_passes:
-        yield Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
-        return
-    tables = 2 * _OF_TABLES if shape.is_own else 0
-    yield Pass("rotary", elements, 18, 22, Part.COLUMNS, kernels=tables + 8, backward_kernels=8, width=_FP32)
-    yield Pass("rotary's casts", elements, 6, 6, Part.COLUMNS, kernels=4, width=_FP32, copied=True)
+        return Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
+    return Pass("rotary", elements, 26, 44, Part.COLUMNS, kernels=8, backward_kernels=14, in_fp32=(28, 36))
 
 
 def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:
@@ -82,13 +74,11 @@ def dispatch_passes(shape: ModelShape, rows: int) -> Iterator[Pass]:
     yield Pass("experts' runs", inside, 8 if shape.gated else 4, 6, Part.STREAM, kernels=4)
 
 
-def loss_passes(shape: ModelShape, logits: float) -> Iterator[Pass]:
-    """Yield the passes of cross-entropy; logits computed in 16 bits are copied to fp32."""
+def loss_pass(shape: ModelShape, logits: float) -> Pass:
+    """Return the pass of cross-entropy; logits computed in 16 bits are copied to fp32."""
     if shape.fused_passes:
-        yield Pass("loss", logits, 14, 10, Part.COLUMNS, kernels=4)
-        return
-    yield Pass("loss", logits, 6, 10, Part.COLUMNS, kernels=3, width=_FP32)
-    yield Pass("logits' casts", logits, 3, 3, Part.COLUMNS, kernels=1, width=_FP32, copied=True)
+        return Pass("loss", logits, 14, 10, Part.COLUMNS, kernels=4)
+    return Pass("loss", logits, 18, 26, Part.COLUMNS, kernels=4, in_fp32=(12, 20))
 
 
 def compiled_loss(loss: Pass) -> Pass:

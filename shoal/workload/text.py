@@ -86,7 +86,9 @@ def _block(read: Mapping[str, Any]) -> Block:
 
 
 def _operation(read: Mapping[str, Any]) -> Operation:
-    values = _with_enums(read)
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in _with_enums(read).items()
+    }
     return _KINDS[values.pop("kind")](**values)
 
 

@@ -20,14 +20,14 @@ from dataclasses import replace
 from shoal.workload.ends import embedding_of, end_of
 from shoal.workload.kept import kept_by_layer
 from shoal.workload.model_shape import Latent, ModelShape
-from shoal.workload.operation import Attention, Operation, Part, Pass, Product, Saved
+from shoal.workload.operation import Attention, Operation, Part, Pass, Product
 from shoal.workload.passes import (
     activation_pass,
     compiled_loss,
     dispatch_passes,
     joined_gradients,
     norm_pass,
-    rotary_passes,
+    rotary_pass,
     sum_pass,
 )
 from shoal.workload.workload import Block, Parameters, Workload
@@ -38,35 +38,45 @@ __all__ = ["compilable_workload_of", "workload_of"]
 def compilable_workload_of(shape: ModelShape) -> Workload:
     """Return the workload of a transformer whose kernels torch makes, compiled or one by one, on a GPU.
 
-    `workload_of` returns that of a program with fused kernels of its own, such as Megatron-LM.
+    `workload_of` returns that of a program with fused kernels of its own, such as Megatron-LM. Layers and
+    loss are compiled, but no embedding and no experts, whose numbers of rows change.
     """
     eager = workload_of(shape.replace(fused_passes=False, fused_norm=True))
     fused = workload_of(shape)
-
-    def paired(block: Block, other: Block, saved: tuple[Saved, ...], graphs: int) -> Block:
-        products = {each.name: each for each in other.operations if isinstance(each, Product)}
-        weights = sum(each.matrices * each.copies for each in products.values())
-        norms = sum(each.name == "norm" for each in block.operations)
-        sums = weights + norms * (2 if shape.biases else 1) + (1 if block.tables else 0)
-        one_by_one = replace(other, sums=sums)
-        operations = tuple(products.get(each.name, each) for each in block.operations)
-        return replace(block, operations=operations, saved=saved, sums=sums, graphs=graphs, eager=one_by_one)
-
     layers: dict[Block, Block] = {}
-    for index, (block, other) in enumerate(zip(fused.layers, eager.layers, strict=True)):
+    for block, other in zip(fused.layers, eager.layers, strict=True):
         if block not in layers:
-            is_dense = index < shape.dense_layers
+            is_dense = not block.routed
             of_layer = shape.replace(experts=0, shared_experts=0) if is_dense else shape
-            layers[block] = paired(block, other, tuple(kept_by_layer(of_layer, compiled=True)), 1)
+            saved = tuple(kept_by_layer(of_layer, compiled=is_dense))
+            layers[block] = _compilable(replace(block, saved=saved), other, 1 if is_dense else 2)
     narrow = tuple(replace(each, width=None) if each.name == "logits" else each for each in fused.end.saved)
-    logits = [each for each in fused.end.operations if each.name == "loss" and isinstance(each, Pass)]
-    end = replace(fused.end, operations=(*fused.end.operations[:-1], *map(compiled_loss, logits)))
+    *before, loss = fused.end.operations
+    assert isinstance(loss, Pass)
+    end = replace(fused.end, operations=(*before, compiled_loss(loss)), saved=narrow)
     return replace(
         fused,
-        embedding=paired(fused.embedding, eager.embedding, fused.embedding.saved, 0),
+        embedding=_compilable(eager.embedding, eager.embedding, 0),
         layers=tuple(layers[block] for block in fused.layers),
-        end=paired(end, eager.end, narrow, 1),
+        end=_compilable(end, eager.end, 1),
+        synchronises=False,
     )
+
+
+def _compilable(block: Block, eager: Block, graphs: int) -> Block:
+    """Return a compiled block with its eager one, and with the products and experts of that."""
+    products = {each.name: each for each in eager.operations if isinstance(each, Product)}
+    operations = [products.get(each.name, each) for each in block.operations]
+    if block.routed:
+        router = products["router"]
+        last = operations[-1:]  # the sum
+        operations = operations[: operations.index(router)]
+        operations += [*eager.operations[eager.operations.index(router) : -1], *last]
+    weights = sum(each.matrices * each.copies for each in products.values())
+    norms = sum(each.name == "norm" for each in eager.operations)
+    sums = weights + norms + (1 if block.tables else 0)
+    one_by_one = replace(eager, sums=sums)
+    return replace(block, operations=tuple(operations), sums=sums, graphs=graphs, eager=one_by_one)
 
 
 def workload_of(shape: ModelShape) -> Workload:
@@ -134,7 +144,7 @@ def _attention(shape: ModelShape) -> Iterator[Operation]:
     yield Product("query, key, value", tokens, hidden, queries + 2 * keys, Part.COLUMNS, matrices=matrices)
     yield from joined_gradients(shape, float(tokens * hidden), 3)
     if shape.rotary:
-        yield from rotary_passes(shape, float(tokens * (queries + keys)))
+        yield rotary_pass(shape, float(tokens * (queries + keys)))
     yield Attention(
         tokens,
         shape.heads,

@@ -132,6 +132,7 @@ class Workload:
         heads, kv_heads: Query heads, and key and value heads, that tp and Ulysses must divide among ranks; 0
             if not known.
         experts: Number of experts that ep divides; 0 for none.
+        synchronises: Whether the host waits for the device before the optimizer's update.
     """
 
     name: str
@@ -144,6 +145,7 @@ class Workload:
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
+    synchronises: bool = True
 
     @property
     def pieces(self) -> tuple[Block, ...]:

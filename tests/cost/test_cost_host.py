@@ -12,6 +12,7 @@ from shoal.cost.time import settled_compile, workload_on
 from shoal.cost.time.host import Stretch, starts_of, waits_of
 from shoal.plan import SettledPlan
 from shoal.simulate import simulate
+from shoal.validate.programs import Program, program_workload
 from shoal.workload import Pass, shape
 
 H100 = Cluster.preset("dgx-h100", 1)
@@ -37,16 +38,16 @@ def test_the_device_waits_as_long_as_pieces_that_are_played_one_by_one(pieces):
 
 def test_an_eager_step_starts_as_many_kernels_as_were_counted_on_a_gpu():
     """2,152 in a step of the preset 1b. With compiled blocks 552 beside torch.compile's own kernels."""
-    workload = workload_on(H100, shape("1b"))
-    eager, compiled = (
-        [
-            starts_of(piece.under(kind), layout_of(f"microbatch=8,precision=bf16,compile={kind}"))
-            for piece in pieces
-        ]
-        for kind, pieces in (("none", workload.pieces), ("blocks", map(_of_libraries, workload.pieces)))
-    )
-    assert sum(map(sum, eager)) == pytest.approx(2152, rel=0.1)
-    assert sum(map(sum, compiled)) == pytest.approx(552, rel=0.01)
+    workload = program_workload(shape("1b"), Program("none", is_earlier=True))
+    started = {
+        kind: sum(sum(starts_of(piece, layout_of("microbatch=8,precision=bf16"))) for piece in pieces)
+        for kind, pieces in (
+            ("none", [piece.under("none") for piece in workload.pieces]),
+            ("blocks", list(map(_of_libraries, workload.pieces))),
+        )
+    }
+    assert started["none"] == pytest.approx(2152, rel=0.1)
+    assert started["blocks"] == pytest.approx(552, rel=0.01)
 
 
 def _of_libraries(piece):
@@ -102,6 +103,18 @@ def test_a_step_that_the_host_bounds_takes_as_long_whatever_the_micro_batch():
     assert seconds_of("microbatch=64,precision=bf16,compile=none", batch=64) > 3 * one
 
 
+def test_the_update_hides_waits_unless_the_program_synchronises_before_it():
+    """Then a step takes the longer of the host's and of the device's seconds."""
+    plan = SettledPlan(microbatch=1, precision="bf16", compile="none")
+    free = workload_on(H100, SMALL)
+    layout = Layout.of(plan)
+    host = sum(sum(starts_of(piece.under("none"), layout)) for piece in free.pieces) * H100.device.dispatch
+    quick = H100.replace(device=replace(H100.device, dispatch=0.0))
+    assert host > Costs(free, quick).step(plan, 1).seconds
+    assert Costs(free, H100).step(plan, 1).seconds == pytest.approx(host)
+    assert Costs(replace(free, synchronises=True), H100).step(plan, 1).seconds > host
+
+
 def test_compiled_blocks_keep_less_and_their_loss_reads_logits_in_16_bits():
     memories = Memories(workload_on(H100, SMALL), H100)
     eager, blocks = (
@@ -117,7 +130,7 @@ def test_gradients_in_16_bits_halve_what_data_parallel_ranks_send():
     node = Cluster.preset("dgx-h100", 8)
     level = replace(node.levels[0], bandwidth=1e9, setup=0.0, latency=0.0, half_size=0.0)
     slow = node.replace(levels=(level,), device=replace(node.device, contention=0.0))
-    costs = Costs(workload_on(slow, shape("1b")), slow)
+    costs = Costs(replace(workload_on(slow, shape("1b")), synchronises=True), slow)
     plans = [SettledPlan(dp=8, microbatch=1, precision="bf16", reduce=kind) for kind in ("fp32", "bf16")]
     closed = [costs.step(plan, 8) for plan in plans]
     played = [simulate(costs.workload, slow, plan, 8).seconds for plan in plans]

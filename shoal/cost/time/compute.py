@@ -89,7 +89,7 @@ def operation_seconds(operation: Operation, device: Device, layout: Layout) -> S
         return _attention(operation, device, layout)
     share = layout.share(operation.part)
     forward, backward = operation.nbytes(layout.width)
-    first, second = operation.launches(layout.width)
+    first, second = operation.launches
     return Seconds(
         pass_seconds(device, forward * share, first), pass_seconds(device, backward * share, second), 0.0
     )

@@ -62,10 +62,16 @@ class HostCosts:
             self._settled[layout] = found
         return found
 
+    def waits(self, layout: Layout) -> float:
+        """Return the seconds in which a device with all blocks waits for the host, for one micro-batch."""
+        stretches = self._stretches(self.settled(layout))
+        if self._workload.synchronises:
+            return waits_of(stretches)
+        return max(0.0, sum(each.number * (each.host - each.device) for each in stretches))
+
     def _micro_batch(self, layout: Layout) -> float:
         """Return the seconds of all blocks for one micro-batch on one rank after another."""
-        stretches = self._stretches(layout)
-        return waits_of(stretches) + sum(each.number * each.device for each in stretches)
+        return self.waits(layout) + sum(each.number * each.device for each in self._stretches(layout))
 
     def _share(self, layout: Layout) -> float:
         """Return the waits of a micro-batch over what the host's seconds exceed the device's by, summed."""
@@ -73,7 +79,7 @@ class HostCosts:
         if found is None:
             stretches = self._stretches(layout)
             beyond = sum(each.number * max(0.0, each.host - each.device) for each in stretches)
-            found = self._shares[layout] = waits_of(stretches) / beyond if beyond else 0.0
+            found = self._shares[layout] = self.waits(layout) / beyond if beyond else 0.0
         return found
 
     def _stretches(self, layout: Layout) -> Sequence[Stretch]:

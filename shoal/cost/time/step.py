@@ -161,10 +161,7 @@ class Costs:
         pipeline = self.pipeline(plan, count)
         slowest = pipeline.slowest
         data = self._data(plan, pipeline, count)
-        update = max(
-            self.update(plan, stage.parameters) + self.gradient_sums(plan, stage.parameters, count)
-            for stage, *_ in pipeline.unlike
-        )
+        update = max(self.after(plan, stage.parameters, count) for stage, *_ in pipeline.unlike)
         parts = {
             "tensor": count * slowest.tensor,
             "context": count * slowest.context,
@@ -310,6 +307,17 @@ class Costs:
         pace = slowest - pipeline.slowest.total
         fill = max(0.0, every - pace) * plan.pp / plan.stages
         return before + after + count * pace + fill
+
+    def after(self, plan: SettledPlan, parameters: Parameters, count: int) -> float:
+        """Return the seconds of a step of `count` micro-batches in which only passes over parameters run.
+
+        These are the optimizer's and those of sums of gradients, without what hides the waits for the host.
+        """
+        seconds = self.update(plan, parameters) + self.gradient_sums(plan, parameters, count)
+        if self.workload.synchronises:
+            return seconds
+        waits = count * self._hosts.waits(Layout.of(plan)) / plan.pp
+        return seconds - min(seconds, waits)
 
     def update(self, plan: SettledPlan, parameters: Parameters) -> float:
         """Return the seconds of the optimizer's passes over the rank's shard of these parameters."""
