@@ -1,8 +1,16 @@
-"""The machine that a row of a table names, as far as it is named."""
+"""The machine that a row of a table names, as far as it is named.
+
+Published programs compute in fp8 with degrees that a Plan in fp8 refuses. So these rows have Plans in bf16,
+and their device has the rates of products in fp8: these run at that type's peak, and a tile takes as many
+seconds to begin and end as in 16 bit. Attention and passes over memory take as long as in bf16.
+"""
 
 from __future__ import annotations
 
-from shoal.cluster import Cluster
+from dataclasses import replace
+
+from shoal.cluster import Cluster, Device
+from shoal.cost.time import FP8_REACHED
 from shoal.errors import ClusterError
 from shoal.validate.steps import Measured
 
@@ -28,7 +36,20 @@ def machine_of(row: Measured, measured: Cluster | None = None) -> Cluster:
             possible=", ".join(cluster.device.peak),
             change="correct the device or the precision",
         )
-    return cluster
+    return cluster.replace(device=_in_fp8(cluster.device)) if row.products == "fp8" else cluster
+
+
+def _in_fp8(device: Device) -> Device:
+    """Return the device with the rates of products in fp8 in place of those in bf16."""
+    faster = device.peak["fp8"] / device.peak["bf16"]
+    return replace(
+        device,
+        peak={**device.peak, "bf16": device.peak["fp8"]},
+        product_share=device.product_share * FP8_REACHED,
+        product_depth=device.product_depth * faster,
+        attention_share=device.attention_share / faster,
+        attention_backward_share=device.attention_backward_share / faster,
+    )
 
 
 def published_cluster(

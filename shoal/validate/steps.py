@@ -182,7 +182,7 @@ def _measured(row: Row) -> Measured:
 
 
 def _products(row: Row) -> str:
-    """Return a Plan's precision for the row's; fp16 computes as quickly as bf16."""
+    """Return the type in which products compute; fp16 computes as quickly as bf16."""
     return "bf16" if row["precision"] in (None, "fp16") else str(row["precision"])
 
 
@@ -273,7 +273,7 @@ def _settings(row: Row) -> Iterator[dict[str, Any]]:
                 "virtual": virtual,
                 "split": "count",
                 "microbatch": microbatch,
-                "precision": _products(row),
+                "precision": "bf16" if _products(row) == "fp8" else _products(row),
                 "compile": _compile(row),
             }
 

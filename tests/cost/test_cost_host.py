@@ -10,6 +10,7 @@ from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout, Memories
 from shoal.cost.time import settled_compile, workload_on
 from shoal.cost.time.host import Stretch, starts_of, waits_of
+from shoal.errors import ClusterError
 from shoal.plan import SettledPlan
 from shoal.simulate import simulate
 from shoal.validate.programs import Program, program_workload
@@ -137,3 +138,23 @@ def test_gradients_in_16_bits_halve_what_data_parallel_ranks_send():
     assert closed[1].parts["data"] == pytest.approx(closed[0].parts["data"] / 2, rel=0.02)
     assert closed[1].parts["optimizer"] > closed[0].parts["optimizer"]  # the casts
     assert played == pytest.approx([each.seconds for each in closed], rel=0.02)
+
+
+def test_a_device_without_a_type_computes_products_in_the_next_wider_one_and_says_so():
+    a100 = Cluster.preset("dgx-a100", 1).device
+    assert a100.flops("fp8") == a100.peak["bf16"]
+    assert "predicted in bf16" in a100.computes_instead("fp8")
+    assert a100.computes_instead("tf32") == ""
+    core = Cluster.preset("laptop", 1).device
+    assert core.flops("tf32") == core.peak["fp32"]
+    with pytest.raises(ClusterError, match="the peak of .* in int4 is not known"):
+        a100.flops("int4")
+
+
+def test_products_of_layers_in_8_bits_are_quicker_by_less_than_their_rate_since_operands_are_cast():
+    model = shape("llama3-8b").replace(layers=4)
+    seconds = {
+        kind: seconds_of(f"microbatch=2,precision={kind},compile=blocks", batch=2, model=model)
+        for kind in ("fp32", "tf32", "bf16", "fp8")
+    }
+    assert seconds["fp32"] > seconds["tf32"] > seconds["bf16"] > seconds["fp8"] > seconds["bf16"] / 2

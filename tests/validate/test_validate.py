@@ -112,17 +112,21 @@ def test_memory_alone_is_compared_where_no_step_was_measured(tmp_path):
 def test_products_alone_run_at_the_rate_of_what_they_compute_in(tmp_path, products, faster):
     line = SMALL.format(size=4, s=0.1).replace("A100-80GB", "H100-80GB").replace("bf16", products)
     (row,) = read_table(table(tmp_path, line))
-    device = machine_of(row).device
+    device, plain = machine_of(row).device, Device.preset("h100")
     layout = Layout.of(row.plans[0])
     operations = workload_of(row.shape).layers[0].operations
     attention = next(each for each in operations if isinstance(each, Attention))
     assert attention_seconds(attention, device, layout) == pytest.approx(
-        attention_seconds(attention, device, layout._replace(precision="bf16"))
+        attention_seconds(attention, plain, layout)
     )
     # so many inputs that no depth is lost: what is left is the rate
     size = 2**20
-    large = [product_seconds(device, each, size, size, size) for each in ("bf16", layout.precision)]
+    large = [product_seconds(each, "bf16", size, size, size) for each in (plain, device)]
     assert large[0] / large[1] == pytest.approx(faster, rel=2e-3)
+    # a tile begins and ends in as many seconds
+    assert device.product_depth / device.peak["bf16"] == pytest.approx(
+        plain.product_depth / plain.peak["bf16"], rel=1e-3
+    )
 
 
 def test_tf32_is_half_as_quick_as_16_bit_where_devices_have_it_and_else_refused(tmp_path):

@@ -4,6 +4,7 @@ from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds, sent_width
 from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.compute import (
+    FP8_REACHED,
     attention_seconds,
     depth_of,
     pass_seconds,
@@ -21,6 +22,7 @@ from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
 
 __all__ = [
+    "FP8_REACHED",
     "BlockCost",
     "Bucket",
     "Family",

@@ -30,6 +30,7 @@ from shoal.plan import element_bytes
 from shoal.workload import Attention, Operation, Part, Product
 
 __all__ = [
+    "FP8_REACHED",
     "Seconds",
     "attention_seconds",
     "casting_seconds",
@@ -49,7 +50,7 @@ _SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes per element: scaled softmax, dropou
 _SCORES_BACKWARD = 3 * 2 + 2 * 2 + 1
 
 
-_FP8_REACHED = 0.94
+FP8_REACHED = 0.94
 """The share of their peak that products in fp8 reach, relative to the share in bf16: the median of H100,
 H200, GH200, B200, B300 and GB200 (stas00/ml-engineering, compute/accelerator).
 """
@@ -107,7 +108,7 @@ def product_seconds(
     """Return the seconds of `copies` equal products `[rows, inputs] x [inputs, outputs]`, made together."""
     width = element_bytes(precision)
     peak = device.flops(precision)
-    share = device.product_share * (_FP8_REACHED if precision == "fp8" and "fp8" in device.peak else 1.0)
+    share = device.product_share * (FP8_REACHED if precision == "fp8" and "fp8" in device.peak else 1.0)
     fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth_of(device, precision))
     flop = 2.0 * copies * rows * inputs * outputs
     nbytes = float(width) * copies * (rows * inputs + inputs * outputs + rows * outputs)
