@@ -147,7 +147,7 @@ def test_a_device_without_a_type_computes_products_in_the_next_wider_one_and_say
     assert a100.computes_instead("tf32") == ""
     core = Cluster.preset("laptop", 1).device
     assert core.flops("tf32") == core.peak["fp32"]
-    with pytest.raises(ClusterError, match="the peak of .* in int4 is not known"):
+    with pytest.raises(ClusterError, match=r"the peak of .* in int4 is not known"):
         a100.flops("int4")
 
 
