@@ -74,9 +74,9 @@ CONSTANTS: Sequence[Constant] = (
     Constant(_H100, "attention_backward_share", 0.32, 0.25, 1.0),
     Constant(_A100, "launch", 2.5e-6, 0.4),
     Constant(_H100, "launch", 2e-6, 0.4),
-    # PyTorch's eager mode with a framework around it
-    Constant(_A100, "dispatch", 20e-6, 0.8),
-    Constant(_H100, "dispatch", 15e-6, 0.5),
+    # PyTorch's eager mode with a framework around it; 40 us in steps of Shoal on one H100
+    Constant(_A100, "dispatch", 40e-6, 0.8),
+    Constant(_H100, "dispatch", 40e-6, 0.1),
     Constant(_A100, "overlap", 0.2, 1.0, 0.95),
     Constant(_H100, "overlap", 0.6, 0.4, 0.95),
     Constant(_A100, "contention", 0.25, 0.6, 1.0),

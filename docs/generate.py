@@ -50,7 +50,7 @@ _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)
 MODELLED = (
     "collectives.network",
     *("time.block", "time.buckets", "time.compute", "time.crowding", "time.data_parallel", "time.joins"),
-    *("time.step", "time.synchronisations"),
+    *("time.host", "time.step", "time.synchronisations"),
     *("memory.activation_peaks", "memory.activations", "memory.memory", "memory.offload"),
     *("memory.peak_candidates", "memory.states"),
     *("outlook.goodput", "outlook.jitter", "outlook.long_run"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
 from shoal.cli.table import table_of
+from shoal.cluster import Cluster
 from shoal.errors import ConfigError, UserError, WorkerError, nearest
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ _DESCRIPTION = """\
 Measures this machine: matrix products by shape and type, passes over memory, attention, small operators, and
 each collective by size, within a host and between hosts, with all ranks busy. Fits a description of the
 machine, reports errors of the fit and suspicious figures, and writes the description to a file for --cluster.
+A fit that errs by more than a quarter is not used: a known GPU keeps its preset's figures, with a warning.
 
 Starts one rank on this machine for each GPU, or for each core. Under torchrun or srun, it runs as one of the
 ranks they started; measure on three hosts or more to describe a fabric.
@@ -57,6 +59,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--name", metavar="NAME", default="", help="name of the machine (default: the file's)"
     )
+    parser.add_argument(
+        "--links",
+        metavar="CLUSTER",
+        help="take the links that are not measured from this preset, such as dgx-h100, or .toml file",
+    )
+    parser.add_argument(
+        "--from",
+        dest="measurements",
+        metavar="FILE",
+        type=Path,
+        help="measure nothing: fit the measurements that --json printed to this file",
+    )
     parser.add_argument("--ranks", metavar="N", type=int, help="local ranks to start")
     parser.add_argument(
         "--backend",
@@ -81,6 +95,10 @@ def run(args: argparse.Namespace) -> int:
     from shoal.bench.world import Ranks
     from shoal.launch import find_world, run_rank
 
+    if args.links:
+        Cluster.parse(args.links)  # raises
+    if args.measurements is not None:
+        return _fit_again(args)
     world = find_world()
     if world is None:
         with nursery_for(args, "shoal.probe") as nursery:
@@ -98,6 +116,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     backend = _backend(args.backend)
     _require_writable(args.out)
     words = ["probe", f"--out={args.out}", f"--name={args.name}", f"--backend={backend}"]
+    words += [f"--links={args.links}"] if args.links else []
     words += [f"--{flag}" for flag in ("quick", "json") if getattr(args, flag)]
     try:
         command = [sys.executable, "-m", "shoal.cli.main", *words]
@@ -162,33 +181,61 @@ def _measure(args: argparse.Namespace, backend: str, ranks: Ranks) -> int:
         place = Place.find(ranks, backend)
         probed = probe(place, args.name or args.out.stem, QUICK if args.quick else THOROUGH, say)
         if ranks.rank == 0:
-            probed.cluster.write(args.out)
-            print(json.dumps(_summary(probed), indent=2) if args.json else _text(probed))
-            for suspicion in probed.suspicions:
-                print(f"warning: {suspicion}", file=sys.stderr)
-            print(f"description written to {args.out}", file=sys.stderr)
+            _tell(args, probed)
     return 0
 
 
-def _summary(probed: Probed) -> dict[str, object]:
+def _fit_again(args: argparse.Namespace) -> int:
+    """Fit a description to old measurements."""
+    from shoal.probe import fitted, read_measurements
+
+    _require_writable(args.out)
+    measured, sheet = read_measurements(args.measurements)
+    _tell(args, fitted(measured, sheet, args.name or args.out.stem))
+    return 0
+
+
+def _tell(args: argparse.Namespace, probed: Probed) -> None:
+    """Write the description, and print it with its errors."""
+    cluster = probed.cluster
+    if args.links:
+        cluster = cluster.with_links_of(Cluster.parse(args.links))
+    cluster.write(args.out)
+    print(json.dumps(_summary(probed, cluster), indent=2) if args.json else _text(probed, cluster))
+    for suspicion in probed.suspicions:
+        print(f"warning: {suspicion}", file=sys.stderr)
+    print(f"description written to {args.out}", file=sys.stderr)
+
+
+def _summary(probed: Probed, cluster: Cluster) -> dict[str, object]:
     return {
-        "cluster": asdict(probed.cluster),
+        "cluster": asdict(cluster),
+        "sheet": asdict(probed.sheet),
         "errors": [asdict(each) for each in probed.errors],
         "warnings": list(probed.suspicions),
         "measurements": asdict(probed.measurements),
     }
 
 
-def _text(probed: Probed) -> str:
-    cluster, device = probed.cluster, probed.cluster.device
+def _text(probed: Probed, cluster: Cluster) -> str:
+    device, measured = cluster.device, probed.measurements
     facts = [
-        *((f"products, {name}", _flops(rate * device.product_share)) for name, rate in device.peak.items()),
+        *(
+            (f"products, {name}", _flops(device.flops(name) * device.product_share))
+            for name in dict.fromkeys(each.precision for each in measured.products)
+        ),
         ("half that rate at", f"an inner dimension of {device.product_depth:.3g}"),
         ("passes over memory", f"{device.bandwidth * device.bandwidth_share / 1e9:.3g} GB/s"),
         ("streams", f"{device.bandwidth * device.stream_share / 1e9:.3g} GB/s"),
+        *(
+            [("passes within a cache", f"{max(warm) / 1e9:.3g} GB/s")]
+            if (warm := [each.rate for each in measured.passes if each.is_warm])
+            else []
+        ),
         ("attention", f"{device.attention_share:.1%} of the peak forward"),
         ("", f"{device.attention_backward_share:.1%} backward"),
         ("an operator's start", f"{device.launch * 1e6:.3g} us, {device.dispatch * 1e6:.3g} us on the host"),
+        *([("a compiled graph's call", f"{device.graph * 1e6:.3g} us on the host")] if device.graph else []),
         ("compute beside links", f"slowed by {device.contention:.0%} of their time"),
     ]
     if cluster.devices > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if ":" not in args.cluster:
         cluster = cluster.with_devices(plan.ranks)
     workload = open_workload(args.model, args.sequence, cluster)
+    if instead := cluster.device.computes_instead(plan.precision):
+        print(f"warning: {instead}", file=sys.stderr)
     simulation = simulate(workload, cluster, plan, args.batch)
     memory = memory_of(workload, simulation.plan, args.batch, cluster)
     if args.trace is not None:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.cli.table import table_of
+from shoal.cluster import Cluster
 from shoal.errors import UserError
 from shoal.units import format_bytes, format_seconds
 from shoal.validate import Accuracy, Comparison, accuracy_of, validate
@@ -48,6 +49,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="print errors separately for rows that constants may be fitted to, and for the rest",
     )
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="predict all steps of the table for these machines (default: those that its rows name)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -60,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: The error of the first row, if no row can be predicted.
     """
     refused: list[UserError] = []
-    comparisons = validate(args.table, refused.append)
+    cluster = None if args.cluster is None else Cluster.parse(args.cluster)
+    comparisons = validate(args.table, refused.append, cluster)
     if refused and not comparisons:
         raise refused[0]
     if args.json:

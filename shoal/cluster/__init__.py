@@ -6,8 +6,8 @@ probe call this package.
 """
 
 from shoal.cluster.cluster import PRESETS, Cluster
-from shoal.cluster.device import Device, peak_flops
+from shoal.cluster.device import Device, known_device, peak_flops
 from shoal.cluster.host import Host
 from shoal.cluster.level import Level
 
-__all__ = ["PRESETS", "Cluster", "Device", "Host", "Level", "peak_flops"]
+__all__ = ["PRESETS", "Cluster", "Device", "Host", "Level", "known_device", "peak_flops"]

@@ -265,6 +265,27 @@ class Cluster:
         found = replace(self, levels=tuple(levels), device=replace(self.device, memory=memory))
         return found._slowed(found.crowding / self.crowding)
 
+    def with_links_of(self, other: Cluster) -> Cluster:
+        """Return a Cluster of these devices with the links of another, such as a preset of the same devices.
+
+        Levels of links that were described here stay, and the other's levels around them follow. A single
+        device gets all of them, and as many neighbours as the other's node has.
+
+        Args:
+            other: The Cluster whose links, host and reserved memory are taken.
+
+        Raises:
+            ClusterError: The levels do not fit round one another.
+        """
+        own = self.levels if self.devices > 1 else ()
+        return replace(
+            self,
+            levels=(*own, *other.levels[len(own) :]),
+            reserved=self.reserved or min(other.reserved, self.device.memory / 2),
+            host=other.host,
+            source=f"{self.source}; other links as in {other.name}",
+        )
+
     def with_cores(self, cores: int) -> Cluster:
         """Return a Cluster with so many cores in each node, and the rates that its ranks then have.
 

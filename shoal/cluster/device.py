@@ -11,10 +11,13 @@ from shoal.cluster.description import fields_of
 from shoal.cluster.tables import matching, table
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["Device", "peak_flops"]
+__all__ = ["Device", "known_device", "peak_flops"]
 
 _SHARES = ("product_share", "bandwidth_share", "attention_share", "attention_backward_share")
-_SECONDS = ("launch", "dispatch")
+_INSTEAD = {"tf32": "fp32", "fp8": "bf16"}
+"""The type in which products are computed on a device that has no rate in the first."""
+
+_SECONDS = ("launch", "dispatch", "graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class Device:
         attention_backward_share: Share of the peak that fused attention reaches in backward.
         launch: Seconds from one kernel's end to the next one's start.
         dispatch: Seconds that the host takes to start one operation; the device waits if it is quicker.
+        graph: Seconds that the host takes to call a compiled graph, beside its kernels; 0 for as long as six
+            operations.
         overlap: Share of tensor=async's communications that its products hide.
         contention: Share by which compute is slowed while a communication runs beside it at the innermost
             links' rate; a slower communication slows compute less, in proportion.
@@ -61,6 +66,7 @@ class Device:
     attention_backward_share: float = 0.4
     launch: float = 2e-6
     dispatch: float = 8e-6
+    graph: float = 0.0
     overlap: float = 0.0
     contention: float = 0.2
     host_bandwidth: float = 0.0
@@ -88,6 +94,30 @@ class Device:
             value = getattr(self, name)
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 2e-6")
 
+    def flops(self, precision: str) -> float:
+        """Return the peak in FLOP/s of products in a Plan's precision.
+
+        A device without a rate in tf32 computes them in fp32, and one without fp8 in bf16.
+
+        Raises:
+            ClusterError: The rate is not known.
+        """
+        found = self.peak.get(precision, self.peak.get(_INSTEAD.get(precision, "")))
+        if found is None:
+            raise ClusterError(
+                f"the peak of {self.name} in {precision} is not known",
+                possible=f"precision={', '.join(self.peak)}",
+                change="choose another precision, or describe the device's peak",
+            )
+        return found
+
+    def computes_instead(self, precision: str) -> str:
+        """Return a sentence that says in which type products are computed instead; empty if in this one."""
+        other = _INSTEAD.get(precision)
+        if precision in self.peak or other not in self.peak:
+            return ""
+        return f"{self.name} has no known rate in {precision}: its products are predicted in {other}"
+
     def slowed(self, factor: float) -> Device:
         """Return a device that takes `factor` times as long for any work."""
         return replace(
@@ -96,6 +126,7 @@ class Device:
             peak={precision: rate / factor for precision, rate in self.peak.items()},
             launch=self.launch * factor,
             dispatch=self.dispatch * factor,
+            graph=self.graph * factor,
         )
 
     @classmethod
@@ -117,12 +148,18 @@ class Device:
         return cls(**fields_of(cls, described, f"the device {found}"))
 
 
+def known_device(words: str) -> Device | None:
+    """Return the device of the data files that a driver's name means; None if there is none."""
+    found = matching("devices", words)
+    return None if found is None else Device.preset(found)
+
+
 def peak_flops(device: str, precision: str) -> float | None:
     """Return the dense peak of a device in FLOP/s; None if it is not known, as for CPUs.
 
     Args:
         device: The driver's name of the device, such as "NVIDIA H100 80GB HBM3".
-        precision: Type of the weights that compute, as in a Plan: fp32 or bf16.
+        precision: A Plan's precision.
     """
     found = matching("devices", device)
     if found is None:

@@ -82,7 +82,7 @@ class Candidate:
     @property
     def mfu(self) -> float:
         """Model FLOP, with the whole square of positions in attention, as a share of the devices' peak."""
-        peak = self.cluster.device.peak[self.plan.precision] * self.devices
+        peak = self.cluster.device.flops(self.plan.precision) * self.devices
         return self.batch * self.workload.training_flop / (self.seconds * peak)
 
     @property

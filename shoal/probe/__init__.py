@@ -16,7 +16,9 @@ from shoal.probe.measurements import (
     SendTime,
 )
 from shoal.probe.place import Place
-from shoal.probe.probe import FitError, Probed, probe
+from shoal.probe.probe import Probed, fitted, probe
+from shoal.probe.raw import read_measurements
+from shoal.probe.trust import FitError
 from shoal.probe.turns import QUICK, THOROUGH, Effort
 
 __all__ = [
@@ -34,5 +36,7 @@ __all__ = [
     "Probed",
     "ProductTime",
     "SendTime",
+    "fitted",
     "probe",
+    "read_measurements",
 ]

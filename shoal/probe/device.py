@@ -3,11 +3,14 @@
 Shapes are those of training: large and small, square and skewed, and the products of weights' gradients,
 whose inner dim is the rows of forward. Passes are those of a transformer, with the bytes that
 `shoal.workload` counts for them, so that the fit matches its use; in addition a copy and a triad. Each
-repetition of a product or pass has other operands, as in training: its inputs have left the caches.
+repetition of a product or pass has other operands, as in training: its inputs have left the caches. On a GPU
+the passes are also measured with operands that stay in its cache. GPUs are timed apart from the host
+(`queued.py`), and the host by a layer with almost nothing to compute, eager and compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle
@@ -16,13 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.probe.measurements import AttentionTime, PassTime, ProductTime
+from shoal.probe.measurements import AttentionTime, HostTimes, PassTime, ProductTime
 from shoal.probe.place import Place
+from shoal.probe.queued import time_on_device
 from shoal.probe.small_layer import SmallLayer
 from shoal.probe.turns import COLD, Effort, Operation, time_in_turns
 from shoal.workload import Attention, ModelShape, Pass, workload_of
 
-__all__ = ["measure_attention", "measure_launch", "measure_passes", "measure_products"]
+__all__ = ["measure_attention", "measure_host", "measure_passes", "measure_products"]
 
 _SQUARES = (64, 128, 256, 512, 1024)
 _LARGE_SQUARES = (2048, 4096, 8192)  # only if one product takes less than a second: on accelerators
@@ -40,6 +44,7 @@ _SKEWED = (
 _LARGE_SKEWED = ((8192, 4096, 1024), (8192, 4096, 14336), (4096, 8192, 14336), (512, 8192, 8192))
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
+_FP32 = 4  # bytes
 _WIDTH = 512
 _TOKENS = (512, 2048)
 _LARGE_TOKENS = (8192, 32768)
@@ -70,7 +75,7 @@ def measure_products(place: Place, effort: Effort) -> tuple[ProductTime, ...]:
         operations |= {(precision, shape): _product(shape, pool) for shape in shapes}
     return tuple(
         ProductTime(precision, rows, inputs, outputs, seconds)
-        for (precision, (rows, inputs, outputs)), seconds in time_in_turns(operations, place, effort).items()
+        for (precision, (rows, inputs, outputs)), seconds in time_on_device(operations, place, effort).items()
     )
 
 
@@ -87,20 +92,24 @@ def _product(shape: tuple[int, int, int], pool: Tensor) -> Operation:
 
 def measure_passes(place: Place, effort: Effort) -> tuple[PassTime, ...]:
     """Time a transformer's passes, forward and backward, and streams: copy, triad, optimizer update."""
-    tokens = (*_TOKENS, *(_LARGE_TOKENS if place.device.type != "cpu" else ()))
+    accelerated = place.device.type != "cpu"
+    tokens = (*_TOKENS, *(_LARGE_TOKENS if accelerated else ()))
     passes = [each for count in tokens for each in _passes(count, place.device)]
+    if accelerated:
+        passes += [each for count in _TOKENS for each in _passes(count, place.device, is_warm=True)]
     passes += _streams(place.device)
-    seconds = time_in_turns({index: each[1] for index, each in enumerate(passes)}, place, effort)
+    seconds = time_on_device({index: each[1] for index, each in enumerate(passes)}, place, effort)
     return tuple(replace(each[0], seconds=seconds[index]) for index, each in enumerate(passes))
 
 
-def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
-    """Yield passes in fp32 over this many tokens, with their times unset."""
-    blocks = workload_of(_shape(tokens, fused=device.type != "cpu")).pieces
+def _passes(
+    tokens: int, device: torch.device, *, is_warm: bool = False
+) -> Iterator[tuple[PassTime, Operation]]:
+    """Yield passes in fp32 over this many tokens, with their times unset; warm ones reuse their operands."""
+    blocks = workload_of(_shape(tokens, one_kernel_norm=device.type != "cpu")).pieces
     operations = [each for block in blocks for each in block.operations]
     counted = {each.name: each for each in operations if isinstance(each, Pass)}
-    wide = 2.0  # fp32 has twice the two bytes per element that `Pass` counts
-    sets = max(2, COLD // (4 * tokens * _WIDTH))
+    sets = 2 if is_warm else max(2, COLD // (_FP32 * tokens * _WIDTH))
     streams = [torch.randn(tokens, _WIDTH, device=device) for _ in range(sets)]
     weight = torch.ones(_WIDTH, device=device)
     targets = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -116,11 +125,10 @@ def _passes(tokens: int, device: torch.device) -> Iterator[tuple[PassTime, Opera
         "loss": (lambda scores: F.cross_entropy(scores.float(), targets), [(each,) for each in streams]),
     }
     for name, (operator, given) in operators.items():
-        each = counted[name]
+        nbytes, kernels = counted[name].nbytes(_FP32), counted[name].launches
         forward, both = _with_backward(operator, given)
-        yield PassTime(name, each.elements * each.forward * wide, each.kernels, 0.0), forward
-        nbytes = each.elements * (each.forward + each.backward) * wide
-        yield PassTime(f"{name}, with backward", nbytes, 2 * each.kernels, 0.0), both
+        yield PassTime(name, nbytes[0], kernels[0], 0.0, is_warm=is_warm), forward
+        yield PassTime(f"{name}, with backward", sum(nbytes), sum(kernels), 0.0, is_warm=is_warm), both
 
 
 def _streams(device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
@@ -136,7 +144,7 @@ def _streams(device: torch.device) -> Iterator[tuple[PassTime, Operation]]:
         yield PassTime(name, float(nbytes * elements), 1, 0.0, is_stream=True), operation
 
 
-def _shape(tokens: int, *, fused: bool) -> ModelShape:
+def _shape(tokens: int, *, one_kernel_norm: bool) -> ModelShape:
     return ModelShape(
         layers=1,
         hidden=_WIDTH,
@@ -145,7 +153,8 @@ def _shape(tokens: int, *, fused: bool) -> ModelShape:
         vocab=_WIDTH,
         seq=tokens,
         gated=True,
-        fused_passes=fused,
+        fused_passes=False,
+        fused_norm=one_kernel_norm,
     )
 
 
@@ -186,7 +195,7 @@ def measure_attention(place: Place, effort: Effort) -> tuple[AttentionTime, ...]
         operations[shape, False], operations[shape, True] = _attention(
             shape, _DTYPES[precision], place.device
         )
-    seconds = time_in_turns(operations, place, effort)
+    seconds = time_on_device(operations, place, effort)
     times = []
     for shape in shapes:
         length, heads, kv_heads, width = shape
@@ -212,22 +221,28 @@ def _attention(
     return _with_backward(attend, [(projected(heads), projected(kv_heads), projected(kv_heads))])
 
 
-def measure_launch(place: Place, effort: Effort) -> tuple[float, float]:
-    """Return the seconds between two kernels on the device, and the seconds that the host takes to start one.
+def measure_host(place: Place, effort: Effort) -> HostTimes:
+    """Return the seconds between two kernels on the device, and what the host takes to start operations.
 
-    The second number is the time of a transformer's layer with almost nothing to compute, forward and
-    backward, divided by the kernels that its Workload counts. On cores the two are one: the thread that
-    starts an operator also runs it, so the first number is all of it, and the second is 0. On a GPU the first
-    number is from kernels that were recorded and are replayed.
+    The host's seconds are those of a transformer's layer with almost nothing to compute, forward and
+    backward, divided by the kernels that its Workload counts; and those that the same layer takes when it is
+    compiled, beyond the start of its kernels. On cores the thread that starts an operator also runs it: all
+    is the time between two kernels. On a GPU that time is from kernels that were recorded and are replayed.
     """
-    on_cores = place.device.type == "cpu"
     layer = SmallLayer().to(place.device)
-    operations: dict[str, Operation] = {"host": layer.forward_and_backward}
-    if not on_cores:
-        operations["device"] = _recorded(torch.ones(_SMALL, device=place.device))
+    operations: dict[str, Operation] = {"eager": layer.forward_and_backward}
+    if place.device.type == "cpu":
+        seconds = time_in_turns(operations, place, effort)
+        return HostTimes(seconds["eager"] / layer.kernels(), 0.0, 0.0)
+    compiled = layer.compiled()
+    with contextlib.suppress(RuntimeError):  # no compiler on this machine: the call of a graph is not known
+        compiled()
+        operations["compiled"] = compiled
+    operations["device"] = _recorded(torch.ones(_SMALL, device=place.device))
     seconds = time_in_turns(operations, place, effort)
-    host = seconds["host"] / layer.kernels(fused=not on_cores)
-    return (host, 0.0) if on_cores else (seconds["device"] / _CHAIN, host)
+    dispatch = seconds["eager"] / layer.kernels(one_kernel_norm=True)
+    calls = seconds.get("compiled", 0.0) - layer.compiled_kernels() * dispatch
+    return HostTimes(seconds["device"] / _CHAIN, dispatch, max(0.0, calls / 2))
 
 
 def _recorded(value: Tensor) -> Operation:

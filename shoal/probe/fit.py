@@ -7,7 +7,8 @@ synchronisations give the variation of ranks. Closeness is relative: the fit min
 logarithm of predicted over measured seconds, so that a small operation counts as much as a large one.
 
 If a data sheet gives the peak of a device or link, that is the peak, and programs reach a share of it. If
-there is none, as for cores, the peak is the highest measured rate.
+there is none, as for cores, the peak is the highest measured rate. A known GPU starts from its preset, and
+keeps what is not measured. `trust.py` says which measurements count, and which fits are used.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean, linear_regression
+from typing import Any
 
-from shoal.cluster import Cluster, Device, Level, peak_flops
-from shoal.cost.time import behind_the_mean
+from shoal.cluster import Cluster, Device, Level, known_device
+from shoal.cost.time import behind_the_mean, depth_of
 from shoal.probe.grid import least
 from shoal.probe.measurements import (
     CollectiveTime,
@@ -30,6 +32,7 @@ from shoal.probe.measurements import (
     SynchronisationTime,
 )
 from shoal.probe.sheet import Sheet
+from shoal.probe.trust import of_the_device
 
 __all__ = ["fit"]
 
@@ -44,6 +47,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
+_DEEP = 4  # times the depth: products with more inputs than that tell nothing about it
 _CPU_TILE = (16, 16)  # tile of products on cores: edges cost little
 
 
@@ -55,11 +59,12 @@ def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
         sheet: Facts about the machine that need no measuring.
         name: Name of the Cluster.
     """
+    measured = of_the_device(measured, on_cores=sheet.on_cores)
     device = _start(measured, sheet)
     level = Level(name=sheet.inside, devices=1, bandwidth=device.bandwidth, source="one device: no links")
     cores = sheet.cores if sheet.on_cores else 0
     cluster = Cluster(name=name, device=device, levels=(level,), cores=cores, source=sheet.source)
-    cluster = _fit_passes(cluster, measured.passes)
+    cluster = _fit_passes(cluster, [each for each in measured.passes if not each.is_warm])
     cluster = _fit_products(cluster, measured.products, sheet)
     for half, share in (("forward", "attention_share"), ("backward", "attention_backward_share")):
         chosen = [each for each in measured.attention if each.half == half]
@@ -69,23 +74,31 @@ def fit(measured: Measurements, sheet: Sheet, name: str) -> Cluster:
 
 def _start(measured: Measurements, sheet: Sheet) -> Device:
     """Return the device before the fit: with the known facts, and the values that are measured directly."""
+    facts: dict[str, Any] = {
+        "name": sheet.device,
+        "memory": sheet.memory,
+        "units": sheet.units,
+        "launch": measured.launch,
+        "dispatch": measured.dispatch,
+        "graph": measured.graph,
+        "source": sheet.source,
+    }
+    if sheet.devices_per_host > 1 or sheet.on_cores:
+        facts["contention"] = measured.contention
+    preset = None if sheet.on_cores else known_device(sheet.device)
+    if preset is not None:
+        return replace(preset, **facts)
     peak = {
-        precision: peak_flops(sheet.device, precision) or max(rates)
+        precision: max(rates)
         for precision in ("fp32", "bf16")
         if (rates := [each.rate for each in measured.products if each.precision == precision])
     }
     return Device(
-        name=sheet.device,
-        memory=sheet.memory,
-        bandwidth=max(each.rate for each in measured.passes),
+        bandwidth=max(each.rate for each in measured.passes if not each.is_warm),
         peak=peak,
-        units=sheet.units,
         tile=_CPU_TILE if sheet.on_cores else (256, 128),
         stall=1.0 if sheet.on_cores else 0.0,
-        launch=measured.launch,
-        dispatch=measured.dispatch,
-        contention=measured.contention,
-        source=sheet.source,
+        **facts,
     )
 
 
@@ -117,12 +130,14 @@ def _fit_products(cluster: Cluster, products: Sequence[ProductTime], sheet: Shee
                 return found.replace(device=replace(device, peak={**device.peak, precision: rate[0]}))
 
             quickest = max(each.rate for each in measured)
-            found = _closest(with_peak, measured, [(quickest / 2, quickest * 4)])
+            found = _closest(found, with_peak, measured, [(quickest / 2, quickest * 4)])
         return found
 
     if sheet.on_cores:
-        return _closest(with_depth, products, [_DEPTHS])
-    return _closest(with_share, products, [_SHARES, _DEPTHS])
+        return _closest(cluster, with_depth, products, [_DEPTHS])
+    if all(each.inputs > _DEEP * depth_of(cluster.device, each.precision) for each in products):
+        return _fit_share(cluster, "product_share", products)
+    return _closest(cluster, with_share, products, [_SHARES, _DEPTHS])
 
 
 def _fit_share(cluster: Cluster, share: str, measured: Sequence[Measurement]) -> Cluster:
@@ -131,7 +146,7 @@ def _fit_share(cluster: Cluster, share: str, measured: Sequence[Measurement]) ->
     def with_share(values: tuple[float, ...]) -> Cluster:
         return _of_device(cluster, **{share: values[0]})
 
-    return _closest(with_share, measured, [_SHARES]) if measured else cluster
+    return _closest(cluster, with_share, measured, [_SHARES])
 
 
 def _fit_synchronisations(cluster: Cluster, synchronisations: Sequence[SynchronisationTime]) -> Cluster:
@@ -170,7 +185,7 @@ def _fit_levels(cluster: Cluster, links: Sequence[CollectiveTime | SendTime], sh
             return cluster.replace(levels=(*inner, fitted))
 
         bounds = [_SHARES, _LATENCIES, _HALF_SIZES, *([] if levels else [_SETUPS])]
-        levels = _closest(with_level, timed, bounds).levels
+        levels = _closest(cluster, with_level, timed, bounds).levels
     return cluster.replace(levels=levels) if levels else cluster
 
 
@@ -189,12 +204,18 @@ def _of_device(cluster: Cluster, **changes: float) -> Cluster:
 
 
 def _closest(
+    unchanged: Cluster,
     with_values: Callable[[tuple[float, ...]], Cluster],
     measured: Iterable[Measurement],
     bounds: Sequence[tuple[float, float]],
 ) -> Cluster:
-    """Return the Cluster, among those that values make, whose predictions are closest to the measurements."""
+    """Return the Cluster, among those that values make, whose predictions are closest to the measurements.
+
+    Return it unchanged if there are none.
+    """
     chosen = list(measured)
+    if not chosen:
+        return unchanged
 
     def distance(values: tuple[float, ...]) -> float:
         cluster = with_values(values)

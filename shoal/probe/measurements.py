@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from shoal.cluster import Cluster
 from shoal.cost import Layout
@@ -20,6 +20,7 @@ __all__ = [
     "AttentionTime",
     "CollectiveTime",
     "HostRates",
+    "HostTimes",
     "Measurement",
     "Measurements",
     "PassTime",
@@ -74,17 +75,23 @@ class ProductTime:
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """Seconds of kernels that read and write `nbytes` of memory, more than caches hold if it is a stream."""
+    """Seconds of kernels that read and write `nbytes` of memory.
+
+    Their operands are more than caches hold if it is a stream, and lie in the device's cache if it is warm.
+    """
 
     name: str
     nbytes: float
     kernels: int
     seconds: float
     is_stream: bool = False
+    is_warm: bool = False
 
     @property
     def quantity(self) -> str:
         """See `Measurement`."""
+        if self.is_warm:
+            return "passes within a cache"
         return "streams" if self.is_stream else "passes over memory"
 
     @property
@@ -196,14 +203,29 @@ class HostRates:
     rates: Mapping[int, float]
 
 
+class HostTimes(NamedTuple):
+    """Seconds of starts.
+
+    Attributes:
+        launch: Seconds from one kernel's end to the next one's start.
+        dispatch: Seconds that the host takes to start an operation, beside what the device does.
+        graph: Seconds that the host takes to call a compiled graph, beside the start of its kernels.
+    """
+
+    launch: float
+    dispatch: float
+    graph: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurements:
     """All measurements of a probe.
 
     Attributes:
         products, passes, attention: Times on this rank's device, medians over the ranks.
-        launch: Seconds from one kernel's end to the next one's start.
-        dispatch: Seconds that the host takes to start an operation, beside what the device does.
+        launch, dispatch, graph: See `HostTimes`.
+        is_apart: Whether the times of a GPU's operations are the device's alone. If not, those of small
+            operations are the host's.
         contention: Share by which a collective within a host slows a product that runs beside it.
         links: Times of collectives and messages, level by level.
         synchronisations: Times of all ranks of a host, with work of several lengths.
@@ -218,6 +240,8 @@ class Measurements:
     launch: float
     dispatch: float
     contention: float
+    graph: float = 0.0
+    is_apart: bool = False
     links: tuple[CollectiveTime | SendTime, ...] = ()
     synchronisations: tuple[SynchronisationTime, ...] = ()
     hosts: tuple[HostRates, ...] = ()
@@ -227,7 +251,8 @@ class Measurements:
     @property
     def all(self) -> tuple[Measurement, ...]:
         """Return the measurements that the cost model predicts."""
-        return (*self.products, *self.passes, *self.attention, *self.links)
+        passes = (each for each in self.passes if not each.is_warm)
+        return (*self.products, *passes, *self.attention, *self.links)
 
 
 def _where(level: int) -> str:

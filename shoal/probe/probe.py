@@ -9,38 +9,22 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, known_device
 from shoal.collectives import keep_freed_memory
-from shoal.probe.device import measure_attention, measure_launch, measure_passes, measure_products
+from shoal.probe.device import measure_attention, measure_host, measure_passes, measure_products
 from shoal.probe.fit import fit
 from shoal.probe.links import measure_contention, measure_hosts, measure_links
 from shoal.probe.measurements import AttentionTime, Measurements, PassTime, ProductTime
 from shoal.probe.place import Place
-from shoal.probe.sheet import read_sheet
+from shoal.probe.sheet import Sheet, read_sheet
 from shoal.probe.suspicions import suspicions
 from shoal.probe.synchronisations import measure_synchronisations
+from shoal.probe.trust import FitError, errors_of, of_the_device, trusted
 from shoal.probe.turns import THOROUGH, Effort
 
-__all__ = ["FitError", "Probed", "median_of_ranks", "probe"]
+__all__ = ["Probed", "fitted", "median_of_ranks", "probe"]
 
 Timed = TypeVar("Timed", ProductTime, PassTime, AttentionTime)
-
-
-@dataclass(frozen=True, slots=True)
-class FitError:
-    """Errors of the predictions of one quantity, as shares of the measured seconds.
-
-    Attributes:
-        quantity: Name, such as "products fp32".
-        measured: Number of measurements.
-        median: Median of the absolute errors.
-        worst: Largest absolute error.
-    """
-
-    quantity: str
-    measured: int
-    median: float
-    worst: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +34,14 @@ class Probed:
     Attributes:
         cluster: The machine.
         measurements: The measurements that it was fitted to.
+        sheet: Facts about the machine that were not measured.
         errors: The errors of each quantity.
         suspicions: Signs of problems, one sentence each.
     """
 
     cluster: Cluster
     measurements: Measurements
+    sheet: Sheet
     errors: tuple[FitError, ...]
     suspicions: tuple[str, ...]
 
@@ -75,11 +61,26 @@ def probe(place: Place, name: str, effort: Effort = THOROUGH, say: Callable[[str
     found = None
     if place.ranks.rank == 0:
         sheet = read_sheet(place)
-        cluster = fit(measured, sheet, name)
         wrong = tuple(suspicions(measured, sheet, place.backend, os.environ))
-        found = Probed(cluster, measured, _errors(measured, cluster), wrong)
+        found = fitted(measured, sheet, name, wrong)
     probed: Probed = place.gathered(found)[0]
     return probed
+
+
+def fitted(measured: Measurements, sheet: Sheet, name: str, suspected: Sequence[str] = ()) -> Probed:
+    """Return the machine that measurements describe, the errors of the fit, and what is doubtful about it.
+
+    Args:
+        measured: The measurements.
+        sheet: Facts about the machine.
+        name: Name of the Cluster.
+        suspected: Signs of problems that are known already.
+    """
+    closest = fit(measured, sheet, name)
+    errors = errors_of(of_the_device(measured, on_cores=sheet.on_cores).all, closest)
+    preset = None if sheet.on_cores else known_device(sheet.device)
+    cluster, doubts = trusted(closest, errors, preset)
+    return Probed(cluster, measured, sheet, errors, (*suspected, *doubts))
 
 
 def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Measurements:
@@ -92,7 +93,7 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
     say("passes over memory, attention, launches")
     passes = median_of_ranks(place, measure_passes(place, effort))
     attention = median_of_ranks(place, measure_attention(place, effort))
-    launch, dispatch = zip(*place.gathered(measure_launch(place, effort)), strict=True)
+    launch, dispatch, graph = zip(*place.gathered(measure_host(place, effort)), strict=True)
     say("links")
     contention = place.gathered(measure_contention(place, effort))
     return Measurements(
@@ -101,6 +102,8 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
         attention=attention,
         launch=median(launch),
         dispatch=median(dispatch),
+        graph=median(graph),
+        is_apart=place.device.type != "cpu",
         contention=median(contention),
         links=measure_links(place, effort) if place.ranks.count > 1 else (),
         synchronisations=measure_synchronisations(place, effort),
@@ -119,14 +122,3 @@ def median_of_ranks(place: Place, own: Sequence[Timed]) -> tuple[Timed, ...]:
     medians = [median(values) for values in zip(*seconds, strict=True)]
     found = (replace(each, seconds=middle) for each, middle in zip(own, medians, strict=True))
     return tuple(each for each in found if each.seconds > 0)
-
-
-def _errors(measured: Measurements, cluster: Cluster) -> tuple[FitError, ...]:
-    by_quantity: dict[str, list[float]] = {}
-    for each in measured.all:
-        error = abs(each.predicted(cluster) / each.seconds - 1)
-        by_quantity.setdefault(each.quantity, []).append(error)
-    return tuple(
-        FitError(quantity, len(errors), median(errors), max(errors))
-        for quantity, errors in by_quantity.items()
-    )

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from shoal.cost import Costs, Layout
 from shoal.cost.collectives import collective_load, collective_seconds
 from shoal.cost.time import (
-    SUM_WIDTH,
     Bucket,
     Family,
     buckets_of,
     copy_seconds,
     families_of,
     parameters_on_rank,
+    sent_width,
 )
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group
@@ -61,6 +61,7 @@ class DataParallel:
         self._plan = plan
         self._cluster = costs.cluster
         self._width = Layout.of(plan).width
+        self._sent = sent_width(plan)
         self._stage = stage
         self._members = members
         self._blocks = blocks
@@ -86,7 +87,7 @@ class DataParallel:
     def copy_at(self, position: int) -> float:
         """Return the seconds to copy the gradients that this block's backward completes to their buckets."""
         return math.fsum(
-            copy_seconds(bucket.bucket, self._width, self._cluster) / bucket.bucket.number
+            copy_seconds(bucket.bucket, self._width, self._cluster, self._sent) / bucket.bucket.number
             for bucket in self._buckets
             if bucket.bucket.first == position
         )
@@ -120,7 +121,7 @@ class DataParallel:
     def naive(self) -> list[Piece]:
         """Return all-reduces in sequence: one per product's weight, one for the rest of a block."""
         return [
-            Exposed(self._collective("all_reduce", name, count, SUM_WIDTH, family.replicas))
+            Exposed(self._collective("all_reduce", name, count, self._sent, family.replicas))
             for block in reversed(self._blocks)
             for family in families_of(self._plan)
             for name, count in self._weights_of(block, family)
@@ -146,7 +147,7 @@ class DataParallel:
         sums.append(("all_reduce", bucket.parameters / shards.size, replicas))
         return [
             self._start(
-                "reduce", named, self._collective(operation, named.name, count, SUM_WIDTH, group), group
+                "reduce", named, self._collective(operation, named.name, count, self._sent, group), group
             )
             for operation, count, group in sums
             if group.size > 1

@@ -62,7 +62,7 @@ def rank_programs(
             },
             finish=finish_of(plan, costs, schedule, place),
             norm=norm_of(plan, costs),
-            update=_update(plan, costs, [stages[number] for number in schedule.stages_of(place)]),
+            update=_update(plan, costs, schedule, [stages[number] for number in schedule.stages_of(place)]),
         )
         for place, row in enumerate(rows)
     ]
@@ -92,8 +92,9 @@ def norm_of(plan: SettledPlan, costs: Costs) -> Collective | None:
     return Collective("all_reduce:gradient norm", seconds, 8, played.ranks(0), Purpose.CONTROL)
 
 
-def _update(plan: SettledPlan, costs: Costs, stages: Sequence[StageProgram]) -> float:
-    return costs.update(plan, sum((stage.data_parallel.parameters for stage in stages), Parameters()))
+def _update(plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]) -> float:
+    held = sum((stage.data_parallel.parameters for stage in stages), Parameters())
+    return costs.after(plan, held, schedule.microbatches)
 
 
 def message_bytes(plan: SettledPlan, workload: Workload) -> int:

@@ -14,7 +14,6 @@ from shoal.cluster import Cluster
 from shoal.cost import Costs
 from shoal.cost.outlook import straggler_share
 from shoal.cost.time import crowded_seconds
-from shoal.errors import ClusterError
 from shoal.plan import Plan, SettledPlan
 from shoal.plan.schedules import Played, make
 from shoal.simulate.account import Account, account_of
@@ -71,7 +70,7 @@ class Simulation:
         The model's FLOP are three times those of forward's products and attention. Attention counts the whole
         square of positions even where it is causal. Recompute does not count.
         """
-        peak = self.cluster.device.peak[self.plan.precision] * self.plan.ranks
+        peak = self.cluster.device.flops(self.plan.precision) * self.plan.ranks
         return self.batch * self.workload.training_flop / self.seconds / peak
 
     @cached_property
@@ -138,12 +137,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     """
     plan.require_ranks(cluster.devices)
     plan = SettledPlan.of(plan, batch)
-    if plan.precision not in cluster.device.peak:
-        raise ClusterError(
-            f"the peak of {cluster.device.name} in {plan.precision} is not known",
-            possible=f"precision={', '.join(cluster.device.peak)}",
-            change="choose another precision, or describe the device's peak",
-        )
+    cluster.device.flops(plan.precision)  # raises
     costs = Costs(workload, cluster)
     count = plan.microbatches_of(batch)
     stages = stage_programs(plan, costs, count)

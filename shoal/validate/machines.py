@@ -1,9 +1,8 @@
 """The machine that a row of a table names, as far as it is named.
 
-A Plan's precision is that of weights and of communication. Products may compute in another type: in tf32 with
-weights in fp32, in fp8 with weights in bf16. They then run at that type's peak, and a tile takes as many
-seconds to begin and end as in 16 bit. Attention and passes over memory take as long as in the Plan's
-precision.
+Published programs compute in fp8 with degrees that a Plan in fp8 refuses. So these rows have Plans in bf16,
+and their device has the rates of products in fp8: these run at that type's peak, and a tile takes as many
+seconds to begin and end as in 16 bit. Attention and passes over memory take as long as in bf16.
 """
 
 from __future__ import annotations
@@ -11,25 +10,46 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.cluster import Cluster, Device
+from shoal.cost.time import FP8_REACHED
 from shoal.errors import ClusterError
 from shoal.validate.steps import Measured
 
 __all__ = ["machine_of", "published_cluster"]
 
-_FP8_REACHED = 0.94
-"""The share of their peak that products in fp8 reach, relative to the share in bf16: the median of H100,
-H200, GH200, B200, B300 and GB200 (stas00/ml-engineering, compute/accelerator).
-"""
 
-
-def machine_of(row: Measured) -> Cluster:
+def machine_of(row: Measured, measured: Cluster | None = None) -> Cluster:
     """Return the Cluster that a row was measured on.
+
+    Args:
+        row: A row of a table.
+        measured: The machines of all rows, in place of those that the row names.
 
     Raises:
         ClusterError: Its device is unknown, does not compute in the row's type, or its nodes are not whole.
     """
+    if measured is not None:
+        return measured.with_devices(row.plans[0].ranks)
     cluster = published_cluster(row.line, row.device, row.plans[0].ranks, row.devices_per_node, row.network)
-    return cluster.replace(device=_computing(cluster.device, row.products, row.line))
+    if row.products not in cluster.device.peak:
+        raise ClusterError(
+            f"line {row.line}: {cluster.device.name} has no known FLOP rate in {row.products}",
+            possible=", ".join(cluster.device.peak),
+            change="correct the device or the precision",
+        )
+    return cluster.replace(device=_in_fp8(cluster.device)) if row.products == "fp8" else cluster
+
+
+def _in_fp8(device: Device) -> Device:
+    """Return the device with the rates of products in fp8 in place of those in bf16."""
+    faster = device.peak["fp8"] / device.peak["bf16"]
+    return replace(
+        device,
+        peak={**device.peak, "bf16": device.peak["fp8"]},
+        product_share=device.product_share * FP8_REACHED,
+        product_depth=device.product_depth * faster,
+        attention_share=device.attention_share / faster,
+        attention_backward_share=device.attention_backward_share / faster,
+    )
 
 
 def published_cluster(
@@ -42,26 +62,3 @@ def published_cluster(
         raise ClusterError(
             f"line {line}: {error.given}", possible=error.possible, change=error.change
         ) from None
-
-
-def _computing(device: Device, products: str, line: int) -> Device:
-    """Return the device with the rates of this type of products in place of the Plan's precision."""
-    if products not in device.peak:
-        raise ClusterError(
-            f"line {line}: {device.name} has no known FLOP rate in {products}",
-            possible=", ".join(device.peak),
-            change="correct the device or the precision",
-        )
-    if products == "tf32":
-        return replace(device, peak={**device.peak, "fp32": device.peak["tf32"]})
-    if products != "fp8":
-        return device
-    faster = device.peak["fp8"] / device.peak["bf16"]
-    return replace(
-        device,
-        peak={**device.peak, "bf16": device.peak["fp8"]},
-        product_share=device.product_share * _FP8_REACHED,
-        product_depth=device.product_depth * faster,
-        attention_share=device.attention_share / faster,
-        attention_backward_share=device.attention_backward_share / faster,
-    )

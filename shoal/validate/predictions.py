@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from shoal.cluster import Cluster
 from shoal.cost import Costs, Memories
 from shoal.cost.collectives import algorithm_seconds
 from shoal.cost.memory import every_second_product
@@ -22,6 +23,7 @@ from shoal.validate.collectives import USUAL_NODE, MeasuredCollective, read_coll
 from shoal.validate.fill_blanks import fill_blanks
 from shoal.validate.layers import MeasuredLayer, read_layers
 from shoal.validate.machines import machine_of, published_cluster
+from shoal.validate.programs import program_workload
 from shoal.validate.steps import Measured, read_table
 from shoal.workload import Workload, workload_of
 
@@ -38,11 +40,12 @@ __all__ = [
 _Row = TypeVar("_Row")
 
 
-def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
+def validate(path: str | Path, refuse: Refuse = strictly, cluster: Cluster | None = None) -> list[Comparison]:
     """Predict every row of a table; its columns say whether it has steps, layers or collectives.
 
     Args:
         path: Path of the table.
+        cluster: The machines on which the steps of a table were measured; None for those that its rows name.
         refuse: Called with the error of each row that cannot be predicted: an unreadable cell, a layout that
             no Plan describes, or an unknown device.
 
@@ -55,7 +58,7 @@ def validate(path: str | Path, refuse: Refuse = strictly) -> list[Comparison]:
         return list(compare_layers(read_layers(path, refuse), refuse))
     if "size_bytes" in columns:
         return list(compare_collectives(read_collectives(path, refuse)))
-    return list(compare_steps(read_table(path, refuse), refuse))
+    return list(compare_steps(read_table(path, refuse), refuse, cluster))
 
 
 def is_fitted(row: Measured | MeasuredCollective) -> bool:
@@ -67,20 +70,23 @@ def is_fitted(row: Measured | MeasuredCollective) -> bool:
     return hashlib.sha256(row.settings.encode()).digest()[0] % 2 == 0
 
 
-def compare_steps(rows: Sequence[Measured], refuse: Refuse = strictly) -> Iterator[Comparison]:
+def compare_steps(
+    rows: Sequence[Measured], refuse: Refuse = strictly, cluster: Cluster | None = None
+) -> Iterator[Comparison]:
     """Compare every row's step and memory, if these were measured.
 
     Args:
         rows: Rows of a table.
         refuse: Called with the errors of rows whose machine is unknown.
+        cluster: The machines of all rows; None for those that they name.
     """
     known: dict[object, tuple[Costs, Memories]] = {}
 
     def compare(row: Measured) -> Iterator[Comparison]:
         machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
-        key = (row.shape, machine, _is_per_operator(row), _is_fsdp(row))
+        key = (row.shape, row.program, machine, _is_per_operator(row), _is_fsdp(row))
         if key not in known:
-            costs = Costs(published_workload(row), machine_of(row))
+            costs = Costs(published_workload(row), machine_of(row, cluster))
             known[key] = costs, Memories(costs.workload, costs.cluster, costs)
         return _compare_step(row, *known[key])
 
@@ -134,8 +140,9 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
     if row.seconds is not None:
         yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
     if row.memory is not None:
-        allocated = memories.fullest(plan, row.batch).allocated  # an allocator does not count contexts
-        yield compared(quantity="memory", measured=row.memory, predicted=allocated)
+        fullest = memories.fullest(plan, row.batch)
+        predicted = fullest.held if row.program is None else fullest.allocated
+        yield compared(quantity="memory", measured=row.memory, predicted=predicted)
 
 
 def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
@@ -162,7 +169,8 @@ def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
 def _is_per_operator(row: Measured) -> bool:
     """Return whether a selective recompute is torchtitan's, which shards like zero3 and fuses attention."""
     return (
-        row.shape.fused_attention
+        row.program is None
+        and row.shape.fused_attention
         and tuple(row.recomputes) == ("selective",)
         and all(plan.sharding.cuts_weights for plan in row.plans)
     )
@@ -173,8 +181,8 @@ def published_workload(row: Measured) -> Workload:
 
     Programs that shard by FSDP recompute by torch's own function; others recompute the whole block.
     """
-    workload = workload_of(row.shape)
-    if not _is_fsdp(row):
+    workload = program_workload(row.shape, row.program)
+    if not _is_fsdp(row) and row.program is None:
         workload = workload.with_layers(lambda layer: replace(layer, stops_early=False))
     return every_second_product(workload) if _is_per_operator(row) else workload
 

@@ -12,6 +12,7 @@ from shoal.errors import PlanError
 from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, divisors
 from shoal.plan.stages import split_by_count
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
+from shoal.validate.programs import COMPILED, Program, as_trained, program_of
 from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.workload import ModelShape
 
@@ -69,6 +70,10 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "attention": spelled(ATTENTIONS),
     "step_s": measured,
     "memory_gib": measured,
+    "compile": spelled(COMPILED),
+    "tied": _flag,
+    "source": str,
+    "note": str,
 }
 """The columns of a table, with a reader for their cells. Further columns are ignored."""
 
@@ -78,6 +83,7 @@ _OPTIONAL = frozenset(
         *("model", "ffn", "heads", "kv_heads", "vocab", "gated_mlp"),
         *("devices_per_node", "network_gbps_per_node", *_DEGREES, "virtual_stages", "microbatch"),
         *("sharding", "recompute", "sequence_parallel", "precision", "attention", "memory_gib"),
+        *("compile", "tied", "source", "note"),
     ]
 )
 """Columns that may be absent, and whose cells may be blank: the value is not stated."""
@@ -85,7 +91,8 @@ _OPTIONAL = frozenset(
 _INSTEAD = {"step_s": "memory_gib"}
 """Columns that may be blank if the second column is filled in."""
 
-_NOT_SETTINGS = ("family", "model", "step_s", "memory_gib")
+_NOT_SETTINGS = ("family", "model", "step_s", "memory_gib", "source", "note")
+_LATER = ("compile", "tied")  # columns that are a setting only where they are filled in
 
 _MICROBATCHES = (1, 2, 4, 8, 16)  # values to try if a row states none
 _SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
@@ -107,6 +114,7 @@ class Measured:
         device: Name of the device.
         devices_per_node: Devices in a node; None if not stated.
         network: Bytes/s of a node's network interfaces together, one direction; None if not stated.
+        program: The program of torch's kernels; None for one with fused kernels of its own.
         products: Type that products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
         plans: Every Plan that the row's settings allow, with the least recompute of these. There is one,
             unless some settings are blank. All have equally many ranks.
@@ -124,6 +132,7 @@ class Measured:
     device: str
     devices_per_node: int | None
     network: float | None
+    program: Program | None
     products: str
     plans: Sequence[SettledPlan]
     recomputes: Sequence[str]
@@ -150,21 +159,37 @@ def _measured(row: Row) -> Measured:
     memory = row["memory_gib"]
     recompute = "selective" if row["recompute"] == "per-op SAC" else row["recompute"]
     recomputes = (recompute,) if recompute else CHOICES["recompute"]
+    program = program_of(row)
+    settings = {name: value for name, value in row.values.items() if name not in _NOT_SETTINGS}
     return Measured(
         row.line,
-        ",".join(f"{name}={value}" for name, value in row.values.items() if name not in _NOT_SETTINGS),
+        ",".join(
+            f"{name}={value}" for name, value in settings.items() if value is not None or name not in _LATER
+        ),
         row["family"],
-        _shape(row),
+        as_trained(_shape(row), program, None if row["tied"] is None else bool(row["tied"])),
         row["device"],
         row["devices_per_node"],
         _network(row),
-        "bf16" if row["precision"] in (None, "fp16") else row["precision"],
+        program,
+        _products(row),
         _plans(row, recomputes[0]),
         recomputes,
         row["global_batch"],
         row["step_s"],
         None if memory is None else memory * 2**30,
     )
+
+
+def _products(row: Row) -> str:
+    """Return the type in which products compute; fp16 computes as quickly as bf16."""
+    return "bf16" if row["precision"] in (None, "fp16") else str(row["precision"])
+
+
+def _compile(row: Row) -> str:
+    """Return a Plan's `compile`; it changes nothing in a program with fused kernels of its own."""
+    program = program_of(row)
+    return "auto" if program is None else "none" if program.compiled == "none" else "blocks"
 
 
 def _network(row: Row) -> float | None:
@@ -248,7 +273,8 @@ def _settings(row: Row) -> Iterator[dict[str, Any]]:
                 "virtual": virtual,
                 "split": "count",
                 "microbatch": microbatch,
-                "precision": "fp32" if row["precision"] in ("fp32", "tf32") else "bf16",
+                "precision": "bf16" if _products(row) == "fp8" else _products(row),
+                "compile": _compile(row),
             }
 
 

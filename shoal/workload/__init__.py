@@ -9,7 +9,7 @@ from shoal.workload.model_shape import Latent, ModelShape
 from shoal.workload.operation import Attention, Keep, Operation, Part, Pass, Product, Saved
 from shoal.workload.presets import shape, shape_names, transformer_shape
 from shoal.workload.text import from_json, to_json
-from shoal.workload.transformer import workload_of
+from shoal.workload.transformer import compilable_workload_of, workload_of
 from shoal.workload.workload import Block, Parameters, Workload
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "Product",
     "Saved",
     "Workload",
+    "compilable_workload_of",
     "from_json",
     "shape",
     "shape_names",

@@ -6,7 +6,7 @@ BERT's layers end in a norm; its end is a product and a norm before the head, an
 
 from __future__ import annotations
 
-from shoal.workload.kept import is_fused, kept_by_norm
+from shoal.workload.kept import kept_by_norm
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Keep, Operation, Part, Pass, Product, Saved
 from shoal.workload.passes import loss_pass, norm_pass
@@ -15,6 +15,7 @@ from shoal.workload.workload import Block, Parameters
 __all__ = ["embedding_of", "end_of"]
 
 _FP32 = 4
+_OF_ANGLES = 12  # operators that make the angles: positions, powers, their product, cosine, sine, joins
 _SENTENCES = 2  # kinds of tokens, and answers to whether two sentences follow
 
 
@@ -23,7 +24,7 @@ def embedding_of(shape: ModelShape) -> Block:
     hidden = shape.hidden
     stream = float(shape.seq * hidden)
     positions = 0 if shape.rotary else shape.seq * hidden
-    kernels = 1 if shape.rotary else 2
+    kernels = (1 if shape.fused_passes else 1 + _OF_ANGLES) if shape.rotary else 2
     operations: list[Operation] = []
     saved: list[Saved] = []
     if shape.patch:
@@ -32,7 +33,10 @@ def embedding_of(shape: ModelShape) -> Block:
         parameters = Parameters(whole=positions + hidden, divided=(shape.patch + 1) * hidden)
         tables = positions
     else:
-        operations.append(Pass("embedding", stream, 4, 8, Part.STREAM, kernels=kernels))
+        backward = None if shape.fused_passes else 1
+        operations.append(
+            Pass("embedding", stream, 4, 8, Part.STREAM, kernels=kernels, backward_kernels=backward)
+        )
         parameters = Parameters(whole=positions, divided=shape.vocab * hidden)
         tables = shape.vocab * hidden + positions
     if shape.objective == "masked":
@@ -67,7 +71,7 @@ def end_of(shape: ModelShape) -> Block:
         whole += 2 * (hidden + 1) * hidden + _SENTENCES * (hidden + 1)
     bias = shape.vocab if shape.objective != "next-token" else 0
     saved = [
-        *([Saved("input", stream, Part.STREAM, Keep.ALWAYS)] if is_fused(shape) else []),
+        *([Saved("input", stream, Part.STREAM, Keep.ALWAYS)] if shape.one_kernel_norm else []),
         *_norm(shape),
         Saved("logits", logits, Part.COLUMNS, Keep.ALWAYS, _FP32),
     ]

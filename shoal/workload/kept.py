@@ -35,31 +35,31 @@ _FP32 = 4
 _INT64 = 8
 
 
-def kept_by_layer(shape: ModelShape) -> Iterator[Saved]:
-    """Yield the tensors that a layer keeps for backward."""
+def kept_by_layer(shape: ModelShape, *, compiled: bool = False) -> Iterator[Saved]:
+    """Yield the tensors that a layer keeps for backward.
+
+    Args:
+        shape: Shape of the model.
+        compiled: Whether torch.compile makes the layer's kernels. They compute silu(gate) again in backward.
+    """
     stream = float(shape.seq * shape.hidden)
-    yield Saved("input", stream, Part.STREAM, Keep.ALWAYS if is_fused(shape) else Keep.START)
+    yield Saved("input", stream, Part.STREAM, Keep.ALWAYS if shape.one_kernel_norm else Keep.START)
     yield from kept_by_norm(shape)
     yield Saved("norm", stream, Part.STREAM)
     yield from _attention(shape)
     yield Saved("attention's sum", stream, Part.ROWS, Keep.SELECTIVE)
-    if is_fused(shape):
+    if shape.one_kernel_norm:
         yield Saved("stream", stream, Part.STREAM)
     yield from kept_by_norm(shape)
     if not shape.experts or shape.shared_experts:
         yield Saved("norm", stream, Part.STREAM)
     if shape.experts:
-        yield from _experts(shape)
+        yield from _experts(shape, compiled)
     else:
-        yield from _feed_forward(shape, shape.seq, shape.ffn, Part.COLUMNS)
+        yield from _feed_forward(shape, shape.seq, shape.ffn, Part.COLUMNS, compiled)
         yield Saved("feed-forward's sum", stream, Part.ROWS, Keep.SELECTIVE)
     if shape.dropout:
         yield Saved("masks", 2 * stream, Part.STREAM, width=1)
-
-
-def is_fused(shape: ModelShape) -> bool:
-    """Return whether a norm keeps its input unchanged: LayerNorm is one kernel everywhere."""
-    return shape.fused_passes or shape.biases
 
 
 def kept_by_norm(shape: ModelShape, keep: Keep = Keep.REST) -> Iterator[Saved]:
@@ -68,7 +68,7 @@ def kept_by_norm(shape: ModelShape, keep: Keep = Keep.REST) -> Iterator[Saved]:
     if shape.biases:
         yield Saved("mean and deviation", 2 * tokens, Part.STREAM, keep, _FP32)
     else:
-        if not shape.fused_passes:
+        if not shape.one_kernel_norm:
             yield Saved("input and quotient", 2 * stream, Part.STREAM, keep, _FP32)
         yield Saved("root", tokens, Part.STREAM, keep, _FP32)
 
@@ -99,14 +99,14 @@ def _attention(shape: ModelShape) -> Iterator[Saved]:
     yield Saved("attention's result", tokens * heads * width, Part.COLUMNS, Keep.RESULTS)
 
 
-def _feed_forward(shape: ModelShape, rows: int, width: int, part: Part) -> Iterator[Saved]:
+def _feed_forward(shape: ModelShape, rows: int, width: int, part: Part, compiled: bool) -> Iterator[Saved]:
     inner = float(rows * width)
     gates = 2 if shape.gated else 1
     yield Saved("gate, up" if shape.gated else "up", gates * inner, part, Keep.RESULTS)
-    yield Saved("activation", gates * inner, part)
+    yield Saved("activation", inner if compiled else gates * inner, part)
 
 
-def _experts(shape: ModelShape) -> Iterator[Saved]:
+def _experts(shape: ModelShape, compiled: bool) -> Iterator[Saved]:
     tokens, choices, experts = float(shape.seq), float(shape.choices), shape.experts
     stream = tokens * shape.hidden
     both = bool(shape.shared_experts)  # both read the norm's output unchanged
@@ -122,10 +122,10 @@ def _experts(shape: ModelShape) -> Iterator[Saved]:
     yield Saved("order", chosen + choices, Part.STREAM, Keep.REST, _INT64)
     rows = choices * shape.hidden
     yield Saved("experts' input", rows, Part.STREAM)
-    yield from _feed_forward(shape, shape.choices, shape.expert_width, Part.STREAM)
+    yield from _feed_forward(shape, shape.choices, shape.expert_width, Part.STREAM, compiled)
     yield Saved("experts' results", rows, Part.STREAM, Keep.RESULTS)
     yield Saved("results in order", chosen * shape.hidden, Part.STREAM)
     if shape.shared_experts:
         width = shape.shared_experts * shape.expert_width
-        yield from _feed_forward(shape, shape.seq, width, Part.COLUMNS)
+        yield from _feed_forward(shape, shape.seq, width, Part.COLUMNS, compiled)
         yield Saved("shared experts' sum", stream, Part.ROWS, Keep.SELECTIVE)

@@ -50,6 +50,8 @@ class ModelShape:
         fused_passes: Whether one kernel does a pass over memory, as on GPUs. On CPUs torch's RMSNorm, SwiGLU
             and rotary embedding are several operators each, and RMSNorm's keep their intermediate results in
             fp32.
+        fused_norm: Whether one kernel does a norm; None for as `fused_passes` says. torch's RMSNorm is one
+            kernel on GPUs, where nothing else is fused unless it is compiled.
         head_dim: Width of a head; None for hidden / heads.
         latent: Narrow tensors that queries, keys and values are computed from; None for the hidden state.
         experts: Experts in each feed-forward layer; 0 for a dense model.
@@ -81,6 +83,7 @@ class ModelShape:
     causal: bool = True
     fused_attention: bool = True
     fused_passes: bool = True
+    fused_norm: bool | None = None
     head_dim: int | None = None
     latent: Latent | None = None
     experts: int = 0
@@ -130,6 +133,11 @@ class ModelShape:
     def width(self) -> int:
         """Width of a head."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def one_kernel_norm(self) -> bool:
+        """Whether one kernel does a norm, and keeps its input unchanged; LayerNorm is one everywhere."""
+        return self.biases or (self.fused_passes if self.fused_norm is None else self.fused_norm)
 
     @property
     def tokens_of_loss(self) -> int:

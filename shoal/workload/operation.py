@@ -61,6 +61,8 @@ class Product:
             weight for its part of the stream, as for experts, whose copies ep divides; or WHOLE.
         copies: Number of experts, each with a weight of its own and an equal share of the rows; 1 for a plain
             product.
+        matrices: Number of weights side by side whose products torch computes one by one: 3 for queries, keys
+            and values. The device's seconds are those of one product.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Product:
     outputs: int
     part: Part = Part.WHOLE
     copies: int = 1
+    matrices: int = 1
 
     @property
     def flop(self) -> int:
@@ -121,7 +124,10 @@ class Pass:
         forward: Bytes that forward reads and writes per element, if the type that computes has two bytes.
         backward: Bytes that backward reads and writes per element, counted likewise.
         part: Any but ROWS.
-        kernels: Number of its forward kernels if nothing is compiled; backward has equally many.
+        kernels: Number of its forward kernels.
+        backward_kernels: Number of its backward kernels; None for as many as in forward. in_fp32: `forward`
+            and `backward` if fp32 computes; None for twice as many. An operator that computes in fp32
+            whatever the model does reads and writes casts besides.
     """
 
     name: str
@@ -130,6 +136,20 @@ class Pass:
     backward: float
     part: Part
     kernels: int = 1
+    backward_kernels: int | None = None
+    in_fp32: tuple[float, float] | None = None
+
+    def nbytes(self, width: int) -> tuple[float, float]:
+        """Return the bytes of one sample's forward and backward, if an element that computes has `width`."""
+        forward, backward = self.forward * width / 2, self.backward * width / 2
+        if self.in_fp32 is not None and width == 4:
+            forward, backward = self.in_fp32
+        return self.elements * forward, self.elements * backward
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """The number of kernels of forward and backward."""
+        return self.kernels, self.kernels if self.backward_kernels is None else self.backward_kernels
 
 
 Operation = Product | Attention | Pass

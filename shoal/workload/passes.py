@@ -1,20 +1,23 @@
 """Passes over memory: the bytes of norms, activations, rotary embedding, sums and the loss.
 
-Bytes are for an element of 16 bits: two for each time that it is read or written. On GPUs one kernel does a
-pass. On cores (`fused_passes` is False) torch runs one operator after another, each of which reads and writes
-memory: RMSNorm's forward squares, takes the mean, multiplies by the root and by the weight. A test counts the
-bytes of all operators that run.
+Bytes are for an element of 16 bits: two for each time that it is read or written. One kernel does a pass if
+`fused_passes` is True. If not, torch runs one operator after another, each of which reads and writes memory:
+RMSNorm's forward on cores squares, takes the mean, multiplies by the root and by the weight; the rotary
+embedding and the loss compute in fp32, and cast to it and back. A test counts the bytes of all operators that
+run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Part, Pass
 
 __all__ = [
     "activation_pass",
+    "compiled_loss",
     "dispatch_passes",
     "joined_gradients",
     "loss_pass",
@@ -26,16 +29,16 @@ __all__ = [
 
 def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> Pass:
     """Return the pass of a norm over the last dim; LayerNorm is one kernel everywhere."""
-    if shape.fused_passes or shape.biases:
-        return Pass("norm", elements, 4, 8, part)
+    if shape.one_kernel_norm:
+        return Pass("norm", elements, 4, 8, part, backward_kernels=2)
     return Pass("norm", elements, 14, 48, part, kernels=10)
 
 
 def rotary_pass(shape: ModelShape, elements: float) -> Pass:
-    """Return the pass that rotates queries and keys; unfused: a product, a roll, a sum of products."""
+    """Return the pass that rotates queries and keys; unfused: a roll, a product, a sum with one, a cast."""
     if shape.fused_passes:
         return Pass("rotary", elements, 4, 4, Part.COLUMNS, kernels=2)
-    return Pass("rotary", elements, 14, 18, Part.COLUMNS, kernels=7)
+    return Pass("rotary", elements, 26, 44, Part.COLUMNS, kernels=8, backward_kernels=14, in_fp32=(28, 36))
 
 
 def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:
@@ -44,7 +47,7 @@ def activation_pass(shape: ModelShape, elements: float, part: Part) -> Pass:
         return Pass("gelu", elements, 4, 6, part)
     if shape.fused_passes:
         return Pass("silu and product", elements, 6, 10, part)
-    return Pass("silu and product", elements, 10, 18, part, kernels=3)
+    return Pass("silu and product", elements, 10, 18, part, kernels=2, backward_kernels=3)
 
 
 def sum_pass(shape: ModelShape, elements: float) -> Pass:
@@ -57,7 +60,8 @@ def sum_pass(shape: ModelShape, elements: float) -> Pass:
 def joined_gradients(shape: ModelShape, elements: float, products: int) -> Iterator[Pass]:
     """Yield passes that add gradients of products with a common input; with fused kernels these are one."""
     if not shape.fused_passes and products > 1:
-        yield Pass("gradients' sum", elements, 0, 6 * (products - 1), Part.WHOLE)
+        sums = products - 1
+        yield Pass("gradients' sum", elements, 0, 6 * sums, Part.WHOLE, kernels=0, backward_kernels=sums)
 
 
 def dispatch_passes(shape: ModelShape, rows: int) -> Iterator[Pass]:
@@ -74,4 +78,9 @@ def loss_pass(shape: ModelShape, logits: float) -> Pass:
     """Return the pass of cross-entropy; logits computed in 16 bits are copied to fp32."""
     if shape.fused_passes:
         return Pass("loss", logits, 14, 10, Part.COLUMNS, kernels=4)
-    return Pass("loss", logits, 6, 10, Part.COLUMNS, kernels=3)
+    return Pass("loss", logits, 18, 26, Part.COLUMNS, kernels=4, in_fp32=(12, 20))
+
+
+def compiled_loss(loss: Pass) -> Pass:
+    """Return the pass of cross-entropy that torch.compile makes: it reads logits as the head made them."""
+    return replace(loss, forward=4, backward=4, kernels=2, backward_kernels=1)

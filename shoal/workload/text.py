@@ -74,17 +74,21 @@ def _written(value: Any) -> Any:
 
 
 def _block(read: Mapping[str, Any]) -> Block:
-    rest = {name: value for name, value in read.items() if name not in ("operations", "parameters", "saved")}
+    made = ("operations", "parameters", "saved", "eager")
+    rest = {name: value for name, value in read.items() if name not in made}
     return Block(
         operations=tuple(map(_operation, read["operations"])),
         parameters=Parameters(**read["parameters"]),
         saved=tuple(Saved(**_with_enums(each)) for each in read.get("saved", ())),
+        eager=_block(read["eager"]) if "eager" in read else None,
         **rest,
     )
 
 
 def _operation(read: Mapping[str, Any]) -> Operation:
-    values = _with_enums(read)
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in _with_enums(read).items()
+    }
     return _KINDS[values.pop("kind")](**values)
 
 

@@ -15,6 +15,7 @@ layer's operations are:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from shoal.workload.ends import embedding_of, end_of
 from shoal.workload.kept import kept_by_layer
@@ -22,6 +23,7 @@ from shoal.workload.model_shape import Latent, ModelShape
 from shoal.workload.operation import Attention, Operation, Part, Pass, Product
 from shoal.workload.passes import (
     activation_pass,
+    compiled_loss,
     dispatch_passes,
     joined_gradients,
     norm_pass,
@@ -30,7 +32,51 @@ from shoal.workload.passes import (
 )
 from shoal.workload.workload import Block, Parameters, Workload
 
-__all__ = ["workload_of"]
+__all__ = ["compilable_workload_of", "workload_of"]
+
+
+def compilable_workload_of(shape: ModelShape) -> Workload:
+    """Return the workload of a transformer whose kernels torch makes, compiled or one by one, on a GPU.
+
+    `workload_of` returns that of a program with fused kernels of its own, such as Megatron-LM. Layers and
+    loss are compiled, but no embedding and no experts, whose numbers of rows change.
+    """
+    eager = workload_of(shape.replace(fused_passes=False, fused_norm=True))
+    fused = workload_of(shape)
+    layers: dict[Block, Block] = {}
+    for block, other in zip(fused.layers, eager.layers, strict=True):
+        if block not in layers:
+            is_dense = not block.routed
+            of_layer = shape.replace(experts=0, shared_experts=0) if is_dense else shape
+            saved = tuple(kept_by_layer(of_layer, compiled=is_dense))
+            layers[block] = _compilable(replace(block, saved=saved), other, 1 if is_dense else 2)
+    narrow = tuple(replace(each, width=None) if each.name == "logits" else each for each in fused.end.saved)
+    *before, loss = fused.end.operations
+    assert isinstance(loss, Pass)
+    end = replace(fused.end, operations=(*before, compiled_loss(loss)), saved=narrow)
+    return replace(
+        fused,
+        embedding=_compilable(eager.embedding, eager.embedding, 0),
+        layers=tuple(layers[block] for block in fused.layers),
+        end=_compilable(end, eager.end, 1),
+        synchronises=False,
+    )
+
+
+def _compilable(block: Block, eager: Block, graphs: int) -> Block:
+    """Return a compiled block with its eager one, and with the products and experts of that."""
+    products = {each.name: each for each in eager.operations if isinstance(each, Product)}
+    operations = [products.get(each.name, each) for each in block.operations]
+    if block.routed:
+        router = products["router"]
+        last = operations[-1:]  # the sum
+        operations = operations[: operations.index(router)]
+        operations += [*eager.operations[eager.operations.index(router) : -1], *last]
+    weights = sum(each.matrices * each.copies for each in products.values())
+    norms = sum(each.name == "norm" for each in eager.operations)
+    sums = weights + norms + (1 if block.tables else 0)
+    one_by_one = replace(eager, sums=sums)
+    return replace(block, operations=tuple(operations), sums=sums, graphs=graphs, eager=one_by_one)
 
 
 def workload_of(shape: ModelShape) -> Workload:
@@ -94,7 +140,8 @@ def _operations(shape: ModelShape) -> Iterator[Operation]:
 def _attention(shape: ModelShape) -> Iterator[Operation]:
     tokens, hidden = shape.seq, shape.hidden
     queries, keys = shape.heads * shape.width, shape.keys * shape.width
-    yield Product("query, key, value", tokens, hidden, queries + 2 * keys, Part.COLUMNS)
+    matrices = 1 if shape.fused_passes else 3
+    yield Product("query, key, value", tokens, hidden, queries + 2 * keys, Part.COLUMNS, matrices=matrices)
     yield from joined_gradients(shape, float(tokens * hidden), 3)
     if shape.rotary:
         yield rotary_pass(shape, float(tokens * (queries + keys)))
@@ -134,7 +181,9 @@ def _latent_attention(shape: ModelShape, latent: Latent) -> Iterator[Operation]:
 
 def _feed_forward(shape: ModelShape, width: int) -> Iterator[Operation]:
     gates = 2 if shape.gated else 1
-    yield Product("gate, up" if shape.gated else "up", shape.seq, shape.hidden, width * gates, Part.COLUMNS)
+    name = "gate, up" if shape.gated else "up"
+    matrices = 1 if shape.fused_passes else gates
+    yield Product(name, shape.seq, shape.hidden, width * gates, Part.COLUMNS, matrices=matrices)
     yield from joined_gradients(shape, float(shape.seq * shape.hidden), gates)
     yield activation_pass(shape, float(shape.seq * width), Part.COLUMNS)
     yield Product("down", shape.seq, width, shape.hidden, Part.ROWS)

@@ -57,6 +57,11 @@ class Block(_Hashed):
         tables: Number of parameters that are looked up and not multiplied.
         remade: Share of the products that a selective recompute computes again; 0 for Shoal's.
         stops_early: Whether a full recompute ends with the last result that backward reads, as torch's does.
+        sums: Number of weights whose gradients torch adds, one by one, to sums in fp32; 0 if products add
+            them.
+        graphs: Number of compiled graphs that forward calls; backward calls as many.
+        eager: The block as torch runs it if nothing is compiled; None if the Plan's `compile` changes
+            nothing.
     """
 
     name: str
@@ -68,6 +73,9 @@ class Block(_Hashed):
     tables: int = 0
     remade: float = 0.0
     stops_early: bool = True
+    sums: int = 0
+    graphs: int = 0
+    eager: Block | None = None
 
     def __hash__(self) -> int:
         try:
@@ -76,6 +84,10 @@ class Block(_Hashed):
             made_of = self.name, self.operations, self.parameters, self.saved, self.routed
             object.__setattr__(self, "_hash", hash(made_of))
             return self._hash
+
+    def under(self, compile: str) -> Block:
+        """Return the block as it runs under a Plan's `compile`; auto that is not settled is blocks."""
+        return self.eager if self.eager is not None and compile == "none" else self
 
     @property
     def unread(self) -> tuple[Operation, ...]:
@@ -120,6 +132,7 @@ class Workload:
         heads, kv_heads: Query heads, and key and value heads, that tp and Ulysses must divide among ranks; 0
             if not known.
         experts: Number of experts that ep divides; 0 for none.
+        synchronises: Whether the host waits for the device before the optimizer's update.
     """
 
     name: str
@@ -132,6 +145,7 @@ class Workload:
     heads: int = 0
     kv_heads: int = 0
     experts: int = 0
+    synchronises: bool = True
 
     @property
     def pieces(self) -> tuple[Block, ...]:

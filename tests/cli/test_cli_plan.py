@@ -8,6 +8,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cluster import Cluster
+from shoal.cost.time import workload_on
 from shoal.plan import Plan, SettledPlan
 from shoal.planner import Search
 from shoal.train import load_config
@@ -23,7 +24,8 @@ def printed(capsys, *arguments):
 
 def test_the_first_plan_is_the_best_of_the_search(capsys):
     summary = json.loads(printed(capsys, "--json", "--top", "3"))
-    best = Search(workload_of(shape("125m")), Cluster.parse("dgx-a100:8"), 64).best(1).best
+    cluster = Cluster.parse("dgx-a100:8")
+    best = Search(workload_on(cluster, shape("125m")), cluster, 64).best(1).best
     first, *rest = summary["plans"]
     assert first["plan"] == str(best.plan)
     assert first["closed_form_seconds"] == best.cost.seconds

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,23 @@ def test_one_rank_writes_a_description_that_loads(programs, tmp_path):
 def test_what_cannot_work_is_refused_before_anything_starts(words, told, capsys):
     assert main(["probe", "--backend=gloo", "--out=cluster.toml", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_old_measurements_are_fitted_again_with_the_links_of_a_preset_and_validated(tmp_path, capsys):
+    data = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
+    out = tmp_path / "mine.toml"
+    words = ["probe", "--from", str(data / "probe_h100.json"), "--links", "dgx-h100", "--out", str(out)]
+    assert main([*words, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    cluster = Cluster.parse(f"{out}:32")
+    assert (cluster.devices, cluster.devices_per_node) == (32, 8)
+    assert Cluster.read(out) == Cluster.of(content["cluster"], "json")
+    assert content["warnings"] == []
+    assert main(["validate", str(data / "steps_one_h100.csv"), "--cluster", str(out), "--json"]) == 0
+    errors = [each["error"] for each in json.loads(capsys.readouterr().out)["rows"]]
+    assert len(errors) == 2 * 29
+    assert main([*words[:-2], "--out", str(out), "--links", "dgx-h1000"]) == 2
+    assert "dgx-h100" in capsys.readouterr().err
 
 
 @pytest.fixture

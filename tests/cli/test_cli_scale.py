@@ -7,8 +7,9 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cluster import Cluster
+from shoal.cost.time import workload_on
 from shoal.planner import Search
-from shoal.workload import shape, workload_of
+from shoal.workload import shape
 
 ASKED = ["scale", "--model", "350m", "--cluster", "dgx-a100", "--batch", "256", "--devices", "8..64"]
 
@@ -23,7 +24,7 @@ def test_each_point_is_the_best_plan_of_its_devices(capsys):
     assert [point["devices"] for point in points] == [8, 16, 32, 64]
     for point in points:
         cluster = Cluster.preset("dgx-a100").with_devices(point["devices"])
-        best = Search(workload_of(shape("350m")), cluster, 256).best(1).best
+        best = Search(workload_on(cluster, shape("350m")), cluster, 256).best(1).best
         assert point["plan"] == str(best.plan)
 
 

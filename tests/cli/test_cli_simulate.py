@@ -14,10 +14,12 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cluster import Cluster
+from shoal.cost.time import workload_on
 from shoal.plan import Plan
 from shoal.simulate import simulate
-from shoal.workload import shape, to_json, workload_of
+from shoal.workload import shape, to_json
 
+H100 = Cluster.parse("dgx-h100:8")
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "simulate.md"
 PLAN = "dp=2,tp=2,pp=2,shard=zero1,precision=bf16"
 WORDS = ("--plan", PLAN, "--model", "gpt3-1.3b", "--cluster", "dgx-h100:8", "--batch", "16")
@@ -30,7 +32,7 @@ def printed(capsys, *words):
 
 def test_json_has_the_figures_of_the_library(capsys):
     found = json.loads(printed(capsys, *WORDS, "--json").out)
-    simulated = simulate(workload_of(shape("gpt3-1.3b")), Cluster.parse("dgx-h100:8"), Plan.parse(PLAN), 16)
+    simulated = simulate(workload_on(H100, shape("gpt3-1.3b")), H100, Plan.parse(PLAN), 16)
     assert found["step_seconds"] == simulated.seconds
     assert found["tokens_per_second"] == pytest.approx(16 * found["sequence"] / simulated.seconds)
     assert found["tokens_per_second_per_device"] == pytest.approx(found["tokens_per_second"] / 8)
@@ -89,7 +91,7 @@ def test_a_trace_and_a_picture_are_written(capsys, tmp_path):
 
 def test_a_traced_model_is_read_from_its_file(capsys, tmp_path):
     path = tmp_path / "model.json"
-    path.write_text(to_json(workload_of(shape("gpt3-1.3b"))))
+    path.write_text(to_json(workload_on(H100, shape("gpt3-1.3b"))))
     words = [str(path) if word == "gpt3-1.3b" else word for word in WORDS]
     from_file = json.loads(printed(capsys, *words, "--json").out)
     assert from_file["step_seconds"] == json.loads(printed(capsys, *WORDS, "--json").out)["step_seconds"]

@@ -48,7 +48,7 @@ def attention_with_a_slow_forward():
     from shoal.probe import Effort
     from shoal.probe.probe import median_of_ranks
 
-    usual = device.time_in_turns
+    usual = device.time_on_device
 
     def disturbed(operations, place, effort):
         seconds = usual(operations, place, effort)
@@ -58,12 +58,12 @@ def attention_with_a_slow_forward():
         }
 
     disturbed_key = ((256, 4, 2, 32), False)
-    device.time_in_turns = disturbed
+    device.time_on_device = disturbed
     place = place_of("gloo")
     try:
         return median_of_ranks(place, device.measure_attention(place, Effort(1, 1e-3, SIZES)))
     finally:
-        device.time_in_turns = usual
+        device.time_on_device = usual
 
 
 def measured_links(host_of):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
+from shoal.cost.time import workload_on
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.models import build
 from shoal.models.presets import preset
@@ -16,7 +17,7 @@ from shoal.plan import SettledPlan
 from shoal.run import Run
 from shoal.simulate import simulate
 from shoal.train import TrainConfig, automatic, choose_ranks, resolve
-from shoal.workload import shape, workload_of
+from shoal.workload import shape
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -104,7 +105,8 @@ def test_a_hugging_face_model_gets_a_plan_as_good_as_the_transformer_of_its_shap
     common = {"plan": "auto", "batch": 16, "sequence": 512, "cluster": "dgx-h100"}
     plan = resolve(TrainConfig(model=f"hf:{tmp_path / 'llama'}", **common), ranks).plan
     best = resolve(TrainConfig(model="125m", **common), ranks).plan
-    work, cluster = workload_of(shape("125m").replace(seq=512)), Cluster.preset("dgx-h100", ranks)
+    cluster = Cluster.preset("dgx-h100", ranks)
+    work = workload_on(cluster, shape("125m").replace(seq=512))
     seconds = [simulate(work, cluster, each, 16).seconds for each in (plan, best)]
     assert seconds[0] == pytest.approx(seconds[1], rel=0.05)
 

@@ -24,8 +24,8 @@ ALLOCATIONS = (
 """What moves nothing of the stream, or no more than a fill that the next operator writes over."""
 
 
-def moved(config, samples):
-    """Bytes that operators of forward, and of backward, read and write."""
+def moved(config, samples, width, *, norms=True):
+    """Bytes that operators of forward, and of backward, read and write, with weights of so many bytes."""
     import torch
     import torch.nn.functional as F
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,9 +47,14 @@ def moved(config, samples):
 
     model = Transformer(config)
     model.initialize(0)
+    model.to(torch.float32 if width == 4 else torch.bfloat16)
+    if not norms:
+        model.norm = torch.nn.Identity()
+        for block in model.blocks:
+            block.attention_norm, block.feed_forward_norm = torch.nn.Identity(), torch.nn.Identity()
     tokens = torch.randint(config.vocab_size, (samples, config.seq))
     with Count() as forward:
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
     with Count() as backward:
         loss.backward()
     return forward.nbytes, backward.nbytes
@@ -66,11 +71,16 @@ def test_passes_on_cores_move_what_the_operators_of_a_step_move(changes, toleran
     shape = transformer_shape(config.model_dump()).replace(fused_passes=False)
     operations = [each for piece in workload_of(shape).pieces for each in piece.operations]
     passes = [each for each in operations if isinstance(each, Pass)]
-    samples, wide = 16, 2  # fp32 over 16 bits
-    forward, backward = moved(config, samples)
-    assert sum(each.elements * each.forward for each in passes) * samples * wide == pytest.approx(
-        forward, rel=tolerance
-    )
-    assert sum(each.elements * each.backward for each in passes) * samples * wide == pytest.approx(
-        backward, rel=tolerance
-    )
+    samples, width = 16, 4
+    found = [samples * sum(each) for each in zip(*(one.nbytes(width) for one in passes), strict=True)]
+    assert found == [pytest.approx(each, rel=tolerance) for each in moved(config, samples, width)]
+
+
+def test_in_16_bits_rotary_embedding_and_loss_compute_in_fp32_and_cast():
+    """Beside what the operators of a model without norms move: on cores these compute otherwise."""
+    config = TransformerConfig(**SIZES)
+    shape = transformer_shape(config.model_dump()).replace(fused_passes=False)
+    operations = [each for piece in workload_of(shape).pieces for each in piece.operations]
+    passes = [each for each in operations if isinstance(each, Pass) and each.name != "norm"]
+    found = [16 * sum(each) for each in zip(*(one.nbytes(2) for one in passes), strict=True)]
+    assert found == [pytest.approx(each, rel=0.05) for each in moved(config, 16, 2, norms=False)]

@@ -67,7 +67,8 @@ class EndMemory:
 
     Attributes:
         loss: Bytes when the loss's backward has made the logits' gradient. They include the gradient of the
-            logarithms, unless the vocabulary is divided, since it is then made in place.
+            logarithms, unless the vocabulary is divided, since it is then made in place, or the loss is
+            compiled.
         head: Bytes in the head's backward: the gradients of its input and of its weight. Where tensor
             parallelism splits the sequence, also the gathered input, its gradient twice before it is reduced,
             and with several samples the logits' gradient in the order of the parts.
@@ -86,13 +87,14 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
         layout: How the block is laid over ranks.
         is_layer: Whether the block is a layer, so that `recompute` applies to it.
     """
+    block, end = block.under(layout.compile), workload.end.under(layout.compile)
     policy = layout.recompute if is_layer else "none"
     kept = _saved_bytes(block, layout, policy)
     whole = _saved_bytes(block, layout, "none")
     stream = stream_bytes(workload, layout)
     if policy == "selective" and layout.tp == 1:
         whole += stream  # the result of the last product, which no later operation reads
-    if block is workload.end and layout.tp > 1:
+    if block is end and layout.tp > 1:
         tokens = layout.microbatch * workload.length / layout.cp
         extra = _OF_TOKEN * tokens + _logits(block, layout) - _logits(block, layout, _FP32)
         kept, whole = kept + extra, whole + extra
@@ -108,14 +110,15 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
 
 def end_memory(workload: Workload, layout: Layout) -> EndMemory:
     """Return the bytes that loss and head hold for a moment."""
-    logits = _logits(workload.end, layout)
-    heads = [each for each in workload.end.operations if isinstance(each, Product)]
+    end = workload.end.under(layout.compile)
+    logits = _logits(end, layout)
+    heads = [each for each in end.operations if isinstance(each, Product)]
     weight = heads[-1].inputs * heads[-1].outputs * layout.width / layout.tp if heads else 0.0
     stream = stream_bytes(workload, layout)
     at_head = stream + weight
     if _splits_sequence(layout):
         at_head += 3 * stream * layout.tp + (logits if layout.microbatch > 1 else 0.0)
-    return EndMemory(loss=logits * (2 if layout.tp == 1 else 1), head=at_head)
+    return EndMemory(loss=logits * (2 if layout.tp == 1 and not end.graphs else 1), head=at_head)
 
 
 def stream_bytes(workload: Workload, layout: Layout) -> float:
@@ -138,12 +141,15 @@ def _bytes_of(saved: Saved, layout: Layout) -> float:
 
 
 def _logits(end: Block, layout: Layout, width: int | None = None) -> float:
-    """Return the bytes of the logits: fp32 if they are whole, else the product's type, or a given width."""
+    """Return the bytes of the logits, of the type of the compute or a given width.
+
+    They are fp32 if they are whole and no compiled loss reads them.
+    """
     products = [each for each in end.operations if isinstance(each, Product)]
     if not products:
         return 0.0
     if width is None:
-        width = _FP32 if layout.tp == 1 else layout.width
+        width = _FP32 if layout.tp == 1 and not end.graphs else layout.width
     return width * products[-1].rows * products[-1].outputs * layout.share(Part.COLUMNS)
 
 

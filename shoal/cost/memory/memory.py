@@ -6,9 +6,11 @@ moment of the step. `activation_peaks.py` says for how many micro-batches it hol
 `activations.py` how large these are. With pp > 1 there are also five messages of the stream: one received
 ahead, four being sent.
 
-These are the tensors. A Cluster adds its `reserved` bytes (contexts, libraries' buffers) and the bytes that
-an allocator holds beyond the tensors: FRAGMENTS of the tensors' bytes, and the shards of gradients all the
-time, because they are made on a stream of their own and other streams cannot use that memory.
+These are the tensors. On a GPU torch also allocates WORKSPACES for matrix products: together that is the peak
+of allocated memory. To decide what fits, a Cluster adds its `reserved` bytes (contexts, libraries' buffers)
+and the bytes that an allocator holds beyond the tensors: FRAGMENTS of the tensors' bytes, and the shards of
+gradients all the time, because they are made on a stream of their own and other streams cannot use that
+memory.
 
 The memory that one kernel takes for itself, and that of the batch, are not counted.
 """
@@ -37,6 +39,9 @@ __all__ = ["FRAGMENTS", "Memories", "RankMemory", "memory_of"]
 FRAGMENTS = 0.08
 """Bytes that an allocator holds in gaps which no tensor fits, as a share of the tensors' bytes."""
 
+WORKSPACES = 2 * 32 * 2.0**20
+"""Bytes that torch allocates on a GPU for matrix products to work in: cuBLAS and cuBLASLt, 32 MiB each."""
+
 _FP32 = 4.0  # bytes
 _MESSAGES = 5
 
@@ -49,7 +54,7 @@ class RankMemory:
         rank: Index along the axis `pp`; the ranks along the other axes hold as much.
         moment: Moment of the step: loss, head, block k from its end, or optimizer.
         parts: Bytes by name: weights, gradients, optimizer, activations, working, gathered, buckets,
-            messages, fragments, reserved.
+            messages, workspaces, fragments, reserved.
         states: Bytes of weights, gradients and optimizer between two steps.
         kept: Bytes that forwards keep for backward; with zero3 they include gathered weights.
     """
@@ -67,7 +72,12 @@ class RankMemory:
 
     @property
     def allocated(self) -> float:
-        """Bytes that an allocator such as torch's reports as reserved: no contexts, no libraries' buffers."""
+        """Bytes that torch's allocator reports as allocated (`torch.cuda.max_memory_allocated`): tensors."""
+        return self.held - self.parts.get("fragments", 0.0)
+
+    @property
+    def held(self) -> float:
+        """Bytes that torch's allocator reports as reserved: tensors and gaps, but no contexts."""
         return self.peak - self.parts.get("reserved", 0.0)
 
     @property
@@ -125,7 +135,7 @@ class Memories:
             PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
         """
         plan = SettledPlan.of(plan, batch)
-        layout = Layout.of(plan)
+        layout = self._layout(plan)
         ranks = (self._rank(plan, layout, outline) for outline in self._outlines(plan, layout, batch))
         return tuple(self._memory(plan, batch, rank) for rank in ranks)
 
@@ -139,7 +149,7 @@ class Memories:
         Raises:
             PlanError: The model does not divide into the Plan's stages.
         """
-        layout = Layout.of(plan)
+        layout = self._layout(plan)
         cut: tuple[object, ...] = (layout,)
         if plan.pp > 1:
             cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
@@ -177,6 +187,7 @@ class Memories:
         }
         if self.cluster is not None:
             parts["fragments"] = FRAGMENTS * sum(parts.values())
+            parts["workspaces"] = 0.0 if self.cluster.cores else WORKSPACES
             parts["reserved"] = self.cluster.reserved
         return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept)
 
@@ -226,6 +237,11 @@ class Memories:
             moments,
             max(moments, key=lambda moment: moment.whole),
         )
+
+    def _layout(self, plan: SettledPlan) -> Layout:
+        """Return the layout of a Plan, with compile=auto settled if the machines are known."""
+        layout = Layout.of(plan)
+        return layout if self._costs is None else self._costs.settled(layout)
 
     def _piece_costs(self, layout: Layout) -> list[Cost]:
         if self._costs is None:

@@ -1,11 +1,20 @@
 """Seconds of operations, blocks, buckets and steps, in closed form."""
 
 from shoal.cost.time.block import BlockCost, block_cost
-from shoal.cost.time.bucket_times import SUM_WIDTH, copy_seconds, gather_seconds, reduce_seconds
+from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds, sent_width
 from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
-from shoal.cost.time.compute import attention_seconds, pass_seconds, product_seconds, stream_seconds
+from shoal.cost.time.compute import (
+    FP8_REACHED,
+    attention_seconds,
+    depth_of,
+    pass_seconds,
+    product_seconds,
+    stream_seconds,
+)
 from shoal.cost.time.crowding import crowded_seconds
 from shoal.cost.time.data_parallel import StageWork
+from shoal.cost.time.host import starts_of
+from shoal.cost.time.hosts import settled_compile
 from shoal.cost.time.joins import Join, Joined
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
 from shoal.cost.time.step import PipelineCost, exposed_sends
@@ -13,7 +22,7 @@ from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
 
 __all__ = [
-    "SUM_WIDTH",
+    "FP8_REACHED",
     "BlockCost",
     "Bucket",
     "Family",
@@ -27,6 +36,7 @@ __all__ = [
     "buckets_of",
     "copy_seconds",
     "crowded_seconds",
+    "depth_of",
     "exposed_sends",
     "families_of",
     "gather_seconds",
@@ -36,6 +46,9 @@ __all__ = [
     "pass_seconds",
     "product_seconds",
     "reduce_seconds",
+    "sent_width",
+    "settled_compile",
+    "starts_of",
     "stream_seconds",
     "workload_on",
 ]

@@ -10,7 +10,9 @@ functions of their own (Megatron-LM, DeepSpeed) repeat the whole forward.
 A selective recompute repeats passes, but no products and no attention. Where attention is not fused and
 writes its scores to memory, it repeats attention alone (Korthikanti et al., arXiv:2205.05198).
 
-If the host takes longer to start the operations than the device to do them, the host's time counts.
+With precision=fp8 the products of layers compute in 8 bits, and those of embedding and end in bf16.
+
+`host.py` says how long the host takes to start a block's operations, and when the device waits for it.
 
 At each communication that no compute runs beside, ranks also wait for late ranks: see `synchronisations.py`.
 """
@@ -23,7 +25,14 @@ from dataclasses import dataclass
 from shoal.cluster import Cluster, Device
 from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.time.compute import Seconds, attention_seconds, host_seconds, operation_seconds
+from shoal.cost.time.compute import (
+    Seconds,
+    attention_seconds,
+    casting_seconds,
+    host_seconds,
+    operation_seconds,
+)
+from shoal.cost.time.host import starting_seconds
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late
 from shoal.plan.groups import context_group, expert_group
@@ -43,6 +52,7 @@ class BlockCost:
         context: Exposed seconds of the communications over cp.
         expert: Exposed seconds of the communications over ep.
         late: Seconds that ranks wait for late ranks at these communications.
+        host: Seconds that the host takes to start the block's operations.
     """
 
     compute: Seconds
@@ -51,6 +61,7 @@ class BlockCost:
     context: tuple[float, float]
     expert: tuple[float, float]
     late: tuple[float, float]
+    host: tuple[float, float] = (0.0, 0.0)
 
     @property
     def forward(self) -> float:
@@ -76,6 +87,9 @@ def block_cost(
         layout: How the block is laid over ranks.
         is_layer: Whether the block is a layer, which may be recomputed, or else the embedding or the end.
     """
+    block = block.under(layout.compile)
+    if layout.precision == "fp8" and not is_layer:
+        layout = layout._replace(precision="bf16")
     recompute = layout.recompute if is_layer else "none"
     stream = float(layout.width) * layout.microbatch * length / layout.cp * hidden
     forward, backward = joins_of(block, stream, cluster, layout)
@@ -92,6 +106,7 @@ def block_cost(
             _late(block, forward, compute.forward, cluster, layout),
             _late(block, backward, compute.backward, cluster, layout, 2 if recompute == "full" else 1),
         ),
+        starting_seconds(block, cluster.device, layout, recompute),
     )
 
 
@@ -99,27 +114,24 @@ def _compute(block: Block, cluster: Cluster, layout: Layout, recompute: str) -> 
     device = cluster.device
     total = Seconds(0.0, 0.0, 0.0)
     passes = products = scores = 0.0
-    kernels = 0
     for operation in block.operations:
         seconds = operation_seconds(operation, device, layout)
         total += seconds
+        if layout.precision == "fp8" and block.sums and isinstance(operation, Product):
+            total += casting_seconds(operation, device, layout)
         if isinstance(operation, Pass):
             passes += seconds.forward
         elif isinstance(operation, Product):
             products += seconds.forward
-        kernels += operation.kernels if isinstance(operation, Pass) else 1
     for attention in block.attentions:
         if not attention.fused:
             scores += attention_seconds(attention, device, layout)[0]
-    host = kernels * device.dispatch
-    forward = max(total.forward, host)
     repeated = 0.0
     if recompute == "full":
-        repeated = forward * (1 - _unread(block, device, layout) / total.forward)
+        repeated = total.forward - _unread(block, device, layout)
     elif recompute == "selective":
         repeated = scores or passes + block.remade * products
-    backward = max(total.backward, 2 * host)
-    return Seconds(forward, backward - total.weight + repeated, total.weight)
+    return Seconds(total.forward, total.input + repeated, total.weight)
 
 
 def _unread(block: Block, device: Device, layout: Layout) -> float:

@@ -1,7 +1,8 @@
 """Seconds of buckets of gradients and weights when nothing runs beside them, and their load on the device.
 
-Gradients are copied in fp32 to their bucket and summed over the shards, then over the replicas. A rank's
-shard is added to its shard from earlier micro-batches. Weights are gathered over the shards.
+Gradients are copied to their bucket in the type of a Plan's `reduce`, and summed over the shards, then over
+the replicas. A rank's shard is added in fp32 to its shard from earlier micro-batches. Weights are gathered
+over the shards.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load, collective_seconds
 from shoal.cost.time.buckets import Bucket
 from shoal.cost.time.compute import stream_seconds
+from shoal.plan import Plan
 
 __all__ = [
     "NOTHING",
@@ -22,10 +24,11 @@ __all__ = [
     "copy_seconds",
     "gather_seconds",
     "reduce_seconds",
+    "sent_width",
     "together",
 ]
 
-SUM_WIDTH = 4  # bytes of an element of a sum of gradients: fp32
+SUM_WIDTH = 4  # bytes of an element of a sum of gradients on a rank: fp32
 
 
 class BucketTimes(NamedTuple):
@@ -50,17 +53,29 @@ NOTHING = BucketTimes(0.0, 0.0, 0.0, 0.0, 0.0)
 """Times of no bucket."""
 
 
-def bucket_times(bucket: Bucket, width: int, cluster: Cluster) -> BucketTimes:
-    """Return the times of all equal buckets together; `width` is the bytes of a weight or gradient."""
+def sent_width(plan: Plan) -> int:
+    """Return the bytes of a gradient that ranks send each other."""
+    return 2 if plan.reduce == "bf16" else SUM_WIDTH
+
+
+def bucket_times(bucket: Bucket, width: int, cluster: Cluster, sent: int = SUM_WIDTH) -> BucketTimes:
+    """Return the times of all equal buckets together.
+
+    Args:
+        bucket: The bucket.
+        width: Bytes of a weight, and of its gradient when backward has made it.
+        cluster: The machines.
+        sent: Bytes of a gradient that ranks send each other.
+    """
     load = collective_load(bucket.family.shards, cluster)
-    scatter, reduce = _sums(bucket, cluster)
+    scatter, reduce = _sums(bucket, cluster, sent)
     gather = gather_seconds(bucket, width, cluster)
     return BucketTimes(
         scatter + reduce,
         load * scatter + collective_load(bucket.family.replicas, cluster) * reduce,
         gather,
         load * gather,
-        copy_seconds(bucket, width, cluster),
+        copy_seconds(bucket, width, cluster, sent),
     )
 
 
@@ -69,9 +84,12 @@ def together(timed: Iterable[tuple[Bucket, BucketTimes]]) -> BucketTimes:
     return BucketTimes(*map(sum, zip(NOTHING, *(times for _, times in timed), strict=True)))
 
 
-def reduce_seconds(bucket: Bucket, cluster: Cluster) -> float:
-    """Return the seconds to sum the gradients of all equal buckets, over shards and then over replicas."""
-    return sum(_sums(bucket, cluster))
+def reduce_seconds(bucket: Bucket, cluster: Cluster, sent: int = SUM_WIDTH) -> float:
+    """Return the seconds to sum the gradients of all equal buckets, over shards and then over replicas.
+
+    Each gradient has `sent` bytes on the way.
+    """
+    return sum(_sums(bucket, cluster, sent))
 
 
 def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
@@ -80,18 +98,21 @@ def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
     return bucket.number * collective_seconds("all_gather", nbytes, bucket.family.shards, cluster)
 
 
-def copy_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
-    """Return the seconds of the passes that copy gradients into all equal buckets, and a rank's shard out."""
+def copy_seconds(bucket: Bucket, width: int, cluster: Cluster, sent: int = SUM_WIDTH) -> float:
+    """Return the seconds of the passes that copy gradients into all equal buckets, and a rank's shard out.
+
+    `width` and `sent` are those of `bucket_times`.
+    """
     shards = bucket.family.shards.size
     if shards * bucket.family.replicas.size == 1:
         return 0.0
-    nbytes = (width + SUM_WIDTH + 3 * SUM_WIDTH / shards) * bucket.parameters
+    nbytes = (width + sent + (sent + 2 * SUM_WIDTH) / shards) * bucket.parameters
     return bucket.number * stream_seconds(cluster.device, nbytes, 2)
 
 
-def _sums(bucket: Bucket, cluster: Cluster) -> tuple[float, float]:
+def _sums(bucket: Bucket, cluster: Cluster, sent: int) -> tuple[float, float]:
     """Return the seconds to sum gradients over the shards, and over the replicas."""
-    family, nbytes = bucket.family, float(SUM_WIDTH) * bucket.parameters
+    family, nbytes = bucket.family, float(sent) * bucket.parameters
     scatter = collective_seconds("reduce_scatter", nbytes, family.shards, cluster)
     owned = nbytes / family.shards.size
     reduce = collective_seconds("all_reduce", owned, family.replicas, cluster)

@@ -10,9 +10,11 @@ shorter:
   every precision, so `product_depth` scales with the precision's peak;
 - its bytes at the memory's rate.
 
-Fused attention takes its FLOP, half of them if it is causal, at its share of the peak; backward has 2.5 times
-as many FLOP. Unfused attention is two products for each head and four passes over the scores. Each kernel of
-any kind adds `launch` seconds.
+Fused attention takes its FLOP, half of them if it is causal, at its share of the peak in bf16; backward has
+2.5 times as many FLOP. What it takes beyond the time of products at `product_share`, such as the
+exponentials, takes as many seconds in fp32 and tf32. On cores the share is one of the peak of the type that
+computes. Unfused attention is two products for each head and four passes over the scores. Each kernel of any
+kind adds `launch` seconds.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from shoal.plan import element_bytes
 from shoal.workload import Attention, Operation, Part, Product
 
 __all__ = [
+    "FP8_REACHED",
     "Seconds",
     "attention_seconds",
+    "casting_seconds",
+    "depth_of",
     "host_seconds",
     "operation_seconds",
     "pass_seconds",
@@ -44,6 +49,11 @@ _BACKWARD_OF_ATTENTION = 2.5  # the scores again, and two products for each of t
 _SCORES_FORWARD = 2 * 2 + 2 * 2 + 1  # bytes per element: scaled softmax, dropout and its mask, in 16 bit
 _SCORES_BACKWARD = 3 * 2 + 2 * 2 + 1
 
+
+FP8_REACHED = 0.94
+"""The share of their peak that products in fp8 reach, relative to the share in bf16: the median of H100,
+H200, GH200, B200, B300 and GB200 (stas00/ml-engineering, compute/accelerator).
+"""
 
 _STARTS = 30  # operators to start: a buffer, views of it, autograd's function, the group's call, two spans
 
@@ -78,12 +88,11 @@ def operation_seconds(operation: Operation, device: Device, layout: Layout) -> S
         return _product(operation, device, layout)
     if isinstance(operation, Attention):
         return _attention(operation, device, layout)
-    elements = operation.elements * layout.share(operation.part)
-    wide = layout.width / 2
+    share = layout.share(operation.part)
+    forward, backward = operation.nbytes(layout.width)
+    first, second = operation.launches
     return Seconds(
-        pass_seconds(device, elements * operation.forward * wide, operation.kernels),
-        pass_seconds(device, elements * operation.backward * wide, operation.kernels),
-        0.0,
+        pass_seconds(device, forward * share, first), pass_seconds(device, backward * share, second), 0.0
     )
 
 
@@ -98,13 +107,20 @@ def product_seconds(
 ) -> float:
     """Return the seconds of `copies` equal products `[rows, inputs] x [inputs, outputs]`, made together."""
     width = element_bytes(precision)
-    depth = device.product_depth * device.peak[precision] / device.peak.get("bf16", device.peak[precision])
-    fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth)
+    peak = device.flops(precision)
+    share = device.product_share * (FP8_REACHED if precision == "fp8" and "fp8" in device.peak else 1.0)
+    fill = _fill(device, rows, outputs, copies) * inputs / (inputs + depth_of(device, precision))
     flop = 2.0 * copies * rows * inputs * outputs
     nbytes = float(width) * copies * (rows * inputs + inputs * outputs + rows * outputs)
-    arithmetic = flop / (device.peak[precision] * device.product_share * fill)
+    arithmetic = flop / (peak * share * fill)
     memory = nbytes / (device.bandwidth * device.bandwidth_share)
     return device.launch + max(arithmetic, memory) + device.stall * min(arithmetic, memory)
+
+
+def depth_of(device: Device, precision: str) -> float:
+    """Return the number of inputs at which a product reaches half of `product_share`."""
+    peak = device.flops(precision)
+    return device.product_depth * peak / device.peak.get("bf16", peak)
 
 
 def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
@@ -127,14 +143,48 @@ def attention_seconds(attention: Attention, device: Device, layout: Layout) -> t
     if not attention.fused:
         return _unfused(attention, device, layout, share)
     flop = attention.flop * share / (2 if attention.causal else 1)
-    peak = device.peak[layout.precision]
-    return (
-        device.launch + flop / (peak * device.attention_share),
-        2 * device.launch + _BACKWARD_OF_ATTENTION * flop / (peak * device.attention_backward_share),
+    forward = flop * _attention_pace(device, layout.precision, device.attention_share)
+    backward = flop * _attention_pace(device, layout.precision, device.attention_backward_share)
+    return device.launch + forward, 2 * device.launch + _BACKWARD_OF_ATTENTION * backward
+
+
+def _attention_pace(device: Device, precision: str, share: float) -> float:
+    """Return the seconds for each FLOP of fused attention."""
+    peak = device.flops(precision)
+    sixteen = device.peak.get("bf16", peak)
+    if device.stall or precision in ("bf16", "fp8"):
+        return 1 / ((peak if device.stall else sixteen) * share)
+    beside = (1 / share - 1 / device.product_share) / sixteen
+    return 1 / (peak * device.product_share) + max(0.0, beside)
+
+
+def casting_seconds(product: Product, device: Device, layout: Layout) -> Seconds:
+    """Return the seconds of the passes in which torch casts a product's operands from 16 to 8 bits.
+
+    Each operand is read for its largest number, read again, and written in 8 bits: 5 bytes for each element.
+    The weights' gradient and the input's read operands in another order, which is one more copy in 8 bits.
+    """
+    rows, inputs, outputs, copies = _sizes(product, layout)
+    given, weight, result = rows * inputs * copies, inputs * outputs * copies, rows * outputs * copies
+    first = pass_seconds(device, 5.0 * (given + weight), 4)
+    return Seconds(
+        first,
+        pass_seconds(device, 5.0 * result + 2.0 * weight, 3),
+        pass_seconds(device, 2.0 * (given + result), 2),
     )
 
 
 def _product(product: Product, device: Device, layout: Layout) -> Seconds:
+    rows, inputs, outputs, copies = _sizes(product, layout)
+    return Seconds(
+        product_seconds(device, layout.precision, rows, inputs, outputs, copies),
+        product_seconds(device, layout.precision, rows, outputs, inputs, copies),
+        product_seconds(device, layout.precision, inputs, rows, outputs, copies),
+    )
+
+
+def _sizes(product: Product, layout: Layout) -> tuple[int, int, int, int]:
+    """Return a product's rows, inputs, outputs and copies on a rank."""
     inputs, outputs, copies = product.inputs, product.outputs, 1
     rows = product.rows * layout.microbatch / layout.cp
     if product.part is Part.STREAM:
@@ -146,12 +196,7 @@ def _product(product: Product, device: Device, layout: Layout) -> Seconds:
         outputs = math.ceil(outputs / layout.tp)
     elif product.part is Part.ROWS:
         inputs = math.ceil(inputs / layout.tp)
-    each = max(1, round(rows))
-    return Seconds(
-        product_seconds(device, layout.precision, each, inputs, outputs, copies),
-        product_seconds(device, layout.precision, each, outputs, inputs, copies),
-        product_seconds(device, layout.precision, inputs, each, outputs, copies),
-    )
+    return max(1, round(rows)), inputs, outputs, copies
 
 
 def _attention(attention: Attention, device: Device, layout: Layout) -> Seconds:

@@ -42,7 +42,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.bucket_times import NOTHING, BucketTimes, bucket_times, together
+from shoal.cost.time.bucket_times import NOTHING, BucketTimes, bucket_times, sent_width, together
 from shoal.cost.time.buckets import Bucket, buckets_of
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
@@ -193,7 +193,7 @@ class DataParallelCosts:
     def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> _BucketsOfStage:
         size = 0 if plan.sharding.cuts_weights else plan.bucket
         mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate)
-        key = (stage.runs, mesh, plan.shard, size, width)
+        key = (stage.runs, mesh, plan.shard, size, width, plan.reduce)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._of_buckets(plan, stage.runs, width)
@@ -202,7 +202,8 @@ class DataParallelCosts:
     def _of_buckets(self, plan: SettledPlan, runs: Runs, width: int) -> _BucketsOfStage:
         blocks = [block for block, number in runs for _ in range(number)]
         roots = [position for position, block in enumerate(blocks) if block in self._ends]
-        timed = [(each, self._of_bucket(each, width)) for each in buckets_of(blocks, roots, plan, width)]
+        filled = buckets_of(blocks, roots, plan, width)
+        timed = [(each, self._of_bucket(each, width, sent_width(plan))) for each in filled]
         # The positions at which backward completes buckets.
         places = [(first, together(there)) for first, there in groupby(timed, key=lambda each: each[0].first)]
         layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
@@ -229,11 +230,11 @@ class DataParallelCosts:
             copy_last=copied[2].copy,
         )
 
-    def _of_bucket(self, bucket: Bucket, width: int) -> BucketTimes:
-        key = bucket.family, bucket.parameters, bucket.number, width
+    def _of_bucket(self, bucket: Bucket, width: int, sent: int) -> BucketTimes:
+        key = bucket.family, bucket.parameters, bucket.number, width, sent
         found = self._times.get(key)
         if found is None:
-            found = self._times[key] = bucket_times(bucket, width, self._cluster)
+            found = self._times[key] = bucket_times(bucket, width, self._cluster, sent)
         return found
 
 

@@ -12,7 +12,7 @@ micro-batch, forward and backward, with the waits inside blocks:
     sends   hidden states that travel between stages: 2 (p - 1) messages that fill and drain the pipeline,
             and half of the 2 m v others, the share that is assumed to be exposed
     data    exposed communication of gradients and weights: see `data_parallel.py`
-    update  the optimizer's passes over this rank's state
+    update  the optimizer's passes over this rank's state, and the passes that add gradients to their sums
 
 Communication beside compute slows the compute by `contention` times its own seconds. `shoal.simulate` needs
 no closed form: it plays a table of operations with any times.
@@ -27,12 +27,14 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import send_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.time.block import BlockCost, block_cost
+from shoal.cost.time.block import BlockCost
+from shoal.cost.time.bucket_times import SUM_WIDTH, sent_width
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
+from shoal.cost.time.hosts import HostCosts
 from shoal.cost.time.split import pieces_by_stage
-from shoal.plan import SettledPlan
+from shoal.plan import Groups, SettledPlan
 from shoal.plan.schedules import kind_of
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
@@ -42,6 +44,9 @@ __all__ = ["UPDATE_BYTES", "Costs", "PipelineCost", "StageCost", "StepCost", "Un
 UPDATE_BYTES = (
     30  # Adam reads gradient, master weight, two moments; it writes the last three and a 16-bit weight
 )
+_NORM_BYTES = 4  # reads the sums of gradients
+_ADAM_BYTES = 28  # reads gradient, weight and two moments in fp32, writes the last three
+_COPY_BYTES = 6  # reads the weight in fp32, writes the 16-bit weight that computes
 _EXPOSED_SENDS = 0.5
 
 
@@ -142,7 +147,8 @@ class Costs:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self.workload = workload
         self.cluster = cluster
-        self._blocks: dict[tuple[Block, Layout], BlockCost] = {}
+        self._hosts = HostCosts(workload, cluster)
+        self._is_torch = any(piece.sums for piece in (*workload.layers[:1], workload.end))
         self._stages: dict[tuple[object, ...], tuple[StageCost, ...]] = {}
         self._pipelines: dict[tuple[object, ...], PipelineCost] = {}
         self._cuts: dict[tuple[object, ...], list[_Held]] = {}
@@ -155,7 +161,7 @@ class Costs:
         pipeline = self.pipeline(plan, count)
         slowest = pipeline.slowest
         data = self._data(plan, pipeline, count)
-        update = max(self.update(plan, stage.parameters) for stage, *_ in pipeline.unlike)
+        update = max(self.after(plan, stage.parameters, count) for stage, *_ in pipeline.unlike)
         parts = {
             "tensor": count * slowest.tensor,
             "context": count * slowest.context,
@@ -198,20 +204,12 @@ class Costs:
         return PipelineCost(slowest, tuple(unlike.values()), count * slowest.total, fill, sends)
 
     def block(self, block: Block, layout: Layout) -> BlockCost:
-        """Return the cost of a block on a rank for one micro-batch."""
-        key = block, layout
-        found = self._blocks.get(key)
-        if found is None:
-            workload = self.workload
-            found = self._blocks[key] = block_cost(
-                block,
-                workload.hidden,
-                workload.length,
-                self.cluster,
-                layout,
-                is_layer=block is not workload.embedding and block is not workload.end,
-            )
-        return found
+        """Return the cost of a block on a rank for one micro-batch, with the device's waits for the host."""
+        return self._hosts.block(block, layout)
+
+    def settled(self, layout: Layout) -> Layout:
+        """Return the layout with compile=auto settled: the quicker of blocks and none for a micro-batch."""
+        return self._hosts.settled(layout)
 
     def stages(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
         """Return, by rank along pp, the cost of its stages together for one micro-batch."""
@@ -310,9 +308,41 @@ class Costs:
         fill = max(0.0, every - pace) * plan.pp / plan.stages
         return before + after + count * pace + fill
 
+    def after(self, plan: SettledPlan, parameters: Parameters, count: int) -> float:
+        """Return the seconds of a step of `count` micro-batches in which only passes over parameters run.
+
+        These are the optimizer's and those of sums of gradients, without what hides the waits for the host.
+        """
+        seconds = self.update(plan, parameters) + self.gradient_sums(plan, parameters, count)
+        if self.workload.synchronises:
+            return seconds
+        waits = count * self._hosts.waits(Layout.of(plan)) / plan.pp
+        return seconds - min(seconds, waits)
+
     def update(self, plan: SettledPlan, parameters: Parameters) -> float:
         """Return the seconds of the optimizer's passes over the rank's shard of these parameters."""
-        return stream_seconds(self.cluster.device, UPDATE_BYTES * owned_by_rank(parameters, plan), 4)
+        nbytes = UPDATE_BYTES
+        if self._is_torch:
+            nbytes = _NORM_BYTES + _ADAM_BYTES + (_COPY_BYTES if plan.element_bytes == 2 else 0)
+        return stream_seconds(self.cluster.device, nbytes * owned_by_rank(parameters, plan), 4)
+
+    def gradient_sums(self, plan: SettledPlan, parameters: Parameters, count: int) -> float:
+        """Return the seconds in which torch adds the gradients of `count` micro-batches to sums in fp32.
+
+        The first gradient is copied. Products may add them without a pass. If each is copied to a bucket that
+        ranks reduce at once, there is no pass here. With reduce=bf16 the sums are cast, and cast back.
+        """
+        dense = Groups.of(plan).dense
+        ranks = dense.shards.size * dense.replicas.size
+        if plan.sharding.cuts_gradients and dense.shards.size > 1:
+            return 0.0
+        nbytes = 0
+        if self._is_torch:
+            nbytes = count * (plan.element_bytes + SUM_WIDTH) + (count - 1) * SUM_WIDTH
+        if ranks > 1 and sent_width(plan) != SUM_WIDTH:
+            nbytes += 2 * (SUM_WIDTH + sent_width(plan))
+        held = parameters.whole + parameters.divided + parameters.experts
+        return stream_seconds(self.cluster.device, float(nbytes * held), 0)
 
 
 def exposed_sends(ranks: int, count: int, virtual: int) -> float:

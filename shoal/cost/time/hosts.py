@@ -1,0 +1,131 @@
+"""Costs of blocks with the device's waits for the host, and the choice that `compile=auto` leaves open.
+
+The waits of a micro-batch follow from all blocks together (`host.py`). They are shared out to the blocks
+whose start takes the host longer than the device needs, in proportion to the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from shoal.cluster import Cluster
+from shoal.cost.layout import Layout
+from shoal.cost.time.block import BlockCost, block_cost
+from shoal.cost.time.host import Stretch, waits_of
+from shoal.plan import SettledPlan
+from shoal.workload import Block, Workload
+
+__all__ = ["HostCosts", "settled_compile"]
+
+
+class HostCosts:
+    """Computes and caches the costs of a Workload's blocks on a Cluster.
+
+    Args:
+        workload: The work of the model that is trained.
+        cluster: The machines that it runs on.
+    """
+
+    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+        self._workload = workload
+        self._cluster = cluster
+        self._runs = [(block, sum(1 for _ in alike)) for block, alike in groupby(workload.pieces)]
+        self._is_open = not cluster.cores and any(block.eager is not None for block, _ in self._runs)
+        self._alone: dict[tuple[Block, Layout], BlockCost] = {}
+        self._blocks: dict[tuple[Block, Layout], BlockCost] = {}
+        self._shares: dict[Layout, float] = {}
+        self._settled: dict[Layout, Layout] = {}
+
+    def block(self, block: Block, layout: Layout) -> BlockCost:
+        """Return the cost of a block on a rank for one micro-batch."""
+        key = block, layout
+        found = self._blocks.get(key)
+        if found is None:
+            settled = self.settled(layout)
+            found = self._blocks[key] = _waiting(self._cost(block, settled), self._share(settled))
+        return found
+
+    def settled(self, layout: Layout) -> Layout:
+        """Return the layout with compile=auto settled: the quicker of blocks and none for a micro-batch.
+
+        On cores, and where the workload does not tell the two apart, nothing is compiled.
+        """
+        if layout.compile != "auto":
+            return layout
+        found = self._settled.get(layout)
+        if found is None:
+            found = layout._replace(compile="none")
+            if self._is_open:
+                found = min((layout._replace(compile="blocks"), found), key=self._micro_batch)
+            self._settled[layout] = found
+        return found
+
+    def waits(self, layout: Layout) -> float:
+        """Return the seconds in which a device with all blocks waits for the host, for one micro-batch."""
+        stretches = self._stretches(self.settled(layout))
+        if self._workload.synchronises:
+            return waits_of(stretches)
+        return max(0.0, sum(each.number * (each.host - each.device) for each in stretches))
+
+    def _micro_batch(self, layout: Layout) -> float:
+        """Return the seconds of all blocks for one micro-batch on one rank after another."""
+        return self.waits(layout) + sum(each.number * each.device for each in self._stretches(layout))
+
+    def _share(self, layout: Layout) -> float:
+        """Return the waits of a micro-batch over what the host's seconds exceed the device's by, summed."""
+        found = self._shares.get(layout)
+        if found is None:
+            stretches = self._stretches(layout)
+            beyond = sum(each.number * max(0.0, each.host - each.device) for each in stretches)
+            found = self._shares[layout] = self.waits(layout) / beyond if beyond else 0.0
+        return found
+
+    def _stretches(self, layout: Layout) -> Sequence[Stretch]:
+        """Return the forwards of all blocks in order, and then their backwards."""
+        costs = [(number, self._cost(block, layout)) for block, number in self._runs]
+        forwards = [Stretch(number, cost.host[0], cost.forward) for number, cost in costs]
+        backwards = [Stretch(number, cost.host[1], cost.backward) for number, cost in reversed(costs)]
+        return (*forwards, *backwards)
+
+    def _cost(self, block: Block, layout: Layout) -> BlockCost:
+        """Return the cost of a block whose operations are all started in time."""
+        key = block, layout
+        found = self._alone.get(key)
+        if found is None:
+            workload = self._workload
+            found = self._alone[key] = block_cost(
+                block,
+                workload.hidden,
+                workload.length,
+                self._cluster,
+                layout,
+                is_layer=block is not workload.embedding and block is not workload.end,
+            )
+        return found
+
+
+def settled_compile(workload: Workload, cluster: Cluster, plan: SettledPlan) -> str:
+    """Return what a Plan's `compile` means on these machines: "blocks" or "none".
+
+    On cores auto is none. On GPUs it is what makes forward and backward of a micro-batch quicker; if the
+    workload does not tell the two apart, as that of a traced model, it is none.
+
+    Args:
+        workload: The work of the model that is trained, from `workload_on`.
+        cluster: The machines that it runs on.
+        plan: The Plan, with its micro-batch settled. If its `compile` is not auto, that is the result.
+    """
+    return HostCosts(workload, cluster).settled(Layout.of(plan)).compile
+
+
+def _waiting(cost: BlockCost, share: float) -> BlockCost:
+    """Return a cost with this share of the waits that the block would have alone."""
+    forward = share * max(0.0, cost.host[0] - cost.forward)
+    backward = share * max(0.0, cost.host[1] - cost.backward)
+    if not forward and not backward:
+        return cost
+    compute = cost.compute
+    longer = compute._replace(forward=compute.forward + forward, input=compute.input + backward)
+    return replace(cost, compute=longer)

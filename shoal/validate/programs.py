@@ -1,0 +1,104 @@
+"""The program of a row: one with fused kernels of its own, or torch's, compiled or operator by operator.
+
+The column `compile` says it. Where that is blank, the words of `note` and `source` may.
+
+Shoal was another program at the commit 6e03e49, which a source may name: each layer made the tables of angles
+for queries and for keys, which it kept, and turned these in six operators in fp32; and each step waited for
+the device before the optimizer's update.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shoal.validate.cells import Row
+from shoal.workload import (
+    Block,
+    ModelShape,
+    Part,
+    Pass,
+    Saved,
+    Workload,
+    compilable_workload_of,
+    shape,
+    shape_names,
+    workload_of,
+)
+
+__all__ = ["COMPILED", "Program", "as_trained", "program_of", "program_workload"]
+
+COMPILED: Mapping[str, tuple[str, ...]] = {
+    "none": ("no", "off", "false", "0", "eager"),
+    "layers": ("compiled blocks", "blocks without loss"),
+    "blocks": ("blocks and loss", "yes", "on", "true", "1"),
+}
+"""Words for what torch.compile compiles: nothing, each block, or each block and the loss."""
+
+_SAID = {r"\bcompiled blocks\b": "layers", r"\beager\b": "none"}
+"""The program that a note or a source names."""
+
+_EARLIER = "6e03e49"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program of torch's kernels.
+
+    Attributes:
+        compiled: What is compiled, a word of COMPILED.
+        is_earlier: Whether it is Shoal at the commit above.
+    """
+
+    compiled: str
+    is_earlier: bool = False
+
+
+def program_of(row: Row) -> Program | None:
+    """Return the program; None if it has fused kernels of its own."""
+    said = f"{row['note'] or ''} {row['source'] or ''}"
+    compiled = row["compile"] or next((word for words, word in _SAID.items() if re.search(words, said)), None)
+    return None if compiled is None else Program(compiled, _EARLIER in said)
+
+
+def as_trained(found: ModelShape, program: Program | None, tied: bool | None) -> ModelShape:
+    """Return the shape with what depends on the program: angles, and whether the head is tied.
+
+    Args:
+        found: The shape that the row's sizes describe.
+        program: The result of `program_of`.
+        tied: The row's cell; None if it is blank: then a program of torch has the preset of the model's name.
+    """
+    if tied is None:
+        tied = program is not None and found.name in shape_names() and shape(found.name).tied
+    return found.replace(tied=tied, is_own=program is not None and found.rotary)
+
+
+def program_workload(found: ModelShape, program: Program | None) -> Workload:
+    """Return the workload of a shape as the program runs it."""
+    if program is None:
+        return workload_of(found)
+    workload = compilable_workload_of(found)
+    if program.compiled == "layers" and workload.end.eager is not None:
+        workload = replace(workload, end=workload.end.eager)
+    return _earlier(workload, found) if program.is_earlier else workload
+
+
+def _earlier(workload: Workload, found: ModelShape) -> Workload:
+    """Return the workload of Shoal at the earlier commit."""
+    angles = Saved("angles", 4.0 * found.seq * found.width, Part.POSITIONS, width=4)
+
+    def changed(block: Block) -> Block:
+        operations = tuple(
+            replace(each, forward=48, backward=56, in_fp32=(36, 44), kernels=36, backward_kernels=12)
+            if isinstance(each, Pass) and each.name == "rotary" and each.in_fp32 is not None
+            else each
+            for each in block.operations
+        )
+        eager = None if block.eager is None else changed(block.eager)
+        return replace(block, operations=operations, saved=(*block.saved, angles), eager=eager)
+
+    kept = tuple(each for each in workload.embedding.saved if each.name != "angles")
+    embedding = replace(workload.embedding, saved=kept)
+    return replace(workload.with_layers(changed), embedding=embedding, synchronises=True)
