@@ -1,4 +1,4 @@
-"""The time that torch.compile takes, told once it is over, and compilations that come unexpectedly."""
+"""What `compile=auto` means on a device, and the time that torch.compile takes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,44 @@ import time
 from collections.abc import Callable
 from typing import Any, final
 
+import torch
+from torch import nn
 from torch._dynamo.callback import callback_handler
 
+from shoal.cluster import Cluster, Device, Level
+from shoal.cost.time import settled_compile, workload_on
+from shoal.errors import ClusterError
+from shoal.models import Transformer
+from shoal.plan import SettledPlan
 from shoal.units import format_seconds
+from shoal.workload import transformer_shape
 
-__all__ = ["Compiling"]
+__all__ = ["Compiling", "with_compile"]
+
+
+def with_compile(
+    plan: SettledPlan, model: nn.Module, sequence: int | None, device: torch.device
+) -> SettledPlan:
+    """Return a Plan whose `compile=auto` is settled by the cost model, if it knows model and device.
+
+    Otherwise it stays auto: `shoal.parallelize` then compiles blocks on a GPU, and nothing on a CPU.
+
+    Args:
+        plan: The Plan.
+        model: The model, before it is laid over ranks.
+        sequence: Tokens of a sample; None if not known.
+        device: Device on which this rank computes.
+    """
+    if plan.compile != "auto" or device.type != "cuda" or not isinstance(model, Transformer) or not sequence:
+        return plan
+    try:
+        known = Device.preset(torch.cuda.get_device_name(device))
+    except ClusterError:
+        return plan
+    links = Level(name="links", devices=plan.ranks, bandwidth=known.bandwidth)  # they do not matter here
+    cluster = Cluster(name="here", device=known, levels=(links,))
+    shape = transformer_shape(model.config.model_dump()).replace(seq=sequence)
+    return plan.replace(compile=settled_compile(workload_on(cluster, shape), cluster, plan))
 
 
 @final

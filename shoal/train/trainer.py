@@ -22,6 +22,7 @@ from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 from shoal.train.buffers import ChangingBuffers
+from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
 from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.learning_rate import RateCourse, Schedule
@@ -119,7 +120,8 @@ class Trainer:
     ) -> None:
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
-        self.plan = SettledPlan.of(plan, batch)
+        self._device = torch.device(device)
+        self.plan = with_compile(SettledPlan.of(plan, batch), model, sequence, self._device)
         self.config = optimizer if optimizer is not None else OptimizerConfig()
         self.steps = steps
         self.step_count = 0
@@ -127,7 +129,6 @@ class Trainer:
         self.skips = Skips(self.config.skip)
         self._seed = seed
         self._synchronise_buffers = synchronise_buffers
-        self._device = torch.device(device)
         if self._device.type == "cpu":
             keep_freed_memory()
         record = None
