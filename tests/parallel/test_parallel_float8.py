@@ -1,6 +1,11 @@
-"""precision=fp8: products of blocks in 8 bits, which a CPU emulates."""
+"""precision=fp8: products of blocks in 8 bits, which a CPU emulates.
+
+Where torchao is not installed, layers that round their operands in the same way stand in for its own.
+"""
 
 import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +18,33 @@ from shoal.plan import Plan
 SHAPE = TransformerConfig(vocab_size=61, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, seq=16)
 
 
+class Float8Linear(torch.nn.Linear):
+    """Rounds input and weight to 8 bits, each with one scale."""
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(rounded(hidden), rounded(self.weight), self.bias)
+
+
+def rounded(tensor):
+    kind = torch.float8_e4m3fn
+    scale = torch.finfo(kind).max / tensor.detach().abs().max().float()
+    narrow = (tensor.detach() * scale).to(kind).to(tensor.dtype) / scale
+    return tensor + (narrow - tensor).detach()  # the gradient passes through
+
+
+def convert(block, *, config, module_filter_fn):
+    assert config.emulate
+    for name, layer in list(block.named_modules()):
+        if module_filter_fn(layer, name):
+            layer.__class__ = Float8Linear
+
+
 def train(plan):
     """Losses of four steps, and the kinds of the blocks' layers."""
+    if find_spec("torchao") is None:
+        sys.modules["torchao.float8"] = SimpleNamespace(
+            Float8LinearConfig=SimpleNamespace, convert_to_float8_training=convert
+        )
     model = Transformer(SHAPE)
     model.initialize(0)
     parallel = parallelize(model, plan)
