@@ -45,7 +45,8 @@ class NamedGroup(_Base):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(device) for device in devices]
 
     def _get_backend(self, device: torch.device) -> NamedGroup:
         return self

@@ -24,7 +24,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.collectives import Done, Work, empty
+from shoal.collectives import Done, StagedWork, Work, empty
 from shoal.errors import CommunicationError
 from shoal.record import DeviceRecorder, NullRecorder, OpenSpan, Recorder, SpanBeside
 from shoal.timeline import Kind, Lane, Purpose
@@ -91,7 +91,7 @@ class _Started:
         self._purpose = purpose
         self._after = after
         # The backend "shoal" knows when an operation was complete; other backends need a future.
-        self._timed = [work for work in works if isinstance(work, (Done, Work))]
+        self._timed = [work for work in works if isinstance(work, (Done, StagedWork, Work))]
         if on_cpu and not self._timed and not isinstance(recorder, NullRecorder):
             self._running = list(works)
             for work in works:
