@@ -76,7 +76,7 @@ class DeviceCopies:
         Arguments are those of `read`.
         """
         self.follow(after)
-        self._copy(tensor.detach().view(-1), host)
+        self._copy(tensor.data.view(-1), host)  # not counted as a change, as with other backends
         if not tensor.is_cpu:  # the caller may wait on another stream than it allocated the tensor on
             tensor.record_stream(self._streams.current_stream(self._device))
         return self.mark()

@@ -35,7 +35,7 @@ from shoal.collectives.native import NativeGroup
 from shoal.collectives.operands import bytes_of, to_be_changed, to_be_filled, to_be_read
 from shoal.collectives.operation import Operation
 from shoal.collectives.sparse import all_reduce_sparse
-from shoal.collectives.staging import Staging
+from shoal.collectives.staging import Staging, require_no_other
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
 
@@ -68,6 +68,7 @@ class ProcessGroup(NamedGroup):
         super().__init__(native.rank, native.size)
         self._native = native
         self._staging = Staging(native) if staging is None else staging
+        self._serves_devices = False  # until it is known that no other backend was asked for
         self.formed = native.formed
 
     # --- the group as a whole ---
@@ -388,6 +389,9 @@ class ProcessGroup(NamedGroup):
     def _side(self, *operands: torch.Tensor | None) -> NativeGroup | Staging:
         """Return what moves tensors of the host, or else tensors of a device, and keep the order of calls."""
         if self._staging.takes(*operands):
+            if not self._serves_devices:
+                require_no_other(dist.get_backend_config(self))
+                self._serves_devices = True
             return self._staging
         self._staging.settle()
         return self._native

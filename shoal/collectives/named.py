@@ -43,6 +43,9 @@ class NamedGroup(_Base):
 
     getBackendName = name  # noqa: N815
 
+    supports_splitting = False
+    supports_coalescing = False
+
     @property
     def _device_types(self) -> list[torch.device]:
         devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]

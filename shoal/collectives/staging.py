@@ -34,7 +34,27 @@ from shoal.collectives.operation import Operation
 from shoal.collectives.refusal import described, refusal
 from shoal.collectives.staged_work import StagedWork
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "require_no_other"]
+
+
+def require_no_other(configured: str) -> None:
+    """Refuse tensors on GPUs in a group that was asked to have another backend for them.
+
+    Torch gives a whole group to a backend that is written in Python, and leaves out the others in silence.
+
+    Args:
+        configured: The backends that were asked for, such as "cpu:shoal,cuda:nccl".
+
+    Raises:
+        CollectiveError: One of them is for GPUs, and is not "shoal".
+    """
+    asked = dict(pair.split(":") for pair in configured.split(","))
+    if asked.get("cuda", "shoal") not in ("shoal", asked.get("cpu")):
+        raise refusal(
+            f"a tensor on a GPU was given to a group of {configured}, which torch formed with shoal alone",
+            possible='"shoal" for all devices, "cpu:gloo,cuda:nccl", or two groups',
+            change="form the group with one of these",
+        )
 
 
 @dataclass(frozen=True, slots=True)

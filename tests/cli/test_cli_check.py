@@ -164,3 +164,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys, words, told)
     assert captured.out == ""
     assert told in captured.err
     assert len(captured.err.splitlines()) == 3
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["check", "--plan=dp=2", "--device=cuda"]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import collective_cases
+import test_pytorch_calls as calls
+import test_pytorch_features as features
 import torch
 import torch.distributed as dist
 from late_device import LateDevice
@@ -219,6 +221,26 @@ def reuse_host_buffers() -> int:
         LATE.synchronize()
         assert [each[-1].item() for each in received] == list(range(20))
     return len(made)
+
+
+def use_another_backend_for_gpus() -> str:
+    """The error for a tensor on a device of a group that was asked to have gloo for it."""
+    group = dist.new_group(backend="cpu:shoal_late,cuda:gloo")
+    try:
+        dist.all_reduce(torch.ones(2), group=group)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def use_what_pytorch_builds_on_groups() -> None:
+    """DistributedDataParallel, FSDP2, DTensors, functional collectives, objects: over the default group."""
+    features.ddp()
+    features.fsdp2(True)
+    features.redistribute()
+    calls.functional_collectives()
+    calls.objects()
+    calls.messages_in_a_batch()
 
 
 def refuse_mixed_operands() -> str:

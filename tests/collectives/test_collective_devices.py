@@ -29,12 +29,17 @@ def test_host_buffers_are_used_again_once_the_device_has_read_them(ranks):
     assert max(ranks.run(device_cases.reuse_host_buffers, 2)) <= 4
 
 
+def test_a_backend_that_torch_left_out_is_not_replaced_in_silence(ranks):
+    for text in ranks.run(device_cases.use_another_backend_for_gpus, 2):
+        assert "cpu:gloo,cuda:nccl" in text
+
+
 def test_operands_on_two_devices_are_refused(ranks):
     for text in ranks.run(device_cases.refuse_mixed_operands, 2):
         assert "on one device" in text
 
 
-def test_every_kind_of_layout_trains_on_a_device_as_one_process_does():
+def test_layouts_and_what_pytorch_builds_on_groups_train_on_a_device_as_one_process_does():
     plans = [
         "dp=4,shard=zero3",
         "dp=2,tp=2,tensor=async,shard=zero1",
@@ -42,4 +47,5 @@ def test_every_kind_of_layout_trains_on_a_device_as_one_process_does():
         "pp=2,tp=2,tensor=sequence",
     ]
     with RankPool("shoal_prompt") as pool:
+        pool.run(device_cases.use_what_pytorch_builds_on_groups, 2)
         assert pool.run(device_cases.compare, 4, plans)[0] == ["passed "] * len(plans)
