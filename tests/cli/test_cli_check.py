@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from shoal.cli.main import main
 
