@@ -158,13 +158,14 @@ def _be_silent(verdict: Verdict) -> None:
 
 def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
     """Return the job that the arguments ask for, after a check that it is possible."""
-    from shoal.check import CheckJob, covering, trial_of, with_axes
+    from shoal.check import CheckJob, covering, require_precision, trial_of, with_axes
     from shoal.train import TrainConfig, load_config, resolve
 
     _require_all(args)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
     ranks = args.ranks if args.ranks is not None else there
     plan = Plan(precision=args.precision) if args.all else Plan.parse(args.plan)
+    require_precision(plan.precision)
     if args.all:
         ranks = 2 if ranks is None else ranks
         unit = max(1, ranks)

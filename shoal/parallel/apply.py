@@ -92,7 +92,7 @@ def parallelize(
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
     blocks = list(find_blocks(model) if blocks is None else blocks)
-    _choose_products(plan, model, blocks, torch.device(device))
+    _choose_products(plan, model, blocks, on)
     layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
     if plan.pp > 1:
