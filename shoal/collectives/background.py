@@ -14,7 +14,7 @@ _Given = SimpleQueue[Callable[[], object] | None]
 class Background:
     """A thread that runs functions one after the other, in the order in which they were given.
 
-    The functions must not raise. The thread starts with the first of them.
+    The functions must not raise. The thread starts with the first of them, and ends with this object.
     """
 
     def __init__(self) -> None:
@@ -32,6 +32,8 @@ class Background:
     def close(self) -> None:
         """End the thread, after the functions that it was given."""
         self._given.put(None)
+
+    __del__ = close
 
 
 def _serve(given: _Given) -> None:

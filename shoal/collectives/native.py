@@ -78,8 +78,6 @@ class NativeGroup:
         if hasattr(self, "close"):
             self.close()
             self._core.group_free(self._handle)
-            if self._completer is not None:
-                self._completer.close()
 
     def run(self, operation: Operation, opts: Any) -> dist.Work:
         """Begin a collective.

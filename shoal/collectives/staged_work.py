@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,9 +17,26 @@ from shoal.collectives.device_copies import DeviceCopies, Event
 from shoal.collectives.host_buffers import HostBuffer
 from shoal.errors import CollectiveError
 
-__all__ = ["StagedWork"]
+__all__ = ["Landing", "StagedWork"]
 
 _Base: Any = dist.Work
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """The way of a result from the host to the device.
+
+    Attributes:
+        tensor: The contiguous tensor of the device that gets it.
+        host: The memory of the host that has it.
+        buffer: The buffer of that memory.
+        finish: Function to call once the tensor has it, such as a copy to another place.
+    """
+
+    tensor: torch.Tensor
+    host: torch.Tensor
+    buffer: HostBuffer
+    finish: Callable[[], None] | None
 
 
 class StagedWork(_Base):
@@ -31,10 +49,8 @@ class StagedWork(_Base):
         copies: The copies of the device.
         result: The tensors that the operation returns.
         marked: The caller's place in its stream when it began the operation.
-        landing: The contiguous tensor of the device that gets the result, the memory of the host that has it,
-            and the buffer of that memory; None if this rank gets nothing.
-        finish: Function to call once the result is in that tensor, such as a copy to its place.
-        sources: Objects that must not be freed before the device has been read.
+        landing: The way of the result to the device; None if this rank gets nothing.
+        source: The operand, which must not be freed before it has been read; None if there is none.
         completing: Thread that completes futures.
     """
 
@@ -43,9 +59,8 @@ class StagedWork(_Base):
         copies: DeviceCopies,
         result: Sequence[Any],
         marked: Event,
-        landing: tuple[torch.Tensor, torch.Tensor, HostBuffer] | None,
-        finish: Callable[[], None] | None,
-        sources: object,
+        landing: Landing | None,
+        source: torch.Tensor | None,
         completing: Background,
     ) -> None:
         super().__init__()
@@ -54,8 +69,7 @@ class StagedWork(_Base):
         self._result = result
         self._marked = marked
         self._landing = landing
-        self._finish = finish
-        self._sources = sources
+        self._source = source
         self._completing = completing
         self._work: Any = None
         self._failure: Exception | None = None
@@ -67,7 +81,7 @@ class StagedWork(_Base):
         try:
             if read is not None:
                 read.synchronize()
-            self._sources = None
+            self._source = None
             self._work = begin()
         except Exception as failure:
             self._failure = failure
@@ -106,13 +120,12 @@ class StagedWork(_Base):
         return True
 
     def _land(self) -> None:
-        if self._landing is not None:
-            tensor, host, buffer = self._landing
-            buffer.reader = self._copies.write(tensor, host, self._marked)
-        if self._finish is not None:
-            self._finish()
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.buffer.reader = self._copies.write(landing.tensor, landing.host, self._marked)
+            if landing.finish is not None:
+                landing.finish()
         self._landed = self._copies.mark()
-        self._landing = self._finish = None
 
     def is_completed(self) -> bool:
         """Return whether the result is on the device, or the operation has failed."""

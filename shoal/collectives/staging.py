@@ -16,6 +16,7 @@ operation, and is not used again before the operation has let go of it and the d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -28,11 +29,11 @@ import torch.distributed as dist
 from shoal.collectives.background import Background
 from shoal.collectives.codes import reduction_numbers
 from shoal.collectives.device_copies import DeviceCopies, Event
-from shoal.collectives.host_buffers import HostBuffer, HostBuffers
+from shoal.collectives.host_buffers import HostBuffers
 from shoal.collectives.native import NativeGroup
 from shoal.collectives.operation import Operation
 from shoal.collectives.refusal import described, refusal
-from shoal.collectives.staged_work import StagedWork
+from shoal.collectives.staged_work import Landing, StagedWork
 
 __all__ = ["Staging", "require_no_other"]
 
@@ -95,7 +96,7 @@ class Staging:
         self._buffers = HostBuffers(locks_pages=True) if buffers is None else buffers
         self._beginning = Background()
         self._completing = Background()  # of futures: their callbacks wait for operations
-        self._last: StagedWork | None = None  # that was given to the background thread
+        self._last: threading.Event | None = None  # set once all that the thread was given has begun
 
     def takes(self, one: torch.Tensor | None, other: torch.Tensor | None = None) -> bool:
         """Return whether an operation of these operands goes by way of the host."""
@@ -105,12 +106,12 @@ class Staging:
     def settle(self) -> None:
         """Return when all operations have begun."""
         last = self._last
-        if last is not None:
-            last.has_begun.wait()
-            self._last = None  # another thread may have given one since: it began after the caller's call
+        if last is not None and not last.is_set():
+            last.wait()
 
     def close(self) -> None:
         """End the threads, once all operations have begun."""
+        self.settle()
         self._beginning.close()
         self._completing.close()
 
@@ -120,19 +121,21 @@ class Staging:
         if operation.reduces is not None:
             reduction_numbers(opts.reduceOp, operation.reduces)  # refused now, and not in the background
         copies = self._copies_for(input_, output)
-        settings = _Settings.of(opts)
         marked = copies.mark()
-        given = taken = read = buffer = None
+        given = taken = read = landing = buffer = None
         if input_ is not None:
             given, buffer = self._buffers.take(input_.numel(), input_.dtype)
             read = copies.read(given, input_, marked)
-        if output is input_:
-            taken = given
-        elif output is not None:
-            taken, buffer = self._buffers.take(output.numel(), output.dtype)
-        work = self._work(
-            copies, operation.result, marked, output, taken, buffer, operation.finish, sources=input_
-        )
+        if output is not None:
+            if output is input_:
+                taken = given
+            else:
+                taken, buffer = self._buffers.take(output.numel(), output.dtype)
+            assert taken is not None
+            assert buffer is not None
+            landing = Landing(output, taken, buffer, operation.finish)
+        work = StagedWork(copies, operation.result, marked, landing, input_, self._completing)
+        settings = _Settings.of(opts)
         on_host = replace(operation, input=given, output=taken, result=[], finish=None)
         self._begin(work, read, partial(self._native.run, on_host, settings), settings.asyncOp)
         return work
@@ -143,7 +146,7 @@ class Staging:
         marked = copies.mark()
         given, _ = self._buffers.take(tensor.numel(), tensor.dtype)
         read = copies.read(given, tensor, marked)
-        work = self._work(copies, [tensor], marked, sources=tensor)
+        work = StagedWork(copies, [tensor], marked, None, tensor, self._completing)
         self._begin(work, read, partial(self._native.send, given, peer, tag))
         return work
 
@@ -153,34 +156,16 @@ class Staging:
         """Begin to receive a contiguous tensor; from any rank if `peer` is -1."""
         copies = self._copies_for(tensor)
         taken, buffer = self._buffers.take(tensor.numel(), tensor.dtype)
-        work = self._work(copies, [tensor], copies.mark(), tensor, taken, buffer, finish)
+        landing = Landing(tensor, taken, buffer, finish)
+        work = StagedWork(copies, [tensor], copies.mark(), landing, None, self._completing)
         work.begin(None, partial(self._native.receive, taken, peer, tag, None))
         return work
-
-    def _work(
-        self,
-        copies: DeviceCopies,
-        result: Any,
-        marked: Event,
-        target: torch.Tensor | None = None,
-        host: torch.Tensor | None = None,
-        buffer: HostBuffer | None = None,
-        finish: Callable[[], None] | None = None,
-        *,
-        sources: object = None,
-    ) -> StagedWork:
-        landing = None
-        if target is not None:
-            assert host is not None
-            assert buffer is not None
-            landing = target, host, buffer
-        return StagedWork(copies, result, marked, landing, finish, sources, self._completing)
 
     def _begin(
         self, work: StagedWork, read: Event | None, begin: Callable[[], dist.Work], is_async: bool = True
     ) -> None:
         if is_async:
-            self._last = work
+            self._last = work.has_begun
             self._beginning.run(partial(work.begin, read, begin))
         else:
             self.settle()

@@ -167,6 +167,14 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys, words, told)
     assert len(captured.err.splitlines()) == 3
 
 
+def test_plans_on_a_gpu_are_not_compiled_one_by_one(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("shoal.check.compare_locally", lambda job, *_: given.append(job) or [])
+    assert main(["check", "--all", "--ranks=2", "--device=cuda"]) == 0
+    assert {plan.compile for plan in given[0].plans} == {"none"}
+
+
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert main(["check", "--plan=dp=2", "--device=cuda"]) == 2
