@@ -166,8 +166,8 @@ class Axis:
         self.group = group
         self._recorder = recorder
         self._purpose = purpose
-        backend = dist.get_backend(group) if self.size > 1 else ""
-        self._is_gloo, self._is_nccl = backend == "gloo", backend == "nccl"
+        self._is_gloo = self.size > 1 and dist.get_backend(group) == "gloo"
+        self._is_nccl = self.size > 1 and backend_of(group, "cuda") == "nccl"
         self._mesh: DeviceMesh | None = None
         self.channels: dict[int, dist.ProcessGroup] = {}
 
