@@ -33,12 +33,12 @@ class Residual(nn.Module):
 def main(path: str) -> None:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    dist.init_process_group("nccl" if cuda else "shoal", device_id=device if cuda else None)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "shoal", device_id=device if cuda else None)
     torch.manual_seed(0)
 
-    model = nn.Sequential(nn.Linear(16, 64), *(Residual(64) for _ in range(4)), nn.Linear(64, 16)).to(device)
+    model = nn.Sequential(nn.Linear(16, 64), *(Residual(64) for _ in range(4)), nn.Linear(64, 16))
     plan = Plan(dp=dist.get_world_size(), shard="zero3", microbatch=MICROBATCH)
-    parallel = parallelize(model, plan)
+    parallel = parallelize(model, plan, device=device)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=3e-3)
 
     for step in range(STEPS):

@@ -9,7 +9,7 @@ cause). The command line calls `compare_locally`, or `compare_here` on ranks tha
 from shoal.check.choice import covering, with_axes
 from shoal.check.runner import CheckJob, Comparison, compare_here, compare_locally
 from shoal.check.task_trial import AnyTrial, TaskTrial, trial_of
-from shoal.check.tolerance import Tolerance
+from shoal.check.tolerance import Tolerance, require_precision
 from shoal.check.trial import Trial
 from shoal.check.verdict import Departure, Deviation, StepReport, Verdict
 
@@ -27,6 +27,7 @@ __all__ = [
     "compare_here",
     "compare_locally",
     "covering",
+    "require_precision",
     "trial_of",
     "with_axes",
 ]

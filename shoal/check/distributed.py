@@ -276,7 +276,10 @@ def groups_freed(parallel: Parallel) -> Iterator[None]:
     try:
         yield
     finally:
-        groups = {axis.group for axis in _axes_in(parallel.axes) if axis.group is not None}
+        axes = list(_axes_in(parallel.axes))
+        groups = {
+            group for axis in axes for group in (axis.group, *axis.channels.values()) if group is not None
+        }
         for group in sorted(groups, key=lambda group: group.group_name):
             dist.destroy_process_group(group)
 

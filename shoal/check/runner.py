@@ -21,10 +21,9 @@ from shoal.check.tolerance import Tolerance
 from shoal.check.trial import Trial
 from shoal.check.verdict import Verdict, judge, may_be_of_forward, with_fault
 from shoal.errors import TrainingError, UserError, WorkerError
-from shoal.launch import Nursery, StopSignal, World, join, launch
+from shoal.launch import Nursery, StopSignal, World, choose_device, join, launch
+from shoal.parallel import own_device
 from shoal.plan import Mesh, Plan, SettledPlan
-from shoal.train.config import TrainConfig
-from shoal.train.execute import choose_device
 
 __all__ = ["CheckJob", "Comparison", "compare_here", "compare_locally", "serve"]
 
@@ -125,9 +124,7 @@ def compare_here(job: CheckJob, world: World, tell: Tell) -> list[Verdict]:
     Returns:
         The verdicts on the first rank; an empty list on the others.
     """
-    device = choose_device(TrainConfig.model_validate({"device": job.device}), world.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = own_device(choose_device(job.device, world.local_rank))
     join(world, device, timeout=_TIMEOUT)
     comparison = Comparison(job.trial, device)
     verdicts = []
@@ -159,6 +156,7 @@ def compare_locally(job: CheckJob, tell: Tell, nursery: Nursery | None = None) -
         WorkerError: The ranks were stopped.
     """
     ranks = job.plans[0].ranks
+    choose_device(job.device, 0)  # refused here, and not by each rank
     if ranks == 1:
         return compare_here(job, World(rank=0, ranks=1, local_rank=0, master=("", 0)), tell)
     verdicts: list[Verdict] = []

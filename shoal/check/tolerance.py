@@ -20,6 +20,7 @@ import torch
 
 from shoal.check.reference import Reference, Step, Sums, Tensors
 from shoal.check.task_trial import AnyTrial
+from shoal.errors import ConfigError
 
 __all__ = [
     "FLOOR",
@@ -29,6 +30,7 @@ __all__ = [
     "Tolerance",
     "bound_of",
     "relative",
+    "require_precision",
     "scales_of",
     "vector_deviation",
 ]
@@ -46,6 +48,20 @@ TYPES: Mapping[str, tuple[torch.dtype, torch.dtype]] = {
 """By a Plan's precision: the type of the compute, and a type of twice the width."""
 
 _ULP = torch.finfo(torch.float32).eps
+
+
+def require_precision(precision: str) -> None:
+    """Refuse a Plan's precision that the reference does not have.
+
+    Raises:
+        ConfigError: There is no bound for it.
+    """
+    if precision not in TYPES:
+        raise ConfigError(
+            f"precision={precision} was given, and the reference on one device does not compute in it",
+            possible=" or ".join(TYPES),
+            change="check the layout in one of these",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,13 +158,15 @@ def _be_silent(verdict: Verdict) -> None:
 
 def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
     """Return the job that the arguments ask for, after a check that it is possible."""
-    from shoal.check import CheckJob, covering, trial_of, with_axes
+    from shoal.check import CheckJob, covering, require_precision, trial_of, with_axes
+    from shoal.launch import choose_device
     from shoal.train import TrainConfig, load_config, resolve
 
     _require_all(args)
     options = load_config(None, [f"model_options.{option}" for option in args.option]).model_options
     ranks = args.ranks if args.ranks is not None else there
     plan = Plan(precision=args.precision) if args.all else Plan.parse(args.plan)
+    require_precision(plan.precision)
     if args.all:
         ranks = 2 if ranks is None else ranks
         unit = max(1, ranks)
@@ -187,6 +189,8 @@ def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
         plans = [_in_two(each, trial.batch) for each in legal_plans(ranks, varied=varied, require=require)]
         if not plans:  # none fits: the simplest Plan's error says why
             require(plan.replace(dp=ranks))
+        if choose_device(args.device, 0).type == "cuda":  # there each Plan would be compiled, for a minute
+            plans = [each.replace(compile="none") for each in plans]
         plans = plans if args.axes is None else with_axes(plans, args.axes)
         plans = plans if args.sample is None else covering(plans, args.sample)
     else:

@@ -246,13 +246,13 @@ def _bytes(text: str | None) -> int | None:
 def _measured(trial: Trial, device_asked: str, recompute: str) -> list[Cost]:
     import numpy as np
 
+    from shoal.launch import choose_device
     from shoal.models import next_token_loss
     from shoal.parallel.compiled import compile_blocks
     from shoal.parallel.pipeline.stage_costs import measured_costs
     from shoal.parallel.pipeline.stage_layout import named_part, stages_of
-    from shoal.train import TrainConfig, choose_device
 
-    device = choose_device(TrainConfig.model_validate({"device": device_asked}), 0)
+    device = choose_device(device_asked, 0)
     model = trial.build_with_values(device)
     layout = stages_of(model)
     compile_blocks(list(named_part(model, layout.blocks).children()), recompute)

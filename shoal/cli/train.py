@@ -87,15 +87,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    from shoal.launch import RankLog, World, keep_output
-    from shoal.train import check, choose_device, nothing_left_to_do
+    from shoal.launch import RankLog, World, choose_device, keep_output
+    from shoal.train import check, nothing_left_to_do
 
     job = _job(args, None)
     if text := nothing_left_to_do(job):
         print(text, file=sys.stderr)
         return 0
     check(job)
-    choose_device(job.config, job.plan.ranks - 1)
+    choose_device(job.config.device, 0)
     if job.plan.ranks == 1:
         with keep_output(RankLog(job.path / "log", 0, 1)):
             return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)

@@ -1,10 +1,11 @@
-"""The process-group backend "shoal": collectives between CPUs, in shared memory and over TCP.
+"""The process-group backend "shoal": collectives in shared memory and over TCP, between CPUs or GPUs.
 
 Importing this registers the backend; `torch.distributed.init_process_group("shoal")` then serves everything
 that PyTorch builds on process groups. The native core (csrc/) does the work, and `ProcessGroup` gives it the
 interface of c10d. `Options` say how a group communicates. A `Table` holds the cost of each algorithm on this
 machine, by which one is chosen. `empty` makes tensors that ranks of one host read from each other without a
-copy; `share_buffers` makes FSDP2 use such tensors.
+copy; `share_buffers` makes FSDP2 use such tensors. Tensors on GPUs go by way of the host, so that several
+ranks may share a GPU.
 `elastic`, `parallel` and the benchmarks call it.
 """
 
@@ -15,6 +16,7 @@ from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
 from shoal.collectives.registration import register
 from shoal.collectives.sharded_buffers import share_buffers
+from shoal.collectives.staged_work import StagedWork
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.table import Table
 from shoal.collectives.table_file import built_in_table, load_table, save_table
@@ -24,6 +26,7 @@ __all__ = [
     "Done",
     "Options",
     "ProcessGroup",
+    "StagedWork",
     "Stripes",
     "Table",
     "Work",

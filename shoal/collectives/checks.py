@@ -84,7 +84,7 @@ def require_list(
     like: torch.Tensor | None = None,
     even: bool = False,
 ) -> bool:
-    """Check that a list has tensors of one type which the core can read.
+    """Check that a list has tensors of one type which the backend can move.
 
     Args:
         tensors: The list.
@@ -108,7 +108,11 @@ def require_list(
     like = tensors[0] if like is None else like
     dtype, elements, is_even = like.dtype, like.numel(), True
     for tensor in tensors:
-        if tensor.dtype is not dtype or not tensor.is_cpu or tensor.layout is not torch.strided:
+        if (
+            tensor.dtype is not dtype
+            or not (tensor.is_cpu or tensor.is_cuda)
+            or tensor.layout is not torch.strided
+        ):
             raise _misfit(tensors, what, like, even)
         is_even = is_even and tensor.numel() == elements
     if even and not is_even:

@@ -1,7 +1,8 @@
-"""The backend "shoal": a process group whose ranks are CPUs.
+"""The backend "shoal": a process group whose ranks have their tensors on CPUs, or on GPUs.
 
 The methods are those of c10d, as `torch.distributed` documents them. In all of them a tensor that is not
 contiguous is copied before and after the call. Where nothing is reduced, any type is moved, as bytes.
+Tensors on GPUs go by way of the host (`staging.py`).
 Operands that do not fit are refused before anything is sent (`checks.py`), and the group goes on. If only the
 root has operands that do not fit, only the root raises, and the others wait for it to call again.
 """
@@ -34,6 +35,7 @@ from shoal.collectives.native import NativeGroup
 from shoal.collectives.operands import bytes_of, to_be_changed, to_be_filled, to_be_read
 from shoal.collectives.operation import Operation
 from shoal.collectives.sparse import all_reduce_sparse
+from shoal.collectives.staging import Staging, require_no_other
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
 
@@ -59,11 +61,14 @@ class ProcessGroup(NamedGroup):
 
     Args:
         native: The native group, which does the work.
+        staging: Moves tensors between the devices and the native group.
     """
 
-    def __init__(self, native: NativeGroup) -> None:
+    def __init__(self, native: NativeGroup, staging: Staging | None = None) -> None:
         super().__init__(native.rank, native.size)
         self._native = native
+        self._staging = Staging(native) if staging is None else staging
+        self._serves_devices = False  # until it is known that no other backend was asked for
         self.formed = native.formed
 
     # --- the group as a whole ---
@@ -93,6 +98,7 @@ class ProcessGroup(NamedGroup):
 
     def shutdown(self) -> None:
         """Leave the group and free its resources."""
+        self._staging.close()
         self._native.close()
 
     # --- collectives ---
@@ -343,7 +349,8 @@ class ProcessGroup(NamedGroup):
         """Send one tensor to a rank."""
         tensor = only(tensors, "send")
         require_in_group(peer, self._size, "the receiver of send", own=self._rank)
-        return self._native.send(to_be_read(tensor), peer, require_tag(tag))
+        sent = to_be_read(tensor)
+        return self._side(sent).send(sent, peer, require_tag(tag))
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
         """Receive one tensor from a rank."""
@@ -356,7 +363,7 @@ class ProcessGroup(NamedGroup):
 
     def _receive(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
         flat, finish = to_be_filled(only(tensors, "recv"))
-        return self._native.receive(flat, peer, require_tag(tag), finish)
+        return self._side(flat).receive(flat, peer, require_tag(tag), finish)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names the ranks that did not come.
@@ -375,6 +382,16 @@ class ProcessGroup(NamedGroup):
     # --- helpers ---
 
     def _run(self, operation: Operation, opts: Any) -> dist.Work:
-        work = self._native.run(operation, opts)
+        work = self._side(operation.input, operation.output).run(operation, opts)
         self._sequence_number += 1  # counts operations that were not refused
         return work
+
+    def _side(self, *operands: torch.Tensor | None) -> NativeGroup | Staging:
+        """Return what moves tensors of the host, or else tensors of a device, and keep the order of calls."""
+        if self._staging.takes(*operands):
+            if not self._serves_devices:
+                require_no_other(dist.get_backend_config(self))
+                self._serves_devices = True
+            return self._staging
+        self._staging.settle()
+        return self._native

@@ -43,9 +43,13 @@ class NamedGroup(_Base):
 
     getBackendName = name  # noqa: N815
 
+    supports_splitting = False
+    supports_coalescing = False
+
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(device) for device in devices]
 
     def _get_backend(self, device: torch.device) -> NamedGroup:
         return self

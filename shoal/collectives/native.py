@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from shoal.collectives.agreement import describe_call, first_difference, first_uneven_split
+from shoal.collectives.background import Background
 from shoal.collectives.codes import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser, reduction_numbers
-from shoal.collectives.completer import Completer
 from shoal.collectives.core import GOING_ON, Call, Core
 from shoal.collectives.monitored import MonitoredBarrier
 from shoal.collectives.operands import address_of, bytes_of
@@ -64,8 +64,8 @@ class NativeGroup:
         self._handle = self.formed.handle
         self.close = weakref.finalize(self, core.group_close, self._handle)
         self.hosts = len({member.host for member in self.formed.members})
-        # Within a host a completer would gain nothing: see Work.get_future.
-        self._completer = Completer() if self.hosts > 1 else None
+        # Within a host a thread would gain nothing: see Work.get_future.
+        self._completer = Background() if self.hosts > 1 else None
         self.turns = self.formed.turns if self.hosts == 1 else 1
         self._chooser = Chooser(options, core.one_shot_bytes, size, self.hosts, self.turns)
         self._debug = options.debug
@@ -78,8 +78,6 @@ class NativeGroup:
         if hasattr(self, "close"):
             self.close()
             self._core.group_free(self._handle)
-            if self._completer is not None:
-                self._completer.close()
 
     def run(self, operation: Operation, opts: Any) -> dist.Work:
         """Begin a collective.

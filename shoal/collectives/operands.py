@@ -1,4 +1,4 @@
-"""Turns the tensors of a call into the core's operands: contiguous memory on the CPU."""
+"""Turns the tensors of a call into contiguous operands, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def require_dense(tensor: torch.Tensor) -> None:
-    """Raise CollectiveError for a tensor that the core cannot move."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_conj():
+    """Raise CollectiveError for a tensor that the backend cannot move."""
+    if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout is not torch.strided or tensor.is_conj():
         kind = "a conjugated view" if tensor.is_conj() else f"{tensor.layout} on {tensor.device}"
         raise refusal(
             f'the backend "shoal" cannot move {described(tensor)}, which is {kind}',
-            possible="dense tensors on the CPU",
+            possible="dense tensors on the CPU, or on a GPU of CUDA",
             change="convert it with .to_dense(), .cpu() or .resolve_conj()",
         )
 

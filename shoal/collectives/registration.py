@@ -17,9 +17,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Register the backend "shoal" for CPUs, if it is not registered yet."""
+    """Register the backend "shoal" for CPUs and GPUs, if it is not registered yet."""
     if dist.is_available() and "SHOAL" not in dist.Backend._plugins:
-        dist.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("shoal", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(asked: Any, options: Any) -> ProcessGroup:

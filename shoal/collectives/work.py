@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shoal.collectives.completer import Completer
+from shoal.collectives.background import Background
 from shoal.collectives.core import GOING_ON, Core
 from shoal.errors import CollectiveError
 
@@ -95,7 +96,7 @@ class Work(_Base):
         abandon: Callable[[int, object], None],
         algorithm: str = "",
         finish: Callable[[], None] | None = None,
-        completer: Completer | None = None,
+        completer: Background | None = None,
     ) -> None:
         super().__init__()
         self._core = core
@@ -192,7 +193,7 @@ class Work(_Base):
         if self._completer is None:
             base.set_result(None)
         else:
-            self._completer.set(base)
+            self._completer.run(partial(base.set_result, None))
         return future
 
     def __del__(self) -> None:

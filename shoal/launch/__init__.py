@@ -5,6 +5,7 @@ stop), Nursery (the process that ranks are forked from). `shoal train` calls `la
 started ranks; the trainer's processes call `join` and `run_rank`.
 """
 
+from shoal.launch.devices import choose_device
 from shoal.launch.launcher import TERMINAL, launch
 from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
@@ -20,6 +21,7 @@ __all__ = [
     "RankLog",
     "StopSignal",
     "World",
+    "choose_device",
     "find_world",
     "join",
     "keep_output",

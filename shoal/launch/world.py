@@ -11,9 +11,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from shoal.collectives import is_built
+from shoal.collectives.assembly import Assembly
 from shoal.errors import CommunicationError, ConfigError
+from shoal.launch.devices import backend_for, identity_of, sharing
 
 __all__ = ["World", "find_world", "join"]
 
@@ -87,7 +91,8 @@ def join(
 ) -> None:
     """Form the default process group of all ranks: NCCL between GPUs, Shoal's backend between CPUs.
 
-    If the native core was not built, gloo replaces Shoal's backend, and rank 0 prints a notice.
+    Ranks that share a GPU, which NCCL refuses, communicate through Shoal's backend too, and rank 0 prints a
+    notice. If the native core was not built, gloo replaces Shoal's backend between CPUs, also with a notice.
 
     Args:
         world: The ranks.
@@ -97,27 +102,41 @@ def join(
 
     Raises:
         CommunicationError: The ranks did not all meet.
+        ConfigError: Ranks share a GPU, and Shoal's backend was not built.
     """
     if world.ranks == 1:
         return
     environment["MASTER_ADDR"], environment["MASTER_PORT"] = world.master[0], str(world.master[1])
+    limit = timedelta(seconds=timeout)
     try:
+        store, _, _ = next(rendezvous("env://", world.rank, world.ranks, timeout=limit))
+        backend = _backend(world, device, store, limit)
         dist.init_process_group(
-            _backend(world, device),
+            backend,
+            store=PrefixStore("default", store),
             rank=world.rank,
             world_size=world.ranks,
-            timeout=timedelta(seconds=timeout),
-            # Otherwise NCCL guesses the device from the rank, and prints a warning.
-            device_id=device if device.type == "cuda" else None,
+            timeout=limit,
+            # NCCL then connects here: not at first use, in whatever order the ranks use their groups.
+            device_id=device if "nccl" in backend else None,
         )
     except RuntimeError as error:
         host, port = world.master
         raise CommunicationError(f"the {world.ranks} ranks did not meet at {host}:{port}: {error}") from error
 
 
-def _backend(world: World, device: torch.device) -> str:
+def _backend(world: World, device: torch.device, store: Store, limit: timedelta) -> str:
     if device.type == "cuda":
-        return "nccl"
+        assembly = Assembly(PrefixStore("devices", store), world.rank, world.ranks, limit)
+        identities = assembly.tell("device", identity_of(device))
+        backend = backend_for(identities)
+        if backend == "shoal" and world.rank == 0:
+            print(
+                f"{sharing(identities)} ranks share a GPU, so all ranks communicate through shoal, by way of "
+                "the host: for proofs and development, not for speed",
+                file=sys.stderr,
+            )
+        return backend
     if is_built():
         return "shoal"
     if world.rank == 0:

@@ -18,6 +18,7 @@ from shoal.parallel.owned import Frozen, Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.pipeline.piece_memory import Batch
 from shoal.parallel.pipeline.stage_layout import StageLayout
+from shoal.parallel.place import own_device
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 from shoal.parallel.tensor.vocabulary import SplitLogits
 
@@ -38,6 +39,7 @@ __all__ = [
     "Together",
     "WholeParameters",
     "local_part",
+    "own_device",
     "parallelize",
     "parts_of",
     "require_layout",

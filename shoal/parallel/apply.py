@@ -34,6 +34,7 @@ from shoal.parallel.pipeline.pieces import Pieces, Room, cut_pieces
 from shoal.parallel.pipeline.runtime import Pipeline, StageEntry, StageHere
 from shoal.parallel.pipeline.stage_layout import StageLayout
 from shoal.parallel.pipeline.stages import take_stages
+from shoal.parallel.place import place
 from shoal.parallel.precision import cast_inputs, kept_in_fp32
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor.tensor_layout import TensorLayout
@@ -56,7 +57,7 @@ def parallelize(
     stages: StageLayout | None = None,
     batch: Batch | None = None,
     seed: int = 0,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     recorder: Recorder | None = None,
 ) -> Parallel:
     """Lay a model over the ranks of the default process group, or over this process if there is no group.
@@ -78,7 +79,8 @@ def parallelize(
         batch: Samples and tokens of an optimizer step. With it, pipeline stages that are cut by cost also
             leave room for activations; without it, only states must fit the devices.
         seed: Seed of the values of a model built on the meta device.
-        device: Device on which a model built on the meta device gets its values.
+        device: This rank's device: the model is moved there, and a GPU becomes the current one. By default
+            the device that the model is on; a model on the meta device gets its values on the CPU.
         recorder: Recorder of the spans of collectives.
 
     Raises:
@@ -87,13 +89,14 @@ def parallelize(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     require_trainable(model)
+    on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
     blocks = list(find_blocks(model) if blocks is None else blocks)
-    _choose_products(plan, model, blocks, torch.device(device))
+    _choose_products(plan, model, blocks, on)
     layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
     if plan.pp > 1:
-        room = _room(model, plan, layout, batch, torch.device(device)) if plan.split == "cost" else None
+        room = _room(model, plan, layout, batch, on) if plan.split == "cost" else None
         pieces = cut_pieces(model, plan, stages, room)
         plan = plan.replace(split=pieces.split)
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
@@ -112,8 +115,7 @@ def parallelize(
     dtype = _DTYPES[plan.element_bytes]
     in_fp32 = kept_in_fp32(model)
     whole = Whole.of(model, pieces, axes, lambda name: torch.float32 if name in in_fp32 else dtype)
-    fill = _first_values(model, seed, torch.device(device), axes, cuts)
-    on = next(model.parameters()).device
+    fill = _first_values(model, seed, on, axes, cuts)
     if plan.compile == "auto" and on.type != "cpu":
         plan = plan.replace(compile="blocks")
     deferral = Deferral() if pieces is not None and plan.has_halves else None

@@ -7,16 +7,18 @@ gradients of parameters that tensor parallelism leaves whole are combined over t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup
-from shoal.parallel.communication import Axis
+from shoal.parallel.communication import Axis, backend_of
 from shoal.plan import Group, Groups, Plan
 from shoal.record import Recorder
 from shoal.timeline import Purpose
@@ -113,6 +115,10 @@ class Axes:
     def build(cls, plan: Plan, recorder: Recorder, *, are_ends_tied: bool = False) -> Axes:
         """Make the process groups of a Plan's mesh from the default group; all its ranks must call this.
 
+        All ranks make all groups in one order, also those that they are not in, as `torch.distributed` asks.
+        NCCL connects each group here: if it did at first use, ranks that use their groups in different orders
+        would wait for each other forever.
+
         Args:
             plan: A Plan for the number of ranks of the default group.
             recorder: Recorder of spans.
@@ -177,6 +183,9 @@ class Axes:
             average,
             plan.tp,
         )
+        pp = axis("pp", groups.pp, Purpose.PIPELINE, own=True)
+        if plan.pp > 1 and _uses_nccl():
+            pp.channels.update(_channels(plan.placement, groups.pp.tile(ranks), rank))
         return cls(
             world=axis("world", groups.world, Purpose.CONTROL),
             dp=axis("dp", groups.dp, of_data),
@@ -187,7 +196,7 @@ class Axes:
             sequence=axis("sequence", groups.sequence, Purpose.EXPERT),
             # Its own group: reductions and all-to-alls of experts may start in different orders on ranks.
             ep=axis("ep", groups.ep, Purpose.EXPERT, own=plan.ep > 1),
-            pp=axis("pp", groups.pp, Purpose.PIPELINE, own=True),
+            pp=pp,
             parts=axis("parts", groups.parts, Purpose.CONTROL),
             dense=dense,
             partial=partial,
@@ -206,12 +215,43 @@ def _ends(groups: Groups, ranks: int) -> list[Members]:
     ]
 
 
+def _channels(
+    placement: Sequence[int], pipelines: Sequence[Members], rank: int
+) -> dict[int, dist.ProcessGroup]:
+    """Make a group for each two ranks of a pipeline with neighbouring stages.
+
+    Returns:
+        The groups that this rank is in, by the other rank's index in its pipeline.
+    """
+    pairs = sorted({(min(pair), max(pair)) for pair in itertools.pairwise(placement) if pair[0] != pair[1]})
+    channels = {}
+    for line in pipelines:
+        for one, other in pairs:
+            group = _new_group((line[one], line[other]))
+            if rank in (line[one], line[other]):
+                channels[other if rank == line[one] else one] = group
+    return channels
+
+
 def _process_group(members: Members, ranks: int, *, own: bool) -> dist.ProcessGroup | None:
     """Return the group of these ranks; None, the default group, also if there is only one process."""
     if len(members) == 1 or (len(members) == ranks and not own):
         return None
-    group: dist.ProcessGroup = dist.new_group(list(members), timeout=_default_timeout())
+    return _new_group(members)
+
+
+def _new_group(members: Members) -> dist.ProcessGroup:
+    # For NCCL alone: the default group may have another backend for the CPU, which is for Python objects.
+    nccl: dict[str, Any] = {}
+    if _uses_nccl():
+        bound = getattr(dist.group.WORLD, "bound_device_id", None)
+        nccl = {"backend": "nccl", "device_id": bound or torch.device("cuda", torch.cuda.current_device())}
+    group: dist.ProcessGroup = dist.new_group(list(members), timeout=_default_timeout(), **nccl)
     return group
+
+
+def _uses_nccl() -> bool:
+    return dist.is_initialized() and backend_of(None, "cuda") == "nccl"
 
 
 def _default_timeout() -> timedelta | None:
@@ -220,6 +260,6 @@ def _default_timeout() -> timedelta | None:
     assert world is not None
     if isinstance(world, ProcessGroup):
         return world.timeout
-    options = world._get_backend(torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")).options
+    options = world._get_backend(world._device_types[0]).options
     timeout: timedelta | None = getattr(options, "_timeout", None)
     return timeout

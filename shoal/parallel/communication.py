@@ -24,12 +24,12 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.collectives import Done, Work, empty
+from shoal.collectives import Done, StagedWork, Work, empty
 from shoal.errors import CommunicationError
 from shoal.record import DeviceRecorder, NullRecorder, OpenSpan, Recorder, SpanBeside
 from shoal.timeline import Kind, Lane, Purpose
 
-__all__ = ["Axis", "Pending", "Then", "new_buffer"]
+__all__ = ["Axis", "Pending", "Then", "backend_of", "new_buffer"]
 
 # torch 2.13 renames the two collectives of equal parts; before it only the older names exist.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -91,7 +91,7 @@ class _Started:
         self._purpose = purpose
         self._after = after
         # The backend "shoal" knows when an operation was complete; other backends need a future.
-        self._timed = [work for work in works if isinstance(work, (Done, Work))]
+        self._timed = [work for work in works if isinstance(work, (Done, StagedWork, Work))]
         if on_cpu and not self._timed and not isinstance(recorder, NullRecorder):
             self._running = list(works)
             for work in works:
@@ -127,6 +127,12 @@ def new_buffer(elements: int, *, dtype: torch.dtype, device: torch.device) -> to
     return torch.empty(elements, dtype=dtype, device=device)
 
 
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
+    """Return the name of the backend that a group uses for tensors on this type of device; "" for none."""
+    pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
+    return next((backend for device, _, backend in pairs if device == device_type), "")
+
+
 class Axis:
     """One axis of the mesh: the ranks that differ along this axis only, and the collectives over them.
 
@@ -137,6 +143,11 @@ class Axis:
         group: Its process group; None if the axis has one rank.
         recorder: Recorder of spans.
         purpose: Purpose of its communication, as recorded in the Timeline.
+
+    Attributes:
+        channels: By the index of a rank, a group of this rank and that one, for messages between them; the
+            axis's own group for ranks that are not here. NCCL passes the messages of a group on one after the
+            other, also those of different ranks.
     """
 
     def __init__(
@@ -155,9 +166,10 @@ class Axis:
         self.group = group
         self._recorder = recorder
         self._purpose = purpose
-        backend = dist.get_backend(group) if self.size > 1 else ""
-        self._is_gloo, self._is_nccl = backend == "gloo", backend == "nccl"
+        self._is_gloo = self.size > 1 and dist.get_backend(group) == "gloo"
+        self._is_nccl = self.size > 1 and backend_of(group, "cuda") == "nccl"
         self._mesh: DeviceMesh | None = None
+        self.channels: dict[int, dist.ProcessGroup] = {}
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -209,11 +221,11 @@ class Axis:
 
     def send(self, sent: torch.Tensor, target: int, name: str) -> Pending:
         """Send a contiguous `sent` to one rank of the axis, which receives it under the same name."""
-        return self._message(dist.isend, sent, self.members[target], (self.index, target), name)
+        return self._message(dist.isend, sent, target, (self.index, target), name)
 
     def receive(self, received: torch.Tensor, source: int, name: str) -> Pending:
         """Receive into a contiguous `received` the tensor that a rank of the axis sends."""
-        return self._message(dist.irecv, received, self.members[source], (source, self.index), name)
+        return self._message(dist.irecv, received, source, (source, self.index), name)
 
     def begin(self, name: str, counted: torch.Tensor, call: Callable[[], Any]) -> Pending:
         """Start a collective that the caller defines.
@@ -238,7 +250,7 @@ class Axis:
         name: str,
     ) -> Pending:
         def begin(*, group: dist.ProcessGroup | None, async_op: bool) -> Any:
-            return transfer(tensor, peer, group)
+            return transfer(tensor, self.members[peer], self.channels.get(peer, group))
 
         group = tuple(self.members[index] for index in ends)
         return self._start(name, tensor, (begin,), group=group, has_future=False)

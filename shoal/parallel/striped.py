@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup, Stripes
-from shoal.parallel.communication import Axis, Pending, Then, new_buffer
+from shoal.parallel.communication import Axis, Pending, Then, backend_of, new_buffer
 
 __all__ = ["Striped"]
 
@@ -44,7 +43,7 @@ class Striped:
             return self._axis.begin(
                 f"all_gather:{name}", buffer, lambda: group.all_gather_stripes(buffer, stripes)
             )
-        if self._coalesces:
+        if self._coalesces(buffer):
             return self._axis.begin(f"all_gather:{name}", buffer, self._coalesced(buffer, is_gather=True))
         packed = self._packed(buffer)
         self._copy(buffer, packed, [self._axis.index], is_packing=True)
@@ -65,7 +64,7 @@ class Striped:
             return self._axis.begin(
                 f"reduce_scatter:{name}", buffer, lambda: group.reduce_scatter_stripes(buffer, stripes)
             )
-        if self._coalesces:
+        if self._coalesces(buffer):
             return self._axis.begin(
                 f"reduce_scatter:{name}", buffer, self._coalesced(buffer, is_gather=False)
             )
@@ -82,9 +81,8 @@ class Striped:
         group = self._axis.process_group
         return isinstance(group, ProcessGroup) and group.hosts == 1
 
-    @property
-    def _coalesces(self) -> bool:
-        return dist.get_backend(self._axis.process_group) == "nccl"
+    def _coalesces(self, buffer: torch.Tensor) -> bool:
+        return buffer.is_cuda and backend_of(self._axis.process_group, "cuda") == "nccl"
 
     def _native_stripes(self, buffer: torch.Tensor) -> Stripes:
         size = buffer.element_size()

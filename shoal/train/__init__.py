@@ -13,7 +13,7 @@ from shoal.train.config import (
     ValidationConfig,
     load_config,
 )
-from shoal.train.execute import choose_device, execute
+from shoal.train.execute import execute
 from shoal.train.job import (
     Job,
     Resume,
@@ -42,7 +42,6 @@ __all__ = [
     "Trainer",
     "ValidationConfig",
     "check",
-    "choose_device",
     "choose_path",
     "choose_ranks",
     "execute",

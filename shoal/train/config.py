@@ -160,6 +160,8 @@ class TrainConfig(_Section):
     """Seed of the first weights, the order of samples and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks; auto is CUDA if the host has it."""
+    deterministic: bool = False
+    """Whether a repeated run gives the same bits on GPUs too; slower, and some operators are then refused."""
     timeout: float = Field(default=600.0, gt=0, le=10_000_000)
     """Seconds after which a collective fails if not all ranks have joined it."""
     optimizer: OptimizerConfig = OptimizerConfig()

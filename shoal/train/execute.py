@@ -33,8 +33,9 @@ from shoal.errors import (
     ModelError,
     TrainingError,
 )
-from shoal.launch import EXIT_STOPPED, StopSignal, World, join
+from shoal.launch import EXIT_STOPPED, StopSignal, World, choose_device, join
 from shoal.models import Transformer
+from shoal.parallel import own_device
 from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, TensorBoardLogger, open_recorder
 from shoal.run import Run
 from shoal.train.automatic import PassedOver
@@ -43,32 +44,14 @@ from shoal.train.config import TrainConfig, describe_config
 from shoal.train.job import Job, Resume, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import build_model
+from shoal.train.randomness import compute_deterministically, nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
 from shoal.train.run_record import describe_device, describe_versions
 from shoal.train.trainer import Trainer
 from shoal.units import format_count
 
-__all__ = ["choose_device", "execute"]
-
-
-def choose_device(config: TrainConfig, local_rank: int) -> torch.device:
-    """Return the device that a rank computes on: on each host, one GPU per rank, or the CPU for all.
-
-    Raises:
-        ConfigError: There is no GPU for this rank, though the configuration asks for one, or other ranks of
-            the host have one.
-    """
-    gpus = torch.cuda.device_count()
-    if config.device == "cpu" or (config.device == "auto" and not gpus):
-        return torch.device("cpu")
-    if local_rank >= gpus:
-        raise ConfigError(
-            f"device={config.device} was given, and local rank {local_rank} finds {gpus} GPUs on this host",
-            possible="one rank for each GPU of the host, or device=cpu",
-            change=f"start {gpus} ranks on this host, or set device=cpu" if gpus else "leave out device=cuda",
-        )
-    return torch.device("cuda", local_rank)
+__all__ = ["execute"]
 
 
 def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
@@ -83,9 +66,9 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
         The exit code: 0, or `EXIT_STOPPED` if a signal stopped the run and its state is saved.
     """
     first_choice = choose()
-    device = choose_device(first_choice.config, world.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = own_device(choose_device(first_choice.config.device, world.local_rank))
+    if first_choice.config.deterministic:
+        compute_deterministically()
     join(world, device, timeout=first_choice.config.timeout)
     coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
     try:
@@ -109,6 +92,7 @@ class _Execution:
         self._job = job
         self._config = job.config
         self._world = world
+        self._device = device
         self._coordinator = coordinator
         self._is_first = world.rank == 0
         self._is_stopped = False  # whether a rank asked to stop
@@ -186,6 +170,15 @@ class _Execution:
         except TrainingError:
             with contextlib.suppress(CheckpointError):
                 self._trainer.save(self._run.checkpoints, {"data": self._data})
+            raise
+        except RuntimeError as error:
+            if self._config.deterministic and (operator := nondeterministic_operator(error)):
+                raise ConfigError(
+                    f"deterministic=true was given, and {operator} has no deterministic form on "
+                    f"{self._device.type}",
+                    possible="operators that are deterministic there, or deterministic=false",
+                    change="leave out deterministic=true, or use another operator in the model",
+                ) from error
             raise
 
     def _take_result(self, result: StepResult) -> None:

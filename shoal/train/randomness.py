@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
+from collections.abc import MutableMapping
 
 import numpy as np
 import torch
 
 from shoal.data import key_of, seed_generators
+from shoal.errors import ConfigError
 
-__all__ = ["begin_anew", "random_state", "set_random_state"]
+__all__ = [
+    "begin_anew",
+    "compute_deterministically",
+    "nondeterministic_operator",
+    "random_state",
+    "set_random_state",
+]
+
+_WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 
 def begin_anew(seed: int, step: int, place: int) -> None:
@@ -27,10 +39,36 @@ def begin_anew(seed: int, step: int, place: int) -> None:
         torch.cuda.manual_seed(key)
 
 
+def compute_deterministically(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let this process's operators give the same bits each time; call it before the first product on a GPU.
+
+    Args:
+        environment: The environment, which gets the workspace that cuBLAS then needs.
+
+    Raises:
+        ConfigError: The environment sets a workspace with which cuBLAS is not deterministic.
+    """
+    given = environment.setdefault(_WORKSPACE, _WORKSPACES[0])
+    if given not in _WORKSPACES:
+        raise ConfigError(
+            f"deterministic=true was given, and {_WORKSPACE}={given}, with which cuBLAS is not deterministic",
+            possible=" or ".join(_WORKSPACES),
+            change=f"unset {_WORKSPACE}, or leave out deterministic=true",
+        )
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def nondeterministic_operator(error: RuntimeError) -> str:
+    """Return the operator that torch refused because it has no deterministic form; "" for other errors."""
+    found = re.match(r"(\S+) does not have a deterministic implementation", str(error))
+    return found[1] if found else ""
+
+
 def random_state() -> dict[str, torch.Tensor]:
     """Return the states of the generators of torch (CPU, current CUDA device if any), Python and numpy."""
     state = {"cpu": torch.get_rng_state(), "python": _python_state(), "numpy": _numpy_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # otherwise this process computes on the CPU, beside GPUs
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

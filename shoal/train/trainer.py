@@ -15,7 +15,7 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, GradientNorm, Parallel, parallelize
+from shoal.parallel import Batch, GradientNorm, Parallel, own_device, parallelize
 from shoal.parallel.compiled import compiled
 from shoal.parallel.device_memory import largest_logits
 from shoal.plan import Plan, SettledPlan
@@ -71,7 +71,8 @@ class Trainer:
             others, each sample counts as one.
         seed: Determines the order of samples, the random numbers of data and model, and the first weights of
             a model on the meta device.
-        device: Device on which this rank computes.
+        device: Device on which this rank computes. The model is moved there, and a GPU becomes the current
+            one.
         recorder: Recorder of spans.
         sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
         workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
@@ -120,7 +121,7 @@ class Trainer:
     ) -> None:
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
-        self._device = torch.device(device)
+        self._device = own_device(device)
         self.plan = with_compile(SettledPlan.of(plan, batch), model, sequence, self._device)
         self.config = optimizer if optimizer is not None else OptimizerConfig()
         self.steps = steps

@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import torch
 
 from shoal.cli.main import main
 
@@ -155,7 +156,7 @@ def test_it_joins_the_ranks_that_are_there_and_rank_0_prints(programs, tmp_path)
         (["--all", "--axes=2"], "more than 1 degrees above 1"),
         (["--all", "--sample=0"], "sample=0"),
         (["--plan=dp=2", "--sample=3"], "--sample was given with --plan"),
-        (["--all", "--precision=fp8"], "precision=fp8 does not exist"),
+        (["--all", "--precision=fp8"], "reference on one device does not compute in it"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(capsys, words, told):
@@ -164,3 +165,17 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys, words, told)
     assert captured.out == ""
     assert told in captured.err
     assert len(captured.err.splitlines()) == 3
+
+
+def test_plans_on_a_gpu_are_not_compiled_one_by_one(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("shoal.check.compare_locally", lambda job, *_: given.append(job) or [])
+    assert main(["check", "--all", "--ranks=2", "--device=cuda"]) == 0
+    assert {plan.compile for plan in given[0].plans} == {"none"}
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["check", "--plan=dp=2", "--device=cuda"]) == 2
+    assert "torch finds no GPU" in capsys.readouterr().err

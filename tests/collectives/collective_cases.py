@@ -86,6 +86,7 @@ def run_cases(
     algorithms: dict[str, str] | None = None,
     ranks_per_host: int | None = None,
     direct_reads: bool = True,
+    backend: str | None = None,
 ) -> None:
     """Every collective `cases` times, with random sizes, types, reductions, offsets and roots.
 
@@ -98,7 +99,9 @@ def run_cases(
         else {"SHOAL_HOST_ID": f"host {rank // ranks_per_host}", "MASTER_ADDR": "127.0.0.1"}
     )
     with mock.patch.dict(os.environ, hosts):
-        group = dist.new_group(pg_options=Options(algorithms=algorithms or {}, direct_reads=direct_reads))
+        group = dist.new_group(
+            backend=backend, pg_options=Options(algorithms=algorithms or {}, direct_reads=direct_reads)
+        )
     choose = random.Random(seed)
     for case in range(cases):
         dtype = choose.choice(DTYPES)

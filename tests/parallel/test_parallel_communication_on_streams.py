@@ -41,6 +41,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     monkeypatch.setattr(time, "perf_counter", lambda: device.now)
     monkeypatch.setattr(time, "sleep", device.host_works)
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
     return device
 
 

@@ -1,0 +1,42 @@
+"""A thread that runs functions in order while the caller goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+__all__ = ["Background"]
+
+_Given = SimpleQueue[Callable[[], object] | None]
+
+
+class Background:
+    """A thread that runs functions one after the other, in the order in which they were given.
+
+    The functions must not raise. The thread starts with the first of them, and ends with this object.
+    """
+
+    def __init__(self) -> None:
+        self._given: _Given = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Run the function, after those that were given before."""
+        if self._thread is None:
+            # A daemon: a process that ends without waiting for a function does not wait for this thread.
+            self._thread = threading.Thread(target=_serve, args=(self._given,), name="shoal", daemon=True)
+            self._thread.start()
+        self._given.put(function)
+
+    def close(self) -> None:
+        """End the thread, after the functions that it was given."""
+        self._given.put(None)
+
+    __del__ = close
+
+
+def _serve(given: _Given) -> None:
+    while (function := given.get()) is not None:
+        function()
+        del function  # it holds tensors

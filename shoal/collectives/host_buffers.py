@@ -1,0 +1,90 @@
+"""Memory of the host that a device copies from and to: page-locked, shared with other ranks, and reused."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from shoal.collectives import (
+    buffers,
+)  # the module: it may be halfway through `import torch`, which imports this
+from shoal.collectives.device_copies import Event
+
+__all__ = ["HostBuffer", "HostBuffers"]
+
+_SMALLEST = 1 << 16  # bytes; whole pages, which no other buffer shares
+_MOST_IN_FLIGHT = 2
+"""Free buffers of one size that copies to the device may still read, before a caller waits for the oldest."""
+
+
+@dataclass(eq=False, slots=True)
+class HostBuffer:
+    """One buffer.
+
+    Attributes:
+        memory: Its bytes.
+        reader: Event after which the device has copied its content; None if it copies nothing.
+    """
+
+    memory: torch.Tensor
+    reader: Event | None = None
+
+
+class HostBuffers:
+    """Buffers of the sizes that were asked for so far, each of a power of two.
+
+    Args:
+        locks_pages: Whether pages are locked for CUDA, whose copies are slow and block the caller without.
+    """
+
+    def __init__(self, *, locks_pages: bool) -> None:
+        self._locks_pages = locks_pages
+        self._taking = threading.Lock()
+        self._free: defaultdict[int, list[HostBuffer]] = defaultdict(list)
+
+    def take(self, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, HostBuffer]:
+        """Return memory `[elements]`, and its buffer, which is free again when nobody holds the memory."""
+        nbytes = elements * dtype.itemsize
+        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        with self._taking:
+            buffer = self._unused(self._free[size]) or HostBuffer(self._new(size))
+        lent = buffer.memory[:nbytes].view(dtype)
+        weakref.finalize(lent, self._free[size].append, buffer).atexit = False
+        return lent, buffer
+
+    def _unused(self, free: list[HostBuffer]) -> HostBuffer | None:
+        idle = [each for each in free if each.reader is None or each.reader.query()]
+        if not idle and len(free) < _MOST_IN_FLIGHT:
+            return None
+        buffer = (idle or free)[0]
+        free.remove(buffer)
+        if buffer.reader is not None:
+            buffer.reader.synchronize()
+            buffer.reader = None
+        return buffer
+
+    def _new(self, size: int) -> torch.Tensor:
+        memory = buffers.empty(size, dtype=torch.uint8)
+        if self._locks_pages:
+            _lock_pages(memory)
+        return memory
+
+
+def _lock_pages(memory: torch.Tensor) -> None:
+    runtime = torch.cuda.cudart()
+    address = memory.data_ptr()
+    failure = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
+    if failure:
+        warnings.warn(
+            f"CUDA cannot lock {memory.nbytes} bytes of memory (error {failure}), so copies to and from the "
+            "GPU are slow; the limit may be that of `ulimit -l`",
+            stacklevel=2,
+        )
+        return
+    # Before the memory is unmapped: the finalizer runs before the tensor lets go of it.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False

@@ -1,0 +1,82 @@
+"""Which device a rank drives, and which backend ranks on GPUs have."""
+
+from __future__ import annotations
+
+import socket
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.errors import ConfigError
+from shoal.launch import World, choose_device, devices, join
+from shoal.launch.devices import backend_for, identity_of
+from shoal.parallel import own_device
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "local_rank", "device"),
+    [
+        ("auto", 0, 3, "cpu"),
+        ("cpu", 8, 3, "cpu"),
+        ("auto", 8, 3, "cuda:3"),
+        ("cuda", 1, 3, "cuda:0"),  # each rank sees one GPU, or all share the host's only one
+        ("cuda", 2, 3, "cuda:1"),
+    ],
+)
+def test_ranks_of_a_host_take_its_gpus_in_turn(asked, gpus, local_rank, device):
+    with patch.object(torch.cuda, "device_count", lambda: gpus):
+        assert choose_device(asked, local_rank) == torch.device(device)
+
+
+def test_a_gpu_that_torch_does_not_find_is_refused():
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        choose_device("cuda", 0)
+    with pytest.raises(ConfigError, match="torch finds no GPU"):
+        own_device("cuda")
+
+
+def test_a_rank_makes_its_gpu_the_current_one():
+    current = []
+    stand_ins = {"is_available": lambda: True, "current_device": lambda: 2, "set_device": current.append}
+    with patch.multiple(torch.cuda, **stand_ins):
+        assert own_device("cuda") == torch.device("cuda", 2)
+        assert own_device("cuda:1") == torch.device("cuda", 1)
+    assert current == [torch.device("cuda", 2), torch.device("cuda", 1)]
+
+
+def test_ranks_that_share_a_gpu_have_the_backend_shoal():
+    assert backend_for(["a", "b", "c"]) == "cpu:gloo,cuda:nccl"
+    assert backend_for(["a", "b", "a"]) == "shoal"
+    with patch.object(devices, "is_built", lambda: False), pytest.raises(ConfigError, match="2 ranks share"):
+        backend_for(["a", "b", "a"])
+
+
+def join_on(gpus: list[str], port: int) -> tuple[str, list[str]]:
+    """This rank's backends, and what all ranks tell each other; each rank has a GPU of this name."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    world = World(rank=rank, ranks=ranks, local_rank=rank, master=("127.0.0.1", port))
+    with (
+        patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[rank])),
+        patch.object(devices, "_NCCL", "cpu:gloo,cuda:gloo"),  # this torch has no NCCL
+    ):
+        assert identity_of(torch.device("cuda", 0)) == gpus[rank]
+        join(world, torch.device("cuda", 0), timeout=60)
+    told = [""] * ranks
+    dist.all_gather_object(told, f"rank {rank}")
+    return dist.get_backend_config(), told
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backends"),
+    [(["a", "b", "a"], "cpu:shoal,cuda:shoal"), (["a", "b", "c"], "cpu:gloo,cuda:gloo")],
+)
+def test_ranks_ask_each_other_whether_they_share_a_gpu(ranks, gpus, backends):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = ["rank 0", "rank 1", "rank 2"]
+    assert ranks.run(join_on, 3, gpus, port) == [(backends, told)] * 3
