@@ -41,6 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 import shoal
 from shoal.models import Transformer, TransformerConfig, next_token_loss
+from shoal.parallel import local_part
 from shoal.plan import Plan
 from shoal.testing import RankPool
 
@@ -97,14 +98,19 @@ class LiveStorages(TorchDispatchMode):
 
     def bytes(self) -> int:
         """What is live now."""
-        found, sizes = {}, {}
+        found, sizes, places = {}, {}, []
         for key, reference in self._storages.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None:
                 found[key] = reference
                 sizes[key] = storage.nbytes()
+                places.append((storage.data_ptr(), sizes[key]))
         self._storages, self._sizes = found, sizes
-        self._bound = sum(sizes.values())
+        # A parameter's local tensor, through dlpack, has a storage that is a part of another one.
+        self._bound = reached = 0
+        for start, size in sorted(places):
+            self._bound += max(0, start + size - max(start, reached))
+            reached = max(reached, start + size)
         return self._bound
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
@@ -116,7 +122,7 @@ class LiveStorages(TorchDispatchMode):
             result = function(*arguments, **(named or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._take_up(leaf.untyped_storage())
+                self._take_up(local_part(leaf).untyped_storage())
         if self._bound > self.peak:
             self.peak = max(self.peak, self.bytes())
         return result

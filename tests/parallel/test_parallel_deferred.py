@@ -25,11 +25,24 @@ GRADIENT = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2))
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+class Blocks(nn.Sequential):
+    """A transformer's blocks, without its embedding and its head."""
+
+    def __init__(self, model):
+        super().__init__(*model.blocks)
+        self.angles = model.rotary(HIDDEN.shape[1], HIDDEN.device)
+
+    def forward(self, hidden):
+        for block in self:
+            hidden = block(hidden, self.angles)
+        return hidden
+
+
 def blocks(policy="none", **changes):
     model = Transformer(TransformerConfig(**(SHAPE | changes)))
     model.initialize(0)
     compile_blocks(list(model.blocks), policy)
-    return nn.Sequential(*model.blocks)
+    return Blocks(model)
 
 
 def whole(stage):
