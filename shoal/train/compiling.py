@@ -66,6 +66,11 @@ class Compiling:
         callback_handler.register_start_callback(self._start)
         callback_handler.register_end_callback(self._end)
 
+    def begin_step(self) -> None:
+        """Take note that a step begins: what was compiled since the last one, for a validation, is expected."""
+        self._total += self._seconds
+        self._seconds = 0.0
+
     def stepped(self, step: int) -> None:
         """Take note that a step has ended."""
         seconds, self._seconds = self._seconds, 0.0

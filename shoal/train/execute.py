@@ -164,6 +164,7 @@ class _Execution:
 
     def _step(self, stop: StopSignal) -> None:
         """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
+        self._compiling.begin_step()
         try:
             self._trainer.step(stop=stop.received is not None)
             self._compiling.stepped(self._trainer.step_count)

@@ -39,9 +39,9 @@ DENSE = ModelShape(
     layers=4, hidden=256, ffn=1024, heads=4, vocab=1024, seq=512, is_own=True, fused_passes=False
 )
 MODELS = {
-    "": (DENSE, True),
-    "experts": (DENSE.replace(experts=8, expert_ffn=256, experts_per_token=2), True),
-    "shoal": (DENSE, False),
+    "": (DENSE, False),
+    "experts": (DENSE.replace(experts=8, expert_ffn=256, experts_per_token=2), False),
+    "gloo": (DENSE, True),
 }
 
 

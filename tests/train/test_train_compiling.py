@@ -19,8 +19,11 @@ def test_compiling_is_told_when_it_is_over_and_when_it_comes_again():
     watch = Compiling(told.append)
     double = torch.compile(lambda tensor: 2 * tensor, backend="eager", dynamic=False)
     for step, size in enumerate((3, 3, 3, 5, 5), start=1):
+        watch.begin_step()
         double(torch.ones(size))
         watch.stepped(step)
+        with torch.no_grad():
+            double(torch.ones(size, requires_grad=True))  # a validation
     watch.close()
     double(torch.ones(7))
     watch.stepped(6)
