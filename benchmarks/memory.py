@@ -56,7 +56,7 @@ PLANS = (
     *(f"dp=2,shard={shard},precision=bf16" for shard in ("none", "zero1", "zero3")),
 )
 EXPERT_PLANS = ("dp=1", "dp=2,ep=2", "dp=4,ep=2,shard=zero1", "dp=4,ep=4,shard=zero3")
-BACKEND_PLANS = ("dp=4,shard=zero2", "dp=4,shard=zero3", "tp=4", "cp=4", "cp=4,context=ulysses")
+BACKEND_PLANS = ("dp=4,shard=zero2", "tp=4", "cp=4", "cp=4,context=ulysses")
 POLICIES = ("none", "selective", "full")
 
 _TOLERANCE = 0.1
@@ -220,9 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     experts = TransformerConfig(**{**dense.model_dump(), "experts": 8, "expert_ffn": options.hidden})
     tables = (
-        ("gloo", "", dense, PLANS),
-        ("gloo", "experts: ", experts, EXPERT_PLANS),
-        ("shoal", "shoal: ", dense, BACKEND_PLANS),
+        ("shoal", "", dense, PLANS),
+        ("shoal", "experts: ", experts, EXPERT_PLANS),
+        ("gloo", "gloo: ", dense, BACKEND_PLANS),
     )
     print(
         "| Plan | recompute | states, MiB | formula | ratio | kept, MiB | formula | ratio "

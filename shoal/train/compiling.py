@@ -67,7 +67,7 @@ class Compiling:
         callback_handler.register_end_callback(self._end)
 
     def begin_step(self) -> None:
-        """Take note that a step begins: what was compiled since the last one, for a validation, is expected."""
+        """Take note that a step begins: what a validation before it compiled is expected."""
         self._total += self._seconds
         self._seconds = 0.0
 
