@@ -71,7 +71,8 @@ def test_rows_that_were_measured_are_met():
         plan = Plan.parse(text)
         (found,) = models[model].of(plan, 2 * plan.dp)
         assert found.states / 2**20 == pytest.approx(states, rel=1e-3), text
-        assert found.kept / 2**20 == pytest.approx(kept, rel=0.01 if model == "experts" else 1e-3), text
+        exact = 0.01 if model == "experts" else 1e-3
+        assert found.kept / 2**20 == pytest.approx(kept, rel=exact, abs=0.005), text  # the table's rounding
         assert found.peak / 2**20 == pytest.approx(peak, rel=0.08 if model == "experts" else 0.06), text
         errors.append(abs(found.peak / 2**20 / peak - 1))
     assert len(errors) == 96
