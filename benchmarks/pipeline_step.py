@@ -198,6 +198,7 @@ class TorchStage(nn.Module):
         super().__init__()
         is_last = len(model.blocks) + 1 in pieces
         self.embed = model.embed if 0 in pieces else None
+        self.rotary = model.rotary
         self.blocks = nn.ModuleList(block for number, block in enumerate(model.blocks, 1) if number in pieces)
         self.norm = model.norm if is_last else None
         self.head = model.head if is_last else None
@@ -206,8 +207,9 @@ class TorchStage(nn.Module):
         """Maps tokens `[batch, seq]` or hidden states to hidden states `[batch, seq, hidden]` or logits."""
         if self.embed is not None:
             hidden = self.embed(hidden)
+        angles = self.rotary(hidden.shape[1], hidden.device)
         for block in self.blocks:
-            hidden = block(hidden)
+            hidden = block(hidden, angles)
         if self.norm is not None and self.head is not None:
             hidden = self.head(self.norm(hidden))
         return hidden
