@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 __all__ = ["Background"]
 
-_Given = SimpleQueue[Callable[[], object] | None]
+_Given = SimpleQueue[tuple[Callable[[], object], threading.Event] | None]
 
 
 class Background:
@@ -20,6 +20,7 @@ class Background:
     def __init__(self) -> None:
         self._given: _Given = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._last: threading.Event | None = None  # set once all functions so far have returned
 
     def run(self, function: Callable[[], object]) -> None:
         """Run the function, after those that were given before."""
@@ -27,7 +28,14 @@ class Background:
             # A daemon: a process that ends without waiting for a function does not wait for this thread.
             self._thread = threading.Thread(target=_serve, args=(self._given,), name="shoal", daemon=True)
             self._thread.start()
-        self._given.put(function)
+        self._last = threading.Event()
+        self._given.put((function, self._last))
+
+    def settle(self) -> None:
+        """Return when all functions that it was given have returned."""
+        last = self._last
+        if last is not None and not last.is_set():
+            last.wait()
 
     def close(self) -> None:
         """End the thread, after the functions that it was given."""
@@ -37,6 +45,8 @@ class Background:
 
 
 def _serve(given: _Given) -> None:
-    while (function := given.get()) is not None:
+    while (each := given.get()) is not None:
+        function, has_returned = each
         function()
-        del function  # it holds tensors
+        del each, function  # it holds tensors
+        has_returned.set()

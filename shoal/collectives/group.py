@@ -2,7 +2,7 @@
 
 The methods are those of c10d, as `torch.distributed` documents them. In all of them a tensor that is not
 contiguous is copied before and after the call. Where nothing is reduced, any type is moved, as bytes.
-Tensors on GPUs go by way of the host (`staging.py`).
+Tensors on GPUs go by way of the host, or stay in a GPU that all ranks share (`staging.py`).
 Operands that do not fit are refused before anything is sent (`checks.py`), and the group goes on. If only the
 root has operands that do not fit, only the root raises, and the others wait for it to call again.
 """
@@ -350,7 +350,7 @@ class ProcessGroup(NamedGroup):
         tensor = only(tensors, "send")
         require_in_group(peer, self._size, "the receiver of send", own=self._rank)
         sent = to_be_read(tensor)
-        return self._side(sent).send(sent, peer, require_tag(tag))
+        return self._side(sent, settle=self._staging.settle_messages).send(sent, peer, require_tag(tag))
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
         """Receive one tensor from a rank."""
@@ -363,7 +363,8 @@ class ProcessGroup(NamedGroup):
 
     def _receive(self, tensors: Tensors, peer: int, tag: int) -> dist.Work:
         flat, finish = to_be_filled(only(tensors, "recv"))
-        return self._side(flat).receive(flat, peer, require_tag(tag), finish)
+        side = self._side(flat, settle=self._staging.settle_messages)
+        return side.receive(flat, peer, require_tag(tag), finish)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks; the error names the ranks that did not come.
@@ -382,16 +383,16 @@ class ProcessGroup(NamedGroup):
     # --- helpers ---
 
     def _run(self, operation: Operation, opts: Any) -> dist.Work:
-        work = self._side(operation.input, operation.output).run(operation, opts)
+        work = self._side(operation.input, operation.output, settle=self._staging.settle).run(operation, opts)
         self._sequence_number += 1  # counts operations that were not refused
         return work
 
-    def _side(self, *operands: torch.Tensor | None) -> NativeGroup | Staging:
+    def _side(self, *operands: torch.Tensor | None, settle: Callable[[], None]) -> NativeGroup | Staging:
         """Return what moves tensors of the host, or else tensors of a device, and keep the order of calls."""
         if self._staging.takes(*operands):
             if not self._serves_devices:
                 require_no_other(dist.get_backend_config(self))
                 self._serves_devices = True
             return self._staging
-        self._staging.settle()
+        settle()
         return self._native

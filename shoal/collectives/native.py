@@ -68,6 +68,7 @@ class NativeGroup:
         self._completer = Background() if self.hosts > 1 else None
         self.turns = self.formed.turns if self.hosts == 1 else 1
         self._chooser = Chooser(options, core.one_shot_bytes, size, self.hosts, self.turns)
+        self.direct_reads = options.direct_reads
         self._debug = options.debug
         self._Counts = ctypes.c_uint64 * size
         self._monitored = MonitoredBarrier()

@@ -28,14 +28,14 @@ class Landing:
 
     Attributes:
         tensor: The contiguous tensor of the device that gets it.
-        host: The memory of the host that has it.
+        host: The memory of the host that has it; None if the tensor has it already.
         buffer: The buffer of that memory.
         finish: Function to call once the tensor has it, such as a copy to another place.
     """
 
     tensor: torch.Tensor
-    host: torch.Tensor
-    buffer: HostBuffer
+    host: torch.Tensor | None
+    buffer: HostBuffer | None
     finish: Callable[[], None] | None
 
 
@@ -64,11 +64,11 @@ class StagedWork(_Base):
         completing: Background,
     ) -> None:
         super().__init__()
-        self.has_begun = threading.Event()
+        self._has_begun = threading.Event()
         self._copies = copies
         self._result = result
-        self._marked = marked
-        self._landing = landing
+        self.marked = marked
+        self.landing = landing
         self._source = source
         self._completing = completing
         self._work: Any = None
@@ -86,7 +86,13 @@ class StagedWork(_Base):
         except Exception as failure:
             self._failure = failure
         finally:
-            self.has_begun.set()
+            self._has_begun.set()
+
+    def fail(self, failure: Exception) -> None:
+        """Let `wait` raise a failure; the operation does not begin."""
+        self._failure = failure
+        self._source = None
+        self._has_begun.set()
 
     @property
     def finished(self) -> float:
@@ -107,7 +113,7 @@ class StagedWork(_Base):
         Raises:
             CollectiveError: The operation failed, or is not complete within the timeout.
         """
-        if not self.has_begun.wait(timeout.total_seconds() if timeout else None):
+        if not self._has_begun.wait(timeout.total_seconds() if timeout else None):
             raise CollectiveError("the device has not reached the operation in time", fault="timeout")
         if self._failure is not None:
             raise self._failure
@@ -120,16 +126,20 @@ class StagedWork(_Base):
         return True
 
     def _land(self) -> None:
-        landing, self._landing = self._landing, None
+        landing, self.landing = self.landing, None
         if landing is not None:
-            landing.buffer.reader = self._copies.write(landing.tensor, landing.host, self._marked)
+            if landing.host is None:
+                self._copies.keep(landing.tensor)
+            else:
+                assert landing.buffer is not None
+                landing.buffer.reader = self._copies.write(landing.tensor, landing.host, self.marked)
             if landing.finish is not None:
                 landing.finish()
         self._landed = self._copies.mark()
 
     def is_completed(self) -> bool:
         """Return whether the result is on the device, or the operation has failed."""
-        if not self.has_begun.is_set():
+        if not self._has_begun.is_set():
             return False
         if self._failure is not None:
             return True

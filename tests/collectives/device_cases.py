@@ -12,13 +12,15 @@ import test_pytorch_calls as calls
 import test_pytorch_features as features
 import torch
 import torch.distributed as dist
-from late_device import LateDevice
+from late_device import LateDevice, LateMemory
 
 from shoal.check import Comparison, Trial
 from shoal.collectives import ProcessGroup
 from shoal.collectives.core import load_core
+from shoal.collectives.device_memory import DeviceMemory
 from shoal.collectives.host_buffers import HostBuffers
 from shoal.collectives.native import NativeGroup
+from shoal.collectives.one_device import OneDevice
 from shoal.collectives.options import Options
 from shoal.collectives.staging import Staging
 from shoal.plan import Plan
@@ -34,24 +36,32 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.dtype is not torch.int64
 
 
-def _backend(device: LateDevice) -> Any:
+def _backend(device: LateDevice, memory: DeviceMemory, limit: int = 1 << 28) -> Any:
     def create(asked: Any, options: Any) -> ProcessGroup:
         core = load_core()
         assert core is not None
         native = NativeGroup(core, asked.store, asked.group_rank, asked.group_size, asked.timeout, Options())
         buffers = HostBuffers(locks_pages=False)
-        return ProcessGroup(native, Staging(native, is_on_device, device.copies, buffers))
+        one_device = OneDevice(native, memory, limit)
+        return ProcessGroup(native, Staging(native, is_on_device, device.copies, buffers, one_device))
 
     return create
 
 
-dist.Backend.register_backend("shoal_late", _backend(LATE), extended_api=True, devices=["cpu"])
-dist.Backend.register_backend("shoal_prompt", _backend(PROMPT), extended_api=True, devices=["cpu"])
+BACKENDS = {
+    "shoal_late": _backend(LATE, LateMemory("apart")),
+    "shoal_prompt": _backend(PROMPT, LateMemory("apart")),
+    "shoal_late_shared": _backend(LATE, LateMemory("shared")),
+    "shoal_prompt_shared": _backend(PROMPT, LateMemory("shared")),
+    "shoal_pieces": _backend(PROMPT, LateMemory("shared"), 1 << 12),
+}
+for name, create in BACKENDS.items():
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def wait_for_what_is_late(seed: int) -> None:
+def wait_for_what_is_late(seed: int, backend: str) -> None:
     """Every collective on operands that late kernels make, with results that late kernels read."""
-    group = dist.new_group(backend="shoal_late")
+    group = dist.new_group(backend=backend)
     calls = list(_calls(group))
     for turn in range(2):
         begun = []
@@ -155,9 +165,9 @@ class _Both:
             work.wait()
 
 
-def wait_twice_drop_and_poll() -> None:
+def wait_twice_drop_and_poll(backend: str) -> None:
     """A second stream may wait; nobody need wait; to ask is enough to go on; futures have the tensor."""
-    group, rank, size = dist.new_group(backend="shoal_late"), dist.get_rank(), dist.get_world_size()
+    group, rank, size = dist.new_group(backend=backend), dist.get_rank(), dist.get_world_size()
     total = size * (size + 1) / 2
 
     def begin(elements: int = 70_000) -> tuple[torch.Tensor, Any]:
@@ -257,9 +267,9 @@ def refuse_mixed_operands() -> str:
     return ""
 
 
-def run_cases(seed: int, cases: int) -> None:
+def run_cases(seed: int, cases: int, backend: str) -> None:
     """Random cases on a device whose own stream is prompt."""
-    collective_cases.run_cases(seed, cases, backend="shoal_prompt")
+    collective_cases.run_cases(seed, cases, backend=backend)
 
 
 def compare(plans: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ into a stream runs before somebody waits for it, and then only what must have ru
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from shoal.collectives.device_copies import DeviceCopies
+from shoal.collectives.device_memory import CudaMemory
 
 
 class Event:
@@ -111,11 +113,28 @@ class LateDevice:
             stream.run_to(len(stream.work))
 
     def copies(self, device: torch.device) -> DeviceCopies:
-        return DeviceCopies(device, self, self._copy)
+        return DeviceCopies(device, self, self._copy, self.launch)
 
     def _copy(self, to: torch.Tensor, from_: torch.Tensor) -> None:
         to, from_ = to.detach(), from_.detach()  # a device does not know who holds its operands
         self.launch(lambda: to.copy_(from_))
+
+
+class LateMemory(CudaMemory):
+    """Memory that processes share, of one device, or of devices that are each a process's own.
+
+    Args:
+        kind: "shared" or "apart".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def identity(self, device: torch.device) -> str:
+        return "late" if self._kind == "shared" else f"late {os.getpid()}"
+
+    def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        return torch.full((nbytes,), 0xFF, dtype=torch.uint8).share_memory_()
 
 
 def _nothing() -> None:

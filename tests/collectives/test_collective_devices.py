@@ -8,17 +8,21 @@ import pytest
 from shoal.testing import RankPool
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_operands_and_results_of_late_kernels_are_waited_for(ranks, size):
-    ranks.run(device_cases.wait_for_what_is_late, size, 7)
+@pytest.mark.parametrize(
+    ("size", "backend"), [(2, "shoal_late"), (3, "shoal_late"), (3, "shoal_late_shared")]
+)
+def test_operands_and_results_of_late_kernels_are_waited_for(ranks, size, backend):
+    ranks.run(device_cases.wait_for_what_is_late, size, 7, backend)
 
 
-def test_collectives_of_a_device_give_what_one_process_computes(ranks):
-    ranks.run(device_cases.run_cases, 3, 5, 3)
+@pytest.mark.parametrize("backend", ["shoal_prompt", "shoal_prompt_shared", "shoal_pieces"])
+def test_collectives_of_a_device_give_what_one_process_computes(ranks, backend):
+    ranks.run(device_cases.run_cases, 3, 5, 3, backend)
 
 
-def test_a_work_may_be_waited_for_twice_dropped_and_polled(ranks):
-    ranks.run(device_cases.wait_twice_drop_and_poll, 2)
+@pytest.mark.parametrize("backend", ["shoal_late", "shoal_late_shared"])
+def test_a_work_may_be_waited_for_twice_dropped_and_polled(ranks, backend):
+    ranks.run(device_cases.wait_twice_drop_and_poll, 2, backend)
 
 
 def test_a_message_is_written_after_what_the_callers_stream_did_before(ranks):
