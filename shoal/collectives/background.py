@@ -31,11 +31,12 @@ class Background:
         self._last = threading.Event()
         self._given.put((function, self._last))
 
-    def settle(self) -> None:
-        """Return when all functions that it was given have returned."""
+    def settle(self, seconds: float | None = None) -> bool:
+        """Wait until all functions that it was given have returned; return whether they have in this time."""
         last = self._last
         if last is not None and not last.is_set():
-            last.wait()
+            return last.wait(seconds)
+        return True
 
     def close(self) -> None:
         """End the thread, after the functions that it was given."""

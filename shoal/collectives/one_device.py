@@ -46,6 +46,9 @@ from shoal.errors import CollectiveError
 __all__ = ["OneDevice"]
 
 _LIMIT = 256 << 20  # bytes of a buffer
+_LEAST = 256 << 10
+"""Bytes of an operand below which the host is the way: a guess at where copies cost less than meetings."""
+_FAREWELL = 5.0  # seconds for the others to read the buffer of a rank that leaves
 _SUMS = {hash(ReduceOp(kind)) for kind in (ReduceOp.SUM, ReduceOp.AVG)}  # a hash: see `codes.py`
 _NO_DEVICE = ""
 _GROW, _PUT, _FOLDED, _HAS_READ = range(4)
@@ -58,13 +61,17 @@ class OneDevice:
         native: The group.
         memory: Makes memory of the device that other ranks can map.
         limit: Largest number of bytes of a buffer, a multiple of 16.
+        least: Smallest number of bytes of an operand.
     """
 
-    def __init__(self, native: NativeGroup, memory: DeviceMemory, limit: int = _LIMIT) -> None:
+    def __init__(
+        self, native: NativeGroup, memory: DeviceMemory, limit: int = _LIMIT, least: int = _LEAST
+    ) -> None:
         self._native = native
         self._memory = memory
         self._meetings = Meetings(native)
         self._shared = SharedMemory(memory, self._meetings, native.rank, native.size, limit)
+        self._least = least
         self._device: torch.device | None = None  # once it is known that all ranks are there
         self._may_be_shared = native.hosts == 1 and native.size > 1
         self._failure: CollectiveError | None = None
@@ -75,7 +82,7 @@ class OneDevice:
     def may_take(self, operation: Operation, opts: Any) -> bool:
         """Return whether the operation is done here if all ranks share a device; equal on all ranks."""
         is_offered = operation.collective in COLLECTIVES and operation.stripes is None
-        if not self._may_be_shared or not is_offered:
+        if not self._may_be_shared or not is_offered or operation.slot < self._least:
             return False
         return operation.reduces is None or (operation.reduces in SUMMED_AS and hash(opts.reduceOp) in _SUMS)
 
@@ -90,9 +97,9 @@ class OneDevice:
         if self._device is None and self._may_be_shared:
             try:
                 self._may_be_shared = self._is_shared(device)
-            except CollectiveError as failure:
-                self._failure = failure
-                raise
+            except Exception as failure:
+                self._failure = self._explained(f"finding out which ranks share {device}", failure)
+                raise self._failure from failure
             if self._may_be_shared:
                 self._device = device
         return device == self._device
@@ -134,13 +141,14 @@ class OneDevice:
         try:
             self._run(operation, opts, partial(copies.compute, after=marked))
         except Exception as failure:
-            self._failure = self._explained(operation.collective, failure)
+            self._failure = self._explained(f"{operation.collective} on {self._device}", failure)
             raise self._failure from failure
         return Done(operation.result)
 
     def close(self) -> None:
         """Free the buffer once the other ranks have read it. All operations have returned."""
         if self._failure is None:
+            self._seconds = min(self._seconds, _FAREWELL)
             with contextlib.suppress(CollectiveError):  # a rank that is lost reads nothing
                 self._await_readers()
         self._shared.close()
@@ -186,12 +194,10 @@ class OneDevice:
             rank, text = difference
             raise CollectiveError(text, rank=rank, fault="mismatch")
 
-    def _explained(self, name: str, failure: Exception) -> CollectiveError:
+    def _explained(self, doing: str, failure: Exception) -> CollectiveError:
         if isinstance(failure, CollectiveError):
-            return CollectiveError(
-                f"{name} on {self._device} failed: {failure}", rank=failure.rank, fault=failure.fault
-            )
-        text = f"{name} on {self._device} failed on rank {self._native.rank}: {failure}"
+            return CollectiveError(f"{doing} failed: {failure}", rank=failure.rank, fault=failure.fault)
+        text = f"{doing} failed on rank {self._native.rank}: {failure}"
         self._native.abort(text)  # frees the ranks that wait for this one
         return CollectiveError(text, rank=self._native.rank, fault="aborted")
 

@@ -22,6 +22,7 @@ operation, and is not used again before the operation has let go of it and the d
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -43,6 +44,9 @@ from shoal.collectives.refusal import described, refusal
 from shoal.collectives.staged_work import Landing, StagedWork
 
 __all__ = ["Staging", "require_no_other"]
+
+_FAREWELL = 5.0
+"""Seconds that a rank that leaves the group gives the others to come to operations that it has called."""
 
 
 def require_no_other(configured: str) -> None:
@@ -124,8 +128,13 @@ class Staging:
 
     def close(self) -> None:
         """End the threads, once all operations have begun, and those in the device's memory have ended."""
-        for background in (self._messages, self._collectives, self._on_device):
-            background.settle()
+        self._messages.settle()
+        deadline = time.monotonic() + _FAREWELL
+        for background in (self._collectives, self._on_device):
+            if not background.settle(max(deadline - time.monotonic(), 0.0)):
+                # The others will never come, and wait for this rank as long as it waits for them.
+                self._native.abort("the group was left before all ranks began an operation")
+                background.settle()
         self._one_device.close()
         for background in (self._messages, self._collectives, self._on_device, self._completing):
             background.close()

@@ -36,13 +36,13 @@ def is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.dtype is not torch.int64
 
 
-def _backend(device: LateDevice, memory: DeviceMemory, limit: int = 1 << 28) -> Any:
+def _backend(device: LateDevice, memory: DeviceMemory, limit: int = 1 << 24) -> Any:
     def create(asked: Any, options: Any) -> ProcessGroup:
         core = load_core()
         assert core is not None
         native = NativeGroup(core, asked.store, asked.group_rank, asked.group_size, asked.timeout, Options())
         buffers = HostBuffers(locks_pages=False)
-        one_device = OneDevice(native, memory, limit)
+        one_device = OneDevice(native, memory, limit, least=0)
         return ProcessGroup(native, Staging(native, is_on_device, device.copies, buffers, one_device))
 
     return create
