@@ -4,8 +4,8 @@ Importing this registers the backend; `torch.distributed.init_process_group("sho
 that PyTorch builds on process groups. The native core (csrc/) does the work, and `ProcessGroup` gives it the
 interface of c10d. `Options` say how a group communicates. A `Table` holds the cost of each algorithm on this
 machine, by which one is chosen. `empty` makes tensors that ranks of one host read from each other without a
-copy; `share_buffers` makes FSDP2 use such tensors. Tensors on GPUs go by way of the host, so that several
-ranks may share a GPU.
+copy; `share_buffers` makes FSDP2 use such tensors. Tensors on GPUs go by way of the host, or stay in a GPU
+that all ranks share.
 `elastic`, `parallel` and the benchmarks call it.
 """
 

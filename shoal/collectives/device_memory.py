@@ -19,7 +19,7 @@ class DeviceMemory(Protocol):
         """Return a text that is equal in two processes only if they can share memory of this device."""
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return new memory: uint8 `[nbytes]`."""
+        """Return new memory, which no work of the device uses: uint8 `[nbytes]`."""
 
     def export(self, memory: torch.Tensor) -> bytes:
         """Return what one other process needs to map the memory."""
@@ -41,7 +41,10 @@ class CudaMemory:
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return new memory: uint8 `[nbytes]`."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # The allocator may give memory that work of this stream still uses, and other streams do not wait.
+        torch.cuda.current_stream(device).synchronize()
+        return memory
 
     def export(self, memory: torch.Tensor) -> bytes:
         """Return the handle of the memory, for one other process."""

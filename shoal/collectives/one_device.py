@@ -162,9 +162,9 @@ class OneDevice:
             shared.reserve(operation.slot, self._device, self._seconds)
         if operation.slot > shared.capacity and output is not input_ and _may_overlap(input_, output):
             assert input_ is not None
-            copy = torch.empty_like(input_)  # the first round writes the output
-            compute(partial(copy.copy_, input_.detach()))
-            operation = replace(operation, input=copy)
+            copies: list[torch.Tensor] = []  # made on the stream that reads it
+            compute(lambda: copies.append(input_.detach().clone()))
+            operation = replace(operation, input=copies[0])  # the first round may overwrite the other
         is_average = operation.reduces is not None and bool(opts.reduceOp == ReduceOp.AVG)
         for each in rounds(operation, shared.buffers, self._native.rank, is_average=is_average):
             self._await_readers()

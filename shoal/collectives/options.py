@@ -27,7 +27,7 @@ class Options:
         streams: Number of TCP connections between two ranks of different hosts.
         heartbeat: Seconds without a sign of life after which a peer counts as stopped.
         direct_reads: Whether ranks of a host read each other's memory where the system allows it. Otherwise
-            they copy tensors that are not in shared buffers.
+            they copy tensors that are not in shared buffers, and tensors on a GPU go by way of the host.
         debug: Whether ranks compare their calls first, so that a mismatch raises an error and does not hang.
     """
 

@@ -83,12 +83,14 @@ def call_out_of_step() -> None:
     """Messages, the host's tensors and another group pass a collective that a rank has not reached."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with _group("shoal_late_shared") as group, _group("shoal_late_shared") as other:
-        for _ in range(2):  # before it is known that the ranks share a device, and after
-            own, passed = torch.full((1000,), rank + 1.0), torch.zeros(10)
+        for turn in range(2):  # before it is known that the ranks share a device, and after
+            own, passed, on_host = torch.full((1000,), rank + 1.0), torch.zeros(10), torch.tensor([1])
             if rank == 0:
                 work = dist.all_reduce(own, group=group, async_op=True)
                 dist.send(torch.full((10,), 3.0), 1, group=group)
                 dist.send(torch.tensor([4]), 1, group=group)
+                if turn == 1:  # once it is known
+                    dist.all_reduce(on_host, group=group, async_op=True)
                 dist.barrier(group=other)
             else:
                 if rank == 1:
@@ -97,6 +99,8 @@ def call_out_of_step() -> None:
                     assert counted.item() == 4
                 dist.barrier(group=other)
                 work = dist.all_reduce(own, group=group, async_op=True)
+                if turn == 1:
+                    dist.all_reduce(on_host, group=group)
             work.wait()
             LATE.synchronize()
             assert torch.all(own == size * (size + 1) / 2)
@@ -129,6 +133,7 @@ class _Made(LateMemory):
         super().__init__("shared")
         self.made: list[weakref.ref[Any]] = []
         self.most = 1 << 40
+        self.opens = True
 
     def empty(self, nbytes: int, device: torch.device) -> torch.Tensor:
         if nbytes > self.most:
@@ -136,6 +141,11 @@ class _Made(LateMemory):
         memory = super().empty(nbytes, device)
         self.made.append(weakref.ref(memory.untyped_storage()))
         return memory
+
+    def open(self, exported: bytes) -> torch.Tensor:
+        if not self.opens:
+            raise OSError("not permitted")
+        return super().open(exported)
 
     def living(self) -> int:
         return sum(each() is not None for each in self.made)
@@ -159,11 +169,12 @@ def do_with_what_there_is() -> list[str]:
     """Warnings where a rank cannot have a buffer; if it cannot have a larger one, operands go in pieces."""
     rank, size = dist.get_rank(), dist.get_world_size()
     texts = []
-    for most, is_there in ((1 << 20, True), (0, False)):
+    for most, opens, is_there in ((1 << 20, True, True), (0, True, False), (1 << 40, False, False)):
         with _group() as group, warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             memory = group._staging._one_device._shared._memory = _Made()
-            memory.most = most if rank == 1 else memory.most
+            if rank == 1:
+                memory.most, memory.opens = most, opens
             own = torch.ones(600_000)
             for _ in range(2):
                 dist.all_reduce(own, group=group)

@@ -43,13 +43,14 @@ def test_operands_on_two_devices_are_refused(ranks):
         assert "on one device" in text
 
 
-def test_layouts_and_what_pytorch_builds_on_groups_train_on_a_device_as_one_process_does():
+@pytest.mark.parametrize("backend", ["shoal_prompt", "shoal_prompt_shared"])
+def test_layouts_and_what_pytorch_builds_on_groups_train_on_a_device_as_one_process_does(backend):
     plans = [
         "dp=4,shard=zero3",
         "dp=2,tp=2,tensor=async,shard=zero1",
         "dp=2,cp=2",
         "pp=2,tp=2,tensor=sequence",
     ]
-    with RankPool("shoal_prompt") as pool:
+    with RankPool(backend) as pool:
         pool.run(device_cases.use_what_pytorch_builds_on_groups, 2)
         assert pool.run(device_cases.compare, 4, plans)[0] == ["passed "] * len(plans)
