@@ -89,6 +89,7 @@ def call_out_of_step() -> None:
                 work = dist.all_reduce(own, group=group, async_op=True)
                 dist.send(torch.full((10,), 3.0), 1, group=group)
                 dist.send(torch.tensor([4]), 1, group=group)
+                time.sleep(0.05)  # so that the all-reduce is under way
                 if turn == 1:  # once it is known
                     dist.all_reduce(on_host, group=group, async_op=True)
                 dist.barrier(group=other)
