@@ -13,14 +13,15 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
 from typing import final
 
 from shoal.record.device import DeviceEvents
 from shoal.record.device_clock import DeviceClock
-from shoal.record.device_span import DeviceSpan, OpenDeviceSpan, Recording, SpanBeside
+from shoal.record.device_span import DeviceSpan, Recording, SpanBeside
 from shoal.record.holding import Holding
-from shoal.record.recorder import DROPPED, OpenSpan, Recorder, step_is_kept
+from shoal.record.recorder import DROPPED, FileRecorder, OpenSpan, step_is_kept
 from shoal.record.span_file import SpanFile
 from shoal.timeline.span import Kind, Lane
 
@@ -34,8 +35,8 @@ _CLOSING_SECONDS = 5.0
 
 
 @final
-class DeviceRecorder(Recorder):
-    """Record spans of a device into the timeline file of a rank. `SpanRecorder` says which steps are kept.
+class DeviceRecorder(FileRecorder):
+    """Record the spans of a rank whose device computes; their times are those of events on its streams.
 
     Args:
         path: The timeline file of the rank; a resumed run appends to it.
@@ -55,38 +56,8 @@ class DeviceRecorder(Recorder):
         self._say = say
         self._file = SpanFile(path, rank, say)
         self._recording = Recording(events, DeviceClock(events), Holding(events))
-        self._in_dropped_step = False
+        super().__init__(partial(DeviceSpan, self._recording))
         self._has_failed = False
-
-    def span(
-        self,
-        kind: Kind,
-        name: str = "",
-        *,
-        lane: Lane = Lane.COMPUTE,
-        bytes: int = 0,
-        group: tuple[int, ...] = (),
-        purpose: str = "",
-    ) -> AbstractContextManager[None]:
-        """See `Recorder.span`."""
-        if self._in_dropped_step:
-            return DROPPED
-        return DeviceSpan(self._recording, kind, lane, name, bytes, group, purpose)
-
-    def open(
-        self,
-        kind: Kind,
-        name: str = "",
-        *,
-        lane: Lane,
-        bytes: int = 0,
-        group: tuple[int, ...] = (),
-        purpose: str = "",
-    ) -> OpenSpan:
-        """See `Recorder.open`."""
-        if self._in_dropped_step:
-            return DROPPED
-        return OpenDeviceSpan(DeviceSpan(self._recording, kind, lane, name, bytes, group, purpose))
 
     def open_beside(
         self,
@@ -102,7 +73,7 @@ class DeviceRecorder(Recorder):
         """Start a span on a stream of the recorder's, named `stream`; return a `SpanBeside` if it is kept."""
         if self._in_dropped_step:
             return DROPPED
-        span = DeviceSpan(self._recording, kind, lane, name, bytes, group, purpose)
+        span = self._new_span(kind, lane, name, bytes, group, purpose)
         return SpanBeside(span, self._recording.events, stream)
 
     def step(self, index: int) -> AbstractContextManager[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any, final
 from shoal.record.device import DeviceEvents
 from shoal.record.device_clock import DeviceClock
 from shoal.record.holding import Holding
-from shoal.record.recorder import OpenSpan
+from shoal.record.recorder import OpenSpan, Started
 from shoal.record.span_file import Fields
 
 __all__ = ["DeviceSpan", "Recording", "SpanBeside"]
@@ -137,23 +136,6 @@ class DeviceSpan:
 
 
 @final
-class OpenDeviceSpan(OpenSpan):
-    """A span that starts when made; its lock lets only one of several closing threads through."""
-
-    __slots__ = ("_once", "_span")
-
-    def __init__(self, span: DeviceSpan) -> None:
-        self._once = threading.Lock()
-        self._span = span
-        span.start()
-
-    def close(self, at: float | None = None, algorithm: str = "") -> None:
-        """See `OpenSpan.close`."""
-        if self._once.acquire(blocking=False):
-            self._span.finish(at, algorithm)
-
-
-@final
 class SpanBeside(OpenSpan):
     """A span on a stream that does nothing else; it starts once this stream and the current one come to it.
 
@@ -168,7 +150,7 @@ class SpanBeside(OpenSpan):
     def __init__(self, span: DeviceSpan, events: DeviceEvents, stream: str) -> None:
         events.follow(stream)
         with events.beside(stream):
-            self._span = OpenDeviceSpan(span)
+            self._span = Started(span)
         self._events = events
         self._stream = stream
 

@@ -19,13 +19,23 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from shoal.record.span_file import Fields, SpanFile
 from shoal.timeline.span import Kind, Lane
 
-__all__ = ["DROPPED", "NullRecorder", "OpenSpan", "Recorder", "SpanRecorder", "step_is_kept"]
+__all__ = [
+    "DROPPED",
+    "FileRecorder",
+    "NullRecorder",
+    "OpenSpan",
+    "Recorder",
+    "SpanRecorder",
+    "Started",
+    "step_is_kept",
+]
 
 
 class OpenSpan(ABC):
@@ -92,24 +102,18 @@ class Recorder(ABC):
         """Write what is still buffered; spans recorded later are lost."""
 
 
-@final
-class SpanRecorder(Recorder):
-    """Record spans into the timeline file of a rank whose host computes; their times are the host's.
+class FileRecorder(Recorder):
+    """Record spans into the timeline file of a rank.
 
     The spans of a step are kept or dropped together, as `step_is_kept` says, so that the file of a long
-    run stays small; spans outside steps are always kept. A file that cannot be written is reported once,
-    and the run goes on without it.
+    run stays small; spans outside steps are always kept.
 
     Args:
-        path: The timeline file of the rank; a resumed run appends to it.
-        rank: The global rank.
-        say: Called with the report of a failure to write, one line.
+        new_span: Makes a span from its kind, lane, name, bytes, group and purpose.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], rank: int, *, say: Callable[[str], object] = warnings.warn
-    ) -> None:
-        self._file = SpanFile(path, rank, say)
+    def __init__(self, new_span: Callable[..., Any]) -> None:
+        self._new_span = new_span
         self._in_dropped_step = False
 
     def span(
@@ -125,7 +129,8 @@ class SpanRecorder(Recorder):
         """See `Recorder.span`."""
         if self._in_dropped_step:
             return DROPPED
-        return _TimedSpan(self._file.spans.append, kind, lane, name, bytes, group, purpose)
+        span: AbstractContextManager[None] = self._new_span(kind, lane, name, bytes, group, purpose)
+        return span
 
     def open(
         self,
@@ -140,7 +145,26 @@ class SpanRecorder(Recorder):
         """See `Recorder.open`."""
         if self._in_dropped_step:
             return DROPPED
-        return _TimedOpenSpan(self._file.spans.append, kind, lane, name, bytes, group, purpose)
+        return Started(self._new_span(kind, lane, name, bytes, group, purpose))
+
+
+@final
+class SpanRecorder(FileRecorder):
+    """Record the spans of a rank whose host computes; their times are the host's.
+
+    A file that cannot be written is reported once, and the run goes on without it.
+
+    Args:
+        path: The timeline file of the rank; a resumed run appends to it.
+        rank: The global rank.
+        say: Called with the report of a failure to write, one line.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int, *, say: Callable[[str], object] = warnings.warn
+    ) -> None:
+        self._file = SpanFile(path, rank, say)
+        super().__init__(partial(_TimedSpan, self._file.spans.append))
 
     def step(self, index: int) -> AbstractContextManager[None]:
         """See `Recorder.step`."""
@@ -244,37 +268,36 @@ class _TimedSpan:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.end(time.perf_counter(), "")
+        self.finish(None, "")
 
-    def end(self, at: float, algorithm: str) -> None:
-        duration = max(at - self._start, 0.0)
+    start = __enter__
+
+    def finish(self, at: float | None, algorithm: str) -> None:
+        duration = max((time.perf_counter() if at is None else at) - self._start, 0.0)
         what = self._kind, self._lane, self._name
         sizes = self._bytes, self._group
         self._append((*what, self._start, duration, *sizes, algorithm, self._purpose, None))
 
 
-class _TimedOpenSpan(OpenSpan):
-    """A span that starts when made; its lock lets only one of several closing threads through."""
+@final
+class Started(OpenSpan):
+    """A span that starts when this is made; its lock lets only one of several closing threads through.
+
+    Args:
+        span: The span, with methods `start()` and `finish(at, algorithm)`.
+    """
 
     __slots__ = ("_once", "_span")
 
-    def __init__(
-        self,
-        append: Callable[[Fields], None],
-        kind: str,
-        lane: str,
-        name: str,
-        bytes: int,
-        group: tuple[int, ...],
-        purpose: str,
-    ) -> None:
+    def __init__(self, span: Any) -> None:
         self._once = threading.Lock()
-        self._span = _TimedSpan(append, kind, lane, name, bytes, group, purpose)
-        self._span.__enter__()
+        self._span = span
+        span.start()
 
     def close(self, at: float | None = None, algorithm: str = "") -> None:
+        """See `OpenSpan.close`."""
         if self._once.acquire(blocking=False):
-            self._span.end(time.perf_counter() if at is None else at, algorithm)
+            self._span.finish(at, algorithm)
 
 
 class _TimedStep:
