@@ -17,6 +17,7 @@ Takes under eight minutes on one H100. Four parts:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import platform
 import subprocess
@@ -36,6 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Memories
 from shoal.cost.time import workload_on
+from shoal.errors import ClusterError
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
 from shoal.simulate import measured_timeline
@@ -99,13 +101,10 @@ class Machine:
         if device.type == "cpu":
             return cls(device, None, f"CPU, {torch_and_host}: a trial of the program, no measurement")
         facts = torch.cuda.get_device_properties(device)
-        preset = next((name for key, name in _PRESETS if key in facts.name), None)
-        cluster = None if preset is None else Cluster.preset(preset)
-        return cls(device, cluster, f"{facts.name}, {format_bytes(facts.total_memory)}, {torch_and_host}")
-
-
-_PRESETS = (("H200", "dgx-h200"), ("H100", "dgx-h100"), ("A100", "dgx-a100"), ("B200", "dgx-b200"))
-"""Part of the driver's name of a device, and a preset cluster of such devices."""
+        preset = None
+        with contextlib.suppress(ClusterError):  # a device that no preset describes
+            preset = Cluster.assemble(facts.name, 1, None, None)
+        return cls(device, preset, f"{facts.name}, {format_bytes(facts.total_memory)}, {torch_and_host}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -92,7 +92,7 @@ def parallelize(
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
     blocks = list(find_blocks(model) if blocks is None else blocks)
-    _choose_products(plan, model, blocks, on)
+    _choose_products(plan, blocks, on)
     layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
     if plan.pp > 1:
@@ -142,11 +142,10 @@ def parallelize(
     return Parallel(model, plan, axes, strategies, whole=whole, cuts=cuts, device=on, pipeline=pipeline)
 
 
-def _choose_products(plan: Plan, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
+def _choose_products(plan: Plan, blocks: Sequence[nn.Module], device: torch.device) -> None:
     """Set the type in which products round their operands."""
     if plan.precision == "fp8":
-        first = next(model.parameters()).device
-        use_float8(blocks, device if first.type == "meta" else first)
+        use_float8(blocks, device)
     elif plan.precision == "tf32":
         torch.set_float32_matmul_precision("high")
 

@@ -52,7 +52,7 @@ def compile_blocks(
     """
     compiler: Any = None
     if compile == "blocks":
-        compiler = partial(torch.compile, backend=BACKEND)
+        compiler = compiled
     elif recompute == "selective" and device is not None and device.type != "cpu":
         compiler = partial(torch.compile, backend="aot_eager")
     if compiler is not None:
