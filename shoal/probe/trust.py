@@ -93,7 +93,7 @@ def errors_of(measured: Iterable[Measurement], cluster: Cluster) -> tuple[FitErr
 
 
 def trusted(
-    fitted: Cluster, errors: Iterable[FitError], preset: Device | None
+    fitted: Cluster, errors: Sequence[FitError], preset: Device | None
 ) -> tuple[Cluster, tuple[str, ...]]:
     """Return the Cluster without the fits that err too much, and a sentence about each.
 

@@ -57,8 +57,7 @@ def test_results_that_are_read_a_step_later_are_the_same(ranks, plan):
         assert all(torch.equal(state[name], state_later[name]) for name in state)
 
 
-def reads_of_a_step(plan):
-    """The functions of Shoal that read a tensor within the third step, by their name."""
+def trainer_after_two_steps(plan, device="cpu"):
     tokens = torch.randint(31, (16, 9), generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
         Transformer(TransformerConfig(**SHAPE, dropout=0.1)),
@@ -67,10 +66,17 @@ def reads_of_a_step(plan):
         batch=4,
         steps=4,
         optimizer=OptimizerConfig(warmup=0, clip=0.1),
+        device=device,
     )
     trainer._defers = True
     for _ in range(2):
         trainer.step()
+    return trainer
+
+
+def reads_of_a_step(plan):
+    """The functions of Shoal that read a tensor within the third step, by their name."""
+    trainer = trainer_after_two_steps(plan)
     places = Counter()
 
     def noted(method):
@@ -94,3 +100,16 @@ def test_a_step_reads_nothing_of_its_own(ranks, plan):
     for places in ranks.run(reads_of_a_step, 1 if plan == "dp=1" else 2, plan):
         assert set(places) <= set(OF_THE_HOST)
         assert places["read"] == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA itself counts only where a GPU is")
+@pytest.mark.parametrize("compile", ["none", "blocks"])
+def test_a_step_on_a_gpu_makes_the_host_wait_for_nothing(compile):
+    trainer = trainer_after_two_steps(f"dp=1,precision=bf16,compile={compile}", "cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    trainer.settle()
+    trainer.close()

@@ -36,18 +36,17 @@ def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) 
         parts: The ranks that together hold one whole state.
         device: Device on which to sum.
     """
-    graded = [each for each in owned if each.gradient is not None]
+    graded = [(each, gradient) for each in owned if (gradient := each.gradient) is not None]
     norms = torch.zeros(0, dtype=torch.float64, device=device)
     if graded:
-        gradients = [gradient for each in graded if (gradient := each.gradient) is not None]
-        norms = torch.stack(list(torch._foreach_norm(gradients))).double()
+        norms = torch.stack(list(torch._foreach_norm([gradient for _, gradient in graded]))).double()
     squares = norms.square()
-    copies = tuple(each.family.copies for each in graded)
+    copies = tuple(each.family.copies for each, _ in graded)
     if max(copies, default=1) > 1:
         squares = squares / _on_device(copies, device)
     total = squares.sum()
     parts.all_reduce(total, "gradient norm").wait()
-    return GradientNorm(total.sqrt(), [each.name for each in graded], norms)
+    return GradientNorm(total.sqrt(), [each.name for each, _ in graded], norms)
 
 
 def limit_gradients(owned: Sequence[Owned], norm: torch.Tensor, limit: float) -> None:
