@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.cost import Costs, Layout
 from shoal.cost.collectives import collective_load, collective_seconds
@@ -48,6 +48,8 @@ class DataParallel:
         stage: Number of the stage; handles of different stages differ by it.
         blocks: Blocks of the stage, in order.
         members: The groups of the rank that is played.
+        is_named: Whether each of several equal buckets of a block has a span of its own; they take as long
+            if they are one.
 
     Attributes:
         parameters: Count of the stage's parameters that the rank holds.
@@ -56,7 +58,14 @@ class DataParallel:
     """
 
     def __init__(
-        self, plan: SettledPlan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
+        self,
+        plan: SettledPlan,
+        costs: Costs,
+        stage: int,
+        blocks: Sequence[Block],
+        members: Members,
+        *,
+        is_named: bool,
     ) -> None:
         self._plan = plan
         self._cluster = costs.cluster
@@ -68,8 +77,19 @@ class DataParallel:
         ends = costs.workload.embedding, costs.workload.end
         self.roots = tuple(position for position, block in enumerate(blocks) if block in ends)
         filled = buckets_of(blocks, self.roots, plan, self._width)
-        each = (bucket for bucket in filled for _ in range(bucket.number))
-        self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(each))
+        if is_named:
+            filled = [replace(bucket, number=1) for bucket in filled for _ in range(bucket.number)]
+        self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(filled))
+        self._by_first: dict[int, list[_Named]] = {}
+        self._by_last: dict[int, list[_Named]] = {}
+        self._of_block: dict[int, list[_Named]] = {}
+        for named in self._buckets:
+            self._by_first.setdefault(named.bucket.first, []).append(named)
+            self._by_last.setdefault(named.bucket.last, []).append(named)
+            for position in range(named.bucket.first, named.bucket.last + 1):
+                self._of_block.setdefault(position, []).append(named)
+        self._reduces: dict[str, list[Start]] = {}
+        self._gathers: dict[str, Start] = {}
         self.parameters = parameters_on_rank(
             sum((block.parameters for block in blocks), Parameters()), plan.tp, plan.ep
         )
@@ -77,19 +97,13 @@ class DataParallel:
 
     def reduce_at(self, position: int) -> list[Piece]:
         """Begin the buckets whose gradients are complete after the backward of this block."""
-        return [
-            piece
-            for bucket in self._buckets
-            if bucket.bucket.first == position
-            for piece in self._reduce(bucket)
-        ]
+        return [piece for bucket in self._by_first.get(position, ()) for piece in self._reduce(bucket)]
 
     def copy_at(self, position: int) -> float:
         """Return the seconds to copy the gradients that this block's backward completes to their buckets."""
         return math.fsum(
-            copy_seconds(bucket.bucket, self._width, self._cluster, self._sent) / bucket.bucket.number
-            for bucket in self._buckets
-            if bucket.bucket.first == position
+            copy_seconds(bucket.bucket, self._width, self._cluster, self._sent)
+            for bucket in self._by_first.get(position, ())
         )
 
     def reduce_all(self) -> list[Piece]:
@@ -102,7 +116,7 @@ class DataParallel:
 
     def gather(self, position: int) -> list[Piece]:
         """Begin to gather the buckets that this block is the first to need; blocks count from the front."""
-        return [self._gather(bucket) for bucket in self._buckets if bucket.bucket.last == position]
+        return [self._gather(bucket) for bucket in self._by_last.get(position, ())]
 
     def gather_all(self) -> list[Piece]:
         """Begin to gather all buckets: first those of embedding and end, for which forward waits at once."""
@@ -112,11 +126,9 @@ class DataParallel:
 
     def wait_gathered(self, position: int) -> list[Piece]:
         """Wait for the weights of a block."""
-        return [
-            Wait(self._key("gather", bucket))
-            for bucket in self._buckets
-            if self.is_sharded and bucket.bucket.first <= position <= bucket.bucket.last
-        ]
+        if not self.is_sharded:
+            return []
+        return [Wait(self._key("gather", bucket)) for bucket in self._of_block.get(position, ())]
 
     def naive(self) -> list[Piece]:
         """Return all-reduces in sequence: one per product's weight, one for the rest of a block."""
@@ -141,6 +153,12 @@ class DataParallel:
         return [*weights, (block.name, rest)] if rest >= 0 else [(block.name, whole)]  # a tied head has none
 
     def _reduce(self, named: _Named) -> list[Start]:
+        found = self._reduces.get(named.name)
+        if found is None:
+            found = self._reduces[named.name] = self._sums(named)
+        return found
+
+    def _sums(self, named: _Named) -> list[Start]:
         bucket = named.bucket
         shards, replicas = bucket.family.shards, bucket.family.replicas
         sums = [("reduce_scatter", bucket.parameters, shards)]
@@ -154,12 +172,17 @@ class DataParallel:
         ]
 
     def _gather(self, named: _Named) -> Start:
-        bucket = named.bucket
-        shards = bucket.family.shards
-        gathered = self._collective("all_gather", named.name, bucket.parameters, self._width, shards)
-        return self._start("gather", named, gathered, shards)
+        found = self._gathers.get(named.name)
+        if found is None:
+            bucket = named.bucket
+            shards = bucket.family.shards
+            gathered = self._collective("all_gather", named.name, bucket.parameters, self._width, shards)
+            found = self._gathers[named.name] = self._start("gather", named, gathered, shards)
+        return found
 
     def _start(self, what: str, named: _Named, collective: Collective, group: Group) -> Start:
+        if named.bucket.number > 1:
+            collective = replace(collective, seconds=named.bucket.number * collective.seconds)
         return Start(self._key(what, named), collective, collective_load(group, self._cluster))
 
     def _collective(self, operation: str, name: str, count: float, width: int, group: Group) -> Collective:

@@ -7,21 +7,25 @@ puts on the device. Communication within blocks has its own communicator and sto
 
 A message between stages starts when three things have happened: it was sent, its receiver has begun to
 receive (`transfers` says at which action), and the message before it on that link has arrived. Messages do
-not slow compute.
+not slow compute. Each pair of places has its own link (`Link`).
 
 Only ranks that differ along the pipeline are played: along all other axes ranks do the same at the same time.
 So communication over the other axes takes just its seconds. Ranks wait for one another only for messages and
 at the end of the step, when the norm of all gradients is computed. There they also wait for the slowest rank:
 `lateness` times what the step took until then.
+
+A planner plays many steps and asks only for the end. Without a Journal nothing is noted, and a passage that
+begins while no communication travels takes what it took the time before.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Work
+from shoal.plan.schedules import Payload, Work
+from shoal.simulate.course import ACT, NO_MESSAGE, RECEIVE, Course, Message, Slot
 from shoal.simulate.journal import Journal
 from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
 from shoal.simulate.stage_program import StageProgram
@@ -29,10 +33,12 @@ from shoal.timeline import Kind, Purpose
 
 __all__ = ["Link", "RankProgram", "play_steps"]
 
+_NOT_YET = -1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The link between stages.
+    """The link from one stage to another.
 
     Attributes:
         seconds: Seconds of a message.
@@ -45,13 +51,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """The work of one played rank in a step.
+    """What a played rank does in a step beside its list.
 
     Attributes:
         rank: Global rank.
-        steps: Its actions, sends and receives in order.
         stages: The rank's stages, by number.
-        last: By stage, the last action that adds to the gradients of its weights.
         finish: Communications after the last action, one after another: gradients of weights that two stages
             share.
         norm: The collective in which all ranks compute the gradients' norm; None if it needs none.
@@ -59,252 +63,295 @@ class RankProgram:
     """
 
     rank: int
-    steps: Sequence[Step]
     stages: Mapping[int, StageProgram]
-    last: Mapping[int, Action]
     finish: Sequence[Collective]
     norm: Collective | None
     update: float
 
 
-_Key = tuple[object, ...]
-"""The event that a rank waits for: a message (payload, stage, micro-batch), or a step's end (number)."""
+Actions = list[list[list[tuple[float, float]]]]
+"""By step and place, the start and stop of each action."""
 
 
 def play_steps(
+    course: Course,
     programs: Sequence[RankProgram],
-    placement: Sequence[int],
-    link: Link,
+    links: Mapping[tuple[int, int], Link],
     *,
     contention: float,
     lateness: float,
-    steps: int,
-) -> tuple[Journal, list[list[list[tuple[float, float]]]], float]:
+    steps: int = 1,
+    journal: Journal | None = None,
+) -> tuple[float, Actions]:
     """Play steps one after another.
 
     Args:
+        course: The lists of all ranks along the pipeline.
         programs: The program of each rank, by place along the pipeline.
-        placement: By stage, the place of the rank that holds it.
-        link: The link between stages.
+        links: By places of sender and receiver, the link between them.
         contention: See `shoal.cluster.Device`.
         lateness: How long all ranks wait for the slowest at the step's end, as a share of the time until
             then.
         steps: Number of steps.
+        journal: Where to note what ranks do; None to note nothing.
 
     Returns:
-        The journal; by step and place, the start and stop of each action; the time at which the last step
-        ends.
+        The time at which the last step ends, and the actions' times, which are noted only with a journal.
     """
-    engine = _Engine(programs, placement, link, contention, lateness, steps)
-    end = engine.play()
-    return engine.journal, engine.actions, end
+    engine = _Engine(course, programs, links, contention, lateness, journal)
+    actions = [engine.step(str(index)) for index in range(steps)]
+    return engine.end, actions
 
 
 class _Engine:
-    """State that the ranks of one play share: sent messages, waiting ranks, and the journal."""
+    """State that the ranks of one play share: messages, waiting ranks, and the journal."""
 
     def __init__(
         self,
+        course: Course,
         programs: Sequence[RankProgram],
-        placement: Sequence[int],
-        link: Link,
+        links: Mapping[tuple[int, int], Link],
         contention: float,
         lateness: float,
-        steps: int,
+        journal: Journal | None,
     ) -> None:
-        self.journal = Journal()
-        self.actions: list[list[list[tuple[float, float]]]] = [[[] for _ in programs] for _ in range(steps)]
-        self.placement = placement
-        self.link = link
+        self.course = course
+        self.journal = journal
         self.contention = contention
-        self.lateness = lateness
-        self.steps = steps
         self.numbers = [program.rank for program in programs]
-        self.sent: dict[_Key, float] = {}
-        self.arrived: list[list[float]] = [[] for _ in range(steps)]  # arrivals at the end of each step
+        self.links = [links[each.sender, each.receiver] for each in course.messages]
+        self.seconds = [link.seconds for link in self.links]
+        self.sent: list[float] = []
+        self.begun: list[float] = []  # when the receiver began to receive
+        self.came: list[float] = []
+        self.waiting: dict[int, int] = {}  # by message, the place of the rank that waits for it
+        self.able: list[int] = []
+        self.alone: dict[int, float] = {}  # by passage: seconds with no communication before it
+        self._lateness = lateness
         self._ranks = [_Rank(self, place, program) for place, program in enumerate(programs)]
-        self._waiting: dict[_Key, list[int]] = {}
-        self._able = list(range(len(programs)))
 
-    def play(self) -> float:
-        """Let every rank go on as far as it can, until all have ended."""
-        going = [rank.play() for rank in self._ranks]
-        while self._able:
-            place = self._able.pop()
-            key = next(going[place], None)
-            if key is not None:
-                self._waiting.setdefault(key, []).append(place)
-        assert not self._waiting, "a sound table always ends"
+    @property
+    def end(self) -> float:
+        """When the last rank has ended."""
         return max(rank.now for rank in self._ranks)
 
-    def tell(self, key: _Key) -> None:
-        """Resume the ranks that wait for this key."""
-        self._able += self._waiting.pop(key, ())
+    def step(self, name: str) -> list[list[tuple[float, float]]]:
+        """Let every rank go on as far as it can, until all have ended; return the times of actions."""
+        number = len(self.course.messages)
+        self.sent, self.begun, self.came = ([_NOT_YET] * number for _ in range(3))
+        begins = [rank.now for rank in self._ranks]
+        for rank in self._ranks:
+            rank.begin()
+        self.able = list(range(len(self._ranks)))
+        while self.able:
+            self._ranks[self.able.pop()].go_on()
+        assert not self.waiting, "a sound table always ends"
+        last = max([rank.now for rank in self._ranks])
+        for rank, begin in zip(self._ranks, begins, strict=True):
+            rank.finish(begin, last + self._lateness * (last - begin), name)
+        return [rank.actions for rank in self._ranks]
 
 
 class _Rank:
-    """One rank, whose `play` yields the key of what it waits for."""
+    """One rank: `begin` a step, `go_on` until a message is missing or the list ends, and `finish`."""
 
     def __init__(self, engine: _Engine, place: int, program: RankProgram) -> None:
         self.now = 0.0  # time of the compute stream
+        self.actions: list[tuple[float, float]] = []
         self._engine = engine
+        self._journal = engine.journal
         self._place = place
         self._program = program
         self._rank = program.rank
+        self._ops = engine.course.rows[place]
+        self._next = 0  # number of the next entry of the list
         self._free = 0.0  # when all work beside compute has ended
         self._ends: dict[object, float] = {}  # end of each started communication, by key
         self._begun: deque[tuple[float, Start]] = deque()  # ends of started communications, in order
-        self._receiving: dict[int, deque[tuple[_Key, float]]] = {}  # by sender: messages on their way
+        self._receiving: dict[int, deque[int]] = {}  # by sender: messages on their way
         self._link_free: dict[int, float] = {}  # by sender: when its link is free
-        self._there: dict[_Key, tuple[float, float, str]] = {}  # start on both ranks, and arrival
+        self._due: list[StageProgram] = []  # stages with complete sums, not yet reduced
+        self._passages: dict[int, Passage] = {}  # by slot
+        self._alone: dict[int, float] = {}  # the same, by slot
 
-    def play(self) -> Iterator[_Key]:
-        """Play all steps."""
-        for index in range(self._engine.steps):
-            begin = self.now
-            yield from self._step(index, begin)
-            self._engine.journal.work(self._rank, Kind.STEP, str(index), begin, self.now)
-
-    def _step(self, index: int, begin: float) -> Iterator[_Key]:
-        engine, program = self._engine, self._program
-        entered: set[int] = set()  # stages that have run a forward
-        due: list[StageProgram] = []  # stages with complete sums, not yet reduced
-        for stage in program.stages.values():
+    def begin(self) -> None:
+        """Begin a step."""
+        self._next, self.actions = 0, []
+        for stage in self._program.stages.values():
             self._run(stage.begin_step())
-        for step in program.steps:
-            if isinstance(step, Receive):
-                key = step.payload, step.stage, step.microbatch
-                self._receiving.setdefault(step.peer, deque()).append((key, self.now))
-            elif isinstance(step, Send):
-                key = step.payload, step.target, step.microbatch
-                engine.sent[key] = self.now
-                engine.tell(key)
-            else:
-                self._begin(due)
-                yield from self._take(step)
-                stage = program.stages[step.stage]
-                is_last = program.last[step.stage] == step
-                is_first = step.work is Work.FORWARD and step.stage not in entered
-                entered.add(step.stage)
+
+    def go_on(self) -> None:
+        """Go through the list until a message is missing, or to its end."""
+        engine, ops, journal = self._engine, self._ops, self._journal
+        sent, waiting = engine.sent, engine.waiting
+        for position in range(self._next, len(ops)):
+            kind, message, slot, action = ops[position]
+            if kind == ACT:
+                if self._due:
+                    self._reduce_due()
+                if message != NO_MESSAGE and (missing := self._take(message)) != NO_MESSAGE:
+                    waiting[missing] = self._place
+                    self._next = position
+                    return
                 start = self.now
-                self._perform(step, stage.passage(step, is_first=is_first, is_last=is_last))
-                engine.actions[index][self._place].append((start, self.now))
-                if is_last and stage.keeps_sums and len(engine.numbers) > 1:
-                    due.append(stage)
-        self._begin(due)
-        yield from self._finish(index, begin)
+                alone = self._alone.get(slot) if journal is None and self._free <= start else None
+                if alone is None:
+                    self._act(slot, str(action))
+                    if journal is not None:
+                        self.actions.append((start, self.now))
+                else:
+                    self.now = start + alone
+                    where = engine.course.slots[slot]
+                    if where.is_last:
+                        self._complete(where)
+            elif kind == RECEIVE:
+                engine.begun[message] = self.now
+                self._receiving.setdefault(engine.course.messages[message].sender, deque()).append(message)
+            else:
+                sent[message] = self.now
+                if message in waiting:
+                    engine.able.append(waiting.pop(message))
+        self._next = len(ops)
+        self._reduce_due()
+        self._end()
 
-    def _begin(self, due: list[StageProgram]) -> None:
-        """Begin to reduce the stages whose gradients are complete."""
-        for stage in due:
-            self._run(stage.data_parallel.reduce_all())
-        due.clear()
-
-    def _finish(self, index: int, begin: float) -> Iterator[_Key]:
-        """Play the end of a step: wait for reductions, then for all ranks, then step the optimizer."""
-        engine, program = self._engine, self._program
-        if len(engine.numbers) > 1:
-            for stage in program.stages.values():
+    def _end(self) -> None:
+        """Wait for reductions that run beside compute; then do what comes after the last action."""
+        if len(self._engine.numbers) > 1:
+            for stage in self._program.stages.values():
                 if stage.keeps_sums:
                     self._run(stage.data_parallel.wait_reduced())
-        for collective in program.finish:
-            self.now = engine.journal.exposed(self._rank, self.now, collective)
-        done = self.now
-        arrived = engine.arrived[index]
-        arrived.append(done)
-        if len(arrived) < len(engine.numbers):
-            yield "end", index
-        else:
-            engine.tell(("end", index))
-        last = max(arrived)
-        together = last + engine.lateness * (last - begin)
-        norm = program.norm
+        for collective in self._program.finish:
+            self._expose(collective)
+
+    def finish(self, begin: float, together: float, name: str) -> None:
+        """Wait for all ranks, which are together at this time, and step the optimizer."""
+        done, norm, journal = self.now, self._program.norm, self._journal
         self.now = together + (norm.seconds if norm is not None else 0.0)
-        if norm is not None:
-            engine.journal.collective(self._rank, done, together, self.now, norm)
-        if self.now > done:
-            name = norm.name if norm is not None else "slowest rank"
-            engine.journal.wait(self._rank, name, Purpose.CONTROL, done, together, self.now)
-        self.now += program.update
-        engine.journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now)
+        if journal is not None:
+            if norm is not None:
+                journal.collective(self._rank, done, together, self.now, norm)
+            if self.now > done:
+                waited = norm.name if norm is not None else "slowest rank"
+                journal.wait(self._rank, waited, Purpose.CONTROL, done, together, self.now)
+            journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now + self._program.update)
+            journal.work(self._rank, Kind.STEP, name, begin, self.now + self._program.update)
+        self.now += self._program.update
 
-    def _take(self, action: Action) -> Iterator[_Key]:
-        """Wait for what an action needs from another rank."""
-        if action.work is Work.WEIGHT:
-            return
-        placement = self._engine.placement
-        is_forward = action.work is Work.FORWARD
-        before = action.stage + (-1 if is_forward else 1)
-        if not 0 <= before < len(placement) or placement[before] == self._place:
-            return
-        key = Payload.ACTIVATION if is_forward else Payload.GRADIENT, action.stage, action.microbatch
-        receiving = self._receiving[placement[before]]
-        while key not in self._there:
-            if receiving[0][0] not in self._engine.sent:
-                yield receiving[0][0]
-            self._receive(placement[before], *receiving.popleft())
-        together, came, name = self._there.pop(key)
-        if came > self.now:
-            self._engine.journal.wait(self._rank, name, Purpose.PIPELINE, self.now, together, came)
-            self.now = came
+    def _take(self, message: int) -> int:
+        """Wait for a message; return the number of the one that was not sent yet, NO_MESSAGE if it came."""
+        engine = self._engine
+        came, messages = engine.came, engine.course.messages
+        if came[message] < 0:
+            sender = messages[message].sender
+            receiving = self._receiving[sender]
+            while came[message] < 0:
+                head = receiving[0]
+                if engine.sent[head] < 0:
+                    return head
+                receiving.popleft()
+                self._receive(sender, head)
+        if came[message] > self.now:
+            if self._journal is not None:
+                together = max(engine.sent[message], engine.begun[message])
+                waited = _name_of(messages[message])
+                self._journal.wait(self._rank, waited, Purpose.PIPELINE, self.now, together, came[message])
+            self.now = came[message]
+        return NO_MESSAGE
 
-    def _receive(self, sender: int, key: _Key, begin: float) -> None:
+    def _receive(self, sender: int, message: int) -> None:
         """Note when a message that was sent arrives."""
         engine = self._engine
-        sent = engine.sent.pop(key)
-        together = max(sent, begin)
-        came = max(together, self._link_free.get(sender, 0.0)) + engine.link.seconds
-        name, nbytes = _name_of(key), engine.link.bytes
-        self._link_free[sender] = came
-        self._there[key] = together, came, name
-        ends = engine.numbers[sender], self._rank
-        engine.journal.message(ends[0], sent, together, came, name, nbytes, ends)
-        engine.journal.message(ends[1], begin, together, came, name, nbytes, ends)
+        together = max(engine.sent[message], engine.begun[message])
+        came = max(together, self._link_free.get(sender, 0.0)) + engine.seconds[message]
+        self._link_free[sender] = engine.came[message] = came
+        if self._journal is not None:
+            name, nbytes = _name_of(engine.course.messages[message]), engine.links[message].bytes
+            ends = engine.numbers[sender], self._rank
+            sent, begun = engine.sent[message], engine.begun[message]
+            self._journal.message(ends[0], sent, together, came, name, nbytes, ends)
+            self._journal.message(ends[1], begun, together, came, name, nbytes, ends)
 
-    def _perform(self, action: Action, passage: Passage) -> None:
-        kind = Kind.FORWARD if action.work is Work.FORWARD else Kind.BACKWARD
-        name = str(action) if len(self._engine.numbers) > 1 else ""
-        start = self.now
-        if passage.is_plain and self._free <= start:
+    def _act(self, slot: int, action: str) -> None:
+        """Do an action in full."""
+        where = self._engine.course.slots[slot]
+        passage = self._passages.get(slot)
+        if passage is None:
+            stage = self._program.stages[where.stage]
+            passage = stage.passage(where.work, is_first=where.is_first, is_last=where.is_last)
+            self._passages[slot] = passage
+        kind = Kind.FORWARD if where.work is Work.FORWARD else Kind.BACKWARD
+        name = action if len(self._engine.numbers) > 1 else ""
+        start, is_alone = self.now, self._free <= self.now
+        known = self._engine.alone.get(id(passage)) if is_alone and self._journal is None else None
+        if known is not None:
+            self.now += known
+        elif passage.is_plain and is_alone:
             self.now += passage.seconds
-            self._engine.journal.passage(self._rank, kind, name, start, passage)
+            if self._journal is not None:
+                self._journal.passage(self._rank, kind, name, start, passage)
         else:
             self._run(passage.pieces)
-            self._engine.journal.work(self._rank, kind, name, start, self.now)
+            if self._journal is not None:
+                self._journal.work(self._rank, kind, name, start, self.now)
+        if is_alone and self._free <= self.now:
+            self._alone[slot] = self._engine.alone[id(passage)] = self.now - start
+        if where.is_last:
+            self._complete(where)
+
+    def _complete(self, slot: Slot) -> None:
+        """Note that a stage's sums are complete."""
+        stage = self._program.stages[slot.stage]
+        if stage.keeps_sums and len(self._engine.numbers) > 1:
+            self._due.append(stage)
+
+    def _reduce_due(self) -> None:
+        """Begin to reduce the stages whose sums are complete."""
+        for stage in self._due:
+            self._run(stage.data_parallel.reduce_all())
+        self._due.clear()
 
     def _run(self, pieces: Sequence[Piece]) -> None:
         """Do pieces one after another."""
-        journal = self._engine.journal
         for piece in pieces:
             if isinstance(piece, float):
                 self.now = self._computed(piece)
             elif isinstance(piece, Exposed):
-                self.now = journal.exposed(self._rank, self.now, piece.collective)
+                self._expose(piece.collective)
             elif isinstance(piece, Start):
                 start = max(self.now, self._free)
                 self._free = self._ends[piece.key] = start + piece.collective.seconds
                 self._begun.append((self._free, piece))
-                journal.collective(self._rank, start, start, self._free, piece.collective)
+                if self._journal is not None:
+                    self._journal.collective(self._rank, start, start, self._free, piece.collective)
             else:
                 self._await(self._ends.get(piece.key, 0.0))
+
+    def _expose(self, collective: Collective) -> None:
+        """Do a communication that compute waits for."""
+        if self._journal is not None:
+            self._journal.exposed(self._rank, self.now, collective)
+        self.now += collective.seconds
 
     def _await(self, end: float) -> None:
         """Wait until this communication has ended, and those that were begun before it."""
         while self.now < end:
             stop, begun = self._begun.popleft()
             if stop > self.now:
-                collective = begun.collective
-                journal = self._engine.journal
-                journal.wait(self._rank, collective.name, collective.purpose, self.now, self.now, stop)
+                if self._journal is not None:
+                    collective = begun.collective
+                    self._journal.wait(
+                        self._rank, collective.name, collective.purpose, self.now, self.now, stop
+                    )
                 self.now = stop
 
     def _computed(self, seconds: float) -> float:
         """Return when compute that begins now ends, slowed by communications that still travel."""
-        now = self.now
-        while self._begun and self._begun[0][0] <= now:
-            self._begun.popleft()
-        for stop, begun in self._begun:
-            rate = 1 - self._engine.contention * begun.load
+        now, begun = self.now, self._begun
+        while begun and begun[0][0] <= now:
+            begun.popleft()
+        for stop, start in begun:
+            rate = 1 - self._engine.contention * start.load
             done = rate * (stop - now)
             if seconds < done:
                 return now + seconds / rate
@@ -313,9 +360,7 @@ class _Rank:
         return now + seconds
 
 
-def _name_of(key: _Key) -> str:
+def _name_of(message: Message) -> str:
     """Return the runtime's name of a message: what is sent, and the action that waits for it."""
-    payload, stage, microbatch = key
-    assert isinstance(payload, Payload)
-    what = "activation" if payload is Payload.ACTIVATION else "gradient"
-    return f"{what}:{stage}{payload.value}{microbatch}"
+    what = "activation" if message.payload is Payload.ACTIVATION else "gradient"
+    return f"{what}:{message.stage}{message.payload.value}{message.microbatch}"

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 
 from shoal.cost import Costs, Layout
 from shoal.cost.collectives import collective_seconds
-from shoal.cost.time import parameters_on_rank
+from shoal.cost.time import message_bytes, parameters_on_rank
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group, Groups
-from shoal.plan.schedules import Action, Schedule, Step, Times, Work, transfers
-from shoal.simulate.engine import RankProgram
+from shoal.plan.schedules import Schedule, Times, Work
+from shoal.simulate.course import Course
+from shoal.simulate.engine import Link, RankProgram
 from shoal.simulate.passage import Collective
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Purpose
-from shoal.workload import Parameters, Workload
+from shoal.workload import Block, Parameters
 
-__all__ = ["finish_of", "message_bytes", "norm_of", "rank_programs", "stage_programs", "undisturbed_times"]
+__all__ = [
+    "alike_programs",
+    "finish_of",
+    "links_of",
+    "norm_of",
+    "rank_programs",
+    "stage_programs",
+    "transfers_of",
+    "undisturbed_times",
+]
 
 
 def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
@@ -25,47 +36,69 @@ def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StagePro
     placement = plan.placement if plan.pp > 1 else (0,)
     apart = plan.ranks // plan.pp
     return [
-        StageProgram(plan, costs, stage, blocks, partial(Group.ranks, first=place * apart))
+        StageProgram(plan, costs, stage, blocks, cache(partial(Group.ranks, first=place * apart)))
         for stage, (place, blocks) in enumerate(zip(placement, costs.blocks_of(plan, count), strict=True))
     ]
 
 
-def undisturbed_times(stages: Sequence[StageProgram], transfer: float) -> Times:
-    """Return the times of forwards and backwards without communication beside them."""
+def undisturbed_times(stages: Sequence[StageProgram], transfers: Iterable[float]) -> Times:
+    """Return the times of forwards and backwards without communication beside them.
+
+    Args:
+        stages: The stages.
+        transfers: Seconds of a message from each stage to the next.
+    """
 
     def seconds(work: Work) -> tuple[float, ...]:
-        return tuple(
-            stage.passage(Action(work, number, 0), is_first=False, is_last=False).seconds
-            for number, stage in enumerate(stages)
-        )
+        return tuple(stage.passage(work).seconds for stage in stages)
 
-    return Times(
-        seconds(Work.FORWARD), seconds(Work.INPUT), seconds(Work.WEIGHT), (transfer,) * (len(stages) - 1)
-    )
+    return Times(seconds(Work.FORWARD), seconds(Work.INPUT), seconds(Work.WEIGHT), tuple(transfers))
+
+
+def alike_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
+    """Make the programs of all stages for a play that notes nothing: ranks with equal blocks share theirs."""
+    placement = plan.placement if plan.pp > 1 else (0,)
+    members = cache(partial(Group.ranks, first=0))
+    turns = [0] * plan.pp
+    made: dict[tuple[int, tuple[Block, ...]], StageProgram] = {}
+    found = []
+    for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
+        key = turns[place], tuple(blocks)
+        turns[place] += 1
+        if key not in made:
+            made[key] = StageProgram(plan, costs, key[0], blocks, members, is_named=False)
+        found.append(made[key])
+    return found
 
 
 def rank_programs(
     plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
 ) -> list[RankProgram]:
     """Make the program of one rank at each place along the pipeline."""
-    rows: Sequence[Sequence[Step]] = transfers(schedule, ahead=1) if plan.pp > 1 else schedule.table
     apart = plan.ranks // plan.pp
     return [
         RankProgram(
             rank=place * apart,
-            steps=row,
             stages={number: stages[number] for number in schedule.stages_of(place)},
-            last={
-                action.stage: action
-                for action in schedule.table[place]
-                if action.work in (Work.BACKWARD, Work.WEIGHT)
-            },
             finish=finish_of(plan, costs, schedule, place),
             norm=norm_of(plan, costs),
             update=_update(plan, costs, schedule, [stages[number] for number in schedule.stages_of(place)]),
         )
-        for place, row in enumerate(rows)
+        for place in range(schedule.ranks)
     ]
+
+
+def links_of(plan: SettledPlan, costs: Costs, course: Course) -> dict[tuple[int, int], Link]:
+    """Return, by sender and receiver along the pipeline, the link between them."""
+    nbytes = round(message_bytes(Layout.of(plan), costs.workload))
+    pairs = {(each.sender, each.receiver) for each in course.messages}
+    return {pair: Link(costs.send(plan, *pair), nbytes) for pair in pairs}
+
+
+def transfers_of(plan: SettledPlan, costs: Costs) -> list[float]:
+    """Return the seconds of a message from each stage to the next; 0 where both are on one rank."""
+    pairs = itertools.pairwise(plan.placement if plan.pp > 1 else (0,))
+    return [0.0 if sender == receiver else costs.send(plan, sender, receiver) for sender, receiver in pairs]
 
 
 def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -> list[Collective]:
@@ -95,10 +128,3 @@ def norm_of(plan: SettledPlan, costs: Costs) -> Collective | None:
 def _update(plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]) -> float:
     held = sum((stage.data_parallel.parameters for stage in stages), Parameters())
     return costs.after(plan, held, schedule.microbatches)
-
-
-def message_bytes(plan: SettledPlan, workload: Workload) -> int:
-    """Return the bytes of hidden state that one rank sends to the next stage."""
-    layout = Layout.of(plan)
-    tokens = layout.microbatch * workload.length // plan.cp // (1 if plan.tensor == "plain" else plan.tp)
-    return tokens * workload.hidden * layout.width

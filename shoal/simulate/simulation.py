@@ -18,9 +18,16 @@ from shoal.plan import Plan, SettledPlan
 from shoal.plan.schedules import Played, make
 from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
-from shoal.simulate.engine import Link, play_steps
+from shoal.simulate.course import course_of
+from shoal.simulate.engine import play_steps
 from shoal.simulate.journal import Journal
-from shoal.simulate.programs import message_bytes, rank_programs, stage_programs, undisturbed_times
+from shoal.simulate.programs import (
+    links_of,
+    rank_programs,
+    stage_programs,
+    transfers_of,
+    undisturbed_times,
+)
 from shoal.timeline import Breakdown, Span, Timeline
 from shoal.workload import Workload
 
@@ -141,17 +148,17 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     costs = Costs(workload, cluster)
     count = plan.microbatches_of(batch)
     stages = stage_programs(plan, costs, count)
-    times = undisturbed_times(stages, costs.send(plan))
+    times = undisturbed_times(stages, transfers_of(plan, costs))
     schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
-    programs = rank_programs(plan, costs, schedule, stages)
-    link = Link(costs.send(plan), message_bytes(plan, workload))
-    journal, actions, end = play_steps(
-        programs,
-        schedule.placement,
-        link,
+    course, journal = course_of(schedule), Journal()
+    end, actions = play_steps(
+        course,
+        rank_programs(plan, costs, schedule, stages),
+        links_of(plan, costs, course),
         contention=cluster.device.contention,
         lateness=straggler_share(cluster),
         steps=steps,
+        journal=journal,
     )
     played = Played(
         schedule,

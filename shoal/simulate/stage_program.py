@@ -18,7 +18,7 @@ from functools import cached_property
 
 from shoal.cost import Costs, Layout
 from shoal.plan import SettledPlan
-from shoal.plan.schedules import Action, Work
+from shoal.plan.schedules import Work
 from shoal.simulate.data_parallel import DataParallel
 from shoal.simulate.passage import Passage, Piece
 from shoal.simulate.within import Members, Within
@@ -36,31 +36,39 @@ class StageProgram:
         stage: Number of the stage.
         blocks: Blocks of the stage, in order.
         members: The groups of the rank that holds the stage.
+        is_named: Whether each communication needs a name, for a Timeline.
     """
 
     def __init__(
-        self, plan: SettledPlan, costs: Costs, stage: int, blocks: Sequence[Block], members: Members
+        self,
+        plan: SettledPlan,
+        costs: Costs,
+        stage: int,
+        blocks: Sequence[Block],
+        members: Members,
+        *,
+        is_named: bool = True,
     ) -> None:
         self._plan = plan
         self._blocks = blocks
         layout = Layout.of(plan)
         self._costs = [costs.block(block, layout) for block in blocks]
         self._within = Within(costs.workload, layout, members)
-        self.data_parallel = DataParallel(plan, costs, stage, blocks, members)
+        self.data_parallel = DataParallel(plan, costs, stage, blocks, members, is_named=is_named)
         self.keeps_sums = not plan.sharding.reduces_each_micro_batch
         self._gathers_blocks = plan.sharding.cuts_weights and self.data_parallel.is_sharded
         self._gathers_all = self.data_parallel.is_sharded and not self._gathers_blocks
         self._passages: dict[tuple[Work, bool, bool], Passage] = {}
 
-    def passage(self, action: Action, *, is_first: bool, is_last: bool) -> Passage:
-        """Return the passage of an action.
+    def passage(self, work: Work, *, is_first: bool = False, is_last: bool = False) -> Passage:
+        """Return the passage of an action of this stage.
 
         Args:
-            action: An action of this stage.
+            work: Kind of the action.
             is_first: Whether it is the stage's first forward of a step.
             is_last: Whether it is the last action that adds to the gradients of the stage's weights.
         """
-        key = action.work, is_first, is_last
+        key = work, is_first, is_last
         if key not in self._passages:
             passage = Passage.of(self.pieces(*key))
             self._passages[key] = passage.gathered() if passage.is_plain and self._plan.pp > 1 else passage

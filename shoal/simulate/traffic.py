@@ -12,13 +12,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs
+from shoal.cost import Costs, Layout
 from shoal.cost.collectives import algorithm_seconds
+from shoal.cost.time import message_bytes
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group
-from shoal.plan.schedules import Action, Work
+from shoal.plan.schedules import Work
 from shoal.simulate.passage import Collective, Exposed, Piece, Start
-from shoal.simulate.programs import message_bytes, norm_of, stage_programs
+from shoal.simulate.programs import norm_of, stage_programs
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Purpose
 from shoal.workload import Workload
@@ -99,11 +100,7 @@ def traffic_of(workload: Workload, cluster: Cluster, plan: SettledPlan, batch: i
 
 def _seconds(held: Iterable[tuple[int, StageProgram]]) -> float:
     """Return the seconds of a rank's forwards and backwards of one micro-batch."""
-    return sum(
-        stage.passage(Action(work, number, 0), is_first=False, is_last=False).seconds
-        for number, stage in held
-        for work in (Work.FORWARD, Work.BACKWARD)
-    )
+    return sum(stage.passage(work).seconds for _, stage in held for work in (Work.FORWARD, Work.BACKWARD))
 
 
 def _together(one: Communication, other: Communication) -> Communication:
@@ -147,10 +144,10 @@ def _messages(plan: SettledPlan, costs: Costs, number: int, count: int) -> Itera
     for name, other in (("activation", number + 1), ("gradient", number - 1)):
         if not 0 <= other < plan.stages or plan.placement[other] == plan.placement[number]:
             continue
-        apart = plan.ranks // plan.pp
-        ends = apart * plan.placement[number], apart * plan.placement[other]
-        level, nbytes = _level_of(ends, costs.cluster), float(message_bytes(plan, costs.workload))
-        yield Communication(Purpose.PIPELINE, name, 2, level, "send", nbytes, costs.send(plan), count)
+        ends = plan.placement[number], plan.placement[other]
+        level, nbytes = costs.boundary(plan, *ends).name, message_bytes(Layout.of(plan), costs.workload)
+        seconds = costs.send(plan, *ends)
+        yield Communication(Purpose.PIPELINE, name, 2, level, "send", nbytes, seconds, count)
 
 
 def _communication(collective: Collective, cluster: Cluster, times: int) -> Communication:

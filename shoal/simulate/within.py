@@ -9,7 +9,7 @@ communication gets an equal share. A block's straggler wait is put at its last c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shoal.cost import Layout
 from shoal.cost.time import BlockCost, Join, Joined
@@ -37,17 +37,25 @@ class Within:
     workload: Workload
     layout: Layout
     members: Members
+    _known: dict[tuple[Block, float], tuple[Piece, ...]] = field(default_factory=dict)
 
-    def forward(self, block: Block, cost: BlockCost) -> Iterator[Piece]:
-        """Yield the pieces of the block's forward."""
-        pieces = self._pieces(block, cost.compute.forward, cost.joins[0], cost.context[0], cost.expert[0], 1)
-        return _with_late(list(pieces), cost.late[0])
+    def forward(self, block: Block, cost: BlockCost) -> tuple[Piece, ...]:
+        """Return the pieces of the block's forward."""
+        key = block, -1.0
+        if key not in self._known:
+            compute = cost.compute.forward
+            pieces = self._pieces(block, compute, cost.joins[0], cost.context[0], cost.expert[0], 1)
+            self._known[key] = tuple(_with_late(list(pieces), cost.late[0]))
+        return self._known[key]
 
-    def backward(self, block: Block, cost: BlockCost, compute: float) -> Iterator[Piece]:
-        """Yield the pieces of the block's backward; `compute` seconds of it run beside its communications."""
-        rounds = 2 if self.layout.recompute == "full" else 1
-        pieces = self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
-        return _with_late(list(pieces), cost.late[1])
+    def backward(self, block: Block, cost: BlockCost, compute: float) -> tuple[Piece, ...]:
+        """Return the pieces of the block's backward, with `compute` seconds of compute."""
+        key = block, compute
+        if key not in self._known:
+            rounds = 2 if self.layout.recompute == "full" else 1
+            pieces = self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
+            self._known[key] = tuple(_with_late(list(pieces), cost.late[1]))
+        return self._known[key]
 
     def _pieces(
         self,

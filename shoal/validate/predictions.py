@@ -16,6 +16,7 @@ from shoal.cost.memory import every_second_product
 from shoal.cost.time import block_cost
 from shoal.errors import UserError
 from shoal.plan.groups import Group
+from shoal.simulate import played_seconds
 from shoal.units import format_bytes
 from shoal.validate.accuracy import Comparison
 from shoal.validate.cells import Refuse, Table, strictly
@@ -138,7 +139,8 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
         fitted=is_fitted(row),
     )
     if row.seconds is not None:
-        yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
+        seconds = played_seconds(costs, plan, row.batch)
+        yield compared(quantity="step", measured=row.seconds, predicted=seconds)
     if row.memory is not None:
         fullest = memories.fullest(plan, row.batch)
         predicted = fullest.held if row.program is None else fullest.allocated

@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.plan.schedules import Action, Payload, Receive, Send, Work
+from shoal.simulate.course import ACT, NO_MESSAGE, RECEIVE, SEND, Course, Message, Op, Slot
 from shoal.simulate.engine import Link, RankProgram, play_steps
+from shoal.simulate.journal import Journal
 from shoal.simulate.passage import Passage
 
 LINK = 3.0
@@ -15,7 +17,7 @@ def stage(seconds):
     """A stage whose every action takes as long, and that exchanges nothing."""
     return SimpleNamespace(
         begin_step=list,
-        passage=lambda action, is_first, is_last: Passage.of([seconds]),
+        passage=lambda work, is_first, is_last: Passage.of([seconds]),
         keeps_sums=False,
     )
 
@@ -23,12 +25,29 @@ def stage(seconds):
 def play(first, second, takes):
     """Starts and stops by rank, where two ranks do these steps and actions of stage s take `takes[s]`."""
     rest = {"finish": (), "norm": None, "update": 0.0}
-    programs = [
-        RankProgram(rank=rank, steps=steps, stages={rank: stage(takes[rank])}, last={rank: None}, **rest)
-        for rank, steps in enumerate((first, second))
-    ]
-    _, actions, _ = play_steps(programs, (0, 1), Link(LINK, 8), contention=0.0, lateness=0.0, steps=1)
+    programs = [RankProgram(rank=rank, stages={rank: stage(takes[rank])}, **rest) for rank in range(2)]
+    course = made_of(first, second)
+    _, actions = play_steps(
+        course, programs, {(0, 1): Link(LINK, 8)}, contention=0.0, lateness=0.0, journal=Journal()
+    )
     return actions[0]
+
+
+def made_of(*rows):
+    """The Course of rows that only send activations from rank 0 to rank 1."""
+    messages, slots, found = {}, {}, []
+    for place, row in enumerate(rows):
+        ops = []
+        for step in row:
+            number = messages.setdefault(step.microbatch, len(messages))
+            if isinstance(step, Action):
+                slot = slots.setdefault(Slot(step.work, step.stage, False, False), len(slots))
+                ops.append(Op(ACT, number if place else NO_MESSAGE, slot, step))
+            else:
+                ops.append(Op(SEND if isinstance(step, Send) else RECEIVE, number))
+        found.append(tuple(ops))
+    told = tuple(Message(Payload.ACTIVATION, 1, microbatch, 0, 1) for microbatch in messages)
+    return Course(None, tuple(found), tuple(slots), told)
 
 
 def forward(stage, microbatch):

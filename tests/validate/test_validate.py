@@ -55,7 +55,7 @@ def test_a_step_is_what_the_cost_model_says_of_the_rows_plan_on_the_rows_machine
     (row,) = read_table(path)
     cluster = Cluster.assemble("A100-80GB", 8, 8, 200e9)
     plan = row.plans[0].replace(bucket=usual_bucket(cluster, row.plans[0]))  # no table says how large
-    expected = Costs(workload_of(row.shape), cluster).step(plan, 32).seconds
+    expected = played_seconds(Costs(workload_of(row.shape), cluster), plan, 32)
     (found,) = (each for each in validate(path) if each.quantity == "step")
     assert found.predicted == pytest.approx(expected)
     assert found.measured == 0.1

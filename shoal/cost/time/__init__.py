@@ -17,7 +17,7 @@ from shoal.cost.time.host import starts_of
 from shoal.cost.time.hosts import settled_compile
 from shoal.cost.time.joins import Join, Joined
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
-from shoal.cost.time.step import PipelineCost, exposed_sends
+from shoal.cost.time.step import PipelineCost, exposed_sends, message_bytes
 from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
 
@@ -41,6 +41,7 @@ __all__ = [
     "families_of",
     "gather_seconds",
     "lognormal_maximum",
+    "message_bytes",
     "normal_maximum",
     "parameters_on_rank",
     "pass_seconds",

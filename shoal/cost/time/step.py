@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shoal.cluster import Cluster
-from shoal.cost.collectives.network import send_seconds
+from shoal.cluster import Cluster, Level
+from shoal.cost.collectives.places import joining_level, message_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.bucket_times import SUM_WIDTH, sent_width
@@ -193,7 +193,7 @@ class Costs:
             fill = (sum(stage.total for stage in stages) - slowest.total) / virtual
             hidden = bubble_fill * (plan.pp - 1) * slowest.weight / virtual
             fill = max(fill - hidden, fill / (3 * plan.pp))
-            sends = self.send(plan) * exposed_sends(plan.pp, count, virtual)
+            sends = self.send(plan, 0, 1) * exposed_sends(plan.pp, count, virtual)
         unlike: dict[StageCost, Unlike] = {}
         waits = rests = 0.0
         for stage in stages:
@@ -282,17 +282,26 @@ class Costs:
             tuple(works),
         )
 
-    def send(self, plan: SettledPlan) -> float:
-        """Return the seconds to send one micro-batch's hidden state from a stage to the next."""
-        return self.send_apart(Layout.of(plan), plan.ranks // plan.pp)
+    def send(self, plan: SettledPlan, sender: int, receiver: int) -> float:
+        """Return the seconds to send one micro-batch's hidden state to a neighbour along the pipeline.
+
+        Args:
+            plan: The Plan.
+            sender, receiver: Places along the pipeline. All ranks of a stage send at once, each to its own
+                neighbour; the slowest of these messages counts.
+        """
+        level = self.boundary(plan, sender, receiver)
+        return message_seconds(message_bytes(Layout.of(plan), self.workload), level, self.cluster)
 
     def send_apart(self, layout: Layout, apart: int) -> float:
-        """Return the seconds to send it to a rank that is `apart` ranks away in the mesh's order."""
-        nbytes = float(layout.width) * layout.microbatch * self.workload.length / layout.cp
-        nbytes *= self.workload.hidden
-        if layout.tensor != "plain":
-            nbytes /= layout.tp
-        return send_seconds(nbytes, apart, self.cluster)
+        """Return the seconds to send it between the first two stages of a layout, `apart` ranks each."""
+        level = joining_level(0, apart, apart, self.cluster)
+        return message_seconds(message_bytes(layout, self.workload), level, self.cluster)
+
+    def boundary(self, plan: SettledPlan, sender: int, receiver: int) -> Level:
+        """Return the links that join two places along the pipeline."""
+        apart = plan.ranks // plan.pp
+        return joining_level(sender * apart, receiver * apart, apart, self.cluster)
 
     def _data(self, plan: SettledPlan, pipeline: PipelineCost, count: int) -> float:
         """Return the exposed seconds of data-parallel communication."""
@@ -343,6 +352,12 @@ class Costs:
             nbytes += 2 * (SUM_WIDTH + sent_width(plan))
         held = parameters.whole + parameters.divided + parameters.experts
         return stream_seconds(self.cluster.device, float(nbytes * held), 0)
+
+
+def message_bytes(layout: Layout, workload: Workload) -> float:
+    """Return the bytes of hidden state that one rank sends to the next stage for a micro-batch."""
+    nbytes = float(layout.width) * layout.microbatch * workload.length / layout.cp * workload.hidden
+    return nbytes if layout.tensor == "plain" else nbytes / layout.tp
 
 
 def exposed_sends(ranks: int, count: int, virtual: int) -> float:
