@@ -22,7 +22,7 @@ from shoal.cost.layout import Layout
 from shoal.cost.memory.memory import Memories, RankMemory, memory_of
 from shoal.cost.memory.offload import Offload
 from shoal.cost.outlook.calibrate import Calibration, calibrate
-from shoal.cost.time.step import Costs, StepCost
+from shoal.cost.time.step import Costs
 
 __all__ = [
     "ALGORITHMS",
@@ -36,7 +36,6 @@ __all__ = [
     "Memories",
     "Offload",
     "RankMemory",
-    "StepCost",
     "algorithms_of",
     "calibrate",
     "find_algorithm",

@@ -31,7 +31,7 @@ from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Kind, Purpose
 
-__all__ = ["Link", "RankProgram", "play_steps"]
+__all__ = ["Actions", "Link", "RankProgram", "play_steps"]
 
 _NOT_YET = -1.0
 
@@ -69,8 +69,8 @@ class RankProgram:
     update: float
 
 
-Actions = list[list[list[tuple[float, float]]]]
-"""By step and place, the start and stop of each action."""
+Actions = list[list[tuple[float, float]]]
+"""By place, the start and stop of each action of a step."""
 
 
 def play_steps(
@@ -82,7 +82,7 @@ def play_steps(
     lateness: float,
     steps: int = 1,
     journal: Journal | None = None,
-) -> tuple[float, Actions]:
+) -> tuple[float, list[Actions]]:
     """Play steps one after another.
 
     Args:
@@ -96,7 +96,7 @@ def play_steps(
         journal: Where to note what ranks do; None to note nothing.
 
     Returns:
-        The time at which the last step ends, and the actions' times, which are noted only with a journal.
+        The time at which the last step ends, and the actions of each step.
     """
     engine = _Engine(course, programs, links, contention, lateness, journal)
     actions = [engine.step(str(index)) for index in range(steps)]
@@ -135,7 +135,7 @@ class _Engine:
         """When the last rank has ended."""
         return max(rank.now for rank in self._ranks)
 
-    def step(self, name: str) -> list[list[tuple[float, float]]]:
+    def step(self, name: str) -> Actions:
         """Let every rank go on as far as it can, until all have ended; return the times of actions."""
         number = len(self.course.messages)
         self.sent, self.begun, self.came = ([_NOT_YET] * number for _ in range(3))
@@ -197,13 +197,12 @@ class _Rank:
                 alone = self._alone.get(slot) if journal is None and self._free <= start else None
                 if alone is None:
                     self._act(slot, str(action))
-                    if journal is not None:
-                        self.actions.append((start, self.now))
                 else:
                     self.now = start + alone
                     where = engine.course.slots[slot]
                     if where.is_last:
                         self._complete(where)
+                self.actions.append((start, self.now))
             elif kind == RECEIVE:
                 engine.begun[message] = self.now
                 self._receiving.setdefault(engine.course.messages[message].sender, deque()).append(message)

@@ -1,26 +1,26 @@
 """The seconds of a played step, without its Timeline: what a search asks for hundreds of times.
 
 The player is the one of `simulate`, and notes nothing. In a pipeline with many micro-batches the middle of a
-step repeats: each further round of micro-batches takes as long as the one before. A long table is therefore
-not played to its end: three short ones that differ by a round are, and if both differences are equal, all
-other rounds take as long. If not, longer tables are tried, and at last the whole one.
+step repeats: once every action starts as much later than the same action of the micro-batches a round before,
+on all ranks, all further rounds take as long. So a shorter table is played first. If its middle repeats, the
+other rounds are added; if not, longer tables are tried, and at last the whole one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 
 from shoal.cost import Costs
-from shoal.cost.outlook import straggler_share
+from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
-from shoal.plan.schedules import FOUND
+from shoal.plan.schedules import FOUND, Work
 from shoal.simulate.course import Course, course_of, made_course
-from shoal.simulate.engine import play_steps
+from shoal.simulate.engine import Actions, play_steps
 from shoal.simulate.programs import (
     alike_programs,
     links_of,
     rank_programs,
-    transfers_of,
     undisturbed_times,
 )
 from shoal.simulate.simulation import simulate
@@ -29,7 +29,7 @@ from shoal.simulate.stage_program import StageProgram
 __all__ = ["played_seconds"]
 
 _EQUAL = 1e-9  # of a step: rounding in sums of a step's times
-_ROUNDS = (2, 4, 8)  # of as many micro-batches as ranks, before the first of the three tables ends
+_ROUNDS = (6, 12, 24)  # of as many micro-batches as ranks
 
 
 def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
@@ -44,38 +44,46 @@ def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
         return simulate(costs.workload, costs.cluster, plan, batch).seconds
     count = plan.microbatches_of(batch)
     stages = alike_programs(plan, costs, count)
-    for rounds, first in _short(plan, count):
-        short, longer, longest = (_seconds(costs, plan, stages, first + more * rounds) for more in range(3))
-        each = longest - longer
-        if abs(each - (longer - short)) <= _EQUAL * longest:
-            return longest + (count - first - 2 * rounds) / rounds * each
-    return _seconds(costs, plan, stages, count)
+    for rounds in _ROUNDS if plan.schedule != FOUND else ():
+        short = rounds * plan.pp + count % plan.pp
+        if 2 * short > count:
+            break
+        end, actions, course = _play(costs, plan, stages, short)
+        every = _repeats(course, actions, plan.pp, end)
+        if every is not None:
+            return end + (count - short) // plan.pp * every
+    return _play(costs, plan, stages, count)[0]
 
 
-def _short(plan: SettledPlan, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the micro-batches of a round, and those of a table that is much shorter than `count`."""
-    if plan.schedule == FOUND:
-        return
-    if plan.pp == 1:
-        if count > 4:
-            yield 1, 2
-        return
-    for times in _ROUNDS:
-        first = times * plan.pp + count % plan.pp
-        if 3 * (first + plan.pp) < count:
-            yield plan.pp, first
-
-
-def _seconds(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> float:
+def _play(
+    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
+) -> tuple[float, Actions, Course]:
     course = _course(costs, plan, stages, count)
-    end, _ = play_steps(
+    end, (actions,) = play_steps(
         course,
         rank_programs(plan, costs, course.schedule, stages),
         links_of(plan, costs, course),
         contention=costs.cluster.device.contention,
         lateness=straggler_share(costs.cluster),
     )
-    return end
+    return end, actions, course
+
+
+def _repeats(course: Course, actions: Actions, ranks: int, end: float) -> float | None:
+    """Return the seconds of a round of as many micro-batches as ranks; None if the middle does not repeat."""
+    middle = course.schedule.microbatches // 2
+    least, most = math.inf, -math.inf
+    for row, times in zip(course.schedule.table, actions, strict=True):
+        first: dict[tuple[Work, int, int], float] = {}
+        for action, (start, _) in zip(row, times, strict=True):
+            if middle - ranks <= action.microbatch < middle:
+                first[action.work, action.stage, action.microbatch + ranks] = start
+            elif middle <= action.microbatch < middle + ranks:
+                before = first.get((action.work, action.stage, action.microbatch))
+                if before is None:
+                    return None
+                least, most = min(least, start - before), max(most, start - before)
+    return most if most - least <= _EQUAL * end else None
 
 
 def _course(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> Course:
@@ -83,5 +91,5 @@ def _course(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], cou
         return made_course("1f1b", 1, 1, count)
     if plan.schedule != FOUND:
         return made_course(plan.schedule, plan.pp, plan.stages // plan.pp, count)
-    times = undisturbed_times(stages, transfers_of(plan, costs))
+    times = undisturbed_times(stages, costs.sends(plan))
     return course_of(plan.schedule_for(count, times))

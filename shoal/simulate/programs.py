@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from functools import cache, partial
 
@@ -26,7 +25,6 @@ __all__ = [
     "norm_of",
     "rank_programs",
     "stage_programs",
-    "transfers_of",
     "undisturbed_times",
 ]
 
@@ -93,12 +91,6 @@ def links_of(plan: SettledPlan, costs: Costs, course: Course) -> dict[tuple[int,
     nbytes = round(message_bytes(Layout.of(plan), costs.workload))
     pairs = {(each.sender, each.receiver) for each in course.messages}
     return {pair: Link(costs.send(plan, *pair), nbytes) for pair in pairs}
-
-
-def transfers_of(plan: SettledPlan, costs: Costs) -> list[float]:
-    """Return the seconds of a message from each stage to the next; 0 where both are on one rank."""
-    pairs = itertools.pairwise(plan.placement if plan.pp > 1 else (0,))
-    return [0.0 if sender == receiver else costs.send(plan, sender, receiver) for sender, receiver in pairs]
 
 
 def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -> list[Collective]:

@@ -12,8 +12,7 @@ from functools import cached_property
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs
-from shoal.cost.outlook import straggler_share
-from shoal.cost.time import crowded_seconds
+from shoal.cost.time import crowded_seconds, straggler_share
 from shoal.plan import Plan, SettledPlan
 from shoal.plan.schedules import Played, make
 from shoal.simulate.account import Account, account_of
@@ -25,7 +24,6 @@ from shoal.simulate.programs import (
     links_of,
     rank_programs,
     stage_programs,
-    transfers_of,
     undisturbed_times,
 )
 from shoal.timeline import Breakdown, Span, Timeline
@@ -148,7 +146,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     costs = Costs(workload, cluster)
     count = plan.microbatches_of(batch)
     stages = stage_programs(plan, costs, count)
-    times = undisturbed_times(stages, transfers_of(plan, costs))
+    times = undisturbed_times(stages, costs.sends(plan))
     schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
     course, journal = course_of(schedule), Journal()
     end, actions = play_steps(

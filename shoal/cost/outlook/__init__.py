@@ -1,7 +1,6 @@
 """Long runs: failures, goodput and days. Also corrects a Cluster by measurements of runs."""
 
 from shoal.cost.outlook.goodput import goodput
-from shoal.cost.outlook.jitter import straggler_share, with_stragglers
 from shoal.cost.outlook.long_run import RESTART, STORAGE, LongRun, long_run
 from shoal.cost.outlook.observation import Observation
 
@@ -12,6 +11,4 @@ __all__ = [
     "Observation",
     "goodput",
     "long_run",
-    "straggler_share",
-    "with_stragglers",
 ]

@@ -31,8 +31,8 @@ from typing import Any
 
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_seconds, members_within, send_seconds
-from shoal.cost.outlook.jitter import with_stragglers
 from shoal.cost.outlook.observation import SENDS, Observation, Transfer
+from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.step import Costs
 
 __all__ = ["Calibration", "Correction", "calibrate"]
@@ -147,13 +147,18 @@ def _sized(cluster: Cluster, observation: Observation) -> Cluster:
 
 
 def _optimizer_seconds(observation: Observation, cluster: Cluster) -> float:
-    costs = Costs(observation.workload, cluster)
-    return costs.step(observation.plan, observation.batch).parts["optimizer"]
+    costs, plan = Costs(observation.workload, cluster), observation.plan
+    return costs.update_of(plan, plan.microbatches_of(observation.batch))
 
 
 def _straggler_seconds(observation: Observation, cluster: Cluster) -> float:
-    cost = Costs(observation.workload, cluster).step(observation.plan, observation.batch)
-    return with_stragglers(cost, cluster).parts["straggler"]
+    """Return the waits for late ranks within blocks, and for the slowest rank at the step's end."""
+    costs, plan = Costs(observation.workload, cluster), observation.plan
+    count = plan.microbatches_of(observation.batch)
+    share = straggler_share(cluster)
+    until = costs.least(plan, observation.batch) - costs.norm(plan) - costs.update_of(plan, count)
+    slowest = max(costs.stages(plan, count), key=lambda stage: stage.total)
+    return count * slowest.late + until * share / (1 + share)
 
 
 def _compute_seconds(observation: Observation, cluster: Cluster) -> float:

@@ -15,9 +15,10 @@ from shoal.cost.time.crowding import crowded_seconds
 from shoal.cost.time.data_parallel import StageWork
 from shoal.cost.time.host import starts_of
 from shoal.cost.time.hosts import settled_compile
+from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.joins import Join, Joined
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
-from shoal.cost.time.step import PipelineCost, exposed_sends, message_bytes
+from shoal.cost.time.step import message_bytes
 from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
 
@@ -28,7 +29,6 @@ __all__ = [
     "Family",
     "Join",
     "Joined",
-    "PipelineCost",
     "StageWork",
     "attention_seconds",
     "behind_the_mean",
@@ -37,7 +37,6 @@ __all__ = [
     "copy_seconds",
     "crowded_seconds",
     "depth_of",
-    "exposed_sends",
     "families_of",
     "gather_seconds",
     "lognormal_maximum",
@@ -50,6 +49,7 @@ __all__ = [
     "sent_width",
     "settled_compile",
     "starts_of",
+    "straggler_share",
     "stream_seconds",
     "workload_on",
 ]

@@ -1,40 +1,37 @@
-"""Exposed seconds in which data-parallel ranks combine gradients and gather weights, in closed form.
+"""Least exposed seconds in which data-parallel ranks combine gradients and gather weights: a lower bound.
 
 Buckets (`buckets.py`) travel one after another, each as soon as it can: gradients after backward has made
 them, weights before forward needs them. For one stage and micro-batch, whose forward and backward take F and
-B seconds:
+B seconds, these are exposed at least:
 
     reduce    All buckets take R seconds. Backward needs `lead` seconds to complete the first bucket. The
               buckets that are complete only when backward ends, `tail` seconds, are never hidden:
               max(c (R - tail) + tail, lead + R - B)
     gather    All buckets take G seconds, without those of embedding and end (`ends`), for which forward waits
-              at once. The first bucket is never hidden, and `after` seconds of forward come after the last:
+              at once. The first bucket is hidden only by the embedding, and `after` seconds of forward come
+              after the last:
               ends + max(c (G - first) + first, G - (F - after))
 
-c is how much communication slows compute, as a share of the communication's seconds: the device's
-`contention`, times the communication's load on the device (1 at the innermost links' rate, less on slower
-links), times the share of compute in F + B. Gradients that are reduced in every backward (zero2, zero3) are
-first copied in fp32 to their bucket, and then added to the rank's shard; these passes make backward longer.
-With the other shardings, products may add to the sums themselves. With m micro-batches and a pipeline of p
-ranks with v stages each:
+c is how much communication slows compute: the device's `contention` times the communication's load on the
+device (1 at the innermost links' rate, less on slower links). A communication may also travel beside another
+that stops compute, and slows nothing then: so the seconds of those within blocks are taken off what is
+hidden. Gradients that are reduced in every backward (zero2, zero3) are first copied in fp32 to their bucket,
+and then added to the rank's shard; these passes make backward longer. Where weights are gathered beside
+gradients, each may fill the gaps of the other, so that only their sum or the gradients alone bound.
 
-    none, zero1   reduce once. Without a pipeline this runs beside the last backward. In a pipeline a stage
-                  begins after its last backward: the reduce of the rank's first stage is exposed, and those
-                  of its other v - 1 stages run beside the min(m, p) (v - 1) / v backwards that are left
+    none, zero1   reduce once: without a pipeline beside the last backward; in a pipeline after a stage's last
+                  backward, which is the rank's last work for one of its stages
     zero1, zero2  gather once, when the step begins
     zero2         reduce in every backward
     zero3         gather in every forward and backward, and reduce in every backward; without a pipeline the
                   embedding, the end and the last layer stay from forward to backward
 
-In a pipeline, later ranks wait for their first forward, and end before the first rank unless the schedule
-fills that time. Communication that they do once in a step has this additional time. Seconds that are exposed
-in every micro-batch are also exposed in the (p - 1) / v micro-batches that fill the pipeline.
+`shoal.simulate` plays what really happens, which takes as long or longer; a test holds that.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -60,13 +57,15 @@ class StageWork(NamedTuple):
         runs: Its blocks, in order.
         forward: Seconds of forward, with waits inside blocks.
         backward: Seconds of backward, with waits inside blocks.
-        computed: Share of these seconds in which the device computes.
+        weight: Seconds of the weights' gradients, which are a part of backward.
+        computed: Share of forward, and of backward, in which the device computes.
     """
 
     runs: Runs
     forward: float
     backward: float
-    computed: float
+    weight: float
+    computed: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,38 +75,37 @@ class _BucketsOfStage:
     Attributes:
         reduce: Seconds to reduce all gradients.
         last: Seconds to reduce the buckets that are complete when backward ends.
-        before: Seconds to reduce the buckets that are complete just before those.
-        between: Blocks whose backward runs between these two.
         lead: Blocks whose backward runs before the first bucket is complete.
         gather: Seconds to gather all weights without those of embedding and end.
         ends: Seconds to gather the weights of embedding and end.
         first: Seconds to gather the weights that the first layer needs.
         top: Seconds to gather the weights that the last layer needs.
+        front: Blocks whose forward runs before the first layer's.
+        behind: Blocks whose backward runs before the last layer's.
         after: Blocks whose forward runs after the last bucket has come.
-        reduce_load, gather_load: Mean load of reduce and gather on the device (`network.collective_load`).
-        copy, copy_first, copy_last: Seconds that copies of gradients to buckets add to backward, to `lead`
-            and to `between`.
+        reduce_load, gather_load: Mean load of reduce without `last`, and of gather without `first`, on the
+            device (`network.collective_load`).
+        copy, copy_first: Seconds that copies of gradients to buckets add to backward, and to `lead`.
     """
 
     reduce: float
     last: float
-    before: float
-    between: Runs
     lead: Runs
     gather: float
     ends: float
     first: float
     top: float
+    front: Runs
+    behind: Runs
     after: Runs
     reduce_load: float
     gather_load: float
     copy: float
     copy_first: float
-    copy_last: float
 
 
 class DataParallelCosts:
-    """Computes exposed data-parallel communication of a Workload on a Cluster; caches what Plans share.
+    """Bounds exposed data-parallel communication of a Workload on a Cluster; caches what Plans share.
 
     Args:
         workload: The work of the model that is trained.
@@ -124,68 +122,62 @@ class DataParallelCosts:
         self._known: dict[tuple[object, ...], _BucketsOfStage] = {}
         self._times: dict[tuple[object, ...], BucketTimes] = {}
 
-    def in_micro_batch(self, plan: SettledPlan, stages: Sequence[StageWork]) -> float:
-        """Return the exposed seconds in every micro-batch of a rank with these stages."""
+    def in_passes(self, plan: SettledPlan, stage: StageWork) -> tuple[float, float]:
+        """Return the least exposed seconds in every forward and every backward of a stage."""
         if not plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
-            return 0.0
-        return sum(number * self._in_passes(plan, stage) for stage, number in Counter(stages).items())
-
-    def in_step(self, plan: SettledPlan, stages: Sequence[StageWork], count: int) -> tuple[float, float]:
-        """Return the exposed seconds once in a step: before all compute of a rank, and after it.
-
-        Args:
-            plan: The Plan that it runs under.
-            stages: Stages of the rank, in order.
-            count: Number of micro-batches in a step.
-        """
-        if plan.ranks == plan.pp:
             return 0.0, 0.0
-        c = self._cluster.device.contention
-        layout = Layout.of(plan)
-        found = [self._buckets_of_stage(plan, stage, layout.width) for stage in stages]
-        before = after = 0.0
-        if plan.sharding.gathers_each_step:
-            before = self._before_forward(found[0], stages[0], layout)
-            before += c * sum(each.gather_load * (each.gather + each.ends) for each in found[1:])
-        if not plan.sharding.reduces_each_micro_batch:
-            if plan.pp == 1:
-                after = self._behind_backward(found[0], 0.0, stages[0], layout)
-            else:
-                others = sum(each.reduce for each in found[1:])
-                slowed = c * sum(each.reduce_load * each.reduce for each in found[1:])
-                left = min(count, plan.pp) * sum(stage.backward for stage in stages[:-1])
-                after = found[0].reduce + max(slowed, others - left)
-        return before, after
-
-    def _in_passes(self, plan: SettledPlan, stage: StageWork) -> float:
         layout = Layout.of(plan)
         found = self._buckets_of_stage(plan, stage, layout.width)
         if not plan.sharding.cuts_weights:
-            return self._behind_backward(found, 0.0, stage, layout)
-        again = found.gather - found.top
-        before = 0.0 if plan.pp == 1 else found.ends + found.top
-        forward = self._before_forward(found, stage, layout)
-        return forward + before + self._behind_backward(found, again, stage, layout)
+            return 0.0, self._behind_backward(found, 0.0, 0.0, stage, layout)
+        before, again = 0.0, found.gather - found.top
+        if plan.pp > 1:
+            before = found.ends + max(0.0, found.top - self._backward(found.behind, layout))
+        return self._before_forward(found, stage, layout), before + self._behind_backward(
+            found, again, found.gather_load, stage, layout
+        )
+
+    def before_step(self, plan: SettledPlan, stage: StageWork) -> float:
+        """Return the least exposed seconds of weights that a stage's first forward waits for."""
+        if not plan.sharding.gathers_each_step or plan.ranks == plan.pp:
+            return 0.0
+        layout = Layout.of(plan)
+        return self._before_forward(self._buckets_of_stage(plan, stage, layout.width), stage, layout)
+
+    def after_step(self, plan: SettledPlan, stage: StageWork) -> float:
+        """Return the least exposed seconds of gradients that are reduced once, after a stage's last backward.
+
+        Without a pipeline they are reduced beside that backward.
+        """
+        if plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
+            return 0.0
+        layout = Layout.of(plan)
+        found = self._buckets_of_stage(plan, stage, layout.width)
+        return found.reduce if plan.pp > 1 else self._behind_backward(found, 0.0, 0.0, stage, layout)
 
     def _before_forward(self, found: _BucketsOfStage, stage: StageWork, layout: Layout) -> float:
-        c = self._cluster.device.contention * stage.computed * found.gather_load
+        c = self._cluster.device.contention * found.gather_load
         hidden = found.gather - found.first
-        left = stage.forward - sum(
-            self._cost(block, layout).forward * number for block, number in found.after
-        )
-        return found.ends + max(c * hidden + found.first, found.gather - left)
+        first = max(0.0, found.first - self._forward(found.front, layout))
+        left = stage.forward - self._forward(found.after, layout)
+        slowed = c * max(0.0, hidden - (1 - stage.computed[0]) * stage.forward)
+        return found.ends + max(slowed + first, found.gather - left)
 
     def _behind_backward(
-        self, found: _BucketsOfStage, gathered: float, stage: StageWork, layout: Layout
+        self, found: _BucketsOfStage, gathered: float, load: float, stage: StageWork, layout: Layout
     ) -> float:
         """Return the exposed seconds of gradients while weights take `gathered` seconds of the links."""
-        c = self._cluster.device.contention * stage.computed
-        total = found.reduce + gathered
-        between = self._backward(found.between, layout) + found.copy_last
-        tail = found.last + max(0.0, found.before - between)
-        slowed = c * (found.reduce_load * (found.reduce - tail) + found.gather_load * gathered)
-        late = self._backward(found.lead, layout) + found.copy_first + total - stage.backward - found.copy
-        return found.copy + max(slowed + tail, late)
+        contention = self._cluster.device.contention
+        hidden = found.reduce - found.last
+        most = contention * (found.reduce_load * hidden + load * gathered)
+        stops = (1 - stage.computed[1]) * stage.backward
+        slowed = max(0.0, most - contention * max(found.reduce_load, load) * stops)
+        lead: float = self._backward(found.lead, layout) + found.copy_first
+        links = max(lead + found.reduce, gathered + found.reduce if gathered else 0.0)
+        return found.copy + max(slowed + found.last, links - stage.backward - found.copy)
+
+    def _forward(self, runs: Runs, layout: Layout) -> float:
+        return sum(self._cost(block, layout).forward * number for block, number in runs)
 
     def _backward(self, runs: Runs, layout: Layout) -> float:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
@@ -209,25 +201,25 @@ class DataParallelCosts:
         layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
         lowest = min((each.first for each, _ in layers), default=0)
         highest = max((each.last for each, _ in layers), default=0)
-        (end, last), (before_end, before) = places[-1], places[-2] if len(places) > 1 else (0, NOTHING)
+        last = places[-1][1]
         every, of_layers = together(timed), together(layers)
-        copied = (every, places[0][1], last) if plan.sharding.cuts_gradients else (NOTHING,) * 3
+        first = together(each for each in layers if each[0].first == lowest)
+        copied = (every, places[0][1]) if plan.sharding.cuts_gradients else (NOTHING, NOTHING)
         return _BucketsOfStage(
             reduce=every.reduce,
             last=last.reduce,
-            before=before.reduce,
-            between=runs_of(blocks[end:before_end]),
             lead=runs_of(blocks[places[0][0] :]),
             gather=of_layers.gather,
             ends=every.gather - of_layers.gather,
-            first=together(each for each in layers if each[0].first == lowest).gather,
+            first=first.gather,
             top=together(each for each in layers if each[0].last == highest).gather,
+            front=runs_of(blocks[:lowest]),
+            behind=runs_of(blocks[highest + 1 :]),
             after=runs_of(blocks[max((each.first for each, _ in layers), default=len(blocks)) :]),
-            reduce_load=every.reduce_loaded / every.reduce if every.reduce else 0.0,
-            gather_load=of_layers.gather_loaded / of_layers.gather if of_layers.gather else 0.0,
+            reduce_load=_mean(every.reduce_loaded - last.reduce_loaded, every.reduce - last.reduce),
+            gather_load=_mean(of_layers.gather_loaded - first.gather_loaded, of_layers.gather - first.gather),
             copy=copied[0].copy,
             copy_first=copied[1].copy,
-            copy_last=copied[2].copy,
         )
 
     def _of_bucket(self, bucket: Bucket, width: int, sent: int) -> BucketTimes:
@@ -236,6 +228,11 @@ class DataParallelCosts:
         if found is None:
             found = self._times[key] = bucket_times(bucket, width, self._cluster, sent)
         return found
+
+
+def _mean(loaded: float, seconds: float) -> float:
+    """Return the mean load of communications that take so many seconds."""
+    return loaded / seconds if seconds > 0 else 0.0
 
 
 def runs_of(blocks: Iterable[Block]) -> Runs:

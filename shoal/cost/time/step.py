@@ -1,30 +1,32 @@
-"""Seconds of one optimizer step, in closed form: quick enough for thousands of Plans of the planner.
+"""Seconds of a step's parts, and a lower bound on the step, quick enough for thousands of Plans.
 
-    step = pace + fill + sends + data + update
+`Costs` has the seconds of blocks, stages, messages and the optimizer under any Plan; `shoal.simulate` plays
+steps made of them. No step ends earlier than `Costs.least` says. Let f_s and b_s be the seconds of forward and
+backward of stage s with all that it waits for, W_r those of all stages of rank r, m the number of
+micro-batches, and x the seconds of a message between stages:
 
-There are m micro-batches over p ranks of v virtual stages. W_r is the seconds of rank r's stages for one
-micro-batch, forward and backward, with the waits inside blocks:
+    begin   Rank r begins when the first micro-batch has gone through the stages before its first one:
+            the sum of f_s + x over these
+    work    Rank r does m W_r seconds of work one after another
+    drain   After its last backward, those of the stages before its first one follow: the sum of b_s + x. If
+            the gradients of weights may wait, only those of inputs follow
+    laps    Rank r of 1f1b or zb-h1 holds k micro-batches at most. So each k-th goes forward only when the one
+            before it is back: m / k laps of f and b of all stages from r on, and twice their messages
+    data    weights before the first forward, and gradients after the last backward: see `data_parallel.py`
+    update  the slowest rank's optimizer, and the passes that add gradients to their sums
 
-    pace    m max W_r
-    fill    the bubble: (sum of W_r - max W_r) / v for gpipe, 1f1b, looped-bfs and interleaved; less
-            (p - 1) 2 W for zb-h1 and (p - 1) 3 W for zb-v, dualpipe-v and search, where W is the seconds of
-            a rank's weight gradients; never below the last stages' share
-    sends   hidden states that travel between stages: 2 (p - 1) messages that fill and drain the pipeline,
-            and half of the 2 m v others, the share that is assumed to be exposed
-    data    exposed communication of gradients and weights: see `data_parallel.py`
-    update  the optimizer's passes over this rank's state, and the passes that add gradients to their sums
-
-Communication beside compute slows the compute by `contention` times its own seconds. `shoal.simulate` needs
-no closed form: it plays a table of operations with any times.
+The bound is the largest of begin + work or laps + drain over all ranks, with data, update and the wait for
+the slowest rank. Communication beside compute slows the compute by `contention` times its own seconds.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from shoal.cluster import Cluster, Level
+from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.collectives.places import joining_level, message_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
@@ -33,13 +35,14 @@ from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts
+from shoal.cost.time.jitter import straggler_share
+from shoal.cost.time.least import Passes, least_end
 from shoal.cost.time.split import pieces_by_stage
 from shoal.plan import Groups, SettledPlan
-from shoal.plan.schedules import kind_of
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
-__all__ = ["UPDATE_BYTES", "Costs", "PipelineCost", "StageCost", "StepCost", "Unlike"]
+__all__ = ["UPDATE_BYTES", "Costs", "StageCost", "message_bytes"]
 
 UPDATE_BYTES = (
     30  # Adam reads gradient, master weight, two moments; it writes the last three and a 16-bit weight
@@ -47,7 +50,6 @@ UPDATE_BYTES = (
 _NORM_BYTES = 4  # reads the sums of gradients
 _ADAM_BYTES = 28  # reads gradient, weight and two moments in fp32, writes the last three
 _COPY_BYTES = 6  # reads the weight in fp32, writes the 16-bit weight that computes
-_EXPOSED_SENDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,60 +80,6 @@ class StageCost:
         return self.forward + self.input + self.weight
 
 
-class Unlike(NamedTuple):
-    """Ranks along a pipeline that have equal stages.
-
-    Attributes:
-        stage: Cost of the stages of each.
-        number: Number of these ranks.
-        waits: Seconds until the first of them can begin its first forward.
-        rests: Seconds from the last backward of the first of them to that of the pipeline's first rank.
-    """
-
-    stage: StageCost
-    number: int
-    waits: float
-    rests: float
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineCost:
-    """Seconds of the forwards and backwards of a step, which do not depend on the sharding.
-
-    Attributes:
-        slowest: Cost of the rank that sets the pace.
-        unlike: Groups of equal ranks; a long pipeline has few.
-        pace, fill, sends: Seconds of the terms in the formula above.
-    """
-
-    slowest: StageCost
-    unlike: tuple[Unlike, ...]
-    pace: float
-    fill: float
-    sends: float
-
-    @property
-    def total(self) -> float:
-        """Seconds of pace, fill and sends."""
-        return self.pace + self.fill + self.sends
-
-
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds of one step.
-
-    Attributes:
-        seconds: Seconds of the whole step.
-        compute: Seconds of compute on the rank that sets the pace, without its waits.
-        parts: The other seconds, by kind: tensor, context, expert, bubble, pipeline, data, straggler,
-            optimizer.
-    """
-
-    seconds: float
-    compute: float
-    parts: dict[str, float] = field(default_factory=dict)
-
-
 _Held = tuple[Runs, ...]
 """The blocks of each stage of a rank."""
 
@@ -150,58 +98,53 @@ class Costs:
         self._hosts = HostCosts(workload, cluster)
         self._is_torch = any(piece.sums for piece in (*workload.layers[:1], workload.end))
         self._stages: dict[tuple[object, ...], tuple[StageCost, ...]] = {}
-        self._pipelines: dict[tuple[object, ...], PipelineCost] = {}
         self._cuts: dict[tuple[object, ...], list[_Held]] = {}
         self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
         self._data_parallel = DataParallelCosts(workload, cluster, self.block)
 
-    def step(self, plan: SettledPlan, batch: int) -> StepCost:
-        """Return the seconds of a step of `batch` samples under a Plan whose micro-batch is settled."""
+    def least(self, plan: SettledPlan, batch: int) -> float:
+        """Return a lower bound on the seconds of a step of `batch` samples under a Plan."""
         count = plan.microbatches_of(batch)
-        pipeline = self.pipeline(plan, count)
-        slowest = pipeline.slowest
-        data = self._data(plan, pipeline, count)
-        update = max(self.after(plan, stage.parameters, count) for stage, *_ in pipeline.unlike)
-        parts = {
-            "tensor": count * slowest.tensor,
-            "context": count * slowest.context,
-            "expert": count * slowest.expert,
-            "bubble": pipeline.fill,
-            "pipeline": pipeline.sends,
-            "data": data,
-            "straggler": count * slowest.late,
-            "optimizer": update,
-        }
-        compute = pipeline.pace - sum(parts[name] for name in ("tensor", "context", "expert", "straggler"))
-        return StepCost(pipeline.total + data + update, compute, parts)
-
-    def pipeline(self, plan: SettledPlan, count: int) -> PipelineCost:
-        """Return the cost of `count` micro-batches on the ranks along pp, without the cost of sharding."""
-        key = (Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.split, count)
-        found = self._pipelines.get(key)
-        if found is None:
-            found = self._pipelines[key] = self._pipeline(plan, count)
-        return found
-
-    def _pipeline(self, plan: SettledPlan, count: int) -> PipelineCost:
         stages = self.stages(plan, count)
-        slowest = max(stages, key=lambda stage: stage.total)
-        fill = sends = 0.0
-        bubble_fill = kind_of(plan.schedule).bubble_fill
-        if plan.pp > 1:
-            virtual = plan.stages // plan.pp
-            fill = (sum(stage.total for stage in stages) - slowest.total) / virtual
-            hidden = bubble_fill * (plan.pp - 1) * slowest.weight / virtual
-            fill = max(fill - hidden, fill / (3 * plan.pp))
-            sends = self.send(plan, 0, 1) * exposed_sends(plan.pp, count, virtual)
-        unlike: dict[StageCost, Unlike] = {}
-        waits = rests = 0.0
-        for stage in stages:
-            first = unlike.get(stage, Unlike(stage, 0, waits, rests))
-            unlike[stage] = first._replace(number=first.number + 1)
-            waits += stage.stages[0].forward
-            rests += 0.0 if bubble_fill else stage.stages[0].backward
-        return PipelineCost(slowest, tuple(unlike.values()), count * slowest.total, fill, sends)
+        passes = self._passes(plan, stages)
+        works = _by_stage(plan, stages)
+        before = [self._data_parallel.before_step(plan, work) for work in works]
+        after = [self._data_parallel.after_step(plan, work) for work in works]
+        end = least_end(plan, passes, self.sends(plan), count, before, after)
+        return end * (1 + straggler_share(self.cluster)) + self.norm(plan) + self.update_of(plan, count)
+
+    def update_of(self, plan: SettledPlan, count: int) -> float:
+        """Return the seconds of the slowest rank's optimizer, and of its sums of gradients."""
+        return max(self.after(plan, stage.parameters, count) for stage in set(self.stages(plan, count)))
+
+    def least_of_passes(self, plan: SettledPlan, count: int) -> float:
+        """Return a lower bound on the seconds of `count` micro-batches, for any sharding of the state."""
+        stages = self.stages(plan, count)
+        unsharded = [
+            Passes(each.forward, each.backward, _back(plan, each)) for each in _by_stage(plan, stages)
+        ]
+        return least_end(plan, unsharded, self.sends(plan), count)
+
+    def _passes(self, plan: SettledPlan, stages: Sequence[StageCost]) -> list[Passes]:
+        """Return each stage's seconds, with what every micro-batch waits for gradients and weights."""
+        found: dict[StageWork, Passes] = {}
+        works = _by_stage(plan, stages)
+        for work in works:
+            if work not in found:
+                forward, backward = self._data_parallel.in_passes(plan, work)
+                back = _back(plan, work) if plan.has_halves else work.backward + backward
+                found[work] = Passes(work.forward + forward, work.backward + backward, back)
+        return [found[work] for work in works]
+
+    def sends(self, plan: SettledPlan) -> list[float]:
+        """Return the seconds of a message from each stage to the next; 0 where both are on one rank."""
+        pairs = list(itertools.pairwise(plan.placement if plan.pp > 1 else (0,)))
+        known = {pair: 0.0 if pair[0] == pair[1] else self.send(plan, *pair) for pair in set(pairs)}
+        return [known[pair] for pair in pairs]
+
+    def norm(self, plan: SettledPlan) -> float:
+        """Return the seconds of the all-reduce of the squared norm of gradients."""
+        return collective_seconds("all_reduce", 8, Groups.of(plan).parts, self.cluster)
 
     def block(self, block: Block, layout: Layout) -> BlockCost:
         """Return the cost of a block on a rank for one micro-batch, with the device's waits for the host."""
@@ -255,13 +198,15 @@ class Costs:
         weight = tensor = context = expert = late = 0.0
         whole = divided = experts = 0
         for runs in held:
-            forward = backward = computed = 0.0
+            forward = backward = made = 0.0
+            computed = [0.0, 0.0]
             for block, number in runs:
                 cost, parameters = self.block(block, layout), block.parameters
                 forward += number * cost.forward
                 backward += number * cost.backward
-                computed += number * (cost.compute.forward + cost.compute.backward)
-                weight += number * cost.compute.weight
+                computed[0] += number * cost.compute.forward
+                computed[1] += number * cost.compute.backward
+                made += number * cost.compute.weight
                 tensor += number * sum(cost.tensor)
                 context += number * sum(cost.context)
                 expert += number * sum(cost.expert)
@@ -269,7 +214,9 @@ class Costs:
                 whole += number * parameters.whole
                 divided += number * parameters.divided
                 experts += number * parameters.experts
-            works.append(StageWork(runs, forward, backward, computed / (forward + backward)))
+            share = computed[0] / forward if forward else 1.0, computed[1] / backward if backward else 1.0
+            works.append(StageWork(runs, forward, backward, made, share))
+            weight += made
         return StageCost(
             sum(work.forward for work in works),
             sum(work.backward for work in works) - weight,
@@ -302,20 +249,6 @@ class Costs:
         """Return the links that join two places along the pipeline."""
         apart = plan.ranks // plan.pp
         return joining_level(sender * apart, receiver * apart, apart, self.cluster)
-
-    def _data(self, plan: SettledPlan, pipeline: PipelineCost, count: int) -> float:
-        """Return the exposed seconds of data-parallel communication."""
-        if plan.ranks == plan.pp:  # tp > 1 needs some, for parameters that every rank has whole
-            return 0.0
-        slowest = every = before = after = 0.0
-        for stage, number, waits, rests in pipeline.unlike:
-            exposed = self._data_parallel.in_micro_batch(plan, stage.stages)
-            slowest, every = max(slowest, stage.total + exposed), every + number * exposed
-            first, last = self._data_parallel.in_step(plan, stage.stages, count)
-            before, after = max(before, first - waits), max(after, last - rests)
-        pace = slowest - pipeline.slowest.total
-        fill = max(0.0, every - pace) * plan.pp / plan.stages
-        return before + after + count * pace + fill
 
     def after(self, plan: SettledPlan, parameters: Parameters, count: int) -> float:
         """Return the seconds of a step of `count` micro-batches in which only passes over parameters run.
@@ -354,18 +287,18 @@ class Costs:
         return stream_seconds(self.cluster.device, float(nbytes * held), 0)
 
 
+def _by_stage(plan: SettledPlan, stages: Sequence[StageCost]) -> list[StageWork]:
+    """Return the work of each stage of the pipeline, from that of each rank."""
+    held = [iter(each.stages) for each in stages]
+    return [next(held[rank]) for rank in (plan.placement if plan.pp > 1 else (0,))]
+
+
+def _back(plan: SettledPlan, work: StageWork) -> float:
+    """Return the seconds of the part of a stage's backward that the stage before waits for."""
+    return work.backward - work.weight if plan.has_halves else work.backward
+
+
 def message_bytes(layout: Layout, workload: Workload) -> float:
     """Return the bytes of hidden state that one rank sends to the next stage for a micro-batch."""
     nbytes = float(layout.width) * layout.microbatch * workload.length / layout.cp * workload.hidden
     return nbytes if layout.tensor == "plain" else nbytes / layout.tp
-
-
-def exposed_sends(ranks: int, count: int, virtual: int) -> float:
-    """Return how many sends of a step are exposed.
-
-    Args:
-        ranks: Pipeline-parallel degree.
-        count: Number of micro-batches.
-        virtual: Stages on a rank.
-    """
-    return 2 * (ranks - 1) + _EXPOSED_SENDS * 2 * count * virtual

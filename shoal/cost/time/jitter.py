@@ -18,22 +18,12 @@ before the norm.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from shoal.cluster import Cluster
 from shoal.cost.time.maximum import lognormal_maximum
-from shoal.cost.time.step import StepCost
 
-__all__ = ["straggler_share", "with_stragglers"]
+__all__ = ["straggler_share"]
 
 
 def straggler_share(cluster: Cluster) -> float:
     """Return the wait for the slowest rank, as a share of the seconds before all ranks meet."""
     return lognormal_maximum(cluster.devices, cluster.jitter) - 1 if cluster.jitter else 0.0
-
-
-def with_stragglers(cost: StepCost, cluster: Cluster) -> StepCost:
-    """Return the cost of a step with the wait for the slowest rank added to its part "straggler"."""
-    wait = straggler_share(cluster) * (cost.seconds - cost.parts["optimizer"])
-    parts = {**cost.parts, "straggler": cost.parts["straggler"] + wait}
-    return replace(cost, seconds=cost.seconds + wait, parts=parts)

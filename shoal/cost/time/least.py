@@ -1,0 +1,132 @@
+"""The least seconds of forwards and backwards along a pipeline; `step.py` explains the terms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import Work, kind_of
+
+__all__ = ["Passes", "least_end"]
+
+_ROUNDS = 4  # of as many micro-batches as ranks, after which tables repeat
+
+
+class Passes(NamedTuple):
+    """Least seconds of a stage for one micro-batch, with all that it waits for.
+
+    Attributes:
+        forward: Seconds of forward.
+        backward: Seconds of backward.
+        back: Seconds of the part of backward that the stage before waits for.
+    """
+
+    forward: float
+    backward: float
+    back: float
+
+
+def least_end(
+    plan: SettledPlan,
+    passes: Sequence[Passes],
+    sends: Sequence[float],
+    count: int,
+    before: Sequence[float] = (),
+    after: Sequence[float] = (),
+) -> float:
+    """Return the least seconds until the last rank has done its passes and what follows them.
+
+    Args:
+        plan: The Plan.
+        passes: Seconds of each stage.
+        sends: Seconds of a message from each stage to the next; 0 where both are on one rank.
+        count: Micro-batches of a step.
+        before: By stage, exposed seconds before its first forward; none by default.
+        after: By stage, seconds after its last backward; none by default.
+    """
+    before, after = before or (0.0,) * len(passes), after or (0.0,) * len(passes)
+    if plan.pp == 1:
+        (only,) = passes
+        return before[0] + count * (only.forward + only.backward) + after[0]
+    begins = _begins(passes, sends, before)
+    drains = [0.0, *accumulate(each.back + send for each, send in zip(passes, sends, strict=False))]
+    firsts: dict[int, int] = {}
+    works = [0.0] * plan.pp
+    chained = [0.0] * plan.pp  # without gradients of weights that may wait
+    posts = [math.inf] * plan.pp
+    placement = plan.placement
+    for stage, rank in enumerate(placement):
+        firsts.setdefault(rank, stage)
+        works[rank] += passes[stage].forward + passes[stage].backward
+        chained[rank] += passes[stage].forward + passes[stage].back
+        posts[rank] = min(posts[rank], after[stage])
+    last = passes[0].backward - passes[0].back + posts[placement[0]]
+    end = max(_laps(plan, passes, sends, count, begins, drains), _links(placement, sends, count)) + last
+    for rank, first in firsts.items():
+        own = begins[first] + count * works[rank] + posts[rank]
+        end = max(end, own, begins[first] + count * chained[rank] + drains[first] + last)
+    return end
+
+
+def _begins(passes: Sequence[Passes], sends: Sequence[float], before: Sequence[float]) -> list[float]:
+    """Return, by stage, the least seconds until its first forward begins, as if all waits were before it."""
+    begins = [before[0]]
+    for stage, send in enumerate(sends):
+        begins.append(max(begins[stage] + passes[stage].forward + send, before[stage + 1]))
+    return begins
+
+
+def _links(placement: Sequence[int], sends: Sequence[float], count: int) -> float:
+    """Return the seconds of the busiest link's messages, which travel one after another."""
+    busy: dict[tuple[int, int], float] = {}
+    for (one, other), send in zip(pairwise(placement), sends, strict=True):
+        for pair in (one, other), (other, one):
+            busy[pair] = busy.get(pair, 0.0) + count * send
+    return max(busy.values(), default=0.0)
+
+
+def _laps(
+    plan: SettledPlan,
+    passes: Sequence[Passes],
+    sends: Sequence[float],
+    count: int,
+    begins: Sequence[float],
+    drains: Sequence[float],
+) -> float:
+    """Return the least seconds where the first rank lets only so many micro-batches go ahead; 0 if all."""
+    end = around = 0.0
+    ahead = _ahead(plan.schedule, plan.pp, plan.stages // plan.pp, min(count, _ROUNDS * plan.pp + count % plan.pp))
+    for stage in reversed(range(plan.stages)):
+        around += passes[stage].forward + passes[stage].back
+        if stage < plan.stages - 1:
+            around += 2 * sends[stage]
+        most = ahead.get(stage, count)
+        if most < count:
+            laps = -(-count // most)
+            rest = count - 1 - (laps - 1) * most
+            end = max(end, begins[stage] + laps * around + rest * passes[stage].back + drains[stage])
+    return end
+
+
+@lru_cache(maxsize=1 << 10)
+def _ahead(schedule: str, ranks: int, virtual: int, count: int) -> Mapping[int, int]:
+    """Return, for each stage of the first rank, the forwards that may be ahead of its backwards, if limited.
+
+    With k of them, the forward of micro-batch j + k comes after the backward of micro-batch j.
+    """
+    row = kind_of(schedule).row
+    if row is None:
+        return {}
+    forwards: dict[int, int] = {}
+    most: dict[int, int] = {}
+    for action in row(0, ranks, virtual, count):
+        if action.work is Work.FORWARD:
+            forwards[action.stage] = forwards.get(action.stage, 0) + 1
+        elif action.work is not Work.WEIGHT:
+            ahead = forwards[action.stage] - action.microbatch
+            most[action.stage] = max(most.get(action.stage, 0), ahead)
+    return {stage: ahead for stage, ahead in most.items() if ahead < count or ranks * _ROUNDS > count}
