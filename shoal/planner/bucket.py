@@ -1,20 +1,23 @@
 """The size of the buckets in which gradients are communicated beside backward.
 
 Small buckets start early, but pay the collective's latency often. The last bucket, which is full only when
-backward ends, is never hidden. `usual_bucket` looks only at the links, so that a search can have a size for
-every Plan that it times; `best_bucket` asks `shoal.cost.time.step` for every size.
+backward ends, is never hidden. `usual_bucket` looks only at the links; a search plays the sizes that may be
+quickest.
 """
 
 from __future__ import annotations
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout
+from shoal.cost import Layout
 from shoal.cost.time import Bucket, families_of, gather_seconds, reduce_seconds
 from shoal.plan import SettledPlan
 
-__all__ = ["best_bucket", "usual_bucket"]
+__all__ = ["SIZES", "usual_bucket"]
 
-_SIZES = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
+SIZES = tuple((4 << 20) << power for power in range(0, 9, 2))
+"""Sizes that a search tries: 4 MiB to 1 GiB."""
+
+_USUAL = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
 _NEAR = 1.25  # a byte may take this many times as long as in the largest bucket
 
 
@@ -33,18 +36,5 @@ def usual_bucket(cluster: Cluster, plan: SettledPlan) -> int:
         bucket = Bucket(size / width, 0, 0, family)
         return (reduce_seconds(bucket, cluster) + gather_seconds(bucket, width, cluster)) / size
 
-    limit = _NEAR * seconds_of_a_byte(_SIZES[-1])
-    return next(size for size in _SIZES if seconds_of_a_byte(size) <= limit)
-
-
-def best_bucket(costs: Costs, plan: SettledPlan, batch: int) -> int:
-    """Return the size with which a step is quickest; the Plan's own if no size changes the time.
-
-    Args:
-        costs: Costs of the model on the cluster.
-        plan: The Plan, with a fixed micro-batch.
-        batch: Samples of a step.
-    """
-    if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
-        return plan.bucket
-    return min(_SIZES, key=lambda size: costs.step(plan.replace(bucket=size), batch).seconds)
+    limit = _NEAR * seconds_of_a_byte(_USUAL[-1])
+    return next(size for size in _USUAL if seconds_of_a_byte(size) <= limit)

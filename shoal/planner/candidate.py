@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shoal.cluster import Cluster
-from shoal.cost import RankMemory, StepCost
+from shoal.cost import RankMemory
 from shoal.plan import SettledPlan
 from shoal.planner.space import Degrees
 from shoal.workload import Workload
@@ -24,33 +24,16 @@ class Candidate:
         workload: The training.
         cluster: The machines that it runs on; all their devices take part.
         batch: Samples of a step.
-        cost: Seconds of a step, by part.
         memory: Memory of the rank that holds most.
-        simulated: Seconds of a step in the simulator; None if only the closed form was computed.
+        seconds: Seconds of a step, played.
     """
 
     plan: SettledPlan
     workload: Workload
     cluster: Cluster
     batch: int
-    cost: StepCost
     memory: RankMemory
-    simulated: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step: the simulator's if it ran, otherwise the closed form's."""
-        return self.cost.seconds if self.simulated is None else self.simulated
-
-    @property
-    def source(self) -> str:
-        """The method that gave the seconds."""
-        return "in closed form" if self.simulated is None else "simulated"
-
-    @property
-    def in_closed_form(self) -> Candidate:
-        """The candidate without simulated seconds, for comparison with Plans that were not simulated."""
-        return replace(self, simulated=None)
+    seconds: float
 
     @property
     def degrees(self) -> Degrees:

@@ -1,12 +1,14 @@
-"""The search: the exact best Plans of a space, without a look at most of them.
+"""The search: the best Plans of a space, without a look at most of them.
 
 It goes best first through the tree of `shoal.planner.tree`, with one heap. It takes out the branch with the
-least bound, and puts in the branches that grow from it, except those that cannot fit. When a timed Plan is
-taken out, no other is quicker, so its memory is computed in full. If it fits, it is the best Plan of its
-degrees.
+least bound, and puts in the branches that grow from it, except those that cannot fit. When a sized Plan is
+taken out, its memory is computed in full, and if it fits, its step is played.
 
-Degrees whose best Plan is known are not searched further, and the search ends with as many degrees as were
-asked for. Plans that were skipped cannot be better: a test compares with a search that times all Plans.
+Every Plan that is still in the heap takes at least the bound at its top. So when this bound reaches the
+played seconds of the best Plan of some degrees, less SLACK, no other Plan of these degrees is quicker by
+more than that: they are done. The search ends with as many degrees done as were asked for. It looks at the
+same Plans in the same order however many those are, so that the best Plan does not depend on their number. A
+test compares with a search that plays all Plans.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
-from shoal.cost import RankMemory, StepCost
 from shoal.cost.memory import too_large
-from shoal.cost.outlook import with_stragglers
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees, leanest_sharding
-from shoal.planner.tree import Branch, Timed, Tree
+from shoal.planner.tree import Branch, Fitted, Sized, Tree
 from shoal.workload import Workload
 
-__all__ = ["Ranking", "Search"]
+__all__ = ["SLACK", "Ranking", "Search"]
+
+SLACK = 0.004
+"""The share of its seconds by which a Plan that was not looked at may be quicker than the best."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,12 @@ class Ranking:
     Attributes:
         candidates: The best Plan for each set of degrees, best first; empty if nothing fits.
         legal: Number of legal Plans.
-        timed: Number of legal Plans whose step was predicted in full; bounds excluded the others.
+        played: Number of legal Plans that were played; bounds excluded the others.
     """
 
     candidates: tuple[Candidate, ...]
     legal: int
-    timed: int
+    played: int
 
     @property
     def best(self) -> Candidate | None:
@@ -115,28 +118,34 @@ class Search:
                     heapq.heappush(heap, (seconds, next(order), branch))
 
         put(itertools.chain.from_iterable(map(self.tree.portions, accepted)))
-        found: dict[Degrees, Candidate] = {}
-        timed = 0
-        while heap and len(found) < limit:
-            branch = heapq.heappop(heap)[2]
-            if branch.degrees in found:
+        best: dict[Degrees, Fitted] = {}
+        waiting: list[tuple[float, int, Degrees]] = []  # played Plans whose degrees are not done
+        done: dict[Degrees, Candidate] = {}
+        looked = 0
+        while len(done) < limit and (heap or waiting):
+            least = heap[0][0] if heap else math.inf
+            if waiting and (1 - SLACK) * waiting[0][0] <= least:
+                seconds, _, degrees = heapq.heappop(waiting)
+                if degrees not in done and best[degrees].seconds == seconds:
+                    done[degrees] = self.candidate(best[degrees])
                 continue
-            if not isinstance(branch, Timed):
-                timed += isinstance(branch.branches[0], Timed)
+            branch = heapq.heappop(heap)[2]
+            if branch.degrees in done:
+                continue
+            if not isinstance(branch, Sized):
                 put(branch.branches)
                 continue
-            if (fitted := branch.fitted(room)) is not None:
-                found[branch.degrees] = self.candidate(*fitted)
+            looked += 1
+            fitted, before = branch.fitted(room), best.get(branch.degrees)
+            if fitted is not None and (before is None or fitted.seconds < before.seconds):
+                best[branch.degrees] = fitted
+                heapq.heappush(waiting, (fitted.seconds, next(order), branch.degrees))
         legal = sum(map(self.tree.count, accepted))
-        return Ranking(tuple(found.values()), legal, timed)
+        return Ranking(tuple(done.values()), legal, looked)
 
-    def cost(self, plan: SettledPlan) -> StepCost:
-        """Return the cost of a step under a Plan, with the wait for the slowest rank."""
-        return with_stragglers(self.shared.costs.step(plan, self.batch), self.cluster)
-
-    def candidate(self, plan: SettledPlan, memory: RankMemory) -> Candidate:
-        """Return the candidate of a Plan whose fullest rank has this memory."""
-        return Candidate(plan, self.workload, self.cluster, self.batch, self.cost(plan), memory)
+    def candidate(self, fitted: Fitted) -> Candidate:
+        """Return the candidate of a Plan that fits."""
+        return Candidate(fitted.plan, self.workload, self.cluster, self.batch, fitted.memory, fitted.seconds)
 
     def leanest(self) -> tuple[SettledPlan, str] | None:
         """Return a frugal Plan, and by how much it does not fit; None if no Plan is legal."""

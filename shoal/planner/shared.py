@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout, Memories
+from shoal.cost import Costs, Layout, Memories, RankMemory
 from shoal.cost.time import BlockCost
 from shoal.plan import SettledPlan, element_bytes
 from shoal.plan.schedules import kind_of
@@ -17,6 +17,7 @@ from shoal.planner.bucket import usual_bucket
 from shoal.planner.data_parallel_bound import LeastDataParallel, Passes
 from shoal.planner.memory_bound import LeastMemory, Share, StateBytes
 from shoal.planner.space import Degrees, HybridSharding, Space, Variant
+from shoal.simulate import played_seconds
 from shoal.workload import Workload
 
 __all__ = ["Shared", "Work"]
@@ -69,6 +70,8 @@ class Shared:
         self._works: dict[Layout, Work] = {}
         self._states: dict[Degrees, Sequence[tuple[HybridSharding, StateBytes]]] = {}
         self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
+        self._fullest: dict[SettledPlan, RankMemory] = {}
+        self._played: dict[SettledPlan, float] = {}
 
     def compute(self, layout: Layout) -> Work:
         """Return the times of blocks without the communication within them."""
@@ -124,17 +127,24 @@ class Shared:
         placement = kind_of(variant.schedule).placement(variant.degrees.pp, variant.virtual)
         return balanced_split(work.embedding, work.layer, work.end, layers, placement)
 
-    def slowest(self, variant: Variant, split: Sequence[int]) -> float:
-        """Return a lower bound on the slowest rank's seconds for a micro-batch with these stages."""
-        work, ranks = self.work(variant.layout), variant.degrees.pp
-        placement = kind_of(variant.schedule).placement(ranks, variant.virtual)
-        counts = [0] * ranks
-        for rank, layers in zip(placement, split, strict=True):
-            counts[rank] += layers
-        loads = [sum(work.least) * layers for layers in counts]
-        loads[placement[0]] += work.embedding
-        loads[placement[-1]] += work.end
-        return max(loads)
+    def fullest(self, plan: SettledPlan) -> RankMemory:
+        """Return the memory of a Plan's fullest rank."""
+        found = self._fullest.get(plan)
+        if found is None:
+            found = self._fullest[plan] = self.memories.fullest(plan, self.space.batch)
+        return found
+
+    def played(self, plan: SettledPlan) -> float:
+        """Return the seconds of a step under a Plan, played."""
+        found = self._played.get(plan)
+        if found is None:
+            found = self._played[plan] = played_seconds(self.costs, plan, self.space.batch)
+        return found
+
+    @property
+    def plays(self) -> int:
+        """Number of Plans that were played."""
+        return len(self._played)
 
     def plan(self, variant: Variant, sharding: HybridSharding, split: Sequence[int]) -> SettledPlan:
         """Return the Plan with these layers in its stages, and with buckets that suit the links."""
