@@ -4,11 +4,12 @@
     laid        a portion and a layout of blocks, with their costs, including communication within them
     cut         a layout and a schedule, with the layers of its stages
     sharded     a Plan for any size of buckets
-    sized       a Plan, with the sizes of buckets that are tried
+    sized       a Plan, with sizes of buckets
 
 Every branch gives a lower bound on a step's seconds, over all Plans that grow from it and may fit: each
-sharding determines a rank's states and communication. A sized Plan is played. Branches are kept: searches of
-one tree share what they have computed. Tests check the bounds against every Plan, played.
+sharding determines a rank's states and communication. A sized Plan is played with the size of the least
+bound. Branches are kept: searches of one tree share what they have computed. Tests check the bounds against
+every Plan, played.
 """
 
 from __future__ import annotations
@@ -251,23 +252,17 @@ class Sized:
         return self._sizes[0][0] if self._memory <= room else math.inf
 
     def fitted(self, room: float) -> Fitted | None:
-        """Play the sizes that may be quickest; return the quickest that fits, None if none does.
+        """Play the Plan with the size of the least bound that fits; return None if none does.
 
         Memory depends on this size only with zero2; otherwise a Plan that does not fit gets no other size.
         """
-        best: Fitted | None = None
-        for least, plan in self._sizes:
-            if best is not None and least >= best.seconds:
-                break
+        for _, plan in self._sizes:
             memory = self._shared.fullest(plan)
-            if memory.peak > room:
-                if not plan.sharding.bucket_is_memory:
-                    return None
-                continue
-            seconds = self._shared.played(plan)
-            if best is None or seconds < best.seconds:
-                best = Fitted(plan, memory, seconds)
-        return best
+            if memory.peak <= room:
+                return Fitted(plan, memory, self._shared.played(plan))
+            if not plan.sharding.bucket_is_memory:
+                break
+        return None
 
     @cached_property
     def _sizes(self) -> Sequence[tuple[float, SettledPlan]]:

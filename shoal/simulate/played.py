@@ -61,7 +61,7 @@ def _play(
     course = _course(costs, plan, stages, count)
     end, (actions,) = play_steps(
         course,
-        rank_programs(plan, costs, course.schedule, stages),
+        rank_programs(plan, costs, course.schedule, stages, is_named=False),
         links_of(plan, costs, course),
         contention=costs.cluster.device.contention,
         lateness=straggler_share(costs.cluster),

@@ -56,7 +56,6 @@ def undisturbed_times(stages: Sequence[StageProgram], transfers: Iterable[float]
 def alike_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
     """Make the programs of all stages for a play that notes nothing: ranks with equal blocks share theirs."""
     placement = plan.placement if plan.pp > 1 else (0,)
-    members = cache(partial(Group.ranks, first=0))
     turns = [0] * plan.pp
     made: dict[tuple[int, tuple[Block, ...]], StageProgram] = {}
     found = []
@@ -64,22 +63,36 @@ def alike_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StagePro
         key = turns[place], tuple(blocks)
         turns[place] += 1
         if key not in made:
-            made[key] = StageProgram(plan, costs, key[0], blocks, members, is_named=False)
+            made[key] = StageProgram(plan, costs, key[0], blocks, _nobody, is_named=False)
         found.append(made[key])
     return found
 
 
+def _nobody(group: Group) -> tuple[int, ...]:
+    """Return no ranks, where nothing is noted."""
+    return ()
+
+
 def rank_programs(
-    plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]
+    plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram], *, is_named: bool = True
 ) -> list[RankProgram]:
-    """Make the program of one rank at each place along the pipeline."""
+    """Make the program of one rank at each place along the pipeline.
+
+    Args:
+        plan: The Plan.
+        costs: Costs of the Plan's workload on its cluster.
+        schedule: The schedule's table.
+        stages: The programs of all stages.
+        is_named: Whether each communication needs its ranks, for a Timeline.
+    """
     apart = plan.ranks // plan.pp
+    norm = norm_of(plan, costs, is_named=is_named)
     return [
         RankProgram(
             rank=place * apart,
             stages={number: stages[number] for number in schedule.stages_of(place)},
             finish=finish_of(plan, costs, schedule, place),
-            norm=norm_of(plan, costs),
+            norm=norm,
             update=_update(plan, costs, schedule, [stages[number] for number in schedule.stages_of(place)]),
         )
         for place in range(schedule.ranks)
@@ -107,14 +120,15 @@ def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -
     return [Collective("all_reduce:embedding", seconds, nbytes, ends, Purpose.PIPELINE)]
 
 
-def norm_of(plan: SettledPlan, costs: Costs) -> Collective | None:
+def norm_of(plan: SettledPlan, costs: Costs, *, is_named: bool = True) -> Collective | None:
     """Return the all-reduce of the squared gradient norm, if ranks hold different gradients."""
     groups = Groups.of(plan)
     if groups.parts.size == 1:
         return None
     seconds = collective_seconds("all_reduce", 8, groups.parts, costs.cluster)
     played = groups.pp if plan.pp > 1 else groups.parts
-    return Collective("all_reduce:gradient norm", seconds, 8, played.ranks(0), Purpose.CONTROL)
+    ranks = played.ranks(0) if is_named else ()
+    return Collective("all_reduce:gradient norm", seconds, 8, ranks, Purpose.CONTROL)
 
 
 def _update(plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]) -> float:

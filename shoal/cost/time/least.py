@@ -59,13 +59,17 @@ def least_end(
     chained = [0.0] * plan.pp  # without gradients of weights that may wait
     posts = [math.inf] * plan.pp
     placement = plan.placement
+    through = 0.0  # all micro-batches of one stage, after the stages before it and before they come back
     for stage, rank in enumerate(placement):
+        own = count * (passes[stage].forward + passes[stage].back)
+        through = max(through, begins[stage] + own + drains[stage])
         firsts.setdefault(rank, stage)
         works[rank] += passes[stage].forward + passes[stage].backward
         chained[rank] += passes[stage].forward + passes[stage].back
         posts[rank] = min(posts[rank], after[stage])
     last = passes[0].backward - passes[0].back + posts[placement[0]]
-    end = max(_laps(plan, passes, sends, count, begins, drains), _links(placement, sends, count)) + last
+    laps = _laps(plan, passes, sends, count, begins, drains)
+    end = max(through, laps, _links(placement, sends, count)) + last
     for rank, first in firsts.items():
         own = begins[first] + count * works[rank] + posts[rank]
         end = max(end, own, begins[first] + count * chained[rank] + drains[first] + last)

@@ -8,6 +8,7 @@ micro-batches, and x the seconds of a message between stages:
     begin   Rank r begins when the first micro-batch has gone through the stages before its first one:
             the sum of f_s + x over these
     work    Rank r does m W_r seconds of work one after another
+    stage   Each stage does m (f_s + b_s) between its first micro-batch's way down and its last one's way up
     drain   After its last backward, those of the stages before its first one follow: the sum of b_s + x. If
             the gradients of weights may wait, only those of inputs follow
     laps    Rank r of 1f1b or zb-h1 holds k micro-batches at most. So each k-th goes forward only when the one
