@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -142,9 +142,9 @@ class Shared:
         return found
 
     @property
-    def plays(self) -> int:
-        """Number of Plans that were played."""
-        return len(self._played)
+    def known(self) -> Mapping[SettledPlan, float]:
+        """The Plans that were played, with their seconds."""
+        return self._played
 
     def plan(self, variant: Variant, sharding: HybridSharding, split: Sequence[int]) -> SettledPlan:
         """Return the Plan with these layers in its stages, and with buckets that suit the links."""

@@ -5,9 +5,7 @@ Plans that cannot win in the cost model are left out:
 - cp and the micro-batch have no common factor g > 1: with cp / g, g times dp and micro-batches of 1 / g each
   rank has the same tokens, as many micro-batches and the same group for its gradients, and communicates less
   within blocks.
-- gpipe takes as long as 1f1b and holds more; looped-bfs as long as interleaved, so that it is there only
-  where the micro-batches are not a multiple of pp, which interleaved needs (`Kind.superseded_by`).
-- schedule=search is made for times that are known: the best Plan is tried with it (`shoal.planner.refine`).
+- schedule=search is made for times that are known: the best Plan is tried with it (`shoal.planner.polish`).
 
 Nothing else is left out by rule: tp may leave the node, and bounds decide.
 """
@@ -158,28 +156,36 @@ class Space:
         blocks = len(self.workload.layers) // pp
         for name in NAMES:
             kind = KINDS[name]
-            better = [KINDS[other] for other in kind.superseded_by]
             for virtual in divisors(blocks) if kind.most_virtual is None else [kind.least_virtual]:
-                is_superseded = any(each.takes(pp, virtual, count) for each in better)
-                if virtual <= blocks and kind.takes(pp, virtual, count) and not is_superseded:
+                if virtual <= blocks and kind.takes(pp, virtual, count):
                     yield name, virtual
 
     def shardings(self, degrees: Degrees) -> list[HybridSharding]:
-        """Return the shardings: over all ranks, or over the ranks that one level of links joins."""
+        """Return the shardings, each with every number of replicas."""
         if degrees.dp * degrees.cp == 1:
             return [HybridSharding(UNSHARDED, 1)]
-        replicas = [1]
-        for level in self.cluster.levels[:-1]:
-            ranks = level.devices // (degrees.tp * degrees.cp)
-            if 1 < ranks < degrees.dp and degrees.dp % ranks == 0:
-                replicas.append(degrees.dp // ranks)
         found = [HybridSharding(UNSHARDED, 1)]
-        for replicate in replicas:
+        for replicate in divisors(degrees.dp):
+            if degrees.dp // replicate * degrees.cp == 1:
+                continue  # no state is cut
             if degrees.dp // replicate * degrees.cp % degrees.ep == 0:
                 found += [
                     HybridSharding(each, replicate) for each in SHARDINGS.values() if each.cuts_optimizer
                 ]
         return found
+
+    def is_legal(self, plan: SettledPlan) -> bool:
+        """Return whether the model, the sequence, the batch and the devices allow a Plan, whatever it needs."""
+        layers, experts = len(self.workload.layers), self.workload.experts
+        return (
+            plan.ranks == self.cluster.devices
+            and self.batch % (plan.dp * plan.microbatch) == 0
+            and plan.stages <= layers
+            and self._splits_heads(plan.tp)
+            and plan.context in self._contexts(plan.tp, plan.cp)
+            and plan.tensor in self._tensors(plan.tp, plan.cp)
+            and (plan.ep == 1 or (experts > 0 and experts % plan.ep == 0))
+        )
 
     @property
     def precision(self) -> str:

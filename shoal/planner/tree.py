@@ -3,6 +3,7 @@
     portion     degrees, a micro-batch and a recompute policy, with a lower bound on compute
     laid        a portion and a layout of blocks, with their costs, including communication within them
     cut         a layout and a schedule, with the layers of its stages
+    piped       the same, with its forwards and backwards played
     sharded     a Plan for any size of buckets
     sized       a Plan, with sizes of buckets
 
@@ -25,6 +26,7 @@ from shoal.planner.bucket import SIZES
 from shoal.planner.memory_bound import Share, StateBytes
 from shoal.planner.shared import Shared
 from shoal.planner.space import RECOMPUTES, Degrees, HybridSharding, Variant
+from shoal.simulate import played_passes
 
 __all__ = ["Branch", "Fitted", "Sized", "Tree"]
 
@@ -161,11 +163,7 @@ class _Cut:
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        shared, variant, split = self._shared, self._variant, self._split
-        return [
-            _Sharded(shared, variant, sharding, split, self._memory(states), self._least)
-            for sharding, states in shared.states(self.degrees)
-        ]
+        return [_Piped(self._shared, self._variant, self._split, self._shares)]
 
     @cached_property
     def _least(self) -> float:
@@ -173,6 +171,38 @@ class _Cut:
         shared, variant = self._shared, self._variant
         plan = shared.plan(variant, shared.states(self.degrees)[0][0], self._split)
         return shared.costs.least_of_passes(plan, variant.microbatches)
+
+
+class _Piped:
+    """The same, with its forwards and backwards played as if no gradients or weights were exchanged."""
+
+    def __init__(
+        self, shared: Shared, variant: Variant, split: Sequence[int], shares: Sequence[Share]
+    ) -> None:
+        self.degrees = variant.degrees
+        self._shared = shared
+        self._variant = variant
+        self._split = split
+        self._shares = shares
+
+    def seconds(self, room: float) -> float:
+        return self._passes if self._shared.fitting(self.degrees, self._shares, room) else math.inf
+
+    @cached_property
+    def branches(self) -> Sequence[Branch]:
+        shared, variant, split = self._shared, self._variant, self._split
+        return [
+            _Sharded(shared, variant, sharding, split, self._memory(states), self._passes)
+            for sharding, states in shared.states(self.degrees)
+        ]
+
+    @cached_property
+    def _passes(self) -> float:
+        shared, variant = self._shared, self._variant
+        if self.degrees.pp == 1:
+            return variant.microbatches * shared.work(variant.layout).total
+        plan = shared.plan(variant, shared.states(self.degrees)[0][0], self._split)
+        return played_passes(shared.costs, plan, variant.microbatches)
 
     def _memory(self, states: StateBytes) -> float:
         """Return a lower bound on the bytes of a rank."""
@@ -205,7 +235,7 @@ class _Sharded:
     @cached_property
     def branches(self) -> Sequence[Branch]:
         plan = self._shared.plan(self._variant, self._sharding, self._split)
-        return [Sized(self._shared, self.degrees, self._memory, plan)]
+        return [Sized(self._shared, self.degrees, self._memory, plan, self._passes)]
 
     @cached_property
     def _least(self) -> float:
@@ -241,11 +271,14 @@ class Sized:
 
     branches: Sequence[Branch] = ()
 
-    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: SettledPlan) -> None:
+    def __init__(
+        self, shared: Shared, degrees: Degrees, memory: float, plan: SettledPlan, passes: float
+    ) -> None:
         self.degrees = degrees
         self.plan = plan
         self._shared = shared
         self._memory = memory
+        self._passes = passes
 
     def seconds(self, room: float) -> float:
         """Return a lower bound on the seconds of a step; infinite if a rank does not fit."""
@@ -267,8 +300,8 @@ class Sized:
     @cached_property
     def _sizes(self) -> Sequence[tuple[float, SettledPlan]]:
         """Return the Plan with each size that matters, and its lower bound, least first."""
-        shared, plan, batch = self._shared, self.plan, self._shared.space.batch
+        costs, plan, batch, passes = self._shared.costs, self.plan, self._shared.space.batch, self._passes
         if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
-            return [(shared.costs.least(plan, batch), plan)]
+            return [(costs.least(plan, batch, passes), plan)]
         plans = [plan.replace(bucket=size) for size in SIZES]
-        return sorted([(shared.costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
+        return sorted([(costs.least(each, batch, passes), each) for each in plans], key=lambda each: each[0])

@@ -8,7 +8,7 @@ that its pipeline schedule forced, and `stage_times` says how long each stage wo
 
 from shoal.simulate.bubble import mark_bubbles
 from shoal.simulate.measured import measured_timeline, recorded_cluster
-from shoal.simulate.played import played_seconds
+from shoal.simulate.played import played_parts, played_passes, played_seconds
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.simulate.stage_times import StageTimes, stage_times
 from shoal.simulate.traffic import Communication, Traffic, traffic_of
@@ -20,6 +20,8 @@ __all__ = [
     "Traffic",
     "mark_bubbles",
     "measured_timeline",
+    "played_parts",
+    "played_passes",
     "played_seconds",
     "recorded_cluster",
     "simulate",

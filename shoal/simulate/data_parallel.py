@@ -50,6 +50,7 @@ class DataParallel:
         members: The groups of the rank that is played.
         is_named: Whether each of several equal buckets of a block has a span of its own; they take as long
             if they are one.
+        exchanges: Whether gradients and weights are communicated.
 
     Attributes:
         parameters: Count of the stage's parameters that the rank holds.
@@ -66,6 +67,7 @@ class DataParallel:
         members: Members,
         *,
         is_named: bool,
+        exchanges: bool = True,
     ) -> None:
         self._plan = plan
         self._cluster = costs.cluster
@@ -76,7 +78,7 @@ class DataParallel:
         self._blocks = blocks
         ends = costs.workload.embedding, costs.workload.end
         self.roots = tuple(position for position, block in enumerate(blocks) if block in ends)
-        filled = buckets_of(blocks, self.roots, plan, self._width)
+        filled = buckets_of(blocks, self.roots, plan, self._width) if exchanges else []
         if is_named:
             filled = [replace(bucket, number=1) for bucket in filled for _ in range(bucket.number)]
         self._buckets = tuple(_Named(f"bucket {number}", bucket) for number, bucket in enumerate(filled))

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.plan.schedules import Payload, Work
 from shoal.simulate.course import ACT, NO_MESSAGE, RECEIVE, Course, Message, Slot
@@ -31,7 +32,9 @@ from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Kind, Purpose
 
-__all__ = ["Actions", "Link", "RankProgram", "play_steps"]
+__all__ = ["BUBBLE", "Actions", "Link", "Play", "RankProgram", "play_steps"]
+
+BUBBLE = "bubble"
 
 _NOT_YET = -1.0
 
@@ -73,6 +76,21 @@ Actions = list[list[tuple[float, float]]]
 """By place, the start and stop of each action of a step."""
 
 
+class Play(NamedTuple):
+    """Steps that were played.
+
+    Attributes:
+        end: When the last step ends.
+        actions: Times of the actions of each step.
+        waits: By place, the seconds in which a rank's compute stood still, by what it waited for: the values
+            of `Purpose`, and BUBBLE (for a rank that had not sent yet, or was not done yet).
+    """
+
+    end: float
+    actions: list[Actions]
+    waits: list[dict[str, float]]
+
+
 def play_steps(
     course: Course,
     programs: Sequence[RankProgram],
@@ -82,7 +100,7 @@ def play_steps(
     lateness: float,
     steps: int = 1,
     journal: Journal | None = None,
-) -> tuple[float, list[Actions]]:
+) -> Play:
     """Play steps one after another.
 
     Args:
@@ -94,13 +112,10 @@ def play_steps(
             then.
         steps: Number of steps.
         journal: Where to note what ranks do; None to note nothing.
-
-    Returns:
-        The time at which the last step ends, and the actions of each step.
     """
     engine = _Engine(course, programs, links, contention, lateness, journal)
     actions = [engine.step(str(index)) for index in range(steps)]
-    return engine.end, actions
+    return Play(engine.end, actions, engine.waits)
 
 
 class _Engine:
@@ -126,9 +141,14 @@ class _Engine:
         self.came: list[float] = []
         self.waiting: dict[int, int] = {}  # by message, the place of the rank that waits for it
         self.able: list[int] = []
-        self.alone: dict[int, float] = {}  # by passage: seconds with no communication before it
+        self.alone: dict[int, tuple[float, dict[str, float]]] = {}  # by passage: its seconds and its waits
         self._lateness = lateness
         self._ranks = [_Rank(self, place, program) for place, program in enumerate(programs)]
+
+    @property
+    def waits(self) -> list[dict[str, float]]:
+        """What each rank waited for, in seconds."""
+        return [rank.waited() for rank in self._ranks]
 
     @property
     def end(self) -> float:
@@ -148,7 +168,7 @@ class _Engine:
         assert not self.waiting, "a sound table always ends"
         last = max([rank.now for rank in self._ranks])
         for rank, begin in zip(self._ranks, begins, strict=True):
-            rank.finish(begin, last + self._lateness * (last - begin), name)
+            rank.finish(begin, last, last + self._lateness * (last - begin), name)
         return [rank.actions for rank in self._ranks]
 
 
@@ -172,7 +192,10 @@ class _Rank:
         self._link_free: dict[int, float] = {}  # by sender: when its link is free
         self._due: list[StageProgram] = []  # stages with complete sums, not yet reduced
         self._passages: dict[int, Passage] = {}  # by slot
-        self._alone: dict[int, float] = {}  # the same, by slot
+        self._alone: dict[int, float] = {}  # by slot: seconds of a passage with no communication before it
+        self._waits: dict[str, float] = {}  # by what it waited for, without passages that were not run again
+        self._waits_of: dict[int, dict[str, float]] = {}  # by slot: waits of a passage with none before it
+        self._times = [0] * len(engine.course.slots)  # by slot: how often its passage was not run again
 
     def begin(self) -> None:
         """Begin a step."""
@@ -199,6 +222,7 @@ class _Rank:
                     self._act(slot, str(action))
                 else:
                     self.now = start + alone
+                    self._times[slot] += 1
                     where = engine.course.slots[slot]
                     if where.is_last:
                         self._complete(where)
@@ -223,9 +247,18 @@ class _Rank:
         for collective in self._program.finish:
             self._expose(collective)
 
-    def finish(self, begin: float, together: float, name: str) -> None:
-        """Wait for all ranks, which are together at this time, and step the optimizer."""
+    def finish(self, begin: float, last: float, together: float, name: str) -> None:
+        """Wait for all ranks, and step the optimizer.
+
+        Args:
+            begin: When the step began.
+            last: When the last of the played ranks is done.
+            together: When the slowest of all ranks is done.
+            name: Name of the step.
+        """
         done, norm, journal = self.now, self._program.norm, self._journal
+        self._wait_for(BUBBLE, last - done)
+        self._wait_for(Purpose.CONTROL, together - last + (norm.seconds if norm is not None else 0.0))
         self.now = together + (norm.seconds if norm is not None else 0.0)
         if journal is not None:
             if norm is not None:
@@ -236,6 +269,23 @@ class _Rank:
             journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now + self._program.update)
             journal.work(self._rank, Kind.STEP, name, begin, self.now + self._program.update)
         self.now += self._program.update
+
+    def waited(self) -> dict[str, float]:
+        """Return the seconds that it waited, by what for."""
+        waits = dict(self._waits)
+        for slot, once in self._waits_of.items():
+            for what, seconds in once.items():
+                waits[what] = waits.get(what, 0.0) + self._times[slot] * seconds
+        return waits
+
+    def _wait_in(self, collective: Collective, seconds: float) -> None:
+        """Count what is exposed of a communication; its wait for late ranks is one of control."""
+        self._wait_for(collective.purpose, seconds - collective.late)
+        if collective.late:
+            self._wait_for(Purpose.CONTROL, collective.late)
+
+    def _wait_for(self, what: str, seconds: float) -> None:
+        self._waits[what] = self._waits.get(what, 0.0) + seconds
 
     def _take(self, message: int) -> int:
         """Wait for a message; return the number of the one that was not sent yet, NO_MESSAGE if it came."""
@@ -251,8 +301,10 @@ class _Rank:
                 receiving.popleft()
                 self._receive(sender, head)
         if came[message] > self.now:
+            together = max(engine.sent[message], engine.begun[message])
+            self._wait_for(BUBBLE, max(0.0, together - self.now))
+            self._wait_for(Purpose.PIPELINE, came[message] - max(self.now, together))
             if self._journal is not None:
-                together = max(engine.sent[message], engine.begun[message])
                 waited = _name_of(messages[message])
                 self._journal.wait(self._rank, waited, Purpose.PIPELINE, self.now, together, came[message])
             self.now = came[message]
@@ -281,12 +333,16 @@ class _Rank:
             self._passages[slot] = passage
         kind = Kind.FORWARD if where.work is Work.FORWARD else Kind.BACKWARD
         name = action if len(self._engine.numbers) > 1 else ""
-        start, is_alone = self.now, self._free <= self.now
+        start, is_alone, waits = self.now, self._free <= self.now, dict(self._waits)
         known = self._engine.alone.get(id(passage)) if is_alone and self._journal is None else None
         if known is not None:
-            self.now += known
+            self.now += known[0]
+            for what, seconds in known[1].items():
+                self._wait_for(what, seconds)
         elif passage.is_plain and is_alone:
             self.now += passage.seconds
+            for collective in passage.exposed:
+                self._wait_in(collective, collective.seconds)
             if self._journal is not None:
                 self._journal.passage(self._rank, kind, name, start, passage)
         else:
@@ -294,7 +350,9 @@ class _Rank:
             if self._journal is not None:
                 self._journal.work(self._rank, kind, name, start, self.now)
         if is_alone and self._free <= self.now:
-            self._alone[slot] = self._engine.alone[id(passage)] = self.now - start
+            waited = {what: seconds - waits.get(what, 0.0) for what, seconds in self._waits.items()}
+            self._alone[slot], self._waits_of[slot] = self.now - start, waited
+            self._engine.alone[id(passage)] = self.now - start, waited
         if where.is_last:
             self._complete(where)
 
@@ -331,14 +389,16 @@ class _Rank:
         if self._journal is not None:
             self._journal.exposed(self._rank, self.now, collective)
         self.now += collective.seconds
+        self._wait_in(collective, collective.seconds)
 
     def _await(self, end: float) -> None:
         """Wait until this communication has ended, and those that were begun before it."""
         while self.now < end:
             stop, begun = self._begun.popleft()
             if stop > self.now:
+                collective = begun.collective
+                self._wait_in(collective, stop - self.now)
                 if self._journal is not None:
-                    collective = begun.collective
                     self._journal.wait(
                         self._rank, collective.name, collective.purpose, self.now, self.now, stop
                     )

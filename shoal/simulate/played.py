@@ -9,14 +9,15 @@ other rounds are added; if not, longer tables are tried, and at last the whole o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from shoal.cost import Costs
 from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import FOUND, Work
 from shoal.simulate.course import Course, course_of, made_course
-from shoal.simulate.engine import Actions, play_steps
+from shoal.simulate.engine import Play, play_steps
 from shoal.simulate.programs import (
     alike_programs,
     links_of,
@@ -25,8 +26,9 @@ from shoal.simulate.programs import (
 )
 from shoal.simulate.simulation import simulate
 from shoal.simulate.stage_program import StageProgram
+from shoal.workload import Parameters
 
-__all__ = ["played_seconds"]
+__all__ = ["played_parts", "played_passes", "played_seconds"]
 
 _EQUAL = 1e-9  # of a step: rounding in sums of a step's times
 _ROUNDS = (6, 12, 24)  # of as many micro-batches as ranks
@@ -44,36 +46,103 @@ def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
         return simulate(costs.workload, costs.cluster, plan, batch).seconds
     count = plan.microbatches_of(batch)
     stages = alike_programs(plan, costs, count)
+    for short in _short(plan, count):
+        course, play = _play(costs, plan, stages, short)
+        every = _repeats(course, play, plan.pp)
+        if every is not None:
+            return play.end + (count - short) // plan.pp * every
+    return _play(costs, plan, stages, count)[1].end
+
+
+def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
+    """Return the seconds of a pipeline's forwards and backwards, as if no gradients or weights were exchanged.
+
+    Any sharding takes longer. The arguments are those of `played_seconds`, with the number of micro-batches.
+    """
+    stages = alike_programs(plan, costs, count, exchanges=False)
+    for short in _short(plan, count):
+        course, play = _play(costs, plan, stages, short, ends=False)
+        every = _repeats(course, play, plan.pp)
+        if every is not None:
+            return play.end + (count - short) // plan.pp * every
+    return _play(costs, plan, stages, count, ends=False)[1].end
+
+
+def played_parts(costs: Costs, plan: SettledPlan, batch: int) -> dict[str, float]:
+    """Return where the seconds of a played step go on the rank that waits least.
+
+    The parts are "compute", the purposes of exposed communication (`shoal.timeline.Purpose`; "control" is the
+    wait for the slowest rank), "bubble" (waits for a rank along the pipeline that has not sent yet) and
+    "optimizer". Their sum is the step. The arguments are those of `played_seconds`.
+    """
+    count = plan.microbatches_of(batch)
+    stages = alike_programs(plan, costs, count)
+    seconds, waits, update = _whole(costs, plan, stages, count)
+    place = min(range(len(waits)), key=lambda each: sum(waits[each].values()) + update[each])
+    parts = {"optimizer": update[place], **waits[place]}
+    return {"compute": seconds - sum(parts.values()), **parts}
+
+
+def _whole(
+    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
+) -> tuple[float, list[dict[str, float]], list[float]]:
+    """Return the seconds of a step, and by place the waits and the optimizer's seconds."""
+    for short in _short(plan, count):
+        course, play = _play(costs, plan, stages, short)
+        every = _repeats(course, play, plan.pp)
+        if every is None:
+            continue
+        longer, rounds = _play(costs, plan, stages, short + plan.pp)[1], (count - short) // plan.pp
+        waits = [
+            {
+                what: one.get(what, 0.0) + rounds * (seconds - one.get(what, 0.0))
+                for what, seconds in other.items()
+            }
+            for one, other in zip(play.waits, longer.waits, strict=True)
+        ]
+        return play.end + rounds * every, waits, _updates(costs, plan, stages, count)
+    _, play = _play(costs, plan, stages, count)
+    return play.end, play.waits, _updates(costs, plan, stages, count)
+
+
+def _updates(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> list[float]:
+    placement = plan.placement if plan.pp > 1 else (0,)
+    held = [Parameters()] * plan.pp
+    for stage, place in zip(stages, placement, strict=True):
+        held[place] += stage.data_parallel.parameters
+    return [costs.after(plan, each, count) for each in held]
+
+
+def _short(plan: SettledPlan, count: int) -> Iterator[int]:
+    """Yield numbers of micro-batches of tables that are much shorter than the whole one."""
     for rounds in _ROUNDS if plan.schedule != FOUND else ():
         short = rounds * plan.pp + count % plan.pp
-        if 2 * short > count:
-            break
-        end, actions, course = _play(costs, plan, stages, short)
-        every = _repeats(course, actions, plan.pp, end)
-        if every is not None:
-            return end + (count - short) // plan.pp * every
-    return _play(costs, plan, stages, count)[0]
+        if 2 * short <= count:
+            yield short
 
 
 def _play(
-    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
-) -> tuple[float, Actions, Course]:
+    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int, *, ends: bool = True
+) -> tuple[Course, Play]:
+    """Play a step; without `ends` only its forwards and backwards, up to the wait for the slowest rank."""
     course = _course(costs, plan, stages, count)
-    end, (actions,) = play_steps(
+    programs = rank_programs(plan, costs, course.schedule, stages, is_named=False)
+    if not ends:
+        programs = [replace(each, finish=(), norm=None, update=0.0) for each in programs]
+    return course, play_steps(
         course,
-        rank_programs(plan, costs, course.schedule, stages, is_named=False),
+        programs,
         links_of(plan, costs, course),
         contention=costs.cluster.device.contention,
         lateness=straggler_share(costs.cluster),
     )
-    return end, actions, course
 
 
-def _repeats(course: Course, actions: Actions, ranks: int, end: float) -> float | None:
+def _repeats(course: Course, play: Play, ranks: int) -> float | None:
     """Return the seconds of a round of as many micro-batches as ranks; None if the middle does not repeat."""
     middle = course.schedule.microbatches // 2
     least, most = math.inf, -math.inf
-    for row, times in zip(course.schedule.table, actions, strict=True):
+    for row, times in zip(course.schedule.table, play.actions[0], strict=True):
         first: dict[tuple[Work, int, int], float] = {}
         for action, (start, _) in zip(row, times, strict=True):
             if middle - ranks <= action.microbatch < middle:
@@ -83,7 +152,7 @@ def _repeats(course: Course, actions: Actions, ranks: int, end: float) -> float 
                 if before is None:
                     return None
                 least, most = min(least, start - before), max(most, start - before)
-    return most if most - least <= _EQUAL * end else None
+    return most if most - least <= _EQUAL * play.end else None
 
 
 def _course(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> Course:

@@ -53,8 +53,17 @@ def undisturbed_times(stages: Sequence[StageProgram], transfers: Iterable[float]
     return Times(seconds(Work.FORWARD), seconds(Work.INPUT), seconds(Work.WEIGHT), tuple(transfers))
 
 
-def alike_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
-    """Make the programs of all stages for a play that notes nothing: ranks with equal blocks share theirs."""
+def alike_programs(
+    plan: SettledPlan, costs: Costs, count: int, *, exchanges: bool = True
+) -> list[StageProgram]:
+    """Make the programs of all stages for a play that notes nothing: ranks with equal blocks share theirs.
+
+    Args:
+        plan: The Plan.
+        costs: Costs of the Plan's workload on its cluster.
+        count: Micro-batches of a step.
+        exchanges: Whether gradients and weights are communicated.
+    """
     placement = plan.placement if plan.pp > 1 else (0,)
     turns = [0] * plan.pp
     made: dict[tuple[int, tuple[Block, ...]], StageProgram] = {}
@@ -63,7 +72,9 @@ def alike_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StagePro
         key = turns[place], tuple(blocks)
         turns[place] += 1
         if key not in made:
-            made[key] = StageProgram(plan, costs, key[0], blocks, _nobody, is_named=False)
+            made[key] = StageProgram(
+                plan, costs, key[0], blocks, _nobody, is_named=False, exchanges=exchanges
+            )
         found.append(made[key])
     return found
 
@@ -74,7 +85,12 @@ def _nobody(group: Group) -> tuple[int, ...]:
 
 
 def rank_programs(
-    plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram], *, is_named: bool = True
+    plan: SettledPlan,
+    costs: Costs,
+    schedule: Schedule,
+    stages: Sequence[StageProgram],
+    *,
+    is_named: bool = True,
 ) -> list[RankProgram]:
     """Make the program of one rank at each place along the pipeline.
 

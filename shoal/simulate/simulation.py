@@ -149,7 +149,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     times = undisturbed_times(stages, costs.sends(plan))
     schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
     course, journal = course_of(schedule), Journal()
-    end, actions = play_steps(
+    play = play_steps(
         course,
         rank_programs(plan, costs, schedule, stages),
         links_of(plan, costs, course),
@@ -161,8 +161,8 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     played = Played(
         schedule,
         times,
-        tuple(tuple(start for start, _ in row) for row in actions[0]),
-        tuple(tuple(stop for _, stop in row) for row in actions[0]),
+        tuple(tuple(start for start, _ in row) for row in play.actions[0]),
+        tuple(tuple(stop for _, stop in row) for row in play.actions[0]),
     )
     simulation = Simulation(
         workload=workload,
@@ -170,9 +170,9 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         plan=plan,
         batch=batch,
         steps=steps,
-        seconds=end / steps,
+        seconds=play.end / steps,
         played=played,
-        _actions=actions,
+        _actions=play.actions,
         _journal=journal,
     )
     return simulation if cluster.crowding == 1 or plan.pp == 1 else _with_lent_cores(simulation)

@@ -37,6 +37,7 @@ class StageProgram:
         blocks: Blocks of the stage, in order.
         members: The groups of the rank that holds the stage.
         is_named: Whether each communication needs a name, for a Timeline.
+        exchanges: Whether gradients and weights are communicated.
     """
 
     def __init__(
@@ -48,13 +49,16 @@ class StageProgram:
         members: Members,
         *,
         is_named: bool = True,
+        exchanges: bool = True,
     ) -> None:
         self._plan = plan
         self._blocks = blocks
         layout = Layout.of(plan)
         self._costs = [costs.block(block, layout) for block in blocks]
         self._within = Within(costs.workload, layout, members)
-        self.data_parallel = DataParallel(plan, costs, stage, blocks, members, is_named=is_named)
+        self.data_parallel = DataParallel(
+            plan, costs, stage, blocks, members, is_named=is_named, exchanges=exchanges
+        )
         self.keeps_sums = not plan.sharding.reduces_each_micro_batch
         self._gathers_blocks = plan.sharding.cuts_weights and self.data_parallel.is_sharded
         self._gathers_all = self.data_parallel.is_sharded and not self._gathers_blocks

@@ -27,10 +27,10 @@ def play(first, second, takes):
     rest = {"finish": (), "norm": None, "update": 0.0}
     programs = [RankProgram(rank=rank, stages={rank: stage(takes[rank])}, **rest) for rank in range(2)]
     course = made_of(first, second)
-    _, actions = play_steps(
+    played = play_steps(
         course, programs, {(0, 1): Link(LINK, 8)}, contention=0.0, lateness=0.0, journal=Journal()
     )
-    return actions[0]
+    return played.actions[0]
 
 
 def made_of(*rows):

@@ -37,6 +37,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
+from shoal.cost.collectives.network import collective_load
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.bucket_times import NOTHING, BucketTimes, bucket_times, sent_width, together
@@ -58,14 +59,14 @@ class StageWork(NamedTuple):
         forward: Seconds of forward, with waits inside blocks.
         backward: Seconds of backward, with waits inside blocks.
         weight: Seconds of the weights' gradients, which are a part of backward.
-        computed: Share of forward, and of backward, in which the device computes.
+        stops: Seconds of communication within forward, and within backward, that stop compute.
     """
 
     runs: Runs
     forward: float
     backward: float
     weight: float
-    computed: tuple[float, float]
+    stops: tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class _BucketsOfStage:
         after: Blocks whose forward runs after the last bucket has come.
         reduce_load, gather_load: Mean load of reduce without `last`, and of gather without `first`, on the
             device (`network.collective_load`).
+        reduce_loaded, gather_loaded: Seconds of all reduces and gathers, each times its load.
+        most_load: Largest load of any of them.
         copy, copy_first: Seconds that copies of gradients to buckets add to backward, and to `lead`.
     """
 
@@ -100,6 +103,9 @@ class _BucketsOfStage:
     after: Runs
     reduce_load: float
     gather_load: float
+    reduce_loaded: float
+    gather_loaded: float
+    most_load: float
     copy: float
     copy_first: float
 
@@ -144,6 +150,31 @@ class DataParallelCosts:
         layout = Layout.of(plan)
         return self._before_forward(self._buckets_of_stage(plan, stage, layout.width), stage, layout)
 
+    def gathered_each_step(self, plan: SettledPlan, stage: StageWork) -> float:
+        """Return the seconds to gather all weights of a stage, once a step."""
+        if not plan.sharding.gathers_each_step or plan.ranks == plan.pp:
+            return 0.0
+        found = self._buckets_of_stage(plan, stage, Layout.of(plan).width)
+        return found.gather + found.ends
+
+    def beside(self, plan: SettledPlan, stage: StageWork, *, is_first: bool) -> tuple[float, float]:
+        """Return how much a stage's communications of a step slow compute, if all run beside it.
+
+        Args:
+            plan: The Plan.
+            stage: A stage.
+            is_first: Whether it is its rank's first stage, whose gathers `before_step` counts.
+
+        Returns:
+            The seconds, and the most by which one second of communication slows compute.
+        """
+        if plan.ranks == plan.pp or plan.pp == 1:
+            return 0.0, 0.0
+        found, c = self._buckets_of_stage(plan, stage, Layout.of(plan).width), self._cluster.device.contention
+        loaded = found.gather_loaded if plan.sharding.gathers_each_step and not is_first else 0.0
+        loaded += 0.0 if plan.sharding.reduces_each_micro_batch else found.reduce_loaded
+        return c * loaded, c * found.most_load
+
     def after_step(self, plan: SettledPlan, stage: StageWork) -> float:
         """Return the least exposed seconds of gradients that are reduced once, after a stage's last backward.
 
@@ -160,7 +191,7 @@ class DataParallelCosts:
         hidden = found.gather - found.first
         first = max(0.0, found.first - self._forward(found.front, layout))
         left = stage.forward - self._forward(found.after, layout)
-        slowed = c * max(0.0, hidden - (1 - stage.computed[0]) * stage.forward)
+        slowed = c * max(0.0, hidden - stage.stops[0])
         return found.ends + max(slowed + first, found.gather - left)
 
     def _behind_backward(
@@ -170,7 +201,7 @@ class DataParallelCosts:
         contention = self._cluster.device.contention
         hidden = found.reduce - found.last
         most = contention * (found.reduce_load * hidden + load * gathered)
-        stops = (1 - stage.computed[1]) * stage.backward
+        stops = stage.stops[1]
         slowed = max(0.0, most - contention * max(found.reduce_load, load) * stops)
         lead: float = self._backward(found.lead, layout) + found.copy_first
         links = max(lead + found.reduce, gathered + found.reduce if gathered else 0.0)
@@ -218,6 +249,9 @@ class DataParallelCosts:
             after=runs_of(blocks[max((each.first for each, _ in layers), default=len(blocks)) :]),
             reduce_load=_mean(every.reduce_loaded - last.reduce_loaded, every.reduce - last.reduce),
             gather_load=_mean(of_layers.gather_loaded - first.gather_loaded, of_layers.gather - first.gather),
+            reduce_loaded=every.reduce_loaded,
+            gather_loaded=every.gather_loaded,
+            most_load=max((_most_load(each, self._cluster) for each, _ in timed), default=0.0),
             copy=copied[0].copy,
             copy_first=copied[1].copy,
         )
@@ -228,6 +262,12 @@ class DataParallelCosts:
         if found is None:
             found = self._times[key] = bucket_times(bucket, width, self._cluster, sent)
         return found
+
+
+def _most_load(bucket: Bucket, cluster: Cluster) -> float:
+    """Return the larger of the loads of a bucket's communications on the device."""
+    family = bucket.family
+    return max(collective_load(family.shards, cluster), collective_load(family.replicas, cluster))
 
 
 def _mean(loaded: float, seconds: float) -> float:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import Work, kind_of
 
-__all__ = ["Passes", "least_end"]
+__all__ = ["Beside", "Passes", "least_end"]
 
 _ROUNDS = 4  # of as many micro-batches as ranks, after which tables repeat
 
@@ -30,6 +30,24 @@ class Passes(NamedTuple):
     back: float
 
 
+class Beside(NamedTuple):
+    """Communications of a rank that run beside its compute once a step.
+
+    Attributes:
+        seconds: Seconds by which they slow compute, if all of them run beside it.
+        most: The most by which one second of them slows compute.
+        stops: Seconds of communication within blocks, beside which they slow nothing.
+    """
+
+    seconds: float
+    most: float
+    stops: float
+
+    def slowed(self, idle: float) -> float:
+        """Return the least seconds by which compute is slowed, if it stands still for so many."""
+        return max(0.0, self.seconds - self.most * (idle + self.stops))
+
+
 def least_end(
     plan: SettledPlan,
     passes: Sequence[Passes],
@@ -37,6 +55,7 @@ def least_end(
     count: int,
     before: Sequence[float] = (),
     after: Sequence[float] = (),
+    beside: Sequence[Beside] = (),
 ) -> float:
     """Return the least seconds until the last rank has done its passes and what follows them.
 
@@ -47,6 +66,7 @@ def least_end(
         count: Micro-batches of a step.
         before: By stage, exposed seconds before its first forward; none by default.
         after: By stage, seconds after its last backward; none by default.
+        beside: By place along the pipeline, what slows compute; nothing by default.
     """
     before, after = before or (0.0,) * len(passes), after or (0.0,) * len(passes)
     if plan.pp == 1:
@@ -70,9 +90,20 @@ def least_end(
     last = passes[0].backward - passes[0].back + posts[placement[0]]
     laps = _laps(plan, passes, sends, count, begins, drains)
     end = max(through, laps, _links(placement, sends, count)) + last
+    down = begins[-1] + count * (passes[-1].forward + passes[-1].back) + drains[-1]
+    posted = [0.0] * plan.pp
+    for stage, rank in enumerate(placement):  # the last micro-batch comes back from the last stage
+        posted[rank] += after[stage]
+        end = max(end, down - drains[stage] + posted[rank])
     for rank, first in firsts.items():
-        own = begins[first] + count * works[rank] + posts[rank]
+        idle = begins[first] + posts[rank]
+        own = idle + count * works[rank]
+        if beside:
+            own += beside[rank].slowed(idle)
         end = max(end, own, begins[first] + count * chained[rank] + drains[first] + last)
+        if beside and not plan.has_halves:
+            idle = begins[first] + drains[first] + last
+            end = max(end, idle + count * works[rank] + beside[rank].slowed(idle))
     return end
 
 
@@ -103,7 +134,9 @@ def _laps(
 ) -> float:
     """Return the least seconds where the first rank lets only so many micro-batches go ahead; 0 if all."""
     end = around = 0.0
-    ahead = _ahead(plan.schedule, plan.pp, plan.stages // plan.pp, min(count, _ROUNDS * plan.pp + count % plan.pp))
+    ahead = _ahead(
+        plan.schedule, plan.pp, plan.stages // plan.pp, min(count, _ROUNDS * plan.pp + count % plan.pp)
+    )
     for stage in reversed(range(plan.stages)):
         around += passes[stage].forward + passes[stage].back
         if stage < plan.stages - 1:

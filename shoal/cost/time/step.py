@@ -1,8 +1,8 @@
 """Seconds of a step's parts, and a lower bound on the step, quick enough for thousands of Plans.
 
 `Costs` has the seconds of blocks, stages, messages and the optimizer under any Plan; `shoal.simulate` plays
-steps made of them. No step ends earlier than `Costs.least` says. Let f_s and b_s be the seconds of forward and
-backward of stage s with all that it waits for, W_r those of all stages of rank r, m the number of
+steps made of them. No step ends earlier than `Costs.least` says. Let f_s and b_s be the seconds of forward
+and backward of stage s with all that it waits for, W_r those of all stages of rank r, m the number of
 micro-batches, and x the seconds of a message between stages:
 
     begin   Rank r begins when the first micro-batch has gone through the stages before its first one:
@@ -37,7 +37,7 @@ from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts
 from shoal.cost.time.jitter import straggler_share
-from shoal.cost.time.least import Passes, least_end
+from shoal.cost.time.least import Beside, Passes, least_end
 from shoal.cost.time.split import pieces_by_stage
 from shoal.plan import Groups, SettledPlan
 from shoal.plan.stages import Cost
@@ -103,16 +103,43 @@ class Costs:
         self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
         self._data_parallel = DataParallelCosts(workload, cluster, self.block)
 
-    def least(self, plan: SettledPlan, batch: int) -> float:
-        """Return a lower bound on the seconds of a step of `batch` samples under a Plan."""
+    def least(self, plan: SettledPlan, batch: int, passes: float = 0.0) -> float:
+        """Return a lower bound on the seconds of a step.
+
+        Args:
+            plan: The Plan.
+            batch: Samples of the step.
+            passes: A lower bound on the seconds until the slowest rank has done its forwards and backwards.
+        """
         count = plan.microbatches_of(batch)
         stages = self.stages(plan, count)
-        passes = self._passes(plan, stages)
         works = _by_stage(plan, stages)
-        before = [self._data_parallel.before_step(plan, work) for work in works]
+        before = self._before(plan, works)
         after = [self._data_parallel.after_step(plan, work) for work in works]
-        end = least_end(plan, passes, self.sends(plan), count, before, after)
-        return end * (1 + straggler_share(self.cluster)) + self.norm(plan) + self.update_of(plan, count)
+        beside = [self._beside(plan, stage, count) for stage in stages] if plan.pp > 1 else ()
+        end = least_end(plan, self._passes(plan, works), self.sends(plan), count, before, after, beside)
+        end = max(end * (1 + straggler_share(self.cluster)), passes + (min(after) if plan.pp > 1 else 0.0))
+        return end + self.norm(plan) + self.update_of(plan, count)
+
+    def _beside(self, plan: SettledPlan, stage: StageCost, count: int) -> Beside:
+        """Return what slows a rank's compute."""
+        slowing = [
+            self._data_parallel.beside(plan, work, is_first=number == 0)
+            for number, work in enumerate(stage.stages)
+        ]
+        stops = count * sum(sum(work.stops) for work in stage.stages)
+        return Beside(sum(each for each, _ in slowing), max(most for _, most in slowing), stops)
+
+    def _before(self, plan: SettledPlan, works: Sequence[StageWork]) -> list[float]:
+        """Return, by stage, the least seconds before its first forward in which only weights are gathered.
+
+        A rank gathers those of its stages one after another.
+        """
+        gathered, found = [0.0] * plan.pp, []
+        for place, work in zip(plan.placement if plan.pp > 1 else (0,), works, strict=True):
+            found.append(gathered[place] + self._data_parallel.before_step(plan, work))
+            gathered[place] += self._data_parallel.gathered_each_step(plan, work)
+        return found
 
     def update_of(self, plan: SettledPlan, count: int) -> float:
         """Return the seconds of the slowest rank's optimizer, and of its sums of gradients."""
@@ -126,10 +153,9 @@ class Costs:
         ]
         return least_end(plan, unsharded, self.sends(plan), count)
 
-    def _passes(self, plan: SettledPlan, stages: Sequence[StageCost]) -> list[Passes]:
+    def _passes(self, plan: SettledPlan, works: Sequence[StageWork]) -> list[Passes]:
         """Return each stage's seconds, with what every micro-batch waits for gradients and weights."""
         found: dict[StageWork, Passes] = {}
-        works = _by_stage(plan, stages)
         for work in works:
             if work not in found:
                 forward, backward = self._data_parallel.in_passes(plan, work)
@@ -200,14 +226,14 @@ class Costs:
         whole = divided = experts = 0
         for runs in held:
             forward = backward = made = 0.0
-            computed = [0.0, 0.0]
+            stops = [0.0, 0.0]
             for block, number in runs:
                 cost, parameters = self.block(block, layout), block.parameters
                 forward += number * cost.forward
                 backward += number * cost.backward
-                computed[0] += number * cost.compute.forward
-                computed[1] += number * cost.compute.backward
                 made += number * cost.compute.weight
+                stops[0] += number * (cost.forward - cost.compute.forward)
+                stops[1] += number * (cost.backward - cost.compute.backward)
                 tensor += number * sum(cost.tensor)
                 context += number * sum(cost.context)
                 expert += number * sum(cost.expert)
@@ -215,9 +241,8 @@ class Costs:
                 whole += number * parameters.whole
                 divided += number * parameters.divided
                 experts += number * parameters.experts
-            share = computed[0] / forward if forward else 1.0, computed[1] / backward if backward else 1.0
-            works.append(StageWork(runs, forward, backward, made, share))
             weight += made
+            works.append(StageWork(runs, forward, backward, made, (stops[0], stops[1])))
         return StageCost(
             sum(work.forward for work in works),
             sum(work.backward for work in works) - weight,

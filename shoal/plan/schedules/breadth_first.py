@@ -38,11 +38,10 @@ def _held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | N
     return (Held((float(microbatches),) * virtual, (0.0,) * virtual),)
 
 
-GPIPE = Kind(name="gpipe", row=_gpipe_row, held=_held, superseded_by=("1f1b",))
+GPIPE = Kind(name="gpipe", row=_gpipe_row, held=_held)
 BREADTH_FIRST = Kind(
     name="looped-bfs",
     row=_breadth_first_row,
     held=_held,
     most_virtual=None,
-    superseded_by=("1f1b", "interleaved"),
 )

@@ -44,7 +44,6 @@ class Kind:
         microbatches_per_rank: Least ratio of micro-batches to ranks; 0 if there is none.
         in_rounds: Whether the micro-batches must be a multiple of the ranks.
         has_halves: Whether a backward may be in two halves, I and W.
-        superseded_by: Kinds that, for numbers that they take, are as quick and hold no more.
     """
 
     name: str
@@ -57,7 +56,6 @@ class Kind:
     microbatches_per_rank: int = 0
     in_rounds: bool = False
     has_halves: bool = False
-    superseded_by: tuple[str, ...] = ()
 
     @property
     def usual_virtual(self) -> int:

@@ -1,0 +1,120 @@
+"""The last touches to the best Plans: settings that the search does not vary, tried by playing.
+
+A search tries few sizes of buckets and splits layers by their mean cost. Here the Plan gets all sizes, a split
+by the cost of every block, and schedule=search, which is made for times that are known and takes a second. It
+is tried with one and with two stages on a rank, and with as many activations as fit, if stages x
+micro-batches are at most MOST_SEARCHED. What makes the step quicker by LEAST_GAIN is taken.
+
+Among Plans that are as quick as the best within SIMPLER, the simplest is preferred: no model is that exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.cost import Layout
+from shoal.plan import SettledPlan
+from shoal.plan.schedules import FOUND, NAMES
+from shoal.planner.neighbours import changed
+from shoal.planner.search import Search
+from shoal.planner.space import HybridSharding, Variant
+from shoal.planner.tree import Fitted
+
+__all__ = ["LEAST_GAIN", "MOST_SEARCHED", "SIMPLER", "polished", "simplest", "with_found_schedule"]
+
+MOST_SEARCHED = 512
+LEAST_GAIN = 0.01
+SIMPLER = 0.005
+
+_BUCKETS = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
+_PLAINNESS = {
+    name: order for order, name in enumerate(("1f1b", "interleaved", "zb-h1", "gpipe", "looped-bfs"))
+}
+
+
+def polished(search: Search, found: Fitted) -> Fitted:
+    """Return the Plan with the best size of buckets and the best split of its layers."""
+    plan, batch = found.plan, search.batch
+    tried = []
+    if plan.dp * plan.cp > 1 and not plan.sharding.cuts_weights:
+        tried += [changed(plan, batch, bucket=bucket) for bucket in _BUCKETS]
+    if plan.pp > 1:
+        tried += [changed(plan, batch, split="cost"), changed(plan, batch, split="count")]
+    best = found
+    for each in tried:
+        if each is not None and search.shared.costs.least(each, batch) < best.seconds:
+            best = _better(search, best, each)
+    return best
+
+
+def simplest(search: Search, best: Fitted) -> Fitted:
+    """Return the simplest of the played Plans that fit and are as quick as this one within SIMPLER."""
+    limit = best.seconds * (1 + SIMPLER)
+    near = [plan for plan, seconds in search.shared.known.items() if seconds <= limit]
+    for plan in sorted(near, key=_complexity):
+        if _complexity(plan) >= _complexity(best.plan):
+            break
+        memory = search.shared.fullest(plan)
+        if memory.peak <= search.room:
+            return Fitted(plan, memory, search.shared.played(plan))
+    return best
+
+
+def with_found_schedule(search: Search, best: Fitted) -> Fitted:
+    """Return the Plan with schedule=search, if that makes its step quicker by LEAST_GAIN; else the Plan."""
+    if best.plan.pp == 1:
+        return best
+    found = min(_with_searched(search, best), key=lambda each: each.seconds, default=best)
+    return found if found.seconds <= (1 - LEAST_GAIN) * best.seconds else best
+
+
+def _better(search: Search, best: Fitted, plan: SettledPlan) -> Fitted:
+    seconds = search.shared.played(plan)
+    if seconds >= best.seconds:
+        return best
+    memory = search.shared.fullest(plan)
+    return Fitted(plan, memory, seconds) if memory.peak <= search.room else best
+
+
+def _complexity(plan: SettledPlan) -> tuple[int, ...]:
+    """Return an order of Plans by what a reader of one must know."""
+    degrees = sum(getattr(plan, name) > 1 for name in ("tp", "pp", "cp", "ep"))
+    schedule = _PLAINNESS.get(plan.schedule, len(_PLAINNESS) + (plan.schedule not in NAMES))
+    plain = plan.tensor == "async", plan.replicate > 1, plan.recompute != "none", plan.context == "ulysses"
+    return degrees, schedule, sum(plain)
+
+
+def _with_searched(search: Search, best: Fitted) -> Iterator[Fitted]:
+    """Yield the Plan with schedule=search, for each number of stages on a rank."""
+    plan, layers = best.plan, len(search.workload.layers)
+    count = plan.microbatches_of(search.batch)
+    degrees = search.degrees_of(plan)
+    for virtual in (1, 2):
+        if plan.pp * virtual > layers or plan.pp * virtual * count > MOST_SEARCHED:
+            continue
+        variant = Variant(degrees, Layout.of(plan), count, FOUND, virtual)
+        split = search.shared.split(variant)
+        with_split = search.shared.plan(variant, HybridSharding(plan.sharding, plan.replicate), split)
+        roomiest = _roomiest(search, with_split.replace(bucket=plan.bucket), virtual, count)
+        if roomiest is not None:
+            yield roomiest
+
+
+def _roomiest(search: Search, plan: SettledPlan, virtual: int, count: int) -> Fitted | None:
+    """Return the Plan with the most activations that fit; None if one micro-batch's do not fit."""
+    shared = search.shared
+
+    def peak(activations: int) -> float:
+        return shared.fullest(plan.replace(activations=activations)).peak
+
+    low, high = virtual - 1, virtual * count
+    while low < high:
+        middle = (low + high + 1) // 2
+        if peak(middle) <= search.room:
+            low = middle
+        else:
+            high = middle - 1
+    if low < virtual:
+        return None
+    plan = plan.replace(activations=low)
+    return Fitted(plan, shared.fullest(plan), shared.played(plan))
