@@ -187,11 +187,11 @@ class DataParallelCosts:
         return found.reduce if plan.pp > 1 else self._behind_backward(found, 0.0, 0.0, stage, layout)
 
     def _before_forward(self, found: _BucketsOfStage, stage: StageWork, layout: Layout) -> float:
-        c = self._cluster.device.contention * found.gather_load
+        c = self._cluster.device.contention
         hidden = found.gather - found.first
         first = max(0.0, found.first - self._forward(found.front, layout))
         left = stage.forward - self._forward(found.after, layout)
-        slowed = c * max(0.0, hidden - stage.stops[0])
+        slowed = c * max(0.0, found.gather_load * hidden - found.most_load * stage.stops[0])
         return found.ends + max(slowed + first, found.gather - left)
 
     def _behind_backward(
@@ -202,7 +202,7 @@ class DataParallelCosts:
         hidden = found.reduce - found.last
         most = contention * (found.reduce_load * hidden + load * gathered)
         stops = stage.stops[1]
-        slowed = max(0.0, most - contention * max(found.reduce_load, load) * stops)
+        slowed = max(0.0, most - contention * found.most_load * stops)
         lead: float = self._backward(found.lead, layout) + found.copy_first
         links = max(lead + found.reduce, gathered + found.reduce if gathered else 0.0)
         return found.copy + max(slowed + found.last, links - stage.backward - found.copy)
