@@ -13,6 +13,8 @@ __all__ = ["attributes", "field_rows", "name_rows"]
 _WRITTEN = {"float": "number", "int": "whole number", "str": "text", "bool": "true or false"}
 """What a value is called in a file of TOML, by its type in the code."""
 
+_NAMED = {"levels": "tables", "parts": "tables", "tile": "two whole numbers"}
+
 
 def name_rows(names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Each name, such as shoal.parallel.Parallel, with the first sentence of its docstring."""
@@ -25,8 +27,8 @@ def field_rows(described: type) -> tuple[list[str], list[list[str]]]:
     rows = []
     for field in dataclasses.fields(described):
         kind = _WRITTEN.get(str(field.type), "table")
-        if field.name in ("levels", "tile"):
-            kind = {"levels": "tables", "tile": "two whole numbers"}[field.name]
+        if field.name in _NAMED:
+            kind = _NAMED[field.name]
         default = "needed" if field.default is dataclasses.MISSING else _toml(field.default)
         if field.default_factory is not dataclasses.MISSING:
             default = "defaults"

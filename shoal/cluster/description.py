@@ -38,9 +38,12 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
         "a table of numbers",
     ),
-    "Device": (lambda value: isinstance(value, dict), "a table"),
-    "Host": (lambda value: isinstance(value, dict), "a table"),
-    "tuple[Level, ...]": (_are(lambda value: isinstance(value, dict)), "a list of tables"),
+    "Device": (lambda value: isinstance(value, str | dict), "a table, or the name of a known device"),
+    **dict.fromkeys(("Host", "Prices", "Power"), (lambda value: isinstance(value, dict), "a table")),
+    **dict.fromkeys(
+        ("tuple[Level, ...]", "tuple[Part, ...]"),
+        (_are(lambda value: isinstance(value, dict)), "a list of tables"),
+    ),
 }
 """By the annotation of a dataclass's field: the check of a TOML value, and the type's name in messages."""
 
@@ -49,7 +52,7 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
     """Return the fields of a dataclass from a table, after checks of names, missing keys and types.
 
     Args:
-        kind: The dataclass: Cluster, Device, Host or Level.
+        kind: The dataclass: Cluster, or a part of its description.
         described: The table.
         where: The object that the table describes, for messages.
 
