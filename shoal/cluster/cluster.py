@@ -199,13 +199,13 @@ class Cluster:
         except OSError as error:
             raise ClusterError(
                 f"the description of machines {path} cannot be read: {error.strerror}",
-                possible="a .toml file that `shoal probe` or Cluster.write wrote",
+                possible="a .toml file as `shoal cluster export` or `shoal probe` writes it",
                 change="correct the path",
             ) from None
         except ValueError as error:  # an error in TOML or in UTF-8
             raise ClusterError(
                 f"{path} is not TOML: {error}",
-                possible="a .toml file that `shoal probe` or Cluster.write wrote",
+                possible="a .toml file as `shoal cluster export` or `shoal probe` writes it",
                 change="correct the file",
             ) from None
         return cls.of(described, str(path))
