@@ -120,7 +120,7 @@ def _counts(text: str) -> list[int]:
 def _summary(scaling: Scaling, runs: Sequence[LongRun | None]) -> dict[str, Any]:
     return {
         "points": [
-            _row(point) | ({"long_run": long_run_summary(run)} if run is not None else {})
+            _row(point) | ({"long_run": long_run_summary(run, point.best.cluster)} if run is not None else {})
             for point, run in zip(scaling.points, runs, strict=True)
         ],
         "unfit": list(scaling.unfit),

@@ -106,13 +106,15 @@ def run(args: argparse.Namespace) -> int:
         title = f"{workload.name}, {simulation.plan}"
         write_text("picture", args.svg, "--svg", picture(simulation, title))
     run = long_run_of(args, workload, cluster, simulation.seconds, args.batch)
-    summary = _summary(simulation, memory) | ({"long_run": long_run_summary(run)} if run is not None else {})
+    summary = _summary(simulation, memory) | (
+        {"long_run": long_run_summary(run, cluster)} if run is not None else {}
+    )
     if args.offload is not None:
         summary["offload"] = offload_summary(args, simulation, memory)
     if args.json:
         print(json.dumps(summary, indent=2))
     else:
-        print(_text(summary) + (f"\n\n{long_run_text(run)}" if run is not None else ""))
+        print(_text(summary) + (f"\n\n{long_run_text(run, cluster)}" if run is not None else ""))
         if args.offload is not None:
             print(f"\n{offload_text(summary['offload'])}")
     if not summary["fits"]:

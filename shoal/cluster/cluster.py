@@ -322,7 +322,7 @@ class Cluster:
         device gets all of them, and as many neighbours as the other's node has.
 
         Args:
-            other: The Cluster whose links, host and reserved memory are taken.
+            other: The Cluster whose links, host, power and reserved memory are taken.
 
         Raises:
             ClusterError: The levels do not fit round one another.
@@ -333,6 +333,7 @@ class Cluster:
             levels=(*own, *other.levels[len(own) :]),
             reserved=self.reserved or min(other.reserved, self.device.memory / 2),
             host=other.host,
+            power=self.power if self.power.device else other.power,
             source=f"{self.source}; other links as in {other.name}",
         )
 

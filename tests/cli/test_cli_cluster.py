@@ -11,6 +11,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.cluster import PRESETS, Cluster
 from shoal.cluster.keys import KEYS
+from shoal.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cluster"))
 from topologies import matrix, nccl_xml, switched
@@ -169,3 +170,17 @@ def test_the_command_needs_no_torch():
         "sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize("devices", ["meta-24k:3080", "meta-24k:16384", "spare"])
+def test_plans_are_made_for_parts_of_pods_and_beside_spare_nodes(capsys, tmp_path, devices):
+    if devices == "spare":
+        path = tmp_path / "mine.toml"
+        Cluster.parse("dgx-h100:64").replace(failed=1, spare=2).write(path)
+        devices, count = str(path), 40
+    else:
+        count = int(devices.partition(":")[2])
+    words = ["--model", "llama3-8b", "--cluster", devices, "--batch", str(count), "--top", "1", "--json"]
+    assert main(["plan", *words]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    assert Plan.parse(best["plan"]).ranks == count
