@@ -33,7 +33,12 @@ def list_rows() -> list[dict[str, Any]]:
                 "device": cluster.device.name,
                 "memory": cluster.device.memory,
                 "links": [
-                    {"name": level.name, "devices": level.devices, "bandwidth": level.bandwidth}
+                    {
+                        "name": level.name,
+                        "devices": level.devices,
+                        "bandwidth": level.bandwidth,
+                        "oversubscription": level.oversubscription,
+                    }
                     for level in cluster.levels
                 ],
                 "price": cluster.price or None,
@@ -55,12 +60,18 @@ def list_text(rows: Sequence[Mapping[str, Any]]) -> str:
                 row["device"],
                 format_bytes(round(row["memory"])),
                 f"{inside['name']} {_scaled(inside['bandwidth'], 'B/s')}",
-                f"{outside[0]['bandwidth'] / _GIGABIT:g} Gbit/s" if outside else "-",
+                _outside_text(outside) if outside else "-",
                 f"{row['price']:.2f}" if row["price"] else "-",
             ]
         )
     told = "Rates are those of one device, in one direction. Ask for devices as in dgx-h100:64."
     return f"{table_of(head, lines)}\n\n{told}"
+
+
+def _outside_text(links: Sequence[Mapping[str, Any]]) -> str:
+    """Return the Gbit/s of one device, level by level."""
+    rates = (link["bandwidth"] / link["oversubscription"] / _GIGABIT for link in links)
+    return ", ".join(f"{rate:.4g}" for rate in rates) + " Gbit/s"
 
 
 def show_text(cluster: Cluster) -> str:

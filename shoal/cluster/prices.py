@@ -21,7 +21,7 @@ class Prices:
         spot: Dollars for one device and hour that may be taken away; 0 if not known.
         interruptions: Number of times that one spot device is taken away in an hour; where nodes are taken
             away whole, that of a node divided by its devices. 0 if not known.
-        source: Where these figures come from, and their date.
+        source: Where these figures and the price on demand come from, and their date.
     """
 
     reserved: float = 0.0

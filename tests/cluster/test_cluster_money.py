@@ -76,10 +76,9 @@ def test_every_device_of_the_tables_has_one_power():
 def test_presets_cost_less_reserved_and_least_on_spot_and_say_where_prices_are_from(name):
     preset = Cluster.preset(name)
     prices = preset.prices
-    if prices != Prices():
-        assert prices.source
-        assert 0 < prices.reserved < preset.price
-        assert prices.spot < prices.reserved
-        assert bool(prices.spot) == bool(prices.interruptions)
+    assert bool(prices.source) == bool(preset.price)
+    assert bool(prices.spot) == bool(prices.interruptions)
+    if prices.reserved:
+        assert prices.spot < prices.reserved < preset.price
     assert preset.power.source
     assert preset.power.watts > 0
