@@ -8,6 +8,7 @@ bridges of one CPU; SYS another CPU. The matrix has no rates, and names no devic
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -102,6 +103,14 @@ def _rows(text: str, where: str) -> dict[str, dict[str, str]]:
                     possible="X for itself, else NV and a number, " + ", ".join(_WAYS),
                     change=f"import {whole}",
                 )
+    for name, other in itertools.combinations(columns, 2):
+        if rows[name][other] != rows[other][name]:
+            raise ClusterError(
+                f"{where} has {rows[name][other]!r} between {name} and {other}, and {rows[other][name]!r} "
+                f"between {other} and {name}",
+                possible="the same both ways",
+                change=f"import {whole}",
+            )
     return rows
 
 

@@ -119,7 +119,7 @@ def _device(slots: Sequence[Element], where: str) -> str:
 
 def _slot_rate(slot: Element) -> float:
     """Return the bytes/s of a slot in one direction; 0 if the dump does not say."""
-    found = re.match(r"([\d.]+) GT/s", slot.get("link_speed", ""))
+    found = re.match(r"(\d+(?:\.\d+)?) GT/s", slot.get("link_speed", ""))
     width = slot.get("link_width", "")
     if not found or not width.isdecimal():
         return 0.0

@@ -149,6 +149,7 @@ def test_without_direct_links_devices_are_joined_by_their_slots(imported):
 
 DUMP = nccl_xml([{"switch": 18}] * 8)
 MATRIX = matrix(switched(8, 18), [["PIX"] + ["SYS"] * 7])
+CABLED = nccl_xml([{str(each ^ 1): 4} for each in range(4)], nets=[[("mlx5_0", 100_000)]] * 4)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,9 @@ MATRIX = matrix(switched(8, 18), [["PIX"] + ["SYS"] * 7])
         ("\n".join(MATRIX.splitlines()[:5]), "has no row of GPU4"),
         (MATRIX.replace("GPU3\tNV18\tNV18", "GPU3\tNV18"), "GPU3"),
         (MATRIX.replace("NV18", "NVxx", 1), "'NVxx' between GPU0 and GPU1"),
-        (MATRIX.replace("NV18", "SYS", 7), "do not have equal links"),
+        (MATRIX.replace("NV18", "SYS", 7), "'SYS' between GPU0 and GPU1, and"),
+        (matrix([["X", "NV4", "SYS"], ["NV4", "X", "SYS"], ["SYS", "SYS", "X"]]), "do not have equal links"),
+        (MATRIX.replace("NV18", "NV16", 1), "'NV16' between GPU0 and GPU1, and 'NV18' between GPU1 and GPU0"),
         (MATRIX, "does not say which device"),
     ],
 )
@@ -176,6 +179,22 @@ def test_files_that_are_torn_or_of_another_kind_are_refused_by_name(imported, te
         imported(text)
     assert refused.value.possible
     assert refused.value.change
+
+
+@given(st.sampled_from([DUMP, MATRIX, CABLED]), st.data())
+def test_whatever_is_cut_or_changed_gives_a_cluster_or_a_named_error(tmp_path_factory, text, data):
+    first, last = sorted(data.draw(st.integers(0, len(text))) for _ in range(2))
+    letters = st.text(st.characters(codec="utf-8"), max_size=4)
+    other = data.draw(letters | st.sampled_from(["0", "-1", '"', "<"]))
+    path = tmp_path_factory.mktemp("torn") / "node.txt"
+    if data.draw(st.booleans()):
+        last = min(last, first + 4)
+    path.write_text(text[:first] + other + text[last:], encoding="utf-8")
+    try:
+        found, _ = cluster_of(read_topology(path, "h100"), name="node", device="h100")
+    except ClusterError:  # any other error fails the test
+        return
+    assert found.devices >= 1
 
 
 def test_a_device_that_cannot_have_these_links_is_refused(imported, tmp_path):
