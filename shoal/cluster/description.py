@@ -24,7 +24,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _are(check: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
+    return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
 
 _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {

@@ -65,6 +65,12 @@ def test_a_key_that_is_missing_is_told_with_its_unit_and_an_example(kind):
 
 
 @given(CLUSTERS)
+def test_tables_of_a_cluster_make_it_again(cluster):
+    assert Cluster.of(cluster.described(), "tables") == cluster
+    assert Cluster.of(dataclasses.asdict(cluster), "tables") == cluster
+
+
+@given(CLUSTERS)
 def test_text_to_be_edited_loses_no_digit(cluster):
     assert Cluster.of(tomllib.loads(commented_toml(cluster.described())), "text") == cluster
 
