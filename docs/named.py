@@ -12,7 +12,13 @@ from shoal.cluster.keys import KEYS
 
 __all__ = ["attributes", "field_rows", "name_rows"]
 
-_WRITTEN = {"float": "number", "int": "whole number", "str": "text", "bool": "true or false"}
+_WRITTEN = {
+    "float": "number",
+    "int": "whole number",
+    "str": "text",
+    "bool": "true or false",
+    "Device": "table, or a name",
+}
 """What a value is called in a file of TOML, by its type in the code."""
 
 _NAMED = {"levels": "tables", "parts": "tables", "tile": "two whole numbers"}

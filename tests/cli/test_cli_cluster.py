@@ -59,6 +59,23 @@ def test_failed_spare_and_slow_nodes_are_shown(capsys, tmp_path):
         assert told in shown
 
 
+def test_plans_say_that_they_do_not_use_parts_yet(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(printed(capsys, "export", "dgx-a100:16").out + "\n[[parts]]\nnodes = 2\npace = 0.5\n")
+    words = [
+        "--plan",
+        "dp=16,precision=bf16",
+        "--model",
+        "gpt3-125m",
+        "--cluster",
+        str(path),
+        "--batch",
+        "16",
+    ]
+    assert main(["simulate", *words, "--json"]) == 0
+    assert "warning: the parts of dgx-a100 are not used yet" in capsys.readouterr().err
+
+
 def test_an_exported_file_is_checked_read_and_planned_with(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     captured = printed(capsys, "export", "dgx-h100:64", "--out", path)
