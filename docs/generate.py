@@ -30,7 +30,7 @@ from sent import SENT, bytes_sent
 
 from shoal import errors
 from shoal.cli.main import main
-from shoal.cluster import Cluster, Device, Host, Level
+from shoal.cluster import Cluster, Device, Host, Level, Part, Power, Prices
 from shoal.collectives import Options
 from shoal.cost import LEVELS
 from shoal.cost.collectives import algorithms as collectives
@@ -58,6 +58,8 @@ MODELLED = (
 """Modules of shoal.cost whose formulas are on a page."""
 
 _LANGUAGES = {".py": "python", ".toml": "toml"}
+_DESCRIBED = (Cluster, Device, Host, Level, Part, Power, Prices)
+"""What the file of a Cluster has tables of."""
 
 
 def pages() -> list[Path]:
@@ -78,7 +80,7 @@ def _part(name: str) -> str:
         "errors": _errors,
         "constants of devices": lambda: _table(*device_rows(attributes(Device))),
         "constants of links": lambda: _table(*link_rows(attributes(Level))),
-        **{f"fields of {each.__name__}": partial(_fields, each) for each in (Cluster, Device, Host, Level)},
+        **{f"fields of {each.__name__}": partial(_fields, each) for each in _DESCRIBED},
         "goodput of many": lambda: _table(*goodput_rows()),
         "layers": _layers,
         "options of a group": _options,

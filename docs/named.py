@@ -8,10 +8,20 @@ import inspect
 import re
 from collections.abc import Sequence
 
+from shoal.cluster.keys import KEYS
+
 __all__ = ["attributes", "field_rows", "name_rows"]
 
-_WRITTEN = {"float": "number", "int": "whole number", "str": "text", "bool": "true or false"}
+_WRITTEN = {
+    "float": "number",
+    "int": "whole number",
+    "str": "text",
+    "bool": "true or false",
+    "Device": "table, or a name",
+}
 """What a value is called in a file of TOML, by its type in the code."""
+
+_NAMED = {"levels": "tables", "parts": "tables", "tile": "two whole numbers"}
 
 
 def name_rows(names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -20,18 +30,21 @@ def name_rows(names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 
 
 def field_rows(described: type) -> tuple[list[str], list[list[str]]]:
-    """The fields of a dataclass that files describe."""
+    """The fields of a dataclass that files describe, with unit, default and example."""
     meanings = attributes(described)
     rows = []
     for field in dataclasses.fields(described):
         kind = _WRITTEN.get(str(field.type), "table")
-        if field.name in ("levels", "tile"):
-            kind = {"levels": "tables", "tile": "two whole numbers"}[field.name]
+        if field.name in _NAMED:
+            kind = _NAMED[field.name]
         default = "needed" if field.default is dataclasses.MISSING else _toml(field.default)
         if field.default_factory is not dataclasses.MISSING:
             default = "defaults"
-        rows.append([f"`{field.name}`", kind, default, meanings[field.name]])
-    return ["key", "value", "default", "what it is"], rows
+        unit, example = KEYS[described.__name__][field.name]
+        example = "" if example.startswith("[") and field.name != "tile" else f"`{example}`"
+        unit = "" if unit in kind or kind in unit else unit
+        rows.append([f"`{field.name}`", kind, unit, default, example, meanings[field.name]])
+    return ["key", "value", "unit", "default", "example", "what it is"], rows
 
 
 def attributes(documented: type) -> dict[str, str]:

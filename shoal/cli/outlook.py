@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.table import paragraph
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from shoal.workload import Workload
 
 __all__ = ["add_outlook", "as_asked", "long_run_of", "long_run_summary", "long_run_text"]
+
+_DAY = 86400.0
 
 
 def add_outlook(parser: argparse.ArgumentParser) -> None:
@@ -42,15 +45,29 @@ def add_outlook(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="standard deviation of a rank's step time over its mean, such as 0.02 (default: the cluster's)",
     )
+    parser.add_argument(
+        "--price",
+        metavar="KIND",
+        help="on-demand, reserved or spot (default on-demand); spot devices are interrupted, too",
+    )
 
 
 def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
-    """Return the Cluster with the jitter that was asked for.
+    """Return the Cluster with the jitter and at the price that were asked for.
 
     Raises:
-        ClusterError: The jitter is out of range.
+        ClusterError: The jitter is out of range, or there is no such price.
     """
-    return cluster if args.jitter is None else cluster.replace(jitter=args.jitter)
+    from shoal.cluster import priced
+
+    if cluster.parts:
+        print(
+            f"warning: the parts of {cluster.name} are not used yet: all devices count as "
+            f"{cluster.device.name} at its usual rate",
+            file=sys.stderr,
+        )
+    asked = cluster if args.jitter is None else cluster.replace(jitter=args.jitter)
+    return asked if args.price is None else priced(asked, args.price)
 
 
 def long_run_of(
@@ -109,7 +126,7 @@ def _count(name: str, text: str | None) -> float | None:
     return found
 
 
-def long_run_summary(run: LongRun) -> dict[str, Any]:
+def long_run_summary(run: LongRun, cluster: Cluster) -> dict[str, Any]:
     """Return an object for JSON; null is a value that is not known, or infinite."""
     goodput = run.goodput
     fails = math.isfinite(goodput.between_failures)
@@ -119,6 +136,7 @@ def long_run_summary(run: LongRun) -> dict[str, Any]:
         "step_seconds": goodput.step,
         "days": _finite(run.days),
         "dollars": _finite(run.dollars) or None,
+        "kilowatt_hours": _energy(run, cluster),
         "goodput": goodput.share if fails else None,
         "failures": _finite(run.failures) if fails else None,
         "seconds_between_failures": _finite(goodput.between_failures),
@@ -137,22 +155,33 @@ def long_run_summary(run: LongRun) -> dict[str, Any]:
     }
 
 
+def _energy(run: LongRun, cluster: Cluster) -> float | None:
+    """Return the kilowatt hours of a run on a Cluster; None if they are not known, or without limit."""
+    from shoal.cluster import kilowatt_hours
+
+    if not cluster.power.device or not math.isfinite(run.days):
+        return None
+    return kilowatt_hours(cluster, run.days * _DAY)
+
+
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def long_run_text(run: LongRun) -> str:
+def long_run_text(run: LongRun, cluster: Cluster) -> str:
     """Return the long run in words."""
-    return "\n".join(map(paragraph, [_length_text(run), *_failures_text(run)]))
+    return "\n".join(map(paragraph, [_length_text(run, cluster), *_failures_text(run)]))
 
 
-def _length_text(run: LongRun) -> str:
+def _length_text(run: LongRun, cluster: Cluster) -> str:
     goodput = run.goodput
     length = f"{format_count(run.tokens)} tokens are {run.steps:,} steps of {format_seconds(goodput.step)}"
     if not math.isfinite(run.days):
         return f"{length}, and never end: failures undo more than the steps between them do."
     money = f"${run.dollars:,.0f}" if goodput.price else "dollars unknown: the cluster has no price"
-    return f"{length}: {run.days:,.1f} days, {money}."
+    energy = _energy(run, cluster)
+    power = "" if energy is None else f", {energy:,.0f} kWh"
+    return f"{length}: {run.days:,.1f} days, {money}{power}."
 
 
 def _failures_text(run: LongRun) -> list[str]:

@@ -83,11 +83,13 @@ def run(args: argparse.Namespace) -> int:
         _write(args, choice.best)
     best = choice.best
     run = long_run_of(args, workload, best.cluster, best.seconds, best.batch)
-    summary = _summary(choice, explanation) | ({"long_run": long_run_summary(run)} if run is not None else {})
+    summary = _summary(choice, explanation)
+    if run is not None:
+        summary["long_run"] = long_run_summary(run, best.cluster)
     if args.json:
         print(json.dumps(summary, indent=2))
     else:
-        print(_text(summary) + (f"\n\n{long_run_text(run)}" if run is not None else ""))
+        print(_text(summary) + (f"\n\n{long_run_text(run, best.cluster)}" if run is not None else ""))
     return 0
 
 

@@ -25,8 +25,8 @@ __all__ = ["add_parser", "run"]
 _DESCRIPTION = """\
 Chooses the best Plan for each number of devices, and prints step time, efficiency and the share of
 communication. Efficiency is tokens/s of a device, relative to the fewest devices. Doubling the devices pays
-if it gives at least 1.5 times the tokens/s; at the wall it gives none. Amdahl's bound divides the compute of
-the fewest devices evenly, and keeps the rest of the step as it is.
+if it gives at least 1.5 times the tokens/s; at the wall it gives none. Amdahl's law divides the compute of
+the fewest devices evenly, and keeps the rest of the step as it is; other Plans may be quicker.
 
 Exit codes: 0 predicted; 2 wrong input, or no number of devices has a Plan that fits.
 """
@@ -120,7 +120,7 @@ def _counts(text: str) -> list[int]:
 def _summary(scaling: Scaling, runs: Sequence[LongRun | None]) -> dict[str, Any]:
     return {
         "points": [
-            _row(point) | ({"long_run": long_run_summary(run)} if run is not None else {})
+            _row(point) | ({"long_run": long_run_summary(run, point.best.cluster)} if run is not None else {})
             for point, run in zip(scaling.points, runs, strict=True)
         ],
         "unfit": list(scaling.unfit),

@@ -87,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     from shoal.cluster import Cluster
     from shoal.cost import memory_of
     from shoal.plan import Plan
-    from shoal.plan.schedules.draw import draw
-    from shoal.simulate import simulate
+    from shoal.simulate import picture, simulate
     from shoal.timeline import write_chrome_trace
 
     plan = Plan.parse(args.plan)
@@ -105,16 +104,17 @@ def run(args: argparse.Namespace) -> int:
         write_file("trace", args.trace, "--trace", lambda path: write_chrome_trace(timeline, path))
     if args.svg is not None:
         title = f"{workload.name}, {simulation.plan}"
-        picture = draw([simulation.played], title)
-        write_text("picture", args.svg, "--svg", picture)
+        write_text("picture", args.svg, "--svg", picture(simulation, title))
     run = long_run_of(args, workload, cluster, simulation.seconds, args.batch)
-    summary = _summary(simulation, memory) | ({"long_run": long_run_summary(run)} if run is not None else {})
+    summary = _summary(simulation, memory) | (
+        {"long_run": long_run_summary(run, cluster)} if run is not None else {}
+    )
     if args.offload is not None:
         summary["offload"] = offload_summary(args, simulation, memory)
     if args.json:
         print(json.dumps(summary, indent=2))
     else:
-        print(_text(summary) + (f"\n\n{long_run_text(run)}" if run is not None else ""))
+        print(_text(summary) + (f"\n\n{long_run_text(run, cluster)}" if run is not None else ""))
         if args.offload is not None:
             print(f"\n{offload_text(summary['offload'])}")
     if not summary["fits"]:

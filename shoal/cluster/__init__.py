@@ -1,13 +1,32 @@
 """The machines: devices, links, and the rates that programs reach on them. Imports no torch.
 
-A `Cluster` has a `Device`, `Level`s of links and a `Host`. Known ones are in devices.toml, cards.toml,
-links.toml, hosts.toml, nodes.toml and card_nodes.toml in this directory. The cost model, the planner and the
-probe call this package.
+A `Cluster` has a `Device` (or `Part`s with several), `Level`s of links, a `Host`, `Prices` and `Power`.
+Known ones are in devices.toml, cards.toml, links.toml, hosts.toml, power.toml, nodes.toml and card_nodes.toml
+in this directory. The cost model, the planner and the probe call this package.
 """
 
 from shoal.cluster.cluster import PRESETS, Cluster
 from shoal.cluster.device import Device, known_device, peak_flops
 from shoal.cluster.host import Host
 from shoal.cluster.level import Level
+from shoal.cluster.money import dollars, kilowatt_hours, price_of, priced
+from shoal.cluster.part import Part
+from shoal.cluster.prices import KINDS_OF_PRICE, Power, Prices
 
-__all__ = ["PRESETS", "Cluster", "Device", "Host", "Level", "known_device", "peak_flops"]
+__all__ = [
+    "KINDS_OF_PRICE",
+    "PRESETS",
+    "Cluster",
+    "Device",
+    "Host",
+    "Level",
+    "Part",
+    "Power",
+    "Prices",
+    "dollars",
+    "kilowatt_hours",
+    "known_device",
+    "peak_flops",
+    "price_of",
+    "priced",
+]

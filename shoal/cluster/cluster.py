@@ -18,6 +18,9 @@ from shoal.cluster.description import fields_of, toml_of
 from shoal.cluster.device import Device
 from shoal.cluster.host import Host
 from shoal.cluster.level import Level
+from shoal.cluster.part import Part, device_described, first_devices, part_described, slowest_device
+from shoal.cluster.prices import Power, Prices
+from shoal.cluster.sizes import cut, require_nested, resized, whole_groups
 from shoal.cluster.tables import described, matching, table
 from shoal.errors import ClusterError
 
@@ -33,10 +36,16 @@ class Cluster:
 
     Attributes:
         name: Name, such as "dgx-h100".
-        device: The device that ranks compute on; all devices are equal.
-        levels: Innermost first; the groups of each are made of whole groups of the one before. The last has
-            all devices.
-        price: Dollars for one device and hour; 0 if not known.
+        device: The device that ranks compute on; of several kinds, the first.
+        levels: Innermost first; full groups of each are made of full groups of the one before. The last has
+            all devices, failed and spare ones too: whole nodes, so that its last pod may be a part of one.
+        parts: Kinds of devices, in the order of ranks, where they differ: together all that Plans use. Empty
+            if all are equal.
+        failed: Number of nodes that do not work. Plans use the others.
+        spare: Number of nodes that stand by for others to fail. Plans do not use them.
+        price: Dollars for one device and hour on demand; 0 if not known.
+        prices: Prices of other kinds: reserved, and spot with its interruptions.
+        power: Watts of a device, its node and the building.
         failures: Failures of one device in an hour; 0 if not known.
         jitter: Variation of a rank's steps: standard deviation over mean; 0 if they do not vary.
         noise: Variation of a rank's work within a step: standard deviation, in seconds, of one second of
@@ -51,7 +60,12 @@ class Cluster:
     name: str
     device: Device
     levels: tuple[Level, ...]
+    parts: tuple[Part, ...] = ()
+    failed: int = 0
+    spare: int = 0
     price: float = 0.0
+    prices: Prices = field(default_factory=Prices)
+    power: Power = field(default_factory=Power)
     failures: float = 0.0
     jitter: float = 0.0
     noise: float = 0.0
@@ -61,22 +75,25 @@ class Cluster:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if not self.levels:
-            raise ClusterError(
-                f"{self.name} has no levels of links",
-                possible="one or more; the last joins all devices",
-                change="add a level, with devices=1 for a single device",
-            )
-        inner = 1
-        for level in self.levels:
-            if level.devices < inner or level.devices % inner:
-                raise ClusterError(
-                    f"the level {level.name} of {self.name} joins {level.devices} devices, and the level "
-                    f"inside it joins {inner}",
-                    possible=f"a multiple of {inner}",
-                    change="correct the number of devices of one of them",
-                )
-            inner = level.devices
+        require_nested(self.name, self.levels)
+        nodes = self.levels[-1].devices // self.devices_per_node
+        for name, count in {"failed": self.failed, "spare": self.spare}.items():
+            require(count >= 0, self.name, name, count, "a number of nodes, 0 or more")
+        require(
+            self.failed + self.spare < nodes,
+            self.name,
+            "failed + spare",
+            self.failed + self.spare,
+            f"fewer than its nodes, of which it has {nodes}",
+        )
+        parted = sum(part.devices for part in self.parts)
+        require(
+            not self.parts or parted == self.devices,
+            self.name,
+            "devices of its parts",
+            parted,
+            f"together the {self.devices} devices that Plans use; failed and spare nodes are in no part",
+        )
         for name, value in {"price": self.price, "failures": self.failures}.items():
             require(
                 value >= 0, self.name, name, value, "0 or more, for one device and hour; 0 if it is not known"
@@ -166,8 +183,8 @@ class Cluster:
             outside = replace(outside, bandwidth=network / in_node)
         joined = in_node
         if in_node == table("nodes")[base.name].get("board"):
-            joined = _whole_groups(devices, in_node, inside.devices)
-        levels = (_cut(inside, joined), replace(outside, devices=joined))
+            joined = whole_groups(devices, in_node, inside.devices)
+        levels = (cut(inside, joined), replace(outside, devices=joined))
         return replace(base, levels=levels).with_devices(devices)
 
     @classmethod
@@ -182,13 +199,13 @@ class Cluster:
         except OSError as error:
             raise ClusterError(
                 f"the description of machines {path} cannot be read: {error.strerror}",
-                possible="a .toml file that `shoal probe` or Cluster.write wrote",
+                possible="a .toml file as `shoal cluster export` or `shoal probe` writes it",
                 change="correct the path",
             ) from None
         except ValueError as error:  # an error in TOML or in UTF-8
             raise ClusterError(
                 f"{path} is not TOML: {error}",
-                possible="a .toml file that `shoal probe` or Cluster.write wrote",
+                possible="a .toml file as `shoal cluster export` or `shoal probe` writes it",
                 change="correct the file",
             ) from None
         return cls.of(described, str(path))
@@ -200,7 +217,7 @@ class Cluster:
             ClusterError: The file cannot be written.
         """
         try:
-            Path(path).write_text(toml_of(asdict(self)), encoding="utf-8")
+            Path(path).write_text(toml_of(self.described()), encoding="utf-8")
         except OSError as error:
             raise ClusterError(
                 f"the description of machines cannot be written to {path}: {error.strerror}",
@@ -208,10 +225,20 @@ class Cluster:
                 change="give another path",
             ) from None
 
+    def described(self) -> dict[str, Any]:
+        """Return the tables of a file, without parts if there are none."""
+        fields = asdict(self)
+        if not self.parts:
+            del fields["parts"]
+        for written, part in zip(fields.get("parts", ()), self.parts, strict=True):
+            if part.device == self.device:
+                del written["device"]
+        return fields
+
     @property
     def devices(self) -> int:
-        """Number of all devices."""
-        return self.levels[-1].devices
+        """Number of devices that Plans use: all but those of failed and spare nodes."""
+        return self.levels[-1].devices - (self.failed + self.spare) * self.devices_per_node
 
     @property
     def devices_per_node(self) -> int:
@@ -228,15 +255,17 @@ class Cluster:
         return replace(self, **changes)
 
     def with_devices(self, devices: int) -> Cluster:
-        """Return a Cluster of so many of these devices: part of one node, or whole nodes (and whole pods).
+        """Return a Cluster in which Plans use so many of these devices: part of one node, or whole nodes.
 
-        All levels stay, so that one node can grow to many. If a mesh is cut, each device keeps the links to
-        the devices that are left. A Cluster that was cut within a node grows by nodes of that size. Where
-        ranks share cores, a single node of two ranks or more takes any number of ranks, each with its part of
-        the cores and the memory.
+        All levels stay, so that one node can grow to many. The last pod may be a part of one. Failed and
+        spare nodes stay beside the devices that are used, but for a part of a node. If a mesh is cut, each
+        device keeps the links to the devices that are left. A Cluster that was cut within a node grows by
+        nodes of that size. Where ranks share cores, a single node of two ranks or more takes any number of
+        ranks, each with its part of the cores and the memory.
 
         Raises:
-            ClusterError: The number is not whole groups of some level, or no links join so many devices.
+            ClusterError: The number is not whole nodes, no links join so many devices, or they are more than
+                the parts have.
         """
         is_shared = self.cores and self.devices > 1  # a single device was described without links
         if len(self.levels) == 1 and devices > self.devices and not is_shared:
@@ -245,25 +274,46 @@ class Cluster:
                 possible=f"1 to {self.devices}",
                 change="ask for fewer, or add a level of links to the description",
             )
-        require(devices >= 1, self.name, "devices", devices, "1 or more")
-        levels = []
-        for level in self.levels:
-            is_last = level is self.levels[-1]
-            if devices > level.devices and not is_last and devices % level.devices:
-                below = devices - devices % level.devices
-                raise ClusterError(
-                    f"{devices} devices are not a multiple of the {level.devices} that {level.name} joins in "
-                    f"{self.name}",
-                    possible=f"up to {level.devices}, or a multiple of it, such as {below} or "
-                    f"{below + level.devices}",
-                    change="ask for another number of devices",
-                )
-            levels.append(_cut(level, devices if is_last else min(devices, level.devices)))
+        require(
+            not self.parts or devices <= self.devices,
+            self.name,
+            "devices",
+            devices,
+            f"up to {self.devices}, which its parts have together",
+        )
+        failed, spare = (self.failed, self.spare) if devices >= self.devices_per_node else (0, 0)
+        levels = resized(self.name, self.levels, devices, beside=failed + spare)
         memory = self.device.memory
         if self.cores:
             memory *= self.devices_per_node / levels[0].devices
-        found = replace(self, levels=tuple(levels), device=replace(self.device, memory=memory))
+        found = replace(
+            self,
+            levels=levels,
+            device=replace(self.device, memory=memory),
+            parts=first_devices(self.parts, devices),
+            failed=failed,
+            spare=spare,
+        )
         return found._slowed(found.crowding / self.crowding)
+
+    def device_of(self, ranks: range, precision: str = "bf16") -> Device:
+        """Return the device that some ranks wait for: the slowest of them, with the least memory of them all.
+
+        Args:
+            ranks: Ranks that work together, such as those of a stage.
+            precision: Precision in which the devices' peaks are compared.
+
+        Raises:
+            ClusterError: There are no such ranks, or a peak in this precision is not known.
+        """
+        require(
+            len(ranks) > 0 and min(ranks) >= 0 and max(ranks) < self.devices,
+            self.name,
+            "ranks",
+            ranks,
+            f"one or more of the ranks 0 to {self.devices - 1}",
+        )
+        return slowest_device(self.parts, ranks, precision) if self.parts else self.device
 
     def with_links_of(self, other: Cluster) -> Cluster:
         """Return a Cluster of these devices with the links of another, such as a preset of the same devices.
@@ -272,7 +322,7 @@ class Cluster:
         device gets all of them, and as many neighbours as the other's node has.
 
         Args:
-            other: The Cluster whose links, host and reserved memory are taken.
+            other: The Cluster whose links, host, power and reserved memory are taken.
 
         Raises:
             ClusterError: The levels do not fit round one another.
@@ -283,6 +333,7 @@ class Cluster:
             levels=(*own, *other.levels[len(own) :]),
             reserved=self.reserved or min(other.reserved, self.device.memory / 2),
             host=other.host,
+            power=self.power if self.power.device else other.power,
             source=f"{self.source}; other links as in {other.name}",
         )
 
@@ -311,20 +362,21 @@ class Cluster:
             ClusterError: A value is impossible.
         """
         values = fields_of(cls, described, where)
-        values["device"] = Device(**fields_of(Device, values["device"], f"the device of {where}"))
-        if "host" in values:
-            values["host"] = Host(**fields_of(Host, values["host"], f"the host of {where}"))
+        values["device"] = device_described(values["device"], f"the device of {where}")
+        for name, kind in {"host": Host, "prices": Prices, "power": Power}.items():
+            if name in values:
+                values[name] = kind(**fields_of(kind, values[name], f"the table {name} of {where}"))
         values["levels"] = tuple(
             Level(**fields_of(Level, level, f"level {number} of {where}"))
             for number, level in enumerate(values["levels"], 1)
         )
+        if "parts" in values and values["levels"]:
+            node = values["levels"][0].devices
+            values["parts"] = tuple(
+                part_described(part, values["device"], node, f"part {number} of {where}")
+                for number, part in enumerate(values["parts"], 1)
+            )
         return cls(**values)
-
-
-def _whole_groups(devices: int, board: int, most: int) -> int:
-    """Return the number of devices in each innermost group, so that groups are equal and of whole boards."""
-    sizes = [size for size in range(board, most + 1, board) if devices % size == 0]
-    return min(max(sizes, default=board), max(devices, board))
 
 
 def _node_of(words: str) -> str:
@@ -338,11 +390,3 @@ def _node_of(words: str) -> str:
         possible=", ".join(PRESETS),
         change="describe the machines in a .toml file",
     )
-
-
-def _cut(level: Level, devices: int) -> Level:
-    """Return a level with so many devices; a mesh loses the links to the devices that are gone."""
-    if not level.mesh or devices >= level.devices:
-        return replace(level, devices=devices)
-    left = max(devices - 1, 1) / (level.devices - 1)
-    return replace(level, devices=devices, bandwidth=level.bandwidth * left)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
+from decimal import Decimal
 from typing import Any, cast
 
+from shoal.cluster.keys import key_of
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["fields_of", "toml_of"]
+__all__ = ["commented_toml", "fields_of", "toml_of"]
 
 
 def _is_number(value: object) -> bool:
@@ -22,7 +24,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _are(check: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(map(check, value))
+    return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
 
 _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
@@ -38,9 +40,12 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
         "a table of numbers",
     ),
-    "Device": (lambda value: isinstance(value, dict), "a table"),
-    "Host": (lambda value: isinstance(value, dict), "a table"),
-    "tuple[Level, ...]": (_are(lambda value: isinstance(value, dict)), "a list of tables"),
+    "Device": (lambda value: isinstance(value, str | dict), "a table, or the name of a known device"),
+    **dict.fromkeys(("Host", "Prices", "Power"), (lambda value: isinstance(value, dict), "a table")),
+    **dict.fromkeys(
+        ("tuple[Level, ...]", "tuple[Part, ...]"),
+        (_are(lambda value: isinstance(value, dict)), "a list of tables"),
+    ),
 }
 """By the annotation of a dataclass's field: the check of a TOML value, and the type's name in messages."""
 
@@ -49,7 +54,7 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
     """Return the fields of a dataclass from a table, after checks of names, missing keys and types.
 
     Args:
-        kind: The dataclass: Cluster, Device, Host or Level.
+        kind: The dataclass: Cluster, or a part of its description.
         described: The table.
         where: The object that the table describes, for messages.
 
@@ -61,27 +66,82 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
         if key not in known:
             raise ClusterError(
                 f"{where} has an unknown key {key!r}{nearest(key, known)}",
-                possible=", ".join(known),
+                possible=", ".join(known)
+                + (", nodes (instead of devices)" if kind.__name__ == "Part" else ""),
                 change=f"correct or remove {key}",
             )
-        is_right, meaning = _KINDS[str(known[key].type)]
-        if not is_right(value):
+        if not _KINDS[str(known[key].type)][0](value):
             raise ClusterError(
-                f"{where} has {key}={value!r}", possible=meaning, change=f"write {meaning} for {key}"
+                f"{where} has {key}={value!r}",
+                possible=_meaning(kind, known[key]),
+                change=f"correct {key}{_such_as(kind, key)}",
             )
     for key, each in known.items():
         if key not in described and each.default is MISSING and each.default_factory is MISSING:
             raise ClusterError(
                 f"{where} has no {key!r}",
-                possible=_KINDS[str(each.type)][1],
-                change=f"add {key}",
+                possible=_meaning(kind, each),
+                change=f"add {key}{_such_as(kind, key)}",
             )
     return {key: tuple(value) if isinstance(value, list) else value for key, value in described.items()}
+
+
+def _meaning(kind: type, field: Field[Any]) -> str:
+    """Return the type that a field's value has, and its unit."""
+    written, meaning = key_of(kind.__name__, field.name), _KINDS[str(field.type)][1]
+    return f"{meaning}: {written.unit}" if written and written.unit not in meaning else meaning
+
+
+def _such_as(kind: type, key: str) -> str:
+    """Return an example of a key: a line of TOML, or the heading of a table."""
+    written = key_of(kind.__name__, key)
+    if written is None:
+        return ""
+    is_heading = written.example in (f"[{key}]", f"[[{key}]]")
+    return f", such as {written.example if is_heading else f'{key} = {written.example}'}"
 
 
 def toml_of(described: Mapping[str, Any]) -> str:
     """Return the TOML of a table of values, tables and lists of tables; numbers keep every digit."""
     return "".join(_lines(described, ()))
+
+
+_TABLES = {
+    "device": "Device",
+    "host": "Host",
+    "levels": "Level",
+    "parts": "Part",
+    "power": "Power",
+    "prices": "Prices",
+}
+"""By the heading of a table: the class whose fields it has."""
+
+
+def commented_toml(described: Mapping[str, Any]) -> str:
+    """Return the TOML of a Cluster's tables, to be edited: with units, and large numbers as 450e9."""
+    table, lines = "Cluster", list[str]()
+    for line in toml_of(described).rstrip("\n").split("\n"):
+        if line.startswith("["):
+            heading = line.strip("[]").rpartition(".")[2]
+            table = _TABLES.get(heading, heading)
+        key, _, value = line.partition(" = ")
+        if not (value[:1].isdecimal() or value[:1] == "["):
+            lines.append(line)
+            continue
+        written = key_of(table, key)
+        unit = "FLOP/s" if table == "peak" else written.unit if written else ""
+        line = f"{key} = {_in_thousands(value)}"
+        lines.append(f"{line.ljust(34)}  # {unit}" if unit else line)
+    return "\n".join(lines) + "\n"
+
+
+def _in_thousands(number: str) -> str:
+    """Return a large fraction with an exponent that is a multiple of three, without loss: 450e9."""
+    if not re.fullmatch(r"\d{5,}\.\d+|\d\.?\d*e\+\d+", number):
+        return number
+    exact = Decimal(number)
+    exponent = exact.adjusted() // 3 * 3
+    return f"{exact.scaleb(-exponent).normalize():f}e{exponent}"
 
 
 def _lines(described: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:

@@ -25,7 +25,7 @@ _FILES = {"devices": ("cards", "devices"), "nodes": ("nodes", "card_nodes")}
 
 @cache
 def table(name: str) -> dict[str, dict[str, Any]]:
-    """Return the complete tables of devices, links, hosts or nodes. Do not change them."""
+    """Return the complete tables of devices, links, hosts, power or nodes. Do not change them."""
     written: dict[str, dict[str, Any]] = {}
     for file in _FILES.get(name, (name,)):
         written |= tomllib.loads(resources.files("shoal.cluster").joinpath(f"{file}.toml").read_text("utf-8"))
@@ -62,7 +62,8 @@ def described(preset: str) -> dict[str, Any]:
         inner = levels[-1]["devices"] if levels else 1
         levels.append({"devices": inner, **link, **own})
     said = {key: value for key, value in node.items() if key not in ("match", "board")}
-    return {"name": preset, **said, "device": device, "levels": levels, "host": _host_of(node)}
+    around = {"host": _host_of(node), "power": _power_of(node)}
+    return {"name": preset, **said, "device": device, "levels": levels, **around}
 
 
 def _completed(entry: Mapping[str, Any], written: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -79,4 +80,12 @@ def _host_of(node: Mapping[str, Any]) -> dict[str, Any]:
     for name, host in table("hosts").items():
         if name == node.get("host") or ("host" not in node and node["device"] in host["of"]):
             return {key: value for key, value in host.items() if key != "of"}
+    return {}
+
+
+def _power_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the power of a node's devices; empty if it is not known."""
+    for power in table("power").values():
+        if node["device"] in power["of"]:
+            return {key: value for key, value in power.items() if key != "of"}
     return {}

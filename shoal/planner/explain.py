@@ -217,7 +217,8 @@ def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     if inner.devices > 1:
         faster = replace(inner, bandwidth=2 * inner.bandwidth)
         yield "the rate of the links in a node", cluster.replace(levels=(faster, *outer))
-    if outer and outer[0].devices % (2 * inner.devices) == 0:
+    is_whole = all(level.devices % (2 * inner.devices) == 0 for level in outer)
+    if outer and is_whole and not (cluster.failed or cluster.spare or cluster.parts):
         wider = replace(inner, devices=2 * inner.devices)
         yield "the devices in a node", cluster.replace(levels=(wider, *outer))
     peak = {name: 2 * rate for name, rate in device.peak.items()}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from shoal.planner.scale import Point, Scaling
 from shoal.units import format_count
 
-__all__ = ["picture"]
+__all__ = ["picture", "ticks"]
 
-_WIDTH, _HEIGHT = 720, 560
-_LEFT, _RIGHT = 80, 700
-_CURVE = (60, 300)  # top and bottom
-_SHARES = (360, 480)
+_WIDTH, _HEIGHT = 760, 600
+_LEFT, _RIGHT = 88, 744
+_CURVE = (96, 320)  # top and bottom
+_SHARES = (390, 510)
 _INK = "#6e7781"
+_BETWEEN = 56  # least distance of numbers below the curve
 _PARTS = {
     "compute": "#2f81f7",
     "communication": "#d4681a",
@@ -24,6 +25,8 @@ _PARTS = {
     "slowest rank": "#b59a1c",
 }
 """Colours of middle brightness, for white pages and dark ones."""
+_PLANNED, _EVEN, _AMDAHL = "planned", "evenly divided", "Amdahl's law"
+_DASHES = {_PLANNED: "", _EVEN: "6 4", _AMDAHL: "2 3"}
 
 
 def picture(scaling: Scaling, title: str) -> str:
@@ -40,12 +43,27 @@ def picture(scaling: Scaling, title: str) -> str:
         f'font-family="sans-serif" font-size="12" fill="{_INK}">',
         f"<title>{escape(title)}</title>",
         _text(_LEFT, 24, title, size=15),
+        *_lines_legend(points[0].devices),
         *_curve(scaling, places),
         *_shares(points, places),
-        *_legend(),
+        *_parts_legend(),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def ticks(lowest: float, highest: float) -> list[float]:
+    """Return round values for an axis that divides evenly by factors, around all values between the two.
+
+    Over less than a decade they are 1, 2 and 5 times a power of ten; over more than three only the powers.
+    """
+    decades = math.log10(highest / lowest)
+    steps = (1, 2, 5) if decades < 3 else (1,)
+    powers = range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 2)
+    values = [step * 10.0**power for power in powers for step in steps]
+    first = max((i for i, value in enumerate(values) if value <= lowest), default=0)
+    last = min((i for i, value in enumerate(values) if value >= highest), default=len(values) - 1)
+    return values[first : last + 1]
 
 
 def _place(index: int, count: int) -> float:
@@ -53,41 +71,76 @@ def _place(index: int, count: int) -> float:
     return _LEFT + (_RIGHT - _LEFT) * (index + 0.5) / count
 
 
-def _curve(scaling: Scaling, places: dict[int, float]) -> Iterator[str]:
-    points = scaling.points
-    first = points[0].best.tokens_per_second
-    ideal = {each.devices: first * each.devices / points[0].devices for each in points}
-    rates = {each.devices: each.best.tokens_per_second for each in points}
-    bounds = {each.devices: each.best.tokens_per_second * each.best.seconds / each.amdahl for each in points}
-    lowest = min([*rates.values(), *bounds.values()])
-    highest = max([*ideal.values(), *rates.values(), *bounds.values()])
+def _curve(scaling: Scaling, places: Mapping[int, float]) -> Iterator[str]:
+    """Draw tokens/s over devices; both axes divide evenly by factors, if the devices double."""
+    lines = _rates(scaling.points)
+    rates = [rate for line in lines.values() for rate in line.values()]
+    marks = ticks(min(rates), max(rates))
+    top, bottom = _CURVE
 
     def height(rate: float) -> float:
-        top, bottom = _CURVE
-        return bottom - (bottom - top) * math.log(rate / lowest) / max(math.log(highest / lowest), 1e-9)
+        return bottom - (bottom - top) * math.log(rate / marks[0]) / max(math.log(marks[-1] / marks[0]), 1e-9)
 
-    yield _text(_LEFT, 46, "tokens/s: planned, evenly divided (dashed), by Amdahl's bound (dotted)")
-    for values, dash in ((ideal, "6 4"), (bounds, "2 3"), (rates, "")):
-        path = " ".join(f"{places[devices]:.1f},{height(rate):.1f}" for devices, rate in values.items())
-        color = _INK if dash else _PARTS["compute"]
-        style = f' stroke-dasharray="{dash}"' if dash else ""
-        yield f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{style}/>'
-    for devices, rate in rates.items():
-        x, y = places[devices], height(rate)
-        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{_PARTS["compute"]}"/>'
-        yield _text(x + 6, y + 15, format_count(rate))
-    if scaling.pays_to in places:
-        x = places[scaling.pays_to]
-        top, bottom = _CURVE
-        color = _PARTS["communication"]
-        yield f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="{color}"/>'
-        yield _text(x + 6, _CURVE[1] - 6, f"stops paying at {scaling.pays_to}")
+    yield _text(_LEFT - 8, top - 14, "tokens/s", anchor="end")
+    for mark in marks:
+        yield _line(_LEFT, height(mark), _RIGHT, height(mark), opacity=0.25)
+        yield _text(_LEFT - 8, height(mark) + 4, format_count(mark), anchor="end")
+    if scaling.pays_to is not None and scaling.pays_to in places:
+        x, color = places[scaling.pays_to], _PARTS["communication"]
+        yield _line(x, top - 8, x, bottom, color=color)
+        words = f"stops paying at {scaling.pays_to}"
+        anchor, aside = ("end", 6) if x > (_LEFT + _RIGHT) / 2 else ("start", -6)
+        yield _text(x + aside, top - 14, words, anchor=anchor)
+    for name, line in lines.items():
+        path = " ".join(f"{places[devices]:.1f},{height(rate):.1f}" for devices, rate in line.items())
+        yield (
+            f'<polyline points="{path}" fill="none" stroke="{_line_color(name)}" stroke-width="2"'
+            f"{_dashed(name)}/>"
+        )
+    yield _text(_LEFT - 8, bottom + 18, "planned", anchor="end")
+    last = -math.inf
+    for devices, rate in lines[_PLANNED].items():
+        x = places[devices]
+        yield f'<circle cx="{x:.1f}" cy="{height(rate):.1f}" r="3.5" fill="{_PARTS["compute"]}"/>'
+        if x - last >= _BETWEEN:
+            yield _text(x, bottom + 18, format_count(rate), anchor="middle")
+            last = x
 
 
-def _shares(points: Sequence[Point], places: dict[int, float]) -> Iterator[str]:
+def _rates(points: Sequence[Point]) -> dict[str, dict[int, float]]:
+    """Return tokens/s by line and number of devices."""
+    first = points[0].best.tokens_per_second / points[0].devices
+    return {
+        _EVEN: {each.devices: first * each.devices for each in points},
+        _AMDAHL: {
+            each.devices: each.best.tokens_per_second * each.best.seconds / each.amdahl for each in points
+        },
+        _PLANNED: {each.devices: each.best.tokens_per_second for each in points},
+    }
+
+
+def _lines_legend(fewest: int) -> Iterator[str]:
+    """Name the lines: two of them follow from the Plan of the fewest devices, and are no bounds of others."""
+    words = {
+        _PLANNED: "planned",
+        _EVEN: f"evenly divided from {fewest} devices",
+        _AMDAHL: "Amdahl's law from there",
+    }
+    x: float = _LEFT
+    for name, told in words.items():
+        yield _line(x, 46, x + 28, 46, color=_line_color(name), width=2, dash=_dashed(name))
+        yield _text(x + 34, 50, told)
+        x += 60 + 6.6 * len(told)
+
+
+def _shares(points: Sequence[Point], places: Mapping[int, float]) -> Iterator[str]:
     top, bottom = _SHARES
     width = (_RIGHT - _LEFT) / len(points) * 0.6
-    yield _text(_LEFT, top - 14, "where a step's time goes")
+    yield _text(_LEFT, top - 16, "where a step's time goes")
+    for percent in (0, 50, 100):
+        y = bottom - (bottom - top) * percent / 100
+        yield _line(_LEFT, y, _RIGHT, y, opacity=0.25)
+        yield _text(_LEFT - 8, y + 4, f"{percent} %", anchor="end")
     for point in points:
         cost, above = point.best.cost, float(bottom)
         shares = {
@@ -108,11 +161,36 @@ def _shares(points: Sequence[Point], places: dict[int, float]) -> Iterator[str]:
     yield _text((_LEFT + _RIGHT) / 2, bottom + 38, "devices", anchor="middle")
 
 
-def _legend() -> Iterator[str]:
+def _parts_legend() -> Iterator[str]:
     for index, (name, color) in enumerate(_PARTS.items()):
         x = _LEFT + 125 * index
         yield f'<rect x="{x}" y="{_HEIGHT - 28}" width="12" height="12" fill="{color}"/>'
         yield _text(x + 18, _HEIGHT - 18, name)
+
+
+def _line_color(name: str) -> str:
+    return _PARTS["compute"] if name == _PLANNED else _INK
+
+
+def _dashed(name: str) -> str:
+    return f' stroke-dasharray="{_DASHES[name]}"' if _DASHES[name] else ""
+
+
+def _line(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    *,
+    color: str = _INK,
+    width: float = 1,
+    opacity: float = 1,
+    dash: str = "",
+) -> str:
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" '
+        f'stroke-width="{width:g}" stroke-opacity="{opacity:g}"{dash}/>'
+    )
 
 
 def _text(x: float, y: float, content: str, *, anchor: str = "start", size: int = 12) -> str:

@@ -4,10 +4,11 @@ From n devices to 2 n, tokens/s can at most double. Doubling pays if it brings a
 times the tokens/s. The communication wall is the number of devices beyond which a step gets no shorter (with
 a fixed batch) or tokens/s do not grow (with a batch that grows).
 
-Amdahl's bound: let s be the part of a step on the fewest devices n0 that is not compute. If s did not shrink
+Amdahl's law: let s be the part of a step on the fewest devices n0 that is not compute. If s did not shrink
 at all, and compute and the wait for the slowest rank's compute divided evenly, n devices would take `s + (1 -
-s) n0 / n` of that step; with a batch that grows with the devices, all of it. The bound ignores the network:
-time above it is the cost of communication between more devices, time below it is saved by other degrees.
+s) n0 / n` of that step; with a batch that grows with the devices, all of it. It is no bound, since Plans
+differ: time above it is the cost of communication between more devices, time below it is saved by other
+degrees.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Point:
         batch: Samples of a step.
         best: The best Plan.
         efficiency: Tokens/s of a device, relative to those on the fewest devices.
-        amdahl: Seconds of a step, by Amdahl's bound.
+        amdahl: Seconds of a step, by Amdahl's law.
     """
 
     devices: int

@@ -3,11 +3,13 @@
 `simulate` plays a Plan's steps: the schedule's table and the costs of blocks, collectives and links make a
 `Simulation`, which has a Timeline like that of a recorded run. `traffic_of` lists what a rank communicates,
 and by which algorithm. `measured_timeline` reads the Timeline of a run, `mark_bubbles` marks the idle time
-that its pipeline schedule forced, and `stage_times` says how long each stage works. Imports no torch.
+that its pipeline schedule forced, `stage_times` says how long each stage works, and `picture` draws a step.
+Imports no torch.
 """
 
 from shoal.simulate.bubble import mark_bubbles
 from shoal.simulate.measured import measured_timeline, recorded_cluster
+from shoal.simulate.picture import picture
 from shoal.simulate.played import played_parts, played_passes, played_seconds
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.simulate.stage_times import StageTimes, stage_times
@@ -20,6 +22,7 @@ __all__ = [
     "Traffic",
     "mark_bubbles",
     "measured_timeline",
+    "picture",
     "played_parts",
     "played_passes",
     "played_seconds",

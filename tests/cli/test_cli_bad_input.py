@@ -225,5 +225,5 @@ for words in (["--version"], ["--help"], *([name, "--help"] for name in sys.argv
     assert out.getvalue(), words
 sys.exit("torch" in sys.modules)
 """
-    words = [sys.executable, "-c", program, "train", "sample", "report", "checkpoint", "schedule"]
+    words = [sys.executable, "-c", program, "train", "sample", "report", "checkpoint", "cluster", "schedule"]
     subprocess.run(words, check=True)

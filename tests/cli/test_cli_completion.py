@@ -50,6 +50,8 @@ def test_bash_offers_commands_options_names_and_files(scripts, tmp_path):
     (tmp_path / "run-1").mkdir()
     assert offered(scripts, "shoal pl") == {"plan"}
     assert offered(scripts, "shoal checkpoint ") == {"ls", "verify"}
+    assert offered(scripts, "shoal cluster ") == {"ls", "show", "export", "check", "import"}
+    assert offered(scripts, "shoal cluster show dgx-h") == {"dgx-h100"}
     assert offered(scripts, "shoal train --res") == {"--resume"}
     assert offered(scripts, "shoal plan --model llama3-") == {"llama3-8b", "llama3-70b", "llama3-405b"}
     assert offered(scripts, "shoal simulate --cluster dgx-h") == {"dgx-h100"}
@@ -59,7 +61,7 @@ def test_bash_offers_commands_options_names_and_files(scripts, tmp_path):
 @pytest.mark.parametrize("shell", SHELLS)
 def test_every_command_is_in_every_script(scripts, shell):
     text = (scripts / shell).read_text()
-    for command in ("train", "plan", "simulate", "report", "checkpoint", "bench", "completion"):
+    for command in ("train", "plan", "simulate", "report", "checkpoint", "cluster", "bench", "completion"):
         assert command in text
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, Power, Prices
 from shoal.cost.outlook.long_run import long_run
 from shoal.units import parse_count
 from shoal.workload import shape, workload_of
@@ -122,3 +122,37 @@ def test_counts_are_read_with_their_scale():
     ]  # fmt: skip
     with pytest.raises(ValueError, match="not a count"):
         parse_count("T")
+
+
+@pytest.fixture
+def priced_file(tmp_path):
+    """A Cluster with all kinds of prices, whose spot devices are often interrupted."""
+    path = tmp_path / "mine.toml"
+    prices = Prices(reserved=1.0, spot=0.5, interruptions=1e-2)
+    power = Power(device=400.0, overhead=100.0, pue=1.2)
+    Cluster.parse("dgx-a100:8").replace(price=2.0, prices=prices, power=power).write(path)
+    return path
+
+
+@pytest.mark.parametrize("command", [PLAN, SIMULATE])
+def test_a_run_costs_by_kind_of_price_and_spot_devices_are_interrupted(capsys, priced_file, command):
+    words = [str(priced_file) if word == "dgx-a100:8" else word for word in command]
+    runs = {
+        kind: asked(capsys, *words, "--tokens", "300B", "--price", kind)["long_run"]
+        for kind in ("on-demand", "reserved", "spot")
+    }
+    assert runs["reserved"]["dollars"] == pytest.approx(runs["on-demand"]["dollars"] / 2)
+    assert runs["spot"]["failures"] > 100 * runs["reserved"]["failures"]
+    assert runs["spot"]["days"] > runs["reserved"]["days"]
+    for run, price in zip(runs.values(), (2.0, 1.0, 0.5), strict=True):
+        assert run["dollars"] == pytest.approx(8 * price * 24 * run["days"])
+        assert run["kilowatt_hours"] == pytest.approx(8 * 0.6 * 24 * run["days"])
+    assert asked(capsys, *words, "--tokens", "300B")["long_run"] == runs["on-demand"]
+
+
+@pytest.mark.parametrize("command", [PLAN, SIMULATE, SCALE])
+def test_a_price_that_is_not_known_is_refused(capsys, command):
+    assert main([*command, "--price", "spot"]) == 2
+    assert "has no price spot" in capsys.readouterr().err
+    assert main([*command, "--price", "sopt"]) == 2
+    assert "did you mean 'spot'" in capsys.readouterr().err

@@ -36,7 +36,7 @@ def test_efficiency_is_tokens_a_second_of_a_device_over_those_on_the_fewest(caps
         assert point["efficiency"] == pytest.approx(point["tokens_per_second"] / point["devices"] / fewer)
 
 
-def test_amdahls_bound_keeps_what_is_not_compute_on_the_fewest_devices(capsys):
+def test_amdahls_law_keeps_what_is_not_compute_on_the_fewest_devices(capsys):
     first, *rest = curve(capsys)["points"]
     serial = first["step_seconds"] - first["parts"]["compute"]
     for point in rest:

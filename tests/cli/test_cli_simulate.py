@@ -17,6 +17,7 @@ from shoal.cluster import Cluster
 from shoal.cost.time import workload_on
 from shoal.plan import Plan
 from shoal.simulate import simulate
+from shoal.units import format_seconds
 from shoal.workload import shape, to_json
 
 H100 = Cluster.parse("dgx-h100:8")
@@ -138,3 +139,15 @@ def test_the_commands_of_the_guide_work(capsys, tmp_path, monkeypatch):
     assert len(commands) == 2
     for command in commands:
         assert main(shlex.split(command)) == 0
+
+
+@pytest.mark.parametrize(
+    "plan", [PLAN, "dp=2,pp=4,schedule=zb-v,shard=zero1,precision=bf16", "dp=8,shard=zero1"]
+)
+def test_the_picture_says_the_step_and_the_bubble_of_the_table(capsys, tmp_path, plan):
+    path = tmp_path / "picture.svg"
+    words = [plan if word == PLAN else word for word in WORDS]
+    found = json.loads(printed(capsys, *words, "--svg", path, "--json").out)["breakdown"]
+    text = "".join(ElementTree.parse(path).getroot().itertext())
+    assert f"bubble {found['parts']['bubble'] / found['wall']:.1%}," in text
+    assert f"a step of {format_seconds(found['wall'])}," in text

@@ -1,9 +1,15 @@
 """Clusters: what they refuse, and how they are made larger and smaller."""
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
+from shoal.cost.collectives import collective_seconds
 from shoal.errors import ClusterError
+from shoal.plan import Group
 
 DEVICE = {"name": "d", "memory": 80e9, "bandwidth": 3e12, "peak": {"bf16": 1e15}, "units": 132}
 INSIDE = Level(name="inside", devices=8, bandwidth=400e9)
@@ -74,6 +80,9 @@ def test_a_cluster_has_levels_that_are_made_of_whole_groups_of_the_one_within():
         cluster(INSIDE, Level(name="pod", devices=12, bandwidth=50e9))
     with pytest.raises(ClusterError, match="joins 8 devices, and the level inside it joins 64"):
         cluster(POD, INSIDE)
+    with pytest.raises(ClusterError, match="joins 96 devices, and the level inside it joins 64"):
+        cluster(INSIDE, POD, Level(name="row", devices=96, bandwidth=50e9), SPINE)
+    assert cluster(INSIDE, POD, Level(name="row", devices=96, bandwidth=50e9)).devices == 96
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,7 @@ def test_a_cluster_has_levels_that_are_made_of_whole_groups_of_the_one_within():
         (8, (8, 8, 8)),
         (24, (8, 24, 24)),
         (64, (8, 64, 64)),
+        (96, (8, 64, 96)),
         (128, (8, 64, 128)),
         (1024, (8, 64, 1024)),
     ],
@@ -95,13 +105,36 @@ def test_levels_are_cut_to_part_of_a_node_whole_nodes_or_whole_pods(devices, joi
     assert found.with_devices(devices) == found
 
 
-@pytest.mark.parametrize(
-    ("devices", "given", "possible"), [(12, "inside", "8 or 16"), (96, "pod", "64 or 128")]
-)
-def test_parts_of_a_second_node_or_pod_are_refused_with_what_would_do(devices, given, possible):
-    with pytest.raises(ClusterError, match=f"that {given} joins") as refused:
+@given(st.integers(1, 200))
+def test_whole_nodes_are_accepted_and_the_last_pod_may_be_a_part(nodes):
+    found = cluster().with_devices(8 * nodes)
+    assert [level.devices for level in found.levels] == [8, min(64, 8 * nodes), 8 * nodes]
+
+
+@given(st.integers(9, 5000).filter(lambda devices: devices % 8))
+def test_a_part_of_a_second_node_is_refused_with_what_would_do(devices):
+    with pytest.raises(ClusterError, match="that inside joins") as refused:
         cluster().with_devices(devices)
-    assert possible in refused.value.possible
+    for possible in (devices // 8 * 8, devices // 8 * 8 + 8):
+        assert str(possible) in refused.value.possible
+        assert cluster().with_devices(possible).devices == possible
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 40))
+def test_failed_and_spare_nodes_stand_beside_the_devices_that_plans_use(failed, spare, nodes):
+    made = cluster(failed=failed, spare=spare)
+    assert made.devices == 8 * (32 - failed - spare)
+    found = made.with_devices(8 * nodes)
+    assert (found.devices, found.failed, found.spare) == (8 * nodes, failed, spare)
+    assert found.levels[-1].devices == 8 * (nodes + failed + spare)
+    assert found.with_devices(8 * nodes) == found
+    assert made.with_devices(4).levels[-1].devices == 4  # of one node, beside which nothing stands
+
+
+@pytest.mark.parametrize("fields", [{"failed": -1}, {"spare": -1}, {"failed": 16, "spare": 16}])
+def test_numbers_of_failed_and_spare_nodes_that_cannot_be_are_refused(fields):
+    with pytest.raises(ClusterError, match=r"c has (failed|spare|failed \+ spare)="):
+        cluster(**fields)
 
 
 def test_no_devices_are_refused_and_so_are_more_than_any_links_join():
@@ -126,3 +159,16 @@ def test_a_group_in_a_mesh_uses_the_links_among_its_members_and_in_a_switch_all_
 
 def test_an_oversubscribed_level_carries_so_much_less():
     assert SPINE.rate(2) == pytest.approx(POD.rate(2) / 4)
+
+
+@given(
+    st.integers(1, 100),
+    st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"]),
+    st.floats(8, 1e9),
+)
+def test_collectives_over_a_part_of_a_pod_have_a_time(nodes, name, size):
+    made = cluster().with_devices(8 * nodes)
+    seconds = collective_seconds(name, size, Group(made.devices), made)
+    assert 0 < seconds < math.inf
+    apart = Group(nodes, stride=8)  # one rank of each node
+    assert 0 <= collective_seconds(name, size, apart, made) < math.inf

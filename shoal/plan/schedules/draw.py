@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from shoal.plan.schedules.action import Work
 from shoal.plan.schedules.play import Played
 
-__all__ = ["caption", "draw"]
+__all__ = ["Panel", "caption", "draw", "draw_panels"]
 
 _COLORS = {
     Work.FORWARD: (47, 111, 214),
@@ -43,24 +44,59 @@ _DIGIT = 0.62  # width of a digit, in sizes
 _LETTER = 7.5  # width of a letter of the legend, in a wide font
 
 
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """A schedule to draw.
+
+    Attributes:
+        played: The schedule, with the times at which its actions start and stop.
+        caption: Line above it, after the schedule's name.
+        ideal: Time at which all would end without any bubble.
+        end: Time at which the rows end.
+        label: Function that writes a time below them.
+    """
+
+    played: Played
+    caption: str
+    ideal: float
+    end: float
+    label: Callable[[float], str] = _number
+
+    @classmethod
+    def of(cls, played: Played) -> Panel:
+        """Return the panel of a schedule by itself: all idle time is bubble."""
+        ideal = max(map(played.busy, range(played.schedule.ranks)))
+        return cls(played=played, caption=caption(played), ideal=ideal, end=played.makespan)
+
+
 def draw(played: Sequence[Played], title: str = "Pipeline schedules") -> str:
+    """Return one picture of several schedules, each by itself, as `draw_panels` does."""
+    return draw_panels([Panel.of(each) for each in played], title)
+
+
+def draw_panels(panels: Sequence[Panel], title: str) -> str:
     """Return one picture of several schedules, one below another, with one scale of time.
 
     A box is an action with the number of its micro-batch. Its colour is the kind of work, paler for later
     stages of its rank. A dashed line marks when all would end if no rank were ever idle.
 
     Args:
-        played: Schedules with their times; at least one.
+        panels: Schedules with their times; at least one.
         title: Description of the picture, for readers who cannot see it.
     """
-    longest = max(each.makespan for each in played) or 1
+    played = [panel.played for panel in panels]
+    longest = max(panel.end for panel in panels) or 1
     scale = _scale(played, longest)
     parts, legend = _legend(played)
     width = max(_LEAST_WIDTH, legend + _RIGHT, _LEFT + longest * scale + _RIGHT)
     top: float = _LEGEND
-    for each in played:
-        parts += _panel(each, top, scale)
-        top += _CAPTION + _ROW * each.schedule.ranks + _AXIS
+    for panel in panels:
+        parts += _panel(panel, top, scale)
+        top += _CAPTION + _ROW * panel.played.schedule.ranks + _AXIS
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {top:.0f}" '
@@ -121,18 +157,18 @@ def _legend(played: Sequence[Played]) -> tuple[list[str], float]:
     return parts, x + 12 + _LETTER * len(_IDEAL)
 
 
-def _panel(played: Played, top: float, scale: float) -> Iterator[str]:
-    schedule = played.schedule
+def _panel(panel: Panel, top: float, scale: float) -> Iterator[str]:
+    played, schedule = panel.played, panel.played.schedule
     yield (
         f'<text x="{_LEFT}" y="{top + 16:g}" fill="{_GRAY}"><tspan font-weight="bold">'
-        f"{escape(schedule.name)}</tspan>, {escape(caption(played))}</text>"
+        f"{escape(schedule.name)}</tspan>, {escape(panel.caption)}</text>"
     )
     rows = top + _CAPTION
     for rank in range(schedule.ranks):
         y = rows + rank * _ROW
         yield _text(_LEFT - 8, y + 15, f"rank {rank}", anchor="end")
         yield (
-            f'<rect x="{_LEFT}" y="{y:g}" width="{played.makespan * scale:.2f}" height="{_BOX}" '
+            f'<rect x="{_LEFT}" y="{y:g}" width="{panel.end * scale:.2f}" height="{_BOX}" '
             f'fill="{_GRAY}" fill-opacity="0.16"/>'
         )
         turns = {stage: turn for turn, stage in enumerate(schedule.stages_of(rank))}
@@ -146,14 +182,13 @@ def _panel(played: Played, top: float, scale: float) -> Iterator[str]:
             if size >= _SMALLEST:
                 yield _text(x + width / 2, y + 15, str(action.microbatch), color=_ink(color), size=size)
     bottom = rows + schedule.ranks * _ROW - (_ROW - _BOX)
-    ideal = max(map(played.busy, range(schedule.ranks)))
-    x = _LEFT + ideal * scale
+    x, end = _LEFT + panel.ideal * scale, _LEFT + panel.end * scale
     yield _dashed(x, rows - 4, bottom + 5)
-    end = _LEFT + played.makespan * scale
     yield _text(_LEFT, bottom + 17, "0", size=_NUMBER)
-    if end - x > 40:
-        yield _text(x, bottom + 17, f"{ideal:.4g}", size=_NUMBER)
-    yield _text(end, bottom + 17, f"{played.makespan:.4g}", size=_NUMBER)
+    last = panel.label(panel.end)
+    if end - x > _NUMBER * _DIGIT * (len(last) + 2):
+        yield _text(x, bottom + 17, panel.label(panel.ideal), anchor="end", size=_NUMBER)
+    yield _text(end, bottom + 17, last, anchor="end", size=_NUMBER)
 
 
 def _color(work: Work, turn: int, turns: int) -> tuple[int, int, int]:

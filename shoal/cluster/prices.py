@@ -1,0 +1,71 @@
+"""Prices of devices, and the power that they draw."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.cluster.checks import require
+
+__all__ = ["KINDS_OF_PRICE", "Power", "Prices"]
+
+KINDS_OF_PRICE = ("on-demand", "reserved", "spot")
+"""Ways to pay for devices: by the hour, for a year ahead, or as long as nobody else pays more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Prices beside the one on demand, which is the Cluster's `price`.
+
+    Attributes:
+        reserved: Dollars for one device and hour that is reserved ahead; 0 if not known.
+        spot: Dollars for one device and hour that may be taken away; 0 if not known.
+        interruptions: Number of times that one spot device is taken away in an hour; where nodes are taken
+            away whole, that of a node divided by its devices. 0 if not known.
+        source: Where these figures and the price on demand come from, and their date.
+    """
+
+    reserved: float = 0.0
+    spot: float = 0.0
+    interruptions: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("reserved", "spot", "interruptions"):
+            value = getattr(self, name)
+            require(
+                value >= 0,
+                "the table prices",
+                name,
+                value,
+                "0 or more, for one device and hour; 0 if it is not known",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Power:
+    """The power that a device draws under load, with its part of the node and of the building.
+
+    Attributes:
+        device: Watts of one device under load; 0 if not known. Data sheets give the most that it may draw.
+        overhead: Watts of the node beside its devices, under load, for each device: processors, memory,
+            interfaces, fans, losses of power supplies.
+        pue: Power of the building over power of its nodes (power usage effectiveness): 1.1 for the best,
+            1.5 for many; at least 1.
+        source: Where these figures come from.
+    """
+
+    device: float = 0.0
+    overhead: float = 0.0
+    pue: float = 1.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("device", "overhead"):
+            value = getattr(self, name)
+            require(value >= 0, "the table power", name, value, "watts, 0 or more; 0 if it is not known")
+        require(1 <= self.pue < 10, "the table power", "pue", self.pue, "1 or more, such as 1.3")
+
+    @property
+    def watts(self) -> float:
+        """Watts that one device costs, with all that it needs around it; 0 if not known."""
+        return (self.device + self.overhead) * self.pue if self.device else 0.0
