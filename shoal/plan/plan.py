@@ -56,7 +56,8 @@ class Plan:
         replicate: Number of replicas of a sharded state; divides dp (hybrid sharding). The states are then
             sharded over dp / replicate x cp ranks, and gradients are all-reduced over the replicas.
         shard: The states sharded over data parallel: none, optimizer state (zero1), also gradients (zero2),
-            also parameters (zero3).
+            also parameters (zero3), or optimizer state and parameters, with gradients that are summed whole
+            and reduced once a step (zero3-once).
         tensor: How tensor parallelism communicates: with the residual stream split along the sequence
             (sequence), with the stream split and gathers and scatters in chunks that overlap the products
             (async), or with the stream whole on every rank (plain).
@@ -73,7 +74,8 @@ class Plan:
             for the largest that makes four micro-batches for each stage, or as many as possible.
         exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
             all-reduce per parameter after backward (the reference).
-        bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 each block is a bucket.
+        bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 and zero3-once each block
+            is a bucket.
         recompute: What a block's backward computes again instead of keeping it: nothing, all but matrix
             products and attention (selective), or everything (full).
         precision: Type in which the model computes: fp32; tf32, fp32 whose products round their operands to
@@ -122,7 +124,8 @@ class Plan:
         if self.replicate > 1 and not self.sharding.cuts_optimizer:
             raise PlanError(
                 f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
-                possible="replicate divides dp for hybrid sharding, with shard=zero1, zero2 or zero3",
+                possible="replicate divides dp for hybrid sharding, with shard="
+                + " or ".join(each.name for each in SHARDINGS.values() if each.cuts_optimizer),
                 change=f"add shard=zero3, or leave out replicate={self.replicate}",
             )
         if self.dp % self.replicate:

@@ -82,7 +82,7 @@ def test_every_way_trains_as_one_process_does(ranks, alone, tp, tensor):
     check(ranks, alone, f"tp={tp},tensor={tensor}")
 
 
-@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3", "zero3-once"])
 @pytest.mark.parametrize("tensor", ["sequence", "plain"])
 def test_it_composes_with_every_sharding(ranks, alone, shard, tensor):
     check(ranks, alone, f"dp=2,tp=2,tensor={tensor},shard={shard}")
@@ -99,6 +99,7 @@ def test_it_composes_with_every_sharding(ranks, alone, shard, tensor):
         "dp=2,cp=2,shard=zero1",
         "dp=2,cp=2,shard=zero2,replicate=2",
         "dp=2,cp=2,shard=zero3,recompute=full",
+        "dp=2,cp=2,shard=zero3-once",
     ],
 )
 def test_it_composes_with_context_parallelism(ranks, alone, plan):
@@ -116,6 +117,7 @@ EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24, "balance_weig
         "dp=4,ep=4",
         "dp=4,ep=2,shard=zero1",
         "dp=4,ep=2,shard=zero3",
+        "dp=4,ep=2,shard=zero3-once",
         "dp=4,ep=2,shard=zero2,replicate=2",
         "tp=2",
         "tp=2,tensor=plain",

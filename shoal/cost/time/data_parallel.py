@@ -15,16 +15,18 @@ c is how much communication slows compute, as a share of the communication's sec
 `contention`, times the communication's load on the device (1 at the innermost links' rate, less on slower
 links), times the share of compute in F + B. Gradients that are reduced in every backward (zero2, zero3) are
 first copied in fp32 to their bucket, and then added to the rank's shard; these passes make backward longer.
-With the other shardings, products may add to the sums themselves. With m micro-batches and a pipeline of p
-ranks with v stages each:
+With the other shardings, products may add to the sums themselves. A backward that gathers A seconds of
+weights and reduces nothing takes longer by max(c A, A - `beside`), where `beside` are the seconds of backward
+of the layers before the one that waits last. With m micro-batches and a pipeline of p ranks with v stages
+each:
 
-    none, zero1   reduce once. Without a pipeline this runs beside the last backward. In a pipeline a stage
-                  begins after its last backward: the reduce of the rank's first stage is exposed, and those
+    none, zero1,  reduce once. Without a pipeline this runs beside the last backward. In a pipeline a stage
+    zero3-once    begins after its last backward: the reduce of the rank's first stage is exposed, and those
                   of its other v - 1 stages run beside the min(m, p) (v - 1) / v backwards that are left
     zero1, zero2  gather once, when the step begins
-    zero2         reduce in every backward
-    zero3         gather in every forward and backward, and reduce in every backward; without a pipeline the
-                  embedding, the end and the last layer stay from forward to backward
+    zero2, zero3  reduce in every backward
+    zero3,        gather in every forward and backward; without a pipeline the embedding, the end and the
+    zero3-once    last layer stay from forward to backward
 
 In a pipeline, later ranks wait for their first forward, and end before the first rank unless the schedule
 fills that time. Communication that they do once in a step has this additional time. Seconds that are exposed
@@ -84,6 +86,7 @@ class _BucketsOfStage:
         first: Seconds to gather the weights that the first layer needs.
         top: Seconds to gather the weights that the last layer needs.
         after: Blocks whose forward runs after the last bucket has come.
+        beside: Layers whose backward runs beside the gathers of a backward.
         reduce_load, gather_load: Mean load of reduce and gather on the device (`network.collective_load`).
         copy, copy_first, copy_last: Seconds that copies of gradients to buckets add to backward, to `lead`
             and to `between`.
@@ -99,6 +102,7 @@ class _BucketsOfStage:
     first: float
     top: float
     after: Runs
+    beside: Runs
     reduce_load: float
     gather_load: float
     copy: float
@@ -126,7 +130,7 @@ class DataParallelCosts:
 
     def in_micro_batch(self, plan: SettledPlan, stages: Sequence[StageWork]) -> float:
         """Return the exposed seconds in every micro-batch of a rank with these stages."""
-        if not plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
+        if not plan.sharding.communicates_each_micro_batch or plan.ranks == plan.pp:
             return 0.0
         return sum(number * self._in_passes(plan, stage) for stage, number in Counter(stages).items())
 
@@ -149,7 +153,7 @@ class DataParallelCosts:
             before += c * sum(each.gather_load * (each.gather + each.ends) for each in found[1:])
         if not plan.sharding.reduces_each_micro_batch:
             if plan.pp == 1:
-                after = self._behind_backward(found[0], 0.0, stages[0], layout)
+                after = self._behind_last_backward(plan, found[0], stages[0], layout)
             else:
                 others = sum(each.reduce for each in found[1:])
                 slowed = c * sum(each.reduce_load * each.reduce for each in found[1:])
@@ -165,6 +169,8 @@ class DataParallelCosts:
         again = found.gather - found.top
         before = 0.0 if plan.pp == 1 else found.ends + found.top
         forward = self._before_forward(found, stage, layout)
+        if not plan.sharding.reduces_each_micro_batch:
+            return forward + before + self._in_backward(found, again, stage, layout)
         return forward + before + self._behind_backward(found, again, stage, layout)
 
     def _before_forward(self, found: _BucketsOfStage, stage: StageWork, layout: Layout) -> float:
@@ -186,6 +192,23 @@ class DataParallelCosts:
         slowed = c * (found.reduce_load * (found.reduce - tail) + found.gather_load * gathered)
         late = self._backward(found.lead, layout) + found.copy_first + total - stage.backward - found.copy
         return found.copy + max(slowed + tail, late)
+
+    def _behind_last_backward(
+        self, plan: SettledPlan, found: _BucketsOfStage, stage: StageWork, layout: Layout
+    ) -> float:
+        """Return the exposed seconds of gradients that only a step's last backward reduces."""
+        if not plan.sharding.cuts_weights:
+            return self._behind_backward(found, 0.0, stage, layout)
+        again = found.gather - found.top
+        gathered = self._in_backward(found, again, stage, layout)  # counts in every micro-batch
+        return max(0.0, self._behind_backward(found, again, stage, layout) - gathered)
+
+    def _in_backward(
+        self, found: _BucketsOfStage, gathered: float, stage: StageWork, layout: Layout
+    ) -> float:
+        """Return the exposed seconds of weights that take `gathered` seconds in a backward without sums."""
+        c = self._cluster.device.contention * stage.computed * found.gather_load
+        return max(c * gathered, gathered - self._backward(found.beside, layout))
 
     def _backward(self, runs: Runs, layout: Layout) -> float:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
@@ -209,6 +232,7 @@ class DataParallelCosts:
         layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
         lowest = min((each.first for each, _ in layers), default=0)
         highest = max((each.last for each, _ in layers), default=0)
+        lowest_last = min((each.last for each, _ in layers), default=0)
         (end, last), (before_end, before) = places[-1], places[-2] if len(places) > 1 else (0, NOTHING)
         every, of_layers = together(timed), together(layers)
         copied = (every, places[0][1], last) if plan.sharding.cuts_gradients else (NOTHING,) * 3
@@ -223,6 +247,7 @@ class DataParallelCosts:
             first=together(each for each in layers if each[0].first == lowest).gather,
             top=together(each for each in layers if each[0].last == highest).gather,
             after=runs_of(blocks[max((each.first for each, _ in layers), default=len(blocks)) :]),
+            beside=runs_of(blocks[lowest_last + 1 : highest + 1]),
             reduce_load=every.reduce_loaded / every.reduce if every.reduce else 0.0,
             gather_load=of_layers.gather_loaded / of_layers.gather if of_layers.gather else 0.0,
             copy=copied[0].copy,
