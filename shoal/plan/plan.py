@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from shoal.errors import PlanError, nearest
+from shoal.plan.group import split_dims
+from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, require_order, strides_of
 from shoal.plan.schedules import (
     FOUND,
     NAMES,
@@ -82,6 +85,8 @@ class Plan:
             tf32 where the device can; bf16; fp8, bf16 whose products in blocks round theirs to 8 bits. The
             optimizer's copy, its state and the sums of gradients are always fp32.
         reduce: Type in which ranks send each other gradients, fp32 or bf16.
+        order: The axes, outermost first: ranks that differ along the last one are neighbours, and those that
+            differ along the first one are farthest apart. Any order of pp, dp, cp and tp.
         compile: What torch.compile compiles: nothing (none), or each block and the loss (blocks). auto is
             blocks on GPUs where the cost model predicts that it is quicker, and none elsewhere.
     """
@@ -105,6 +110,7 @@ class Plan:
     recompute: str = "none"
     precision: str = "fp32"
     reduce: str = "fp32"
+    order: str = DEFAULT_ORDER
     compile: str = "auto"
 
     def __post_init__(self) -> None:
@@ -147,6 +153,8 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, divisors(self.shards * self.cp)))}",
                 change="choose one of these, a smaller replicate, or shard=none",
             )
+        if self.order != DEFAULT_ORDER:
+            self._require_order()
         if self.activations is not None and self.schedule != FOUND:
             raise PlanError(
                 f"activations={self.activations} was given with schedule={self.schedule}, "
@@ -170,6 +178,23 @@ class Plan:
                 f"reduce={self.reduce}, pp={self.pp}",
                 possible="exchange=naive with shard=none, precision=fp32 or tf32, reduce=fp32 and pp=1",
                 change="leave out exchange=naive",
+            )
+
+    def _require_order(self) -> None:
+        """Check `order`, and that the ranks with other experts are a nested pattern in it."""
+        require_order(self.order)
+        sizes = dict(zip(AXES, (self.pp, self.replicas, self.shards, self.cp, self.tp), strict=True))
+        strides = strides_of(self.order, sizes)
+        parted = ("shard" if self.sharding.cuts_optimizer else "replicate", "cp")
+        dims = [(sizes[axis], strides[axis]) for axis in axes_of(self.order) if axis in parted]
+        if split_dims(dims, self.ep) is None:
+            over = math.prod(size for size, _ in dims)
+            possible = [ep for ep in divisors(over) if split_dims(dims, ep) is not None]
+            raise PlanError(
+                f"ep={self.ep} takes ranks along dp and along cp, and order={self.order} has others between "
+                "these",
+                possible=f"ep is one of {', '.join(map(str, possible))}",
+                change="choose one of these, or an order in which dp and cp follow each other",
             )
 
     def _require_stages(self) -> None:
@@ -345,7 +370,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _read(name: str, value: str) -> int | str:
-    if name in CHOICES or name == "split":
+    if name in CHOICES or name in ("split", "order"):
         return value
     try:
         return parse_bytes(value) if name == "bucket" else int(value)

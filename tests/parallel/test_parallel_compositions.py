@@ -134,6 +134,19 @@ def test_experts_compose_with_everything(ranks, alone, plan):
     check(ranks, alone, plan, **EXPERTS)
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,tp=2,ep=2,shard=zero3,order=tp-dp-cp-pp",
+        "cp=2,tp=2,ep=2,order=pp-dp-tp-cp",
+        "dp=2,cp=2,ep=4,shard=zero1,order=cp-dp-pp-tp",
+        "dp=2,cp=2,tp=2,ep=2,order=dp-tp-cp-pp",
+    ],
+)
+def test_the_order_of_the_axes_over_the_ranks_changes_nothing(ranks, alone, plan):
+    check(ranks, alone, plan, **EXPERTS, capacity=1.0)
+
+
 def test_experts_of_a_capacity_drop_the_same_choices(ranks, alone):
     for plan in ("dp=2,ep=2", "cp=2,tp=2,ep=2"):
         check(ranks, alone, plan, **EXPERTS, capacity=1.0)

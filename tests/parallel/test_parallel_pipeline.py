@@ -173,6 +173,19 @@ def test_whole_sums_of_cut_weights_compose_with_what_divides_the_rest(ranks, alo
     check(ranks, alone, f"{degrees},pp=2,shard=zero3-once,schedule=zb-h1")
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,pp=2,shard=zero3-once,order=dp-pp-cp-tp",
+        "dp=2,pp=2,order=tp-cp-dp-pp,schedule=zb-v",
+        "tp=2,pp=2,order=tp-pp-dp-cp",
+        "dp=2,cp=2,pp=2,shard=zero1,order=dp-pp-cp-tp",
+    ],
+)
+def test_stages_may_be_neighbours_in_the_node(ranks, alone, plan):
+    check(ranks, alone, plan, tie_embeddings=True)
+
+
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 def test_it_composes_with_context_parallelism(ranks, alone, context):
     check(ranks, alone, f"cp=2,pp=2,context={context},schedule=zb-h1")

@@ -2,18 +2,9 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_stand_ins import plans
 
-from shoal.plan import FULLY_SHARDED, UNSHARDED, Groups, Mesh, Plan, divisors
-
-
-@st.composite
-def plans(draw):
-    dp, cp, tp, pp = (draw(st.integers(1, 4)) for _ in range(4))
-    shard = draw(st.sampled_from((UNSHARDED.name, FULLY_SHARDED.name)))
-    replicate = draw(st.sampled_from(divisors(dp))) if shard != UNSHARDED.name else 1
-    ep = draw(st.sampled_from(divisors(dp // replicate * cp)))
-    tensor = draw(st.sampled_from(("sequence", "plain")))
-    return Plan(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, replicate=replicate, shard=shard, tensor=tensor)
+from shoal.plan import Group, Groups, Mesh
 
 
 @given(plans())
@@ -44,8 +35,10 @@ def test_groups_are_those_of_the_mesh(plan):
 def test_ranks_with_the_same_experts_keep_them_together_and_all_experts_are_in_a_group(plan):
     mesh, groups = Mesh.of(plan), Groups.of(plan)
 
+    within = ("shard", "cp") if plan.sharding.cuts_optimizer else ("dp", "cp")
+
     def experts(rank):
-        return mesh.coordinate(rank, "dp", "cp") % plan.ep
+        return mesh.coordinate(rank, *within) % plan.ep
 
     for members in groups.ep.tile(plan.ranks):
         assert sorted(map(experts, members)) == list(range(plan.ep))
@@ -62,3 +55,18 @@ def test_ranks_with_the_same_experts_keep_them_together_and_all_experts_are_in_a
     for members in groups.parts.tile(plan.ranks):
         of_first_stage = [rank for rank in members if mesh.coordinate(rank, "pp") == 0]
         assert {experts(rank) for rank in of_first_stage} == set(range(plan.ep))
+
+
+@given(plans(), st.integers(1, 300))
+def test_a_pattern_counts_its_ranks_among_the_first_devices(plan, devices):
+    groups = Groups.of(plan)
+    for pattern in (groups.data, groups.stage, groups.whole.replicas, groups.parts, groups.experts.replicas):
+        assert pattern.within(devices) == sum(rank < devices for rank in pattern.ranks(0))
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+def test_runs_of_neighbours_are_found_in_their_ranks(number, run, gap):
+    pattern = Group(number * run, run + gap, run)
+    ranks = pattern.ranks(0)
+    assert ranks == tuple(first * (run + gap) + rank for first in range(number) for rank in range(run))
+    assert Group.of(ranks[::-1]).ranks(0) == ranks

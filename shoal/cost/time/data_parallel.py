@@ -215,7 +215,7 @@ class DataParallelCosts:
 
     def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> _BucketsOfStage:
         size = 0 if plan.sharding.cuts_weights else plan.bucket
-        mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate)
+        mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate, plan.pp, plan.order)
         key = (stage.runs, mesh, plan.shard, size, width, plan.reduce)
         found = self._known.get(key)
         if found is None:
