@@ -1,10 +1,9 @@
 """Which ranks communicate, held to the mesh."""
 
 from hypothesis import given
-from hypothesis import strategies as st
 from plan_stand_ins import plans
 
-from shoal.plan import Group, Groups, Mesh
+from shoal.plan import Groups, Mesh
 
 
 @given(plans())
@@ -55,18 +54,3 @@ def test_ranks_with_the_same_experts_keep_them_together_and_all_experts_are_in_a
     for members in groups.parts.tile(plan.ranks):
         of_first_stage = [rank for rank in members if mesh.coordinate(rank, "pp") == 0]
         assert {experts(rank) for rank in of_first_stage} == set(range(plan.ep))
-
-
-@given(plans(), st.integers(1, 300))
-def test_a_pattern_counts_its_ranks_among_the_first_devices(plan, devices):
-    groups = Groups.of(plan)
-    for pattern in (groups.data, groups.stage, groups.whole.replicas, groups.parts, groups.experts.replicas):
-        assert pattern.within(devices) == sum(rank < devices for rank in pattern.ranks(0))
-
-
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-def test_runs_of_neighbours_are_found_in_their_ranks(number, run, gap):
-    pattern = Group(number * run, run + gap, run)
-    ranks = pattern.ranks(0)
-    assert ranks == tuple(first * (run + gap) + rank for first in range(number) for rank in range(run))
-    assert Group.of(ranks[::-1]).ranks(0) == ranks
