@@ -51,13 +51,23 @@ class Group:
     def of(cls, ranks: Sequence[int]) -> Self:
         """Return the pattern of these global ranks, given in any order.
 
-        They are runs at equal distances: no pattern with `outer` is found.
+        If they are no pattern, return one of as many ranks, whose runs are as their first one.
         """
-        first, *others = sorted(ranks)
-        run = 1 + sum(1 for index, rank in enumerate(others, 1) if rank == first + index)
-        if run == len(ranks):
-            return cls(run)
-        return cls(len(ranks), others[run - 1] - first, run)
+        ordered = sorted(ranks)
+        offsets, dims, found = [rank - ordered[0] for rank in ordered], list[Dim](), 1
+        while found < len(offsets):
+            stride, number = offsets[found], 1
+            inner = offsets[:found]
+            while offsets[number * found : (number + 1) * found] == [
+                number * stride + each for each in inner
+            ]:
+                number += 1
+            if number == 1 or len(offsets) % (number * found):
+                run = next(at for at, each in enumerate(offsets) if each != at)
+                return cls(len(offsets), offsets[run], run)
+            dims.insert(0, (number, stride))
+            found *= number
+        return cls.along(dims)
 
     @property
     def dims(self) -> tuple[Dim, ...]:

@@ -61,9 +61,13 @@ def test_dims_are_split_into_neighbours_and_the_rest_or_not_at_all(dims, inner):
     assert enumerated([*outer, *neighbours]) == ranks
 
 
+@given(nested(), st.integers(0, 5))
+def test_a_pattern_is_found_in_its_ranks(dims, first):
+    group = Group.along(dims)
+    assert Group.of(group.ranks(first)[::-1]) == group
+
+
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-def test_runs_of_neighbours_are_found_in_their_ranks(number, run, gap):
-    pattern = Group(number * run, run + gap, run)
-    ranks = pattern.ranks(0)
+def test_runs_of_neighbours_are_at_equal_distances(number, run, gap):
+    ranks = Group(number * run, run + gap, run).ranks(0)
     assert ranks == tuple(first * (run + gap) + rank for first in range(number) for rank in range(run))
-    assert Group.of(ranks[::-1]).ranks(0) == ranks
