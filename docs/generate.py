@@ -156,6 +156,8 @@ def _plan() -> str:
         values = ", ".join(f"`{value}`" for value in CHOICES.get(field.name, ())) or "1 or more"
         if field.name == "split":
             values = "`cost`, `count`, or numbers such as `6-7-7-4`"
+        elif field.name == "order":
+            values = "any order of `pp`, `dp`, `cp`, `tp`, such as `dp-pp-cp-tp`"
         rows.append(
             [
                 f"`{field.name}`",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.plan import SettledPlan, element_bytes
+from shoal.plan import DEFAULT_ORDER, Group, Groups, SettledPlan, element_bytes
+from shoal.plan.groups import context_group, expert_group, tensor_group
 from shoal.workload import Part
 
 __all__ = ["Layout"]
@@ -21,6 +22,7 @@ class Layout(NamedTuple):
         recompute: The Plan's recompute policy.
         precision: The Plan's precision.
         compile: The Plan's setting for torch.compile.
+        apart: The groups of tp, cp and ep, if the Plan's `order` is not the default one; otherwise None.
     """
 
     microbatch: int
@@ -32,10 +34,12 @@ class Layout(NamedTuple):
     recompute: str = "none"
     precision: str = "bf16"
     compile: str = "auto"
+    apart: tuple[Group, Group, Group] | None = None
 
     @classmethod
     def of(cls, plan: SettledPlan) -> Layout:
         """Return the layout of a Plan."""
+        groups = None if plan.order == DEFAULT_ORDER else Groups.of(plan)
         return cls(
             plan.microbatch,
             plan.tp,
@@ -46,7 +50,23 @@ class Layout(NamedTuple):
             plan.recompute,
             plan.precision,
             plan.compile,
+            None if groups is None else (groups.tp, groups.cp, groups.ep),
         )
+
+    @property
+    def tensor_group(self) -> Group:
+        """Ranks with other parts of the same layers."""
+        return tensor_group(self.tp) if self.apart is None else self.apart[0]
+
+    @property
+    def context_group(self) -> Group:
+        """Ranks with other parts of the same samples."""
+        return context_group(self.tp, self.cp) if self.apart is None else self.apart[1]
+
+    @property
+    def expert_group(self) -> Group:
+        """Ranks with other experts."""
+        return expert_group(self.tp, self.ep) if self.apart is None else self.apart[2]
 
     @property
     def width(self) -> int:

@@ -102,8 +102,9 @@ def parallelize(
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
     if plan.sharding.cuts_weights and not blocks:
         warnings.warn(
-            f"{type(model).__name__} has no ModuleList or Sequential, so zero3 keeps all of its weights from "
-            "the beginning of a forward to the end of its backward; name its repeated parts: blocks=[...]",
+            f"{type(model).__name__} has no ModuleList or Sequential, so {plan.shard} keeps all of its "
+            "weights from the beginning of a forward to the end of its backward; name its repeated parts: "
+            "blocks=[...]",
             stacklevel=2,
         )
 
@@ -230,7 +231,7 @@ def _staged(
 def _strategy(setup: Setup, plan: Plan) -> Strategy:
     if plan.exchange == "naive":
         return naive(setup)
-    return zero3(setup) if plan.sharding.cuts_weights else resident(setup, plan.sharding)
+    return zero3(setup, plan.sharding) if plan.sharding.cuts_weights else resident(setup, plan.sharding)
 
 
 def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLayout | None = None) -> None:

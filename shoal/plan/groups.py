@@ -1,14 +1,14 @@
 """The groups of ranks that communicate under a Plan, for each axis and each family of parameters.
 
-All groups of an axis are one pattern with different first ranks, because ranks stand row by row on the axes
-`pp, replicate, shard, cp, tp` (`shoal.plan.mesh`). `shoal.parallel.axes` makes process groups of them; the
+All groups of an axis are one pattern with different first ranks, because ranks stand row by row on the axes,
+in the Plan's `order` (`shoal.plan.mesh`). `shoal.parallel.axes` makes process groups of them; the
 cost model looks up which links such a pattern uses.
 
 There are three families of parameters. They differ in the ranks that hold equal values and see other data:
 
     dense      those that tp divides, and all others where tp=1: the ranks of dp x cp
     whole      those that every rank of tp has, with tp > 1: dp x cp x tp
-    experts    with ep > 1: every ep-th rank of dp x cp, times tp
+    experts    with ep > 1: every ep-th rank of dp x cp in the mesh's order, times tp
 
 A sharded state is cut over dp / replicate x cp ranks, and an expert's over ep times fewer; the other ranks of
 its family hold replicas.
@@ -16,50 +16,16 @@ its family hold replicas.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from shoal.plan.group import Dim, Group, split_dims
+from shoal.plan.order import AXES, axes_of, strides_of
 from shoal.plan.plan import Plan
 
 __all__ = ["FamilyGroups", "Group", "Groups", "context_group", "expert_group", "tensor_group"]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A pattern of ranks that communicate: equal runs of neighbours at equal distances.
-
-    Attributes:
-        size: Number of ranks.
-        stride: Distance from each run to the next, in the mesh's order.
-        run: Number of neighbouring ranks in a run; it divides `size`, and is at most `stride`.
-    """
-
-    size: int
-    stride: int = 1
-    run: int = 1
-
-    @classmethod
-    def of(cls, ranks: Sequence[int]) -> Group:
-        """Return the pattern of these global ranks, given in any order."""
-        first, *others = sorted(ranks)
-        run = 1 + sum(1 for index, rank in enumerate(others, 1) if rank == first + index)
-        if run == len(ranks):
-            return cls(run)
-        return cls(len(ranks), others[run - 1] - first, run)
-
-    def ranks(self, first: int) -> tuple[int, ...]:
-        """Return the global ranks of the group that begins at `first`."""
-        runs = range(first, first + self.size // self.run * self.stride, self.stride)
-        return tuple(rank for start in runs for rank in range(start, start + self.run))
-
-    def tile(self, ranks: int) -> list[tuple[int, ...]]:
-        """Return all groups of this pattern among `ranks` ranks: every rank is in exactly one."""
-        groups = []
-        for start in range(0, ranks, self.size // self.run * self.stride):
-            groups += [self.ranks(first) for first in range(start, start + self.stride, self.run)]
-        return groups
 
 
 def tensor_group(tp: int) -> Group:
@@ -127,33 +93,49 @@ class Groups:
     @classmethod
     def of(cls, plan: Plan) -> Groups:
         """Return the groups of a Plan."""
-        shards = plan.shards if plan.sharding.cuts_optimizer else None
-        return _groups(plan.pp, plan.dp, plan.cp, plan.tp, plan.ep, shards, plan.tensor != "plain")
+        sizes = (plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp)
+        return _groups(sizes, plan.ep, plan.sharding.cuts_optimizer, plan.tensor != "plain", plan.order)
 
 
 @lru_cache(maxsize=1 << 12)
-def _groups(pp: int, dp: int, cp: int, tp: int, ep: int, shards: int | None, is_split: bool) -> Groups:
-    """Return the groups of a mesh. `shards` is the size of its axis `shard`, None if no state is cut."""
-    stage = dp * cp * tp
-    cut = 1 if shards is None else shards * cp
+def _groups(sizes: tuple[int, ...], ep: int, is_cut: bool, is_split: bool, order: str) -> Groups:
+    """Return the groups of a mesh. `sizes` are those of `AXES`."""
+    numbers = dict(zip(AXES, sizes, strict=True))
+    strides = strides_of(order, numbers)
+
+    def dims(*axes: str) -> list[Dim]:
+        return [(numbers[axis], strides[axis]) for axis in axes_of(order) if axis in axes]
+
+    def along(*axes: str) -> Group:
+        return Group.along(dims(*axes))
+
+    cut = ("shard", "cp") if is_cut else ()
+    copied = ("replicate",) if is_cut else ("replicate", "cp")
+    parted = split_dims(dims(*(cut or copied)), ep)
+    assert parted is not None, "Plan checks ep"
+    others, neighbours = parted
     # If a state is not sharded, its experts are on several ranks.
-    held = tp * (ep if shards is None else cut)
-    cut_experts = max(1, cut // ep)
+    held = dims(*cut) if is_cut else neighbours
     return Groups(
-        world=Group(pp * stage),
-        dp=Group(dp, cp * tp),
-        data=Group(dp * cp, tp),
-        cp=context_group(tp, cp),
-        tp=tensor_group(tp),
-        sequence=Group(cp * tp) if is_split else context_group(tp, cp),
-        ep=expert_group(tp, ep),
-        pp=Group(pp, stage),
-        stage=Group(stage),
-        parts=Group(pp * held, stage, held),
-        dense=FamilyGroups(Group(cut, tp), Group(dp * cp // cut, tp * cut)),
-        whole=FamilyGroups(Group(cut, tp), Group(dp * cp // cut * tp, tp * cut, tp)),
+        world=along(*AXES),
+        dp=along("replicate", "shard"),
+        data=along("replicate", "shard", "cp"),
+        cp=along("cp"),
+        tp=along("tp"),
+        sequence=along("cp", "tp") if is_split else along("cp"),
+        ep=Group.along(neighbours),
+        pp=along("pp"),
+        stage=along("replicate", "shard", "cp", "tp"),
+        parts=_nested(held, dims("pp", "tp")),
+        dense=FamilyGroups(along(*cut), along(*copied)),
+        whole=FamilyGroups(along(*cut), along(*copied, "tp")),
         experts=FamilyGroups(
-            Group(cut_experts, ep * tp),
-            Group(dp * cp // ep // cut_experts * tp, ep * cut_experts * tp, tp),
+            Group.along(others) if is_cut else Group(1),
+            _nested(dims("replicate") if is_cut else others, dims("tp")),
         ),
     )
+
+
+def _nested(*dims: list[Dim]) -> Group:
+    """Return the pattern along all these dims, given in any order."""
+    return Group.along(sorted(itertools.chain(*dims), key=lambda each: each[1], reverse=True))

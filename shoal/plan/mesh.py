@@ -1,7 +1,8 @@
 """The device mesh of a Plan: rank arithmetic, without process groups.
 
 Ranks are laid out row by row over the axes `pp, replicate, shard, cp, tp`, outermost first, so that
-neighbours along `tp` are neighbours in the node. `dp` names the pair `replicate, shard`.
+neighbours along `tp` are neighbours in the node. A Plan's `order` puts the axes in another order. `dp` names
+the pair `replicate, shard`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
+from shoal.plan.order import AXES, axes_of
 from shoal.plan.plan import Plan
 
-__all__ = ["AXES", "Mesh"]
-
-AXES = ("pp", "replicate", "shard", "cp", "tp")
-"""Axes of the mesh, outermost first."""
+__all__ = ["Mesh"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +23,16 @@ class Mesh:
 
     Attributes:
         sizes: Number of ranks along each of `AXES`.
+        order: The axes, outermost first.
     """
 
     sizes: tuple[int, ...]
+    order: tuple[str, ...] = AXES
 
     @classmethod
     def of(cls, plan: Plan) -> Mesh:
         """Return the mesh of a Plan. Without sharding, all of `dp` lies on the axis `replicate`."""
-        return cls((plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp))
+        return cls((plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp), axes_of(plan.order))
 
     @property
     def ranks(self) -> int:
@@ -48,16 +49,16 @@ class Mesh:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """Return all groups along these axes, each in mesh order; every rank is in exactly one."""
-        varying = [AXES.index(axis) for axis in self._expand(axes)]
+        varying = [self.order.index(axis) for axis in self._expand(axes)]
         groups: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(itertools.product(*map(range, self.sizes))):
+        for rank, place in enumerate(itertools.product(*map(range, self._ordered))):
             fixed = tuple(index for axis, index in enumerate(place) if axis not in varying)
             groups.setdefault(fixed, []).append(rank)
         return [tuple(group) for group in groups.values()]
 
     def _coordinates(self, rank: int) -> tuple[int, ...]:
         place = []
-        for size in reversed(self.sizes):
+        for size in reversed(self._ordered):
             rank, index = divmod(rank, size)
             place.append(index)
         return tuple(reversed(place))
@@ -65,11 +66,15 @@ class Mesh:
     def _flat(self, place: tuple[int, ...], axes: tuple[str, ...]) -> int:
         position = 0
         for axis in self._expand(axes):
-            index = AXES.index(axis)
-            position = position * self.sizes[index] + place[index]
+            index = self.order.index(axis)
+            position = position * self._ordered[index] + place[index]
         return position
 
-    @staticmethod
-    def _expand(axes: tuple[str, ...]) -> list[str]:
+    @property
+    def _ordered(self) -> tuple[int, ...]:
+        """Number of ranks along each axis of `order`."""
+        return tuple(self.sizes[AXES.index(axis)] for axis in self.order)
+
+    def _expand(self, axes: tuple[str, ...]) -> list[str]:
         named = [part for axis in axes for part in (("replicate", "shard") if axis == "dp" else (axis,))]
-        return sorted(named, key=AXES.index)
+        return sorted(named, key=self.order.index)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from shoal.errors import PlanError, nearest
+from shoal.plan.group import split_dims
+from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, require_order, strides_of
 from shoal.plan.schedules import (
     FOUND,
     NAMES,
@@ -56,7 +59,8 @@ class Plan:
         replicate: Number of replicas of a sharded state; divides dp (hybrid sharding). The states are then
             sharded over dp / replicate x cp ranks, and gradients are all-reduced over the replicas.
         shard: The states sharded over data parallel: none, optimizer state (zero1), also gradients (zero2),
-            also parameters (zero3).
+            also parameters (zero3), or optimizer state and parameters, with gradients that are summed whole
+            and reduced once a step (zero3-once).
         tensor: How tensor parallelism communicates: with the residual stream split along the sequence
             (sequence), with the stream split and gathers and scatters in chunks that overlap the products
             (async), or with the stream whole on every rank (plain).
@@ -73,13 +77,16 @@ class Plan:
             for the largest that makes four micro-batches for each stage, or as many as possible.
         exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
             all-reduce per parameter after backward (the reference).
-        bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 each block is a bucket.
+        bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 and zero3-once each block
+            is a bucket.
         recompute: What a block's backward computes again instead of keeping it: nothing, all but matrix
             products and attention (selective), or everything (full).
         precision: Type in which the model computes: fp32; tf32, fp32 whose products round their operands to
             tf32 where the device can; bf16; fp8, bf16 whose products in blocks round theirs to 8 bits. The
             optimizer's copy, its state and the sums of gradients are always fp32.
         reduce: Type in which ranks send each other gradients, fp32 or bf16.
+        order: The axes, outermost first: ranks that differ along the last one are neighbours, and those that
+            differ along the first one are farthest apart. Any order of pp, dp, cp and tp.
         compile: What torch.compile compiles: nothing (none), or each block and the loss (blocks). auto is
             blocks on GPUs where the cost model predicts that it is quicker, and none elsewhere.
     """
@@ -103,6 +110,7 @@ class Plan:
     recompute: str = "none"
     precision: str = "fp32"
     reduce: str = "fp32"
+    order: str = DEFAULT_ORDER
     compile: str = "auto"
 
     def __post_init__(self) -> None:
@@ -122,7 +130,8 @@ class Plan:
         if self.replicate > 1 and not self.sharding.cuts_optimizer:
             raise PlanError(
                 f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
-                possible="replicate divides dp for hybrid sharding, with shard=zero1, zero2 or zero3",
+                possible="replicate divides dp for hybrid sharding, with shard="
+                + " or ".join(each.name for each in SHARDINGS.values() if each.cuts_optimizer),
                 change=f"add shard=zero3, or leave out replicate={self.replicate}",
             )
         if self.dp % self.replicate:
@@ -144,6 +153,8 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, divisors(self.shards * self.cp)))}",
                 change="choose one of these, a smaller replicate, or shard=none",
             )
+        if self.order != DEFAULT_ORDER:
+            self._require_order()
         if self.activations is not None and self.schedule != FOUND:
             raise PlanError(
                 f"activations={self.activations} was given with schedule={self.schedule}, "
@@ -167,6 +178,23 @@ class Plan:
                 f"reduce={self.reduce}, pp={self.pp}",
                 possible="exchange=naive with shard=none, precision=fp32 or tf32, reduce=fp32 and pp=1",
                 change="leave out exchange=naive",
+            )
+
+    def _require_order(self) -> None:
+        """Check `order`, and that the ranks with other experts are a nested pattern in it."""
+        require_order(self.order)
+        sizes = dict(zip(AXES, (self.pp, self.replicas, self.shards, self.cp, self.tp), strict=True))
+        strides = strides_of(self.order, sizes)
+        parted = ("shard" if self.sharding.cuts_optimizer else "replicate", "cp")
+        dims = [(sizes[axis], strides[axis]) for axis in axes_of(self.order) if axis in parted]
+        if split_dims(dims, self.ep) is None:
+            over = math.prod(size for size, _ in dims)
+            possible = [ep for ep in divisors(over) if split_dims(dims, ep) is not None]
+            raise PlanError(
+                f"ep={self.ep} takes ranks along dp and along cp, and order={self.order} has others between "
+                "these",
+                possible=f"ep is one of {', '.join(map(str, possible))}",
+                change="choose one of these, or an order in which dp and cp follow each other",
             )
 
     def _require_stages(self) -> None:
@@ -342,7 +370,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _read(name: str, value: str) -> int | str:
-    if name in CHOICES or name == "split":
+    if name in CHOICES or name in ("split", "order"):
         return value
     try:
         return parse_bytes(value) if name == "bucket" else int(value)

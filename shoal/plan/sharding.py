@@ -1,14 +1,16 @@
 """The shardings of data parallelism: what each cuts over ranks, and when it communicates.
 
-    sharding   optimizer state   sums of gradients   weights   gradients are reduced   weights are gathered
-    none       whole             whole               whole     once a step             never
-    zero1      cut               whole               whole     once a step             once a step
-    zero2      cut               cut                 whole     every micro-batch       once a step
-    zero3      cut               cut                 cut       every micro-batch       every pass of a block
+    sharding     optimizer state   sums of gradients   weights   gradients are reduced   weights are gathered
+    none         whole             whole               whole     once a step             never
+    zero1        cut               whole               whole     once a step             once a step
+    zero3-once   cut               whole               cut       once a step             every pass of a block
+    zero2        cut               cut                 whole     every micro-batch       once a step
+    zero3        cut               cut                 cut       every micro-batch       every pass of a block
 
 The cuts decide the rest. A rank that holds a part of a sum has no memory for the whole, so it reduces with
 every micro-batch. A rank that changes a part of the weights gathers the others. ZeRO: Rajbhandari et al.,
-arXiv:1910.02054.
+arXiv:1910.02054. zero3-once is FSDP2 with `set_requires_gradient_sync(False)` for all micro-batches but the
+last.
 
 To add a sharding, add an entry here and its strategy in `shoal.parallel.apply`. Costs, simulator and planner
 ask a `Sharding`, and never compare names.
@@ -49,6 +51,11 @@ class Sharding:
         return self.cuts_gradients
 
     @property
+    def communicates_each_micro_batch(self) -> bool:
+        """Whether every micro-batch reduces gradients or gathers weights."""
+        return self.cuts_gradients or self.cuts_weights
+
+    @property
     def bucket_is_memory(self) -> bool:
         """Whether a backward holds gradients in buckets of the Plan's size, beside the sums.
 
@@ -65,8 +72,9 @@ SHARDINGS: Mapping[str, Sharding] = {
     for each in (
         UNSHARDED,
         Sharding(name="zero1", cuts_optimizer=True, cuts_gradients=False, cuts_weights=False),
+        Sharding(name="zero3-once", cuts_optimizer=True, cuts_gradients=False, cuts_weights=True),
         Sharding(name="zero2", cuts_optimizer=True, cuts_gradients=True, cuts_weights=False),
         FULLY_SHARDED,
     )
 }
-"""Every sharding, by name; later ones keep less on each rank."""
+"""Every sharding, by name; later ones keep less on each of many ranks."""

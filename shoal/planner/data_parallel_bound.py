@@ -4,19 +4,21 @@ A rank's data-parallel collectives travel one after another, at best beside its 
 to gather the weights of n layers, R the seconds to reduce their gradients, and F and B the seconds of their
 forward and backward on a rank. Then a micro-batch takes at least
 
-    zero2   F + max(B, R)                   reduced in every backward
-    zero3   max(F, G) + max(B, R + G)       also gathered in both; without a pipeline the last layer's weights
-                                            stay from forward to backward
+    zero2        F + max(B, R)                reduced in every backward
+    zero3-once   max(F, G) + max(B, G)        gathered in both; without a pipeline the last layer's weights
+                                              stay from forward to backward
+    zero3        max(F, G) + max(B, R + G)    gathered in both, and reduced in every backward
 
-and some rank has n = ceil(layers / pp). With none and zero1 gradients are reduced once. In a pipeline whose
-first rank has the stages 1 to v, with m micro-batches, a step takes longer by at least
+and some rank has n = ceil(layers / pp). With none, zero1 and zero3-once gradients are reduced once. In a
+pipeline whose first rank has the stages 1 to v, with m micro-batches, a step takes longer by at least
 
     R_1 + max(0, R_2 + ... + R_v - min(m, pp) (B_1 + ... + B_(v-1)))    or max(0, R_1 - B_1) where pp=1
     max(0, G_1 - F_1)                                                   with zero1
 
-With zero3 each layer is a bucket. Otherwise all layers of a stage count as one bucket: the larger a bucket
-is, the less time each byte takes. If layers are unlike, each counts as the cheapest one, and the ends count
-as nothing. `shoal.cost.time.data_parallel` gives the time of each collective.
+Where weights are gathered for every pass, each layer is a bucket. Otherwise all layers of a stage count as
+one bucket: the larger a bucket is, the less time each byte takes. If layers are unlike, each counts as the
+cheapest one, and the ends count as nothing. `shoal.cost.time.data_parallel` gives the time of each
+collective.
 """
 
 from __future__ import annotations
@@ -117,11 +119,12 @@ class LeastDataParallel:
     def _in_passes(self, degrees: Degrees, sharding: HybridSharding) -> Passes:
         """Return the seconds of only the gradients' and weights' communication."""
         layers = math.ceil(self._layers / degrees.pp)
-        if not sharding.kind.reduces_each_micro_batch:
+        if not sharding.kind.communicates_each_micro_batch:
             return _NOTHING
         if not sharding.kind.cuts_weights:
             return Passes(0.0, self._reduce(degrees, sharding, layers))
-        gather, reduce = (each(degrees, sharding, 1) for each in (self._gather, self._reduce))
+        gather = self._gather(degrees, sharding, 1)
+        reduce = self._reduce(degrees, sharding, 1) if sharding.kind.reduces_each_micro_batch else 0.0
         again = layers - 1 if degrees.pp == 1 else layers
         return Passes(layers * gather, again * gather + layers * reduce)
 

@@ -113,7 +113,7 @@ class Shared:
 
         Return 0 if one of them communicates nothing in a micro-batch: then the times of blocks bound better.
         """
-        if not all(each.kind.reduces_each_micro_batch for each in shardings):
+        if not all(each.kind.communicates_each_micro_batch for each in shardings):
             return 0.0
         least = self.least_data_parallel.of_micro_batch
         return min([least(degrees, sharding, work.least) for sharding in shardings])

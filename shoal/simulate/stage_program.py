@@ -8,7 +8,7 @@ Weights and gradients travel beside compute as in `shoal.parallel`:
     zero2   as zero1, but every backward reduces the gradients that it has copied in fp32 to buckets
     zero3   each block is gathered while the one before it computes, in forward and in backward, and reduced
             in every backward. Without a pipeline the forward's last block, the embedding and the end stay for
-            the backward that follows.
+            the backward that follows. zero3-once gathers as zero3, and reduces as none
 """
 
 from __future__ import annotations

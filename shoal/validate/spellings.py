@@ -16,6 +16,7 @@ SHARDING_NAMES: Mapping[str, tuple[str, ...]] = {
     "zero1": ("1", "stage 1", "distributed optimizer", "dist opt", "sharded optimizer"),
     "zero2": ("2", "stage 2", "shard_grad_op"),
     "zero3": ("3", "stage 3", "fsdp", "fsdp1", "fsdp2", "full_shard"),
+    "zero3-once": ("fsdp no_sync", "fsdp2 no_sync", "full_shard no_sync"),
     "hsdp": ("hybrid_shard", "hybrid sharding", "hybrid"),
 }
 """Names of shardings: the states that data-parallel ranks share; hsdp is zero3 within each node."""

@@ -95,8 +95,11 @@ _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib", "source", "note")
 _LATER = ("compile", "tied")  # columns that are a setting only where they are filled in
 
 _MICROBATCHES = (1, 2, 4, 8, 16)  # values to try if a row states none
-_SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
-"""Shardings to try if a row states none; to cut only gradients takes no less time than not to."""
+_SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights == each.cuts_gradients)
+"""Shardings to try if a row states none.
+
+To cut only gradients takes no less time than not to; authors who cut only weights say so.
+"""
 
 _VIRTUALS = (1, 2, 4)  # values to try if the row does not even state pp
 

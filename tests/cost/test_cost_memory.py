@@ -18,7 +18,7 @@ from shoal.cost.memory.smallest_fit import smallest_fit, too_large
 from shoal.cost.memory.states import state_bytes
 from shoal.cost.memory.torchtitan_recompute import every_second_product
 from shoal.errors import PlanError
-from shoal.plan import Plan, SettledPlan
+from shoal.plan import SHARDINGS, Plan, SettledPlan
 from shoal.plan.schedules import NAMES, Work, make
 from shoal.workload import Block, Keep, ModelShape, Parameters, Part, Saved, workload_of
 
@@ -131,6 +131,7 @@ def test_a_layer_of_a_gpt_keeps_what_korthikanti_et_al_count(layout, fused, form
     [
         ("none", lambda d: 16, lambda d: 18),
         ("zero1", lambda d: 8 + 8 / d, lambda d: 6 + 12 / d),
+        ("zero3-once", lambda d: 4 + 12 / d, lambda d: 4 + 12 / d),
         ("zero2", lambda d: 4 + 12 / d, lambda d: 2 + 16 / d),
         ("zero3", lambda d: 16 / d, lambda d: 16 / d),
     ],
@@ -263,7 +264,7 @@ def plans(draw):
         return draw(st.sampled_from(values))
 
     schedule = one_of("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "looped-bfs")
-    shard = one_of("none", "zero1", "zero2", "zero3")
+    shard = one_of(*SHARDINGS)
     return SettledPlan(
         dp=one_of(1, 2, 4),
         tp=one_of(1, 2, 4),
@@ -312,8 +313,9 @@ def test_recompute_and_sharding_never_take_more(plan):
 
     kept = [most("kept", recompute=each, shard="none") for each in ("full", "selective", "none")]
     assert kept == sorted(kept)
-    states = [most("states", shard=each) for each in ("zero3", "zero2", "zero1", "none")]
-    assert states == sorted(states)
+    for more_and_more in (("zero3", "zero2", "zero1", "none"), ("zero3", "zero3-once", "zero1")):
+        states = [most("states", shard=each) for each in more_and_more]
+        assert states == sorted(states)
 
 
 def test_any_module_s_saved_tensors_count_as_they_are_listed():

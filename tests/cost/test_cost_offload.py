@@ -56,14 +56,14 @@ def test_weights_in_the_host_s_memory_come_twice_for_each_micro_batch():
     assert found.host_bytes == pytest.approx(8 * (12 + 2) * OWNED)
 
 
-@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3", "zero3-once"])
 def test_the_device_is_left_with_what_still_computes(shard):
     plan = ZERO3.replace(shard=shard)
     (memory,) = memory_of(WORKLOAD, plan, BATCH)
     left = memory.states - offload(plan).freed(memory) - memory.parts["gradients"]
-    shards = 8 if shard == "zero3" else 1
+    shards = 8 if shard.startswith("zero3") else 1
     assert left == pytest.approx(2 * WORKLOAD.parameters / shards)  # weights of 16 bit
-    if shard == "zero3":
+    if shard.startswith("zero3"):
         assert offload(plan, what="parameters").freed(memory) == pytest.approx(
             memory.parts["optimizer"] + memory.parts["weights"]
         )

@@ -17,7 +17,7 @@ RANKS = 64
 
 
 @pytest.mark.parametrize("gbits", [400, 10], ids="{} Gbit/s".format)
-@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3", "zero3-once"])
 def test_what_data_parallelism_does_not_hide(shard, gbits):
     cluster = Cluster.preset("dgx-h100", RANKS)
     network = Level(name="network", devices=RANKS, bandwidth=gbits * 1e9 / 8)
@@ -38,11 +38,11 @@ def test_what_data_parallelism_does_not_hide(shard, gbits):
     )
 
     def in_buckets(parameters):
-        return 1 if shard == "zero3" else -(-parameters // layer)
+        return 1 if shard.startswith("zero3") else -(-parameters // layer)
 
     def copied(parameters):
         """Two passes for each bucket: from 2 bytes to 4, and to the sum of this rank's part."""
-        if shard in ("none", "zero1"):
+        if shard in ("none", "zero1", "zero3-once"):
             return 0.0
         nbytes = (2 + 4 + 3 * 4 / RANKS) * parameters
         return pass_seconds(cluster.device, nbytes, 2 * in_buckets(parameters))
@@ -66,10 +66,12 @@ def test_what_data_parallelism_does_not_hide(shard, gbits):
     g, of_ends = layers * gathered[1], gathered[0] + gathered[2]
     after = one.forward + last.forward
     gather = of_ends + max(c * (g - gathered[1]) + gathered[1], g - (f - after))
+    again = max(c * (g - gathered[1]), g - gathered[1] - (layers - 1) * one.backward)
     expected = {
         "none": reduce(),
         "zero1": gather + reduce(),
         "zero2": gather + m * reduce(),
+        "zero3-once": m * (gather + again) + max(0, reduce(also=g - gathered[1]) - again),
         "zero3": m * (gather + reduce(also=g - gathered[1])),
     }
     assert costs.step(plan, BATCH).parts["data"] == pytest.approx(expected[shard])

@@ -47,7 +47,11 @@ def simulated_rank(rank: int, ranks: int) -> Iterator[list[Any]]:
 
 
 def test_all_ranks_make_the_groups_of_nccl_in_one_order_and_on_their_device():
-    for text in ("dp=2,tp=2,pp=4,shard=zero1,schedule=interleaved", "dp=4,cp=2,ep=2,shard=zero3,replicate=2"):
+    for text in (
+        "dp=2,tp=2,pp=4,shard=zero1,schedule=interleaved",
+        "dp=4,cp=2,ep=2,shard=zero3,replicate=2",
+        "dp=2,tp=2,pp=4,shard=zero1,order=dp-pp-cp-tp",
+    ):
         plan = Plan.parse(text)
         orders = []
         for rank in range(plan.ranks):
@@ -58,8 +62,9 @@ def test_all_ranks_make_the_groups_of_nccl_in_one_order_and_on_their_device():
         assert {(backend, device) for _, backend, device in orders[0]} == {("nccl", torch.device("cuda", 0))}
 
 
-def test_ranks_with_neighbouring_stages_have_a_channel_of_their_own():
-    plan = Plan.parse("pp=4,tp=2,schedule=interleaved")
+@pytest.mark.parametrize("order", ["pp-dp-cp-tp", "dp-tp-cp-pp"])
+def test_ranks_with_neighbouring_stages_have_a_channel_of_their_own(order):
+    plan = Plan.parse(f"pp=4,tp=2,schedule=interleaved,order={order}")
     for rank in range(8):
         with simulated_rank(rank, 8):
             pp = Axes.build(plan, NullRecorder()).pp

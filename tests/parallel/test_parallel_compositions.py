@@ -82,7 +82,7 @@ def test_every_way_trains_as_one_process_does(ranks, alone, tp, tensor):
     check(ranks, alone, f"tp={tp},tensor={tensor}")
 
 
-@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3", "zero3-once"])
 @pytest.mark.parametrize("tensor", ["sequence", "plain"])
 def test_it_composes_with_every_sharding(ranks, alone, shard, tensor):
     check(ranks, alone, f"dp=2,tp=2,tensor={tensor},shard={shard}")
@@ -99,6 +99,7 @@ def test_it_composes_with_every_sharding(ranks, alone, shard, tensor):
         "dp=2,cp=2,shard=zero1",
         "dp=2,cp=2,shard=zero2,replicate=2",
         "dp=2,cp=2,shard=zero3,recompute=full",
+        "dp=2,cp=2,shard=zero3-once",
     ],
 )
 def test_it_composes_with_context_parallelism(ranks, alone, plan):
@@ -116,6 +117,7 @@ EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24, "balance_weig
         "dp=4,ep=4",
         "dp=4,ep=2,shard=zero1",
         "dp=4,ep=2,shard=zero3",
+        "dp=4,ep=2,shard=zero3-once",
         "dp=4,ep=2,shard=zero2,replicate=2",
         "tp=2",
         "tp=2,tensor=plain",
@@ -130,6 +132,19 @@ EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24, "balance_weig
 )
 def test_experts_compose_with_everything(ranks, alone, plan):
     check(ranks, alone, plan, **EXPERTS)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,tp=2,ep=2,shard=zero3,order=tp-dp-cp-pp",
+        "cp=2,tp=2,ep=2,order=pp-dp-tp-cp",
+        "dp=2,cp=2,ep=4,shard=zero1,order=cp-dp-pp-tp",
+        "dp=2,cp=2,tp=2,ep=2,order=dp-tp-cp-pp",
+    ],
+)
+def test_the_order_of_the_axes_over_the_ranks_changes_nothing(ranks, alone, plan):
+    check(ranks, alone, plan, **EXPERTS, capacity=1.0)
 
 
 def test_experts_of_a_capacity_drop_the_same_choices(ranks, alone):

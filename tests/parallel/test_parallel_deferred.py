@@ -266,7 +266,14 @@ def train_in_halves(text, halves):
 
 
 @pytest.mark.parametrize(
-    "text", ["dp=2", "dp=2,shard=zero1", "dp=2,shard=zero2,bucket=16KiB", "dp=2,shard=zero3"]
+    "text",
+    [
+        "dp=2",
+        "dp=2,shard=zero1",
+        "dp=2,shard=zero2,bucket=16KiB",
+        "dp=2,shard=zero3",
+        "dp=2,shard=zero3-once",
+    ],
 )
 def test_gradients_are_reduced_over_ranks_in_the_second_half(ranks, text):
     expected = ranks.run(train_in_halves, 2, text, False)

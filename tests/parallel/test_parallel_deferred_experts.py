@@ -203,6 +203,7 @@ def gradients_of_a_step(text):
         ("dp=2,pp=2,ep=2", "zb-h1"),
         ("dp=2,pp=2,ep=2,recompute=full,shard=zero1", "zb-v"),
         ("dp=2,pp=2,ep=2,recompute=selective,shard=zero3", "zb-v"),
+        ("dp=2,pp=2,ep=2,shard=zero3-once", "zb-v"),
         ("tp=2,pp=2,tensor=plain", "dualpipe-v"),
         ("tp=2,pp=2,tensor=sequence,recompute=full", "zb-h1"),
     ],

@@ -112,18 +112,21 @@ def test_eight_stages_on_four_ranks(ranks, alone, schedule):
         ("zero2", "zb-v"),
         ("zero3", "1f1b"),
         ("zero3", "interleaved"),
+        *(("zero3-once", schedule) for schedule in NAMES),
     ],
 )
 def test_it_composes_with_every_sharding(ranks, alone, shard, schedule):
     check(ranks, alone, f"dp=2,pp=2,shard={shard},schedule={schedule}", tie_embeddings=False)
 
 
-@pytest.mark.parametrize("shard", ["none", "zero1", "zero3"])
+@pytest.mark.parametrize("shard", ["none", "zero1", "zero3", "zero3-once"])
 def test_tied_embeddings_on_two_ranks_are_one(ranks, alone, shard):
     check(ranks, alone, f"dp=2,pp=2,shard={shard}", tie_embeddings=True)
 
 
-@pytest.mark.parametrize(("shard", "schedule"), [("zero2", "dualpipe-v"), ("zero3", "zb-v")])
+@pytest.mark.parametrize(
+    ("shard", "schedule"), [("zero2", "dualpipe-v"), ("zero3", "zb-v"), ("zero3-once", "zb-v")]
+)
 def test_tied_embeddings_of_two_stages_on_one_rank_are_one(ranks, alone, shard, schedule):
     check(ranks, alone, f"dp=2,pp=2,shard={shard},schedule={schedule}", tie_embeddings=True)
 
@@ -163,6 +166,24 @@ def test_a_tied_embedding_is_gathered_for_its_own_stage_alone(ranks):
 )
 def test_it_composes_with_tensor_parallelism(ranks, alone, tensor, schedule):
     check(ranks, alone, f"tp=2,pp=2,tensor={tensor},schedule={schedule}")
+
+
+@pytest.mark.parametrize("degrees", ["tp=2,tensor=plain", "cp=2", "dp=2,replicate=2"])
+def test_whole_sums_of_cut_weights_compose_with_what_divides_the_rest(ranks, alone, degrees):
+    check(ranks, alone, f"{degrees},pp=2,shard=zero3-once,schedule=zb-h1")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp=2,pp=2,shard=zero3-once,order=dp-pp-cp-tp",
+        "dp=2,pp=2,order=tp-cp-dp-pp,schedule=zb-v",
+        "tp=2,pp=2,order=tp-pp-dp-cp",
+        "dp=2,cp=2,pp=2,shard=zero1,order=dp-pp-cp-tp",
+    ],
+)
+def test_stages_may_be_neighbours_in_the_node(ranks, alone, plan):
+    check(ranks, alone, plan, tie_embeddings=True)
 
 
 @pytest.mark.parametrize("context", ["ring", "ulysses"])

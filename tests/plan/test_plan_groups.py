@@ -1,19 +1,9 @@
 """Which ranks communicate, held to the mesh."""
 
 from hypothesis import given
-from hypothesis import strategies as st
+from plan_stand_ins import plans
 
-from shoal.plan import FULLY_SHARDED, UNSHARDED, Groups, Mesh, Plan, divisors
-
-
-@st.composite
-def plans(draw):
-    dp, cp, tp, pp = (draw(st.integers(1, 4)) for _ in range(4))
-    shard = draw(st.sampled_from((UNSHARDED.name, FULLY_SHARDED.name)))
-    replicate = draw(st.sampled_from(divisors(dp))) if shard != UNSHARDED.name else 1
-    ep = draw(st.sampled_from(divisors(dp // replicate * cp)))
-    tensor = draw(st.sampled_from(("sequence", "plain")))
-    return Plan(dp=dp, cp=cp, tp=tp, pp=pp, ep=ep, replicate=replicate, shard=shard, tensor=tensor)
+from shoal.plan import Groups, Mesh
 
 
 @given(plans())
@@ -44,8 +34,10 @@ def test_groups_are_those_of_the_mesh(plan):
 def test_ranks_with_the_same_experts_keep_them_together_and_all_experts_are_in_a_group(plan):
     mesh, groups = Mesh.of(plan), Groups.of(plan)
 
+    within = ("shard", "cp") if plan.sharding.cuts_optimizer else ("dp", "cp")
+
     def experts(rank):
-        return mesh.coordinate(rank, "dp", "cp") % plan.ep
+        return mesh.coordinate(rank, *within) % plan.ep
 
     for members in groups.ep.tile(plan.ranks):
         assert sorted(map(experts, members)) == list(range(plan.ep))

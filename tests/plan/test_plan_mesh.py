@@ -8,12 +8,12 @@ from shoal.plan import AXES, Mesh, Plan
 sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
 
 
-@given(sizes, st.sets(st.sampled_from(AXES), min_size=1))
-def test_groups_are_the_rows_of_the_array_of_ranks(sizes, axes):
-    mesh = Mesh(sizes)
-    ordered = [axis for axis in AXES if axis in axes]
-    ranks = np.arange(mesh.ranks).reshape(sizes)
-    last = np.moveaxis(ranks, [AXES.index(axis) for axis in ordered], range(-len(ordered), 0))
+@given(sizes, st.permutations(AXES), st.sets(st.sampled_from(AXES), min_size=1))
+def test_groups_are_the_rows_of_the_array_of_ranks(sizes, order, axes):
+    mesh = Mesh(sizes, tuple(order))
+    ordered = [axis for axis in order if axis in axes]
+    ranks = np.arange(mesh.ranks).reshape([sizes[AXES.index(axis)] for axis in order])
+    last = np.moveaxis(ranks, [order.index(axis) for axis in ordered], range(-len(ordered), 0))
     rows = last.reshape(-1, int(np.prod([sizes[AXES.index(axis)] for axis in ordered])))
     assert sorted(mesh.groups(*axes)) == sorted(map(tuple, rows.tolist()))
     for rank in range(mesh.ranks):
@@ -40,3 +40,9 @@ def test_ranks_along_dp_are_those_of_all_replicas_and_all_shards():
 
 def test_neighbours_along_tp_are_neighbours_in_the_node():
     assert Mesh.of(Plan.parse("dp=2,tp=2")).groups("tp") == [(0, 1), (2, 3)]
+
+
+def test_an_order_puts_stages_next_to_each_other_and_data_parallel_across_nodes():
+    mesh = Mesh.of(Plan.parse("dp=2,pp=2,tp=2,order=dp-pp-cp-tp"))
+    assert mesh.groups("dp") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert mesh.groups("pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]

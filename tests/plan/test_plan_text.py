@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, Plan, SettledPlan, divisors
+from shoal.plan import CHOICES, DEFAULT_ORDER, Plan, SettledPlan, divisors
 from shoal.plan.schedules import kind_of
 
 
@@ -24,12 +24,13 @@ def plans(draw):
         lambda counts: "-".join(map(str, counts))
     )
     shards, cp = draw(st.integers(1, 8)), draw(st.integers(1, 4))
+    ep = draw(st.sampled_from(divisors(shards * cp)))
     return Plan(
         dp=replicate * shards,
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=draw(st.sampled_from(divisors(shards * cp))),
+        ep=ep,
         tensor=draw(st.sampled_from(CHOICES["tensor"])),
         context=draw(st.sampled_from(CHOICES["context"])),
         schedule=schedule,
@@ -45,6 +46,7 @@ def plans(draw):
         precision=precision,
         reduce=reduce,
         compile=draw(st.sampled_from(CHOICES["compile"])),
+        order=draw(st.permutations(("pp", "dp", "cp", "tp")).map("-".join)) if ep == 1 else DEFAULT_ORDER,
     )
 
 
@@ -73,6 +75,9 @@ def test_settings_left_out_have_their_defaults():
         ("dp=2,shard=zero1,exchange=naive", "naive"),
         ("dp=2,ep=3", "ep=3"),
         ("dp=4,shard=zero3,replicate=4,ep=2", "the 1 ranks over which shard=zero3 shards a state"),
+        ("order=pp-dp-cp", "each of pp, dp, cp and tp once"),
+        ("order=pp-dp-cp-tp-ep", "each of pp, dp, cp and tp once"),
+        ("dp=3,cp=4,pp=2,ep=6,order=dp-pp-cp-tp", "ep is one of 1, 2, 4, 12"),
         ("pp=2,activations=4", "write schedule=search"),
         ("pp=2,schedule=search,activations=0", "activations=0"),
         ("pp=2,schedule=search,virtual=2,activations=1", "2 or more"),

@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
         tp=draw(st.sampled_from((1, 2))),
         schedule=schedule,
         virtual=2 if schedule in ("zb-v", "interleaved") else 1,
-        shard=draw(st.sampled_from(("none", "zero1", "zero2", "zero3"))),
+        shard=draw(st.sampled_from(("none", "zero1", "zero2", "zero3", "zero3-once"))),
         microbatch=1,
         precision="bf16",
     )
@@ -64,7 +64,7 @@ def test_the_parts_are_those_that_the_spans_explain(plan, rate):
             assert ours.collectives[operation].seconds == pytest.approx(figures.seconds)
 
 
-@pytest.mark.parametrize("plan", ["dp=4,shard=zero3", "dp=4,shard=zero1", "dp=4"])
+@pytest.mark.parametrize("plan", ["dp=4,shard=zero3", "dp=4,shard=zero3-once", "dp=4,shard=zero1", "dp=4"])
 def test_without_a_pipeline_what_is_waited_for_is_what_the_spans_explain(plan):
     simulated = simulate(MODEL, cluster(4, 1e9), SettledPlan.parse(f"{plan},microbatch=1,precision=bf16"), 8)
     spans = explain(simulated.timeline)

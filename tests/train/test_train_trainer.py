@@ -26,7 +26,7 @@ from train_stand_ins import (
 from shoal.errors import CheckpointError, PlanError
 from shoal.plan import Plan
 
-SHARDS = ("none", "zero1", "zero2", "zero3")
+SHARDS = ("none", "zero1", "zero2", "zero3", "zero3-once")
 LAYOUTS = [f"dp={ranks},shard={shard},microbatch=2" for ranks in (1, 2) for shard in SHARDS]
 HYBRID = "dp=4,replicate=2,shard=zero3"
 
@@ -66,6 +66,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_interrupted(ranks, tmp_pa
         ("dp=2,shard=zero3", "dp=1"),
         ("dp=1", "dp=4,replicate=2,shard=zero1"),
         ("dp=4,shard=zero2,microbatch=1", "dp=2"),
+        ("dp=2,shard=zero3-once,microbatch=1", "dp=4,replicate=2,shard=zero3-once"),
         ("dp=2,exchange=naive", "dp=2,shard=zero3"),
     ],
 )
@@ -86,6 +87,7 @@ def test_a_run_goes_on_under_another_layout_and_sees_each_sample_once(ranks, tmp
         ("dp=1", "cp=2,tp=2,shard=zero1"),
         ("dp=2,tp=2,shard=zero3", "tp=2,tensor=plain"),
         ("cp=2,shard=zero2", "dp=2,tp=2"),
+        ("dp=2,tp=2,shard=zero3,order=tp-dp-cp-pp", "dp=2,tp=2,shard=zero3"),
     ],
 )
 def test_a_run_goes_on_with_layers_split_otherwise(ranks, tmp_path, plain, first, second):

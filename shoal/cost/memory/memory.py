@@ -56,7 +56,7 @@ class RankMemory:
         parts: Bytes by name: weights, gradients, optimizer, activations, working, gathered, buckets,
             messages, workspaces, fragments, reserved.
         states: Bytes of weights, gradients and optimizer between two steps.
-        kept: Bytes that forwards keep for backward; with zero3 they include gathered weights.
+        kept: Bytes that forwards keep for backward, with gathered weights if these are cut.
     """
 
     rank: int
@@ -153,7 +153,7 @@ class Memories:
         cut: tuple[object, ...] = (layout,)
         if plan.pp > 1:
             cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
-        key = (*cut, plan.shard, plan.bucket) if plan.sharding.cuts_gradients else cut
+        key = (*cut, plan.shard, plan.bucket) if plan.sharding.communicates_each_micro_batch else cut
         ranks = self._largest.get(key)
         if ranks is None:
             outlines = self._uncovered.get(cut)

@@ -13,9 +13,9 @@ files. The seconds of one step are:
                 s N go out of files and into them: the longest of 30 N / H, w N / L and 2 s N / D
 
 They replace the optimizer's passes on the device. The weights can be in the host's memory too, with zero3
-alone, because other shardings need them whole all the time. Then the update sends no weights up the link.
-Instead each device fetches its shards before they are gathered, in the forward (F seconds) and again in the
-backward of each of m micro-batches:
+and zero3-once alone, because other shardings need them whole all the time. Then the update sends no weights
+up the link. Instead each device fetches its shards before they are gathered, in the forward (F seconds) and
+again in the backward of each of m micro-batches:
 
     weights     m (max(0, w N / L - F) + max(0, w N / L - B)); from files, at the lesser of L and D
 

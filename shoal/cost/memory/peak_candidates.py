@@ -12,8 +12,8 @@ before it. If the backend copies what it reduces, as gloo does, one of these cou
 the rank has its shards. The head is one bucket. Each layer is one bucket too, or with zero2 as many layers as
 `bucket` allows.
 
-With zero3 the gathered weights count too: those of embedding and head from forward to backward, and those of
-the last layer; at block k, those of two layers and of the embedding.
+With zero3 and zero3-once the gathered weights count too: those of embedding and head from forward to
+backward, and those of the last layer; at block k, those of two layers and of the embedding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Moment(NamedTuple):
         name: Name of the moment, as in the table above.
         activations: Bytes kept from forward to backward, or made again from those.
         working: Bytes that exist for this moment alone.
-        gathered: Bytes of gathered weights, with zero3.
+        gathered: Bytes of gathered weights, if these are cut.
         buckets: Bytes of gradients not yet reduced.
         freed: Bytes of gradients that were reduced since the step began. A rank holds these divided by the
             sharding degree.
@@ -115,7 +115,7 @@ def moments_of(
 
 
 def gathered_bytes(plan: SettledPlan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
-    """Return the bytes of weights that zero3 has gathered when forward ends.
+    """Return the bytes of cut weights that are gathered when forward ends.
 
     The arguments are those of `moments_of`.
     """

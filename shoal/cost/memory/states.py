@@ -1,14 +1,15 @@
 """Bytes that training with Adam keeps for each parameter from step to step.
 
-    shard   weights          gradients   optimizer
-    none    w                4           8 + m
-    zero1   w                4           (8 + m) / s
-    zero2   w                4 / s       (8 + m) / s
-    zero3   4 / s            4 / s       8 / s
+    shard        weights     gradients   optimizer
+    none         w           4           8 + m
+    zero1        w           4           (8 + m) / s
+    zero3-once   4 / s       4           8 / s
+    zero2        w           4 / s       (8 + m) / s
+    zero3        4 / s       4 / s       8 / s
 
 These are bytes per parameter. s is the sharding degree, w the bytes of a weight, and m those of the
-optimizer's own copy of the weight: in fp32 w = 4 and m = 0, in bf16 w = 2 and m = 4. With zero3 that copy is
-the only one between two steps.
+optimizer's own copy of the weight: in fp32 w = 4 and m = 0, in bf16 w = 2 and m = 4. With zero3 and
+zero3-once that copy is the only one between two steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class States(NamedTuple):
     """Bytes per parameter on a rank.
 
     Attributes:
-        weights: Bytes of the weights that compute, or with zero3 of the shards that they are gathered from.
+        weights: Bytes of the weights that compute, or of the shards that they are gathered from.
         gradients: Bytes of the sums of gradients.
         optimizer: Bytes of Adam's two moments, and of its copy of the weights if these have 16 bit.
     """

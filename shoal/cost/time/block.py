@@ -35,7 +35,6 @@ from shoal.cost.time.compute import (
 from shoal.cost.time.host import starting_seconds
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late
-from shoal.plan.groups import context_group, expert_group
 from shoal.workload import Block, Part, Pass, Product
 
 __all__ = ["BlockCost", "block_cost"]
@@ -145,7 +144,7 @@ def _context(block: Block, length: int, cluster: Cluster, layout: Layout) -> tup
     if layout.cp == 1:
         return 0.0, 0.0
     forward = backward = 0.0
-    group = context_group(layout.tp, layout.cp)
+    group = layout.context_group
     host = host_seconds(cluster)
     for attention in block.attentions:
         samples = layout.microbatch * length / layout.cp / layout.tp * layout.width
@@ -168,7 +167,7 @@ def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, floa
     if layout.ep == 1 or not block.routed:
         return 0.0, 0.0
     nbytes = float(layout.width) * block.routed * layout.share(Part.STREAM)
-    each = collective_seconds("all_to_all", nbytes, expert_group(layout.tp, layout.ep), cluster)
+    each = collective_seconds("all_to_all", nbytes, layout.expert_group, cluster)
     each += host_seconds(cluster)
     return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)
 

@@ -3,7 +3,7 @@
 `shoal.plan.groups` says which families of parameters there are, and which ranks keep them.
 
 Buckets of each family are filled in the order of backward, up to `Plan.bucket` bytes of weights; the
-embedding and the end have buckets of their own, and with zero3 every block has one.
+embedding and the end have buckets of their own, and with cut weights every block has one.
 """
 
 from __future__ import annotations

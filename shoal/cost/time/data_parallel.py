@@ -19,12 +19,14 @@ hidden. Gradients that are reduced in every backward (zero2, zero3) are first co
 and then added to the rank's shard; these passes make backward longer. Where weights are gathered beside
 gradients, each may fill the gaps of the other, so that only their sum or the gradients alone bound.
 
-    none, zero1   reduce once: without a pipeline beside the last backward; in a pipeline after a stage's last
-                  backward, which is the rank's last work for one of its stages
+    none, zero1,  reduce once: without a pipeline beside the last backward; in a pipeline after a stage's last
+    zero3-once    backward, which is the rank's last work for one of its stages
     zero1, zero2  gather once, when the step begins
-    zero2         reduce in every backward
-    zero3         gather in every forward and backward, and reduce in every backward; without a pipeline the
-                  embedding, the end and the last layer stay from forward to backward
+    zero2, zero3  reduce in every backward
+    zero3,        gather in every forward and backward; without a pipeline the embedding, the end and the last
+    zero3-once    layer stay from forward to backward. A backward that gathers A seconds of weights and reduces
+                  nothing takes longer by max(c A, A - `beside`), where `beside` are the seconds of backward of
+                  the layers before the one that waits last
 
 `shoal.simulate` plays what really happens, which takes as long or longer; a test holds that.
 """
@@ -84,6 +86,7 @@ class _BucketsOfStage:
         front: Blocks whose forward runs before the first layer's.
         behind: Blocks whose backward runs before the last layer's.
         after: Blocks whose forward runs after the last bucket has come.
+        beside: Layers whose backward runs beside the gathers of a backward.
         reduce_load, gather_load: Mean load of reduce without `last`, and of gather without `first`, on the
             device (`network.collective_load`).
         reduce_loaded, gather_loaded: Seconds of all reduces and gathers, each times its load.
@@ -101,6 +104,7 @@ class _BucketsOfStage:
     front: Runs
     behind: Runs
     after: Runs
+    beside: Runs
     reduce_load: float
     gather_load: float
     reduce_loaded: float
@@ -130,7 +134,7 @@ class DataParallelCosts:
 
     def in_passes(self, plan: SettledPlan, stage: StageWork) -> tuple[float, float]:
         """Return the least exposed seconds in every forward and every backward of a stage."""
-        if not plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
+        if not plan.sharding.communicates_each_micro_batch or plan.ranks == plan.pp:
             return 0.0, 0.0
         layout = Layout.of(plan)
         found = self._buckets_of_stage(plan, stage, layout.width)
@@ -139,9 +143,11 @@ class DataParallelCosts:
         before, again = 0.0, found.gather - found.top
         if plan.pp > 1:
             before = found.ends + max(0.0, found.top - self._backward(found.behind, layout))
-        return self._before_forward(found, stage, layout), before + self._behind_backward(
-            found, again, found.gather_load, stage, layout
-        )
+        if plan.sharding.reduces_each_micro_batch:
+            behind = self._behind_backward(found, again, found.gather_load, stage, layout)
+        else:
+            behind = self._in_backward(found, again, stage, layout)
+        return self._before_forward(found, stage, layout), before + behind
 
     def before_step(self, plan: SettledPlan, stage: StageWork) -> float:
         """Return the least exposed seconds of weights that a stage's first forward waits for."""
@@ -184,7 +190,13 @@ class DataParallelCosts:
             return 0.0
         layout = Layout.of(plan)
         found = self._buckets_of_stage(plan, stage, layout.width)
-        return found.reduce if plan.pp > 1 else self._behind_backward(found, 0.0, 0.0, stage, layout)
+        if plan.pp > 1:
+            return found.reduce
+        if not plan.sharding.cuts_weights:
+            return self._behind_backward(found, 0.0, 0.0, stage, layout)
+        again = found.gather - found.top
+        behind = self._behind_backward(found, again, found.gather_load, stage, layout)
+        return max(0.0, behind - self._in_backward(found, again, stage, layout))  # in_passes counts the latter
 
     def _before_forward(self, found: _BucketsOfStage, stage: StageWork, layout: Layout) -> float:
         c = self._cluster.device.contention
@@ -207,6 +219,14 @@ class DataParallelCosts:
         links = max(lead + found.reduce, gathered + found.reduce if gathered else 0.0)
         return found.copy + max(slowed + found.last, links - stage.backward - found.copy)
 
+    def _in_backward(
+        self, found: _BucketsOfStage, gathered: float, stage: StageWork, layout: Layout
+    ) -> float:
+        """Return the exposed seconds of weights that take `gathered` seconds in a backward without sums."""
+        c = self._cluster.device.contention
+        slowed = c * max(0.0, found.gather_load * gathered - found.most_load * stage.stops[1])
+        return max(slowed, gathered - self._backward(found.beside, layout))
+
     def _forward(self, runs: Runs, layout: Layout) -> float:
         return sum(self._cost(block, layout).forward * number for block, number in runs)
 
@@ -215,7 +235,7 @@ class DataParallelCosts:
 
     def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> _BucketsOfStage:
         size = 0 if plan.sharding.cuts_weights else plan.bucket
-        mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate)
+        mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate, plan.pp, plan.order)
         key = (stage.runs, mesh, plan.shard, size, width, plan.reduce)
         found = self._known.get(key)
         if found is None:
@@ -233,6 +253,7 @@ class DataParallelCosts:
         lowest = min((each.first for each, _ in layers), default=0)
         highest = max((each.last for each, _ in layers), default=0)
         last = places[-1][1]
+        lowest_last = min((each.last for each, _ in layers), default=0)
         every, of_layers = together(timed), together(layers)
         first = together(each for each in layers if each[0].first == lowest)
         copied = (every, places[0][1]) if plan.sharding.cuts_gradients else (NOTHING, NOTHING)
@@ -247,6 +268,7 @@ class DataParallelCosts:
             front=runs_of(blocks[:lowest]),
             behind=runs_of(blocks[highest + 1 :]),
             after=runs_of(blocks[max((each.first for each, _ in layers), default=len(blocks)) :]),
+            beside=runs_of(blocks[lowest_last + 1 : highest + 1]),
             reduce_load=_mean(every.reduce_loaded - last.reduce_loaded, every.reduce - last.reduce),
             gather_load=_mean(of_layers.gather_loaded - first.gather_loaded, of_layers.gather - first.gather),
             reduce_loaded=every.reduce_loaded,

@@ -35,7 +35,6 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load, collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.compute import Seconds, host_seconds, operation_seconds, pass_seconds
-from shoal.plan.groups import tensor_group
 from shoal.workload import Block, Part, Product
 
 __all__ = ["Join", "Joined", "joins_of"]
@@ -143,7 +142,7 @@ class _Wire:
         self._cluster = cluster
         self._device = cluster.device
         self._stream = stream
-        self._group = tensor_group(layout.tp)
+        self._group = layout.tensor_group
         self._contention = min(cluster.device.contention * collective_load(self._group, cluster), 1.0)
         self._is_split = layout.tensor != "plain"
         self._in_parts = layout.tensor == "async"

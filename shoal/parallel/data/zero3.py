@@ -2,10 +2,12 @@
 
 Communication: a block's weights are all-gathered before its forward and freed after it, all-gathered again
 before its backward and freed after it, and its gradients are reduce-scattered. Each rank sends 3 P (d - 1) /
-d elements for each micro-batch. The gather of the next block runs while one block computes. The last block of
-a forward is the first of backward, so its weights stay; the root's parameters stay for the whole of both.
-Weights that another pipeline stage of the rank uses too, such as a tied embedding in a V schedule, stay from
-one forward of their own stage to the next: the other stage finds them there and gathers nothing.
+d elements for each micro-batch. With zero3-once gradients are added up whole in fp32 over the micro-batches,
+and reduced in the last backward of a step: 2 P (d - 1) / d elements for each other one. The gather of the
+next block runs while one block computes. The last block of a forward is the first of backward, so its weights
+stay; the root's parameters stay for the whole of both. Weights that another pipeline stage of the rank uses
+too, such as a tied embedding in a V schedule, stay from one forward of their own stage to the next: the other
+stage finds them there and gathers nothing.
 
 All ranks gather every block and reduce its gradients at the same places, even a rank that leaves the block
 out or lacks gradients of some of its parameters (`block_order.py`).
@@ -26,18 +28,28 @@ from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
+from shoal.plan import Sharding
 
 __all__ = ["zero3"]
 
 
-def zero3(setup: Setup) -> Strategy:
-    """Return the strategy that keeps weights in memory only while a block computes with them."""
-    return _ShardedWeights(setup)
+def zero3(setup: Setup, sharding: Sharding) -> Strategy:
+    """Return the strategy of a sharding that cuts weights: they are whole only while a block computes."""
+    return _ShardedWeights(setup, sums_stay=not sharding.reduces_each_micro_batch)
 
 
 @final
 class _ShardedWeights(Strategy):
-    def __init__(self, setup: Setup) -> None:
+    """Weights in buckets, one for each block, that are gathered for each pass of the block.
+
+    Args:
+        setup: The model, its axes and its settings.
+        sums_stay: Whether sums are kept whole over micro-batches, and reduced once; if not, each micro-batch
+            is reduced.
+    """
+
+    def __init__(self, setup: Setup, *, sums_stay: bool) -> None:
+        self._sums_stay = sums_stay
         # The positions of buckets whose gradients are reduced, by block; the last are the root's.
         self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
         held: list[list[Bucket]] = [[] for _ in self._positions]
@@ -76,7 +88,7 @@ class _ShardedWeights(Strategy):
         self._order = BlockOrder(setup.entry or setup.model, setup.blocks, visits)
         self._reduction = GradientReduction(
             trained,
-            finish=GradientSum.give_and_free,
+            finish=GradientSum.give if sums_stay else GradientSum.give_and_free,
             before_end=self._end_backward,
             on_end=self._end_reduction,
         )
@@ -104,13 +116,13 @@ class _ShardedWeights(Strategy):
         """See `Strategy.start_step`."""
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """See `Strategy.accumulate`. Whole sums would cost the memory that sharding saves."""
-        return nullcontext()
+        """See `Strategy.accumulate`. Weights are gathered nevertheless."""
+        return self._reduction.pause() if self._sums_stay else nullcontext()
 
     @property
     def keeps_sums(self) -> bool:
         """See `Strategy.keeps_sums`."""
-        return False
+        return self._sums_stay
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -200,7 +212,6 @@ class _ShardedWeights(Strategy):
         from_other_stage = self._on_hold and not self._is_walking_back  # lent parameters got a gradient
         if not from_other_stage:
             self._order.end_backward()
-        self._is_walking_back = False
 
     def _pin(self, block: int) -> None:
         self._pinned.add(block)
@@ -208,7 +219,10 @@ class _ShardedWeights(Strategy):
             self._read.add(block)
 
     def _end_reduction(self) -> None:
-        if not self._reduction.is_paused:
+        # If sums do not stay, a paused backward is the first of two halves, and the second one reduces.
+        has_ended = not self._reduction.is_paused or (self._sums_stay and self._is_walking_back)
+        self._is_walking_back = False
+        if has_ended:
             self._read.clear()
             self._drop_own()
 
