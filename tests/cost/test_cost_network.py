@@ -12,7 +12,6 @@ from shoal.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
-    members_within,
     send_seconds,
 )
 from shoal.plan import Group
@@ -337,15 +336,6 @@ def test_published_rates_of_large_buffers_by_algorithm_and_ranks_are_met(
     nbytes = gib * 2**30
     found = algorithm_seconds("all_reduce", nbytes, Group(ranks), Cluster.preset(preset))[algorithm]
     assert 2 * (ranks - 1) / ranks * nbytes / found == pytest.approx(busbw * 1e9, rel=0.07)
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(1, 6))
-def test_a_group_of_runs_has_as_many_within_a_level_as_counting_its_ranks_gives(runs, run, gap, strides):
-    group = Group(runs * run, run + gap, run)
-    ranks = group.ranks(0)
-    assert len(set(ranks)) == group.size
-    for devices in (*range(1, group.stride), strides * group.stride):
-        assert members_within(group, level(devices, B)) == sum(rank < devices for rank in ranks)
 
 
 def test_a_collective_loads_a_device_as_much_as_its_links_let_it():

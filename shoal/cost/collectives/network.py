@@ -48,9 +48,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shoal.cluster import Cluster, Level
+from shoal.cost.collectives.crossing import Crossing
+from shoal.cost.collectives.crossings import crossings
 from shoal.plan import Group
 
-__all__ = ["algorithm_seconds", "collective_load", "collective_seconds", "members_within", "send_seconds"]
+__all__ = ["algorithm_seconds", "collective_load", "collective_seconds", "send_seconds"]
+
+_PACKET_MESSAGE = 16 * 1024
+"""Bytes of the largest message of an all_to_all that goes in packets: NCCL_P2P_LL_THRESHOLD of NCCL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +64,61 @@ class _Span:
 
     Attributes:
         level: The links.
-        parts: Number of groups of the next inner level (or devices) that these links join.
-        inside: Members in each part.
-        rate: Bytes/s of all members of a part together.
-        hops: Steps over these links in a ring through all ranks.
+        crossing: How the group uses them.
+        rate: Bytes/s of all members of the smallest part together.
     """
 
     level: Level
-    parts: int
-    inside: int
+    crossing: Crossing
     rate: float
-    hops: int
 
     @property
-    def steps(self) -> int:
+    def depth(self) -> int:
         """Number of steps from the root of a tree over the parts to its leaves."""
-        return (self.parts - 1).bit_length()
+        parts = self.crossing.parts
+        return parts - 1 if self.level.chain else (parts - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """One instance of a group, as the algorithms see it.
+
+    Attributes:
+        size: Number of ranks.
+        spans: The levels that it uses, innermost first.
+        inside: The cluster's innermost links, whose `setup`, `start` and `copy_rate` count.
+        detour: The levels' seconds per byte of an all_to_all that rails add, by index of the level.
+    """
+
+    size: int
+    spans: Sequence[_Span]
+    inside: Level
+    detour: Mapping[int, float]
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s of rings through all ranks."""
+        return min(span.rate for span in self.spans)
+
+    @property
+    def packet_rate(self) -> float:
+        """Bytes/s of rings through all ranks, in packets."""
+        return min(span.rate * span.level.packet_share / span.level.share for span in self.spans)
+
+    @property
+    def has_packets(self) -> bool:
+        """Whether data can go in packets all the way."""
+        return all(span.level.packet_latency for span in self.spans)
+
+    @property
+    def copied(self) -> float:
+        """Seconds per byte in which a device copies its own part."""
+        return 1 / self.inside.copy_rate if self.inside.copy_rate else 0.0
 
 
 @lru_cache(maxsize=1 << 16)
 def collective_seconds(collective: str, nbytes: float, group: Group, cluster: Cluster) -> float:
-    """Return the seconds of a collective by the quickest algorithm.
+    """Return the seconds of a collective by the quickest algorithm, for the slowest instance of the group.
 
     Args:
         collective: all_reduce, all_gather, reduce_scatter, broadcast, reduce or all_to_all.
@@ -95,15 +134,22 @@ def collective_seconds(collective: str, nbytes: float, group: Group, cluster: Cl
 def algorithm_seconds(collective: str, nbytes: float, group: Group, cluster: Cluster) -> dict[str, float]:
     """Return the seconds of a collective of two ranks or more, by each possible algorithm.
 
-    The arguments are those of `collective_seconds`.
+    They are those of the instance that is slowest by its quickest algorithm. The arguments are those of
+    `collective_seconds`.
     """
-    spans = _spans(group, cluster)
-    setup = cluster.levels[0].setup
+    return max(
+        (_by_algorithm(collective, nbytes, route) for route in _routes(group, cluster)),
+        key=lambda seconds: min(seconds.values()),
+    )
+
+
+def _by_algorithm(collective: str, nbytes: float, route: _Route) -> dict[str, float]:
+    levels = [span.level for span in route.spans]
     return {
-        name: setup + seconds(nbytes, group.size, spans)
+        name: route.inside.setup + seconds(nbytes, route)
         for name, seconds in _ALGORITHMS[collective].items()
-        if (name != "switch" or any(span.level.reduces for span in spans))
-        and (name != "one-shot" or (len(spans) == 1 and spans[0].level.mesh))
+        if (name != "switch" or any(level.reduces for level in levels))
+        and (name != "one-shot" or (len(levels) == 1 and levels[0].mesh))
     }
 
 
@@ -112,19 +158,13 @@ def collective_load(group: Group, cluster: Cluster) -> float:
     """Return how much a group's collectives load a device: 1 at the innermost links' rate, less if slower.
 
     The bytes of a collective take multiprocessors and memory bandwidth from compute that runs beside it.
-    Links that move few bytes a second take little of both.
+    Links that move few bytes a second take little of both. The instance with the quickest links counts.
     """
     if group.size == 1:
         return 0.0
     inside = cluster.levels[0]
-    return min(1.0, min(span.rate for span in _spans(group, cluster)) / inside.rate(inside.devices))
-
-
-def members_within(group: Group, level: Level) -> int:
-    """Return how many ranks of the group are joined by one group of a level's links."""
-    if level.devices < group.stride:
-        return min(group.run, level.devices)
-    return min(group.size, level.devices // group.stride * group.run)
+    rate = max(route.rate for route in _routes(group, cluster))
+    return min(1.0, rate / inside.rate(inside.devices))
 
 
 def send_seconds(nbytes: float, distance: int, cluster: Cluster) -> float:
@@ -133,17 +173,42 @@ def send_seconds(nbytes: float, distance: int, cluster: Cluster) -> float:
     return cluster.levels[0].setup + level.latency + nbytes / level.rate(2)
 
 
-def _spans(group: Group, cluster: Cluster) -> list[_Span]:
-    """Return the levels that a group uses, innermost first."""
-    spans, inside = [], 1
-    for level in cluster.levels:
-        members = group.size if level is cluster.levels[-1] else members_within(group, level)
-        if members > inside:
-            parts = math.ceil(members / inside)
-            hops = (parts - 1) * math.ceil(group.size / members)
-            spans.append(_Span(level, parts, inside, inside * level.rate(members), hops))
-            inside = members
-    return spans
+def _routes(group: Group, cluster: Cluster) -> list[_Route]:
+    """Return the different ways in which instances of a group lie on the links."""
+    levels = cluster.levels
+    has_rails = any(level.rails for level in levels)
+    lain = crossings(group, tuple(level.devices for level in levels), has_rails)
+    return [_route(group, each, levels) for each in lain]
+
+
+def _route(group: Group, lain: Sequence[Crossing], levels: Sequence[Level]) -> _Route:
+    spans = []
+    for each in lain:
+        level = levels[each.level]
+        spans.append(_Span(level, each, each.inside * level.rate(each.members)))
+    return _Route(group.size, spans, levels[0], _detour(lain, levels))
+
+
+def _detour(lain: Sequence[Crossing], levels: Sequence[Level]) -> dict[int, float]:
+    """Return seconds per byte of one message that bytes between places add to levels, over rails.
+
+    They pass the links inside a node, or the next level where that has no rails, whichever takes less.
+    """
+    found: dict[int, float] = {}
+    for each in lain:
+        if levels[each.level].rails and each.displaced:
+            ways = [0]
+            if each.level + 1 < len(levels) and not levels[each.level + 1].rails:
+                ways.append(each.level + 1)
+            way = max(ways, key=lambda index: _exchange_rate(levels[index], levels[index].devices))
+            rate = _exchange_rate(levels[way], levels[way].devices)
+            found[way] = found.get(way, 0.0) + each.displaced / rate
+    return found
+
+
+def _exchange_rate(level: Level, members: int) -> float:
+    """Return the bytes/s from each device that an all_to_all of `members` devices reaches."""
+    return level.rate(members) * (level.exchange_share or level.share) / level.share
 
 
 def _slowed(nbytes: float, level: Level) -> float:
@@ -151,31 +216,49 @@ def _slowed(nbytes: float, level: Level) -> float:
     return nbytes + math.sqrt(nbytes * level.half_size)
 
 
-def _circle(passes: int, whole: bool) -> Callable[[float, int, Sequence[_Span]], float]:
-    """Make the time function of a ring, or of a chain.
+def _ring(passes: int) -> Callable[[float, _Route], float]:
+    """Make the time function of a ring that carries every rank's part `passes` times to all others."""
 
-    Args:
-        passes: How often the ring carries every rank's part to all others.
-        whole: Whether the whole buffer travels, as in a chain.
-    """
-
-    def seconds(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
-        latency = sum(span.hops * span.level.latency for span in spans)
-        share = 1.0 if whole else (size - 1) / size
-        moved = share * _slowed(nbytes, spans[-1].level) / min(span.rate for span in spans)
-        return passes * (latency + moved)
+    def seconds(nbytes: float, route: _Route) -> float:
+        own = nbytes / route.size
+        moved = (route.size - 1) * own / route.rate
+        travelled = sum(
+            span.crossing.hops * (span.level.latency + own / route.rate / span.level.slices)
+            for span in route.spans
+        )
+        small = (route.size - 1) / route.size * (_slowed(nbytes, route.spans[-1].level) - nbytes) / route.rate
+        whole = passes * (max(moved, travelled) + small) + route.inside.start + own * route.copied
+        if not route.has_packets:
+            return whole
+        latency = sum(span.crossing.hops * span.level.packet_latency for span in route.spans)
+        return min(whole, passes * (latency + (route.size - 1) * own / route.packet_rate))
 
     return seconds
 
 
-def _tree(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
-    latency = sum(2 * span.steps * span.level.latency for span in spans)
-    return _in_chunks(latency, max(_through_tree(nbytes, span) for span in spans), spans)
+def _chain(nbytes: float, route: _Route) -> float:
+    latency = sum(span.crossing.hops * span.level.latency for span in route.spans)
+    return route.inside.start + latency + _slowed(nbytes, route.spans[-1].level) / route.rate
+
+
+def _tree(nbytes: float, route: _Route) -> float:
+    latency = sum(2 * span.depth * span.level.latency for span in route.spans)
+    moved = max(_through_tree(nbytes, span) for span in route.spans)
+    whole = route.inside.start + _in_chunks(latency, moved, route.spans)
+    if not route.has_packets:
+        return whole
+    latency = sum(2 * span.depth * span.level.packet_latency for span in route.spans)
+    return min(whole, latency + nbytes * max(map(_sent_in_tree, route.spans)) / route.packet_rate)
 
 
 def _through_tree(nbytes: float, span: _Span) -> float:
     """Return the seconds of the bytes that the busiest part of double binary trees sends."""
-    return min(2.0, span.parts / 2) * _slowed(nbytes, span.level) / span.rate
+    return _sent_in_tree(span) * _slowed(nbytes, span.level) / span.rate
+
+
+def _sent_in_tree(span: _Span) -> float:
+    """Return how often the busiest part of double binary trees sends the buffer."""
+    return min(2.0, span.crossing.parts / 2)
 
 
 def _in_chunks(latency: float, moved: float, spans: Sequence[_Span]) -> float:
@@ -188,50 +271,76 @@ def _in_chunks(latency: float, moved: float, spans: Sequence[_Span]) -> float:
     return (chunks + before) * (last + moved / chunks)
 
 
-def _switch(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
-    latency = moved = 0.0
-    for span in spans:
-        level = span.level
+def _switch(nbytes: float, route: _Route) -> float:
+    latency = moved = start = 0.0
+    for span in route.spans:
+        level, parts = span.level, span.crossing.parts
         if level.reduces:
+            start += level.reduction_start
             latency += level.latency
-            sent = (span.parts + 1) / span.parts if span.inside == 1 else 1.0
+            sent = (parts + 1) / parts if span.crossing.level == 0 else 1.0
             rate = span.rate * level.reduction_share / level.share
             moved = max(moved, sent * _slowed(nbytes, level) / rate)
         else:
-            latency += 2 * span.steps * level.latency
+            latency += 2 * span.depth * level.latency
             moved = max(moved, _through_tree(nbytes, span))
-    return _in_chunks(latency, moved, spans)
+    return start + _in_chunks(latency, moved, route.spans)
 
 
-def _one_shot(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
-    return spans[0].level.latency + (size - 1) * _slowed(nbytes, spans[0].level) / spans[0].rate
+def _one_shot(nbytes: float, route: _Route) -> float:
+    (span,) = route.spans
+    return span.level.latency + (route.size - 1) * _slowed(nbytes, span.level) / span.rate
 
 
-def _unpipelined_tree(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
-    slowed = _slowed(nbytes, spans[-1].level)
-    return sum(span.steps * (span.level.latency + slowed * span.inside / span.rate) for span in spans)
-
-
-def _pairwise(nbytes: float, size: int, spans: Sequence[_Span]) -> float:
-    slowed = _slowed(nbytes, spans[-1].level)
-    others = [(span.parts - 1) * span.inside for span in spans]  # ranks that each level leads to
-    latency = sum(count * span.level.latency for count, span in zip(others, spans, strict=True))
-    return latency + max(
-        count / size * slowed * span.inside / span.rate for count, span in zip(others, spans, strict=True)
+def _unpipelined_tree(nbytes: float, route: _Route) -> float:
+    slowed = _slowed(nbytes, route.spans[-1].level)
+    return route.inside.start + sum(
+        span.depth * (span.level.latency + slowed * span.crossing.inside / span.rate) for span in route.spans
     )
 
 
-_ALGORITHMS: Mapping[str, Mapping[str, Callable[[float, int, Sequence[_Span]], float]]] = {
+def _pairwise(nbytes: float, route: _Route) -> float:
+    own = nbytes / route.size
+    rounds = [math.ceil(span.crossing.steps / span.level.peers) for span in route.spans]
+    if route.has_packets and own <= _PACKET_MESSAGE:
+        latency = sum(r * span.level.packet_latency for r, span in zip(rounds, route.spans, strict=True))
+        share = min(span.level.packet_share / span.level.share for span in route.spans)
+        return latency + _exchanged(own, route, share)
+    latency = sum(r * span.level.latency for r, span in zip(rounds, route.spans, strict=True))
+    slowed = _slowed(nbytes, route.spans[-1].level) / route.size
+    return route.inside.start + latency + _exchanged(slowed, route, None) + own * route.copied
+
+
+def _exchanged(own: float, route: _Route, share: float | None) -> float:
+    """Return the seconds of the bytes of an all_to_all: all levels are busy at once.
+
+    Args:
+        own: Bytes that each rank sends to each other one.
+        route: The links.
+        share: Share of the rate of rings that is reached; None for that of each level.
+    """
+    seconds = dict.fromkeys(route.detour, 0.0)
+    for span in route.spans:
+        rate = span.rate / span.crossing.inside
+        if share is None:
+            rate *= (span.level.exchange_share or span.level.share) / span.level.share
+        else:
+            rate *= share
+        seconds[span.crossing.level] = span.crossing.others / rate
+    return own * max(each + route.detour.get(level, 0.0) for level, each in seconds.items())
+
+
+_ALGORITHMS: Mapping[str, Mapping[str, Callable[[float, _Route], float]]] = {
     "all_reduce": {
-        "ring": _circle(passes=2, whole=False),
+        "ring": _ring(passes=2),
         "tree": _tree,
         "switch": _switch,
         "one-shot": _one_shot,
     },
-    "all_gather": {"ring": _circle(passes=1, whole=False)},
-    "reduce_scatter": {"ring": _circle(passes=1, whole=False)},
-    "broadcast": {"chain": _circle(passes=1, whole=True), "tree": _unpipelined_tree},
-    "reduce": {"chain": _circle(passes=1, whole=True), "tree": _unpipelined_tree},
+    "all_gather": {"ring": _ring(passes=1)},
+    "reduce_scatter": {"ring": _ring(passes=1)},
+    "broadcast": {"chain": _chain, "tree": _unpipelined_tree},
+    "reduce": {"chain": _chain, "tree": _unpipelined_tree},
     "all_to_all": {"pairwise": _pairwise},
 }
-"""By collective and name: function of bytes, ranks and spans that gives the seconds without `setup`."""
+"""By collective and name: function of bytes and route that gives the seconds without `setup`."""

@@ -30,7 +30,8 @@ from statistics import fmean, median
 from typing import Any
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import collective_seconds, members_within, send_seconds
+from shoal.cost.collectives.crossings import joined_by
+from shoal.cost.collectives.network import collective_seconds, send_seconds
 from shoal.cost.outlook.jitter import with_stragglers
 from shoal.cost.outlook.observation import SENDS, Observation, Transfer
 from shoal.cost.time.step import Costs
@@ -197,10 +198,7 @@ def _transfers_over(index: int, name: str) -> _Quantity:
 
 def _level_of(transfer: Transfer, cluster: Cluster) -> int:
     """Return the index of the innermost level whose links join all of the group."""
-    group, last = transfer.group, len(cluster.levels) - 1
-    return next(
-        (i for i, level in enumerate(cluster.levels) if members_within(group, level) == group.size), last
-    )
+    return joined_by(transfer.group, tuple(level.devices for level in cluster.levels))
 
 
 def _transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
