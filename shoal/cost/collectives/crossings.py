@@ -47,8 +47,9 @@ def crossings(
     units = _units(group, sizes, uneven[0])
     if units is None or members[uneven[0] + 1] != group.size:
         return tuple(sorted(set(counted_crossings(group, sizes, has_rails))))
-    occupied = {_occupied(units, start) for start in units.starts}
-    return tuple(sorted(_of_uneven(group.size, even, each, has_rails) for each in occupied))
+    occupied = {_occupied(units, start) for start in _different(units)}
+    ways = (_of_uneven(group.size, even, units.members, each, has_rails) for each in occupied)
+    return tuple(sorted(ways))
 
 
 def joined_by(group: Group, sizes: tuple[int, ...]) -> int:
@@ -99,15 +100,17 @@ def _of_even(size: int, members: Sequence[int], has_rails: bool) -> tuple[Crossi
 
 
 class _Units(NamedTuple):
-    """A pattern as even groups, the units, that lie in a row at one distance.
+    """A pattern as units of equally many members, in a row at one distance, each in one group of a level.
 
     Attributes:
+        members: Members of a unit.
         number: Units of an instance.
         stride: Distance from each unit to the next.
         devices: Units in one full group of the uneven level.
         starts: Units of such a group at which instances begin.
     """
 
+    members: int
     number: int
     stride: int
     devices: int
@@ -132,22 +135,19 @@ class _Occupied(NamedTuple):
 
 def _units(group: Group, sizes: Sequence[int], level: int) -> _Units | None:
     """Return the units of a pattern that is even at all levels inside this one; None if runs are uneven."""
-    unit, span, runs = (sizes[level - 1] if level else 1), _span(group), group.size // group.run
-    devices = sizes[level] // unit
-    extent = span - group.stride + group.run
-    last = max(0, min(group.stride - group.run, sizes[-1] - extent))  # first rank of the last in a tile
+    span, runs, unit = _span(group), group.size // group.run, sizes[level - 1] if level else 1
     tiles = max(1, sizes[-1] // span)
-    if group.run == 1 and group.stride % unit and unit % group.stride:
-        unit, devices = 1, sizes[level]
-    if unit > 1 and unit % group.stride == 0:
-        return _Units(span // unit, 1, devices, _starts(tiles, span // unit, 1, 1, devices))
-    if runs == 1:
-        width = max(1, group.run // unit)
-        starts = _starts(tiles, span // unit, last // max(group.run, unit) + 1, width, devices)
-        return _Units(width, 1, devices, starts)
-    if group.run <= unit:
-        starts = _starts(tiles, span // unit, last // unit + 1, 1, devices)
-        return _Units(runs, group.stride // unit, devices, starts)
+    last = max(0, min(group.stride - group.run, sizes[-1] - (span - group.stride + group.run)))
+    if unit % group.stride == 0 and span % unit == 0:
+        devices, number = sizes[level] // unit, span // unit
+        return _Units(group.size // number, number, 1, devices, _starts(tiles, number, 1, 1, devices))
+    if sizes[level] % group.run == 0 and group.stride % group.run == 0:
+        devices, stride, span = (each // group.run for each in (sizes[level], group.stride, span))
+        starts = _starts(tiles, span, last // group.run + 1, 1, devices)
+        return _Units(group.run, runs, stride, devices, starts)
+    if runs == 1 and group.run % unit == 0:
+        devices, width, span = (each // unit for each in (sizes[level], group.run, span))
+        return _Units(unit, width, 1, devices, _starts(tiles, span, last // group.run + 1, width, devices))
     return None
 
 
@@ -160,9 +160,20 @@ def _starts(tiles: int, span: int, offsets: int, width: int, devices: int) -> It
     return {(t * span + o * width) % devices for t in range(tiles) for o in range(offsets)}
 
 
+def _different(units: _Units) -> Iterable[int]:
+    """Return starts at which instances may lie in different ways.
+
+    Between two multiples of what divides stride and devices, they lie as at the lower one.
+    """
+    alike = gcd(units.stride, units.devices)
+    if isinstance(units.starts, range):
+        return range(0, units.devices, alike)
+    return {start - start % alike for start in units.starts}
+
+
 def _occupied(units: _Units, start: int) -> _Occupied:
     """Return the units in each group of the uneven level, for the instance that begins at a unit."""
-    number, stride, devices, _ = units
+    _, number, stride, devices, _ = units
     if stride >= devices:
         return _Occupied(number, 1, 1, 0)
     groups = (start + (number - 1) * stride) // devices + 1
@@ -177,34 +188,30 @@ def _occupied(units: _Units, start: int) -> _Occupied:
 
 
 def _of_uneven(
-    size: int, members: Sequence[int], occupied: _Occupied, has_rails: bool
+    size: int, members: Sequence[int], unit: int, occupied: _Occupied, has_rails: bool
 ) -> tuple[Crossing, ...]:
     """Return the levels of an instance: even ones, the uneven one, and the one that joins all members.
 
     Args:
         size: Ranks of the pattern.
         members: Members in each group of the even levels.
+        unit: Members of a unit.
         occupied: Units in the groups of the uneven level.
         has_rails: Whether places in nodes count.
     """
-    groups, least, most, joined = occupied
-    found, level, unit = list(_of_even(size, members, has_rails)), len(members), max([1, *members])
-    outside = size - least * unit
-    if most > 1:
-        others = (most - 1) * unit
+    found, level, part = list(_of_even(size, members, has_rails)), len(members), max([1, *members])
+    least, most = occupied.least * unit, occupied.most * unit
+
+    def displaced(others: int) -> int:
+        return others - others // members[0] if has_rails else 0
+
+    if most > part:
+        joined = least if unit > part else occupied.joined * unit
+        hops, others, steps = size // part - occupied.groups, most - part, least - part
+        found.append(Crossing(level, most // part, part, joined, hops, others, steps, displaced(others)))
+    if occupied.groups > 1:
+        others, hops = size - least, occupied.groups - 1
         found.append(
-            Crossing(
-                level,
-                most,
-                unit,
-                joined * unit,
-                size // unit - groups,
-                others,
-                (least - 1) * unit,
-                others - others // members[0] if has_rails else 0,
-            )
+            Crossing(level + 1, occupied.groups, least, size, hops, others, others, displaced(others))
         )
-    if groups > 1:
-        displaced = outside - outside // members[0] if has_rails else 0
-        found.append(Crossing(level + 1, groups, least * unit, size, groups - 1, outside, outside, displaced))
     return tuple(found)
