@@ -33,7 +33,6 @@ from shoal.validate.collectives import SMALL_BYTES
 
 NVLINKS = ("nvlink3", "nvlink4", "nvlink5")
 SWITCHES = ("nvlink4", "nvlink5")  # that add up
-NETWORKS = ("infiniband", "roce", "efa1", "efa2", "efa3", "efa4")
 TCP = ("tcpx", "tcpxo")  # slower for all sizes below 100 MB; swept on two nodes alone
 
 OF_NVLINKS = (
@@ -52,7 +51,6 @@ PARAMETERS: tuple[tuple[tuple[str, ...], str], ...] = (
     *(((link,), name) for link in SWITCHES for name in OF_SWITCHES),
     (("nvlink5",), "latency"),
     (("xgmi3",), "share"),
-    (NETWORKS, "half_size"),
     *(((link,), "latency") for link in ("efa1", "efa2", "efa4")),
     *((TCP, name) for name in ("latency", "half_size")),
 )

@@ -13,7 +13,7 @@ __all__ = ["Level"]
 class Level:
     """Links that join devices into groups, and these into larger ones, such as a node's switch or a fabric.
 
-    `setup`, `start` and `copy_rate` belong to the device: only those of the innermost level count.
+    `setup`, `packet_limit` and `copy_rate` belong to the device: only those of the innermost level count.
 
     Attributes:
         name: Name, such as "nvlink" or "network".
@@ -22,13 +22,14 @@ class Level:
         share: Share of the bandwidth that large collectives reach.
         exchange_share: Share of the bandwidth that large all_to_alls reach; 0 if it is `share`.
         setup: Seconds that a collective takes to begin and end, however few take part.
-        start: Further seconds that a collective takes unless it sends packets.
         latency: Seconds that a step from device to device takes.
         slices: Number of parts of a step's bytes that a device passes on one by one, so that it receives one
             while it sends another. The latency is hidden if the other slices take longer.
         packet_latency: Seconds that a step takes if each word of the data carries a flag that says it has
             come, so that no one waits for the whole buffer; 0 if the library has no such protocol.
         packet_share: Share of the bandwidth that data in such packets reach.
+        packet_limit: Most bytes of a step that the library sends in packets, if few steps follow one another;
+            0 if there is no limit.
         half_size: Bytes s0 in the time `(S/B)(1 + sqrt(s0/S))` of S bytes: small buffers are slower by it.
         copy_rate: Bytes/s at which a device copies its own part of a buffer; 0 if that takes no time.
         peers: Number of messages of an all_to_all that a device has under way at once.
@@ -50,11 +51,11 @@ class Level:
     share: float = 0.8
     exchange_share: float = 0.0
     setup: float = 0.0
-    start: float = 0.0
     latency: float = 10e-6
     slices: int = 1
     packet_latency: float = 0.0
     packet_share: float = 0.25
+    packet_limit: float = 0.0
     half_size: float = 0.0
     copy_rate: float = 0.0
     peers: int = 1
@@ -78,10 +79,11 @@ class Level:
             require_share(where, name, getattr(self, name))
         if self.exchange_share:
             require_share(where, "exchange_share", self.exchange_share)
-        for name in ("setup", "start", "latency", "packet_latency", "reduction_start"):
+        for name in ("setup", "latency", "packet_latency", "reduction_start"):
             value = getattr(self, name)
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 5e-6")
-        require(self.half_size >= 0, where, "half_size", self.half_size, "bytes, 0 or more")
+        for name in ("half_size", "packet_limit"):
+            require(getattr(self, name) >= 0, where, name, getattr(self, name), "bytes, 0 or more")
         require(
             self.oversubscription >= 1,
             where,

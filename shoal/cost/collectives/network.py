@@ -58,6 +58,13 @@ _PACKET_MESSAGE = 16 * 1024
 """Bytes of the largest message of an all_to_all that goes in packets: NCCL_P2P_LL_THRESHOLD of NCCL."""
 
 
+_FEW_STEPS = 3
+"""Steps up to which NCCL's protocol of large buffers, Simple, takes less latency than LL128."""
+
+_LATER_START = 1.8 / 2.8
+"""Seconds that Simple begins later than LL, in those that one of its steps takes longer, by NCCL's constants."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Span:
     """The part of one level that a group uses.
@@ -86,7 +93,7 @@ class _Route:
     Attributes:
         size: Number of ranks.
         spans: The levels that it uses, innermost first.
-        inside: The cluster's innermost links, whose `setup`, `start` and `copy_rate` count.
+        inside: The cluster's innermost links, whose `setup`, `packet_limit` and `copy_rate` count.
         detour: The levels' seconds per byte of an all_to_all that rails add, by index of the level.
     """
 
@@ -109,6 +116,16 @@ class _Route:
     def has_packets(self) -> bool:
         """Whether data can go in packets all the way."""
         return all(span.level.packet_latency for span in self.spans)
+
+    def is_in_packets(self, nbytes: float, steps: int) -> bool:
+        """Return whether the library may send a ring's data in packets.
+
+        Args:
+            nbytes: Bytes of a step.
+            steps: Steps that follow one another.
+        """
+        limit = self.inside.packet_limit * (1 + _LATER_START / steps)
+        return self.has_packets and (steps > _FEW_STEPS or not limit or nbytes <= limit)
 
     @property
     def copied(self) -> float:
@@ -227,8 +244,8 @@ def _ring(passes: int) -> Callable[[float, _Route], float]:
             for span in route.spans
         )
         small = (route.size - 1) / route.size * (_slowed(nbytes, route.spans[-1].level) - nbytes) / route.rate
-        whole = passes * (max(moved, travelled) + small) + route.inside.start + own * route.copied
-        if not route.has_packets:
+        whole = passes * (max(moved, travelled) + small) + own * route.copied
+        if not route.is_in_packets(own, passes * (route.size - 1)):
             return whole
         latency = sum(span.crossing.hops * span.level.packet_latency for span in route.spans)
         return min(whole, passes * (latency + (route.size - 1) * own / route.packet_rate))
@@ -238,14 +255,14 @@ def _ring(passes: int) -> Callable[[float, _Route], float]:
 
 def _chain(nbytes: float, route: _Route) -> float:
     latency = sum(span.crossing.hops * span.level.latency for span in route.spans)
-    return route.inside.start + latency + _slowed(nbytes, route.spans[-1].level) / route.rate
+    return latency + _slowed(nbytes, route.spans[-1].level) / route.rate
 
 
 def _tree(nbytes: float, route: _Route) -> float:
     latency = sum(2 * span.depth * span.level.latency for span in route.spans)
     moved = max(_through_tree(nbytes, span) for span in route.spans)
-    whole = route.inside.start + _in_chunks(latency, moved, route.spans)
-    if not route.has_packets:
+    whole = _in_chunks(latency, moved, route.spans)
+    if not route.is_in_packets(nbytes / route.size, 2 * (route.size - 1)):
         return whole
     latency = sum(2 * span.depth * span.level.packet_latency for span in route.spans)
     return min(whole, latency + nbytes * max(map(_sent_in_tree, route.spans)) / route.packet_rate)
@@ -294,7 +311,7 @@ def _one_shot(nbytes: float, route: _Route) -> float:
 
 def _unpipelined_tree(nbytes: float, route: _Route) -> float:
     slowed = _slowed(nbytes, route.spans[-1].level)
-    return route.inside.start + sum(
+    return sum(
         span.depth * (span.level.latency + slowed * span.crossing.inside / span.rate) for span in route.spans
     )
 
@@ -308,7 +325,7 @@ def _pairwise(nbytes: float, route: _Route) -> float:
         return latency + _exchanged(own, route, share)
     latency = sum(r * span.level.latency for r, span in zip(rounds, route.spans, strict=True))
     slowed = _slowed(nbytes, route.spans[-1].level) / route.size
-    return route.inside.start + latency + _exchanged(slowed, route, None) + own * route.copied
+    return latency + _exchanged(slowed, route, None) + own * route.copied
 
 
 def _exchanged(own: float, route: _Route, share: float | None) -> float:
