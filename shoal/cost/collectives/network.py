@@ -1,28 +1,40 @@
 """Seconds of collectives over a cluster's levels of links, by algorithm.
 
-A group is n ranks that lie `stride` apart in the order of the mesh, or runs of neighbours that do. One group
-of links at a level joins some members of the group; k such parts, of g members each, communicate over the
-next level. S is the bytes of the whole buffer, a the seconds of a step and B the rate of one device at the
-level that joins all members; a_i and B_i are the same inside a part, b is a device's rate to other parts, and
-R a device's rate into switches that add up.
+A group is n ranks that lie `stride` apart in the order of the mesh, or runs of neighbours that do. Instances
+of this pattern cover all ranks. They may lie differently on nodes and pods (`crossings`); the slowest one is
+priced. One group of links at a level joins some members of an instance; k such parts, of g members in the
+smallest, communicate over the next level. S is the bytes of the whole buffer, a the seconds of a step and B
+the rate of one device at the level that joins all members; a_i and B_i are the same inside a part, b is a
+device's rate to other parts, and R a device's rate into switches that add up.
 
 | collective                | algorithm | seconds besides `setup`                                         |
 |---------------------------|-----------|-----------------------------------------------------------------|
-| all_reduce                | ring      | 2 (n-1) a + 2 (n-1)/n S/B                                       |
-|                           | tree      | 2 ceil(log2 n) a + min(2, n/2) S/B                              |
-|                           | switch    | a + (n+1)/n S/R                                                 |
+| all_reduce                | ring      | 2 (n-1) step(S/n) + copy(S/n)                                   |
+|                           | tree      | 2 d a + min(2, n/2) S/B                                         |
+|                           | switch    | r + a + (n+1)/n S/R                                             |
 |                           | one-shot  | a + (n-1) S/B, in a mesh                                        |
-| all_gather, reduce_scatter| ring      | (n-1) a + (n-1)/n S/B                                           |
+| all_gather, reduce_scatter| ring      | (n-1) step(S/n) + copy(S/n)                                     |
 | broadcast, reduce         | chain     | (n-1) a + S/B                                                   |
-|                           | tree      | ceil(log2 n) (a + S/B)                                          |
-| all_to_all                | pairwise  | (n-1) a + the longer of (g-1)/n S/B_i and (n-g)/n S/b           |
+|                           | tree      | d (a + S/B)                                                     |
+| all_to_all                | pairwise  | ceil((n-1)/q) a + (n-1)/n S/B + copy(S/n)                       |
 | send                      |           | a + S/B                                                         |
+
+- step(c): max(c/B, a + c/(2B)) with two `slices`: a device sends one slice while the other is on its way, so
+  that the latency a hides where chunks are large. With one slice, a + c/B.
+- copy(c): c bytes at `copy_rate`, because each device also writes its own part.
+- d: ceil(log2 n); where a node is a `chain`, n-1.
+- r: `reduction_start`. q: `peers`, the messages that a device has under way at once.
+- packets: a ring's step is a_p + c/(sB), with `packet_latency` and `packet_share`, if that takes less; trees
+  likewise. With 3 steps or fewer NCCL sends none above `packet_limit`. An all_to_all sends them if its
+  messages have at most 16 KiB.
 
 Over several levels:
 
-- ring, chain: one ring goes through all ranks. Of its n-1 steps, k-1 are between parts and k(g-1) inside
-  them. Every member of a part has links of its own to other parts, and g rings use all of them at once: B is
-  the lesser of B_i and g b.
+- ring, chain: one ring goes through all ranks in their order. Each of its n-1 steps takes the latency of the
+  links between its two ranks. Every member of a part has an interface of its own to other parts, and g rings
+  use all of them at once: B is the lesser of B_i and g b, by the smallest part. Bytes between parts count
+  once, at the sender. Interfaces of devices that are no members are not used: other instances use them at the
+  same time, since all ranks of a mesh call the same collective.
 - tree: double binary trees at each level. The busiest of n ranks has two children in one tree, where it sends
   up and down, and is a leaf of the other: it sends 2 S. With three ranks it sends 3/2 S. With two ranks it
   sends S, because each rank is the root of one tree and the leaf of the other: so two nodes are quicker than
@@ -31,13 +43,17 @@ Over several levels:
   level, and M the slowest level's seconds for the bytes. One more chunk costs another a; one less leaves more
   of the tree idle at the beginning and end. The best number of chunks is sqrt(p M/a), or 1.
 - switch: devices send to the switch, which adds up and sends to all. Trees join the levels whose switches do
-  not add up, in chunks as above. Between parts each byte goes up once: S/(g R).
-- all_to_all: links inside and between parts are busy at once.
+  not add up, in chunks as above. Over a network that adds up each byte goes up once: S/(g R).
+- all_to_all: links inside and between parts are busy at once: the longest of (g-1)/n S/B_i, (n-g)/n S/b. Over
+  `rails`, bytes between different places in nodes also load the links inside a node, or the level around the
+  rails if that is quicker. Rings and trees cross from node to node between equal places.
 
-Where several algorithms are possible, the quickest counts. Small buffers reach a lower rate: S/B becomes
-`(S/B)(1 + sqrt(s0/S))`, where s0 is the level's `half_size` (for rings and all_to_all, that of the outermost
-level). `setup` is that of the innermost links, counted once. Sources: Sanders, Speck and Träff, 2009 (double
-trees, chunks); NCCL's tuning.cc (steps, and what the switches add up); docs/concepts/cost-model.md.
+An oversubscribed level slows only the bytes that its links carry, which are those between groups of the level
+inside. Where several algorithms are possible, the quickest counts. Small buffers reach a lower rate: S/B
+becomes `(S/B)(1 + sqrt(s0/S))`, where s0 is the level's `half_size` (for rings and all_to_all, that of the
+outermost level). `setup` is that of the innermost links, counted once. Sources: Sanders, Speck and Träff,
+2009 (double trees, chunks); NCCL's tuning.cc (steps, protocols, and what the switches add up);
+docs/concepts/cost-model.md.
 """
 
 from __future__ import annotations
@@ -62,7 +78,7 @@ _FEW_STEPS = 3
 """Steps up to which NCCL's protocol of large buffers, Simple, takes less latency than LL128."""
 
 _LATER_START = 1.8 / 2.8
-"""Seconds that Simple begins later than LL, in those that one of its steps takes longer, by NCCL's constants."""
+"""Seconds that Simple begins later than LL over those that its steps take longer, by NCCL's constants."""
 
 
 @dataclass(frozen=True, slots=True)
