@@ -37,6 +37,8 @@ def crossings(
             others divides the next of them.
         has_rails: Whether places in nodes count; otherwise `displaced` is 0.
     """
+    if group.stride == group.run > 1:
+        return crossings(Group(group.size), sizes, has_rails)  # runs without gaps
     members = (*(_members_if_even(group, size) for size in sizes[:-1]), group.size)
     uneven = [level for level, each in enumerate(members) if each is None]
     even = [each for each in members[: uneven[0] if uneven else None] if each is not None]

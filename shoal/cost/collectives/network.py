@@ -111,27 +111,20 @@ class _Route:
         spans: The levels that it uses, innermost first.
         inside: The cluster's innermost links, whose `setup`, `packet_limit` and `copy_rate` count.
         detour: The levels' seconds per byte of an all_to_all that rails add, by index of the level.
+        rate: Bytes/s of rings through all ranks.
+        packet_rate: Bytes/s of rings through all ranks, in packets.
+        has_packets: Whether data can go in packets all the way.
+        copied: Seconds per byte in which a device copies its own part.
     """
 
     size: int
     spans: Sequence[_Span]
     inside: Level
     detour: Mapping[int, float]
-
-    @property
-    def rate(self) -> float:
-        """Bytes/s of rings through all ranks."""
-        return min(span.rate for span in self.spans)
-
-    @property
-    def packet_rate(self) -> float:
-        """Bytes/s of rings through all ranks, in packets."""
-        return min(span.rate * span.level.packet_share / span.level.share for span in self.spans)
-
-    @property
-    def has_packets(self) -> bool:
-        """Whether data can go in packets all the way."""
-        return all(span.level.packet_latency for span in self.spans)
+    rate: float
+    packet_rate: float
+    has_packets: bool
+    copied: float
 
     def is_in_packets(self, nbytes: float, steps: int) -> bool:
         """Return whether the library may send a ring's data in packets.
@@ -142,11 +135,6 @@ class _Route:
         """
         limit = self.inside.packet_limit * (1 + _LATER_START / steps)
         return self.has_packets and (steps > _FEW_STEPS or not limit or nbytes <= limit)
-
-    @property
-    def copied(self) -> float:
-        """Seconds per byte in which a device copies its own part."""
-        return 1 / self.inside.copy_rate if self.inside.copy_rate else 0.0
 
 
 @lru_cache(maxsize=1 << 16)
@@ -171,7 +159,7 @@ def algorithm_seconds(collective: str, nbytes: float, group: Group, cluster: Clu
     `collective_seconds`.
     """
     return max(
-        (_by_algorithm(collective, nbytes, route) for route in _routes(group, cluster)),
+        (_by_algorithm(collective, nbytes, route) for route in _routes(group, cluster.levels)),
         key=lambda seconds: min(seconds.values()),
     )
 
@@ -196,7 +184,7 @@ def collective_load(group: Group, cluster: Cluster) -> float:
     if group.size == 1:
         return 0.0
     inside = cluster.levels[0]
-    rate = max(route.rate for route in _routes(group, cluster))
+    rate = max(route.rate for route in _routes(group, cluster.levels))
     return min(1.0, rate / inside.rate(inside.devices))
 
 
@@ -206,20 +194,29 @@ def send_seconds(nbytes: float, distance: int, cluster: Cluster) -> float:
     return cluster.levels[0].setup + level.latency + nbytes / level.rate(2)
 
 
-def _routes(group: Group, cluster: Cluster) -> list[_Route]:
+@lru_cache(maxsize=1 << 10)
+def _routes(group: Group, levels: tuple[Level, ...]) -> tuple[_Route, ...]:
     """Return the different ways in which instances of a group lie on the links."""
-    levels = cluster.levels
     has_rails = any(level.rails for level in levels)
     lain = crossings(group, tuple(level.devices for level in levels), has_rails)
-    return [_route(group, each, levels) for each in lain]
+    return tuple(_route(group, each, levels) for each in lain)
 
 
 def _route(group: Group, lain: Sequence[Crossing], levels: Sequence[Level]) -> _Route:
-    spans = []
+    spans, inside = [], levels[0]
     for each in lain:
         level = levels[each.level]
         spans.append(_Span(level, each, each.inside * level.rate(each.members)))
-    return _Route(group.size, spans, levels[0], _detour(lain, levels))
+    return _Route(
+        size=group.size,
+        spans=spans,
+        inside=inside,
+        detour=_detour(lain, levels),
+        rate=min(span.rate for span in spans),
+        packet_rate=min(span.rate * span.level.packet_share / span.level.share for span in spans),
+        has_packets=all(span.level.packet_latency for span in spans),
+        copied=1 / inside.copy_rate if inside.copy_rate else 0.0,
+    )
 
 
 def _detour(lain: Sequence[Crossing], levels: Sequence[Level]) -> dict[int, float]:
