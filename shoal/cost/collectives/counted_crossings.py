@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import lcm
+from math import gcd, lcm
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cost.collectives.crossing import Crossing
@@ -118,7 +118,10 @@ def _instances(group: Group, sizes: Sequence[int]) -> np.ndarray:
     tiles = np.arange(max(1, devices // span)) * span
     last = min(group.stride - group.run, devices - (span - group.stride + group.run))  # of the first ranks
     offsets = np.arange(0, max(0, last) + 1, group.run)
-    starts = np.unique((tiles[:, None] + offsets).ravel() % period)
+    starts = (tiles[:, None] + offsets).ravel() % period
+    if group.run == 1:  # between two multiples of what divides stride and levels, instances lie alike
+        starts -= starts % gcd(group.stride, *sizes[:-1])
+    starts = np.unique(starts)
     runs = np.arange(0, span, group.stride)[:, None] + np.arange(group.run)
     found: np.ndarray = starts[:, None] + runs.ravel()
     return found

@@ -39,6 +39,7 @@ from shoal.cost.time.step import Costs
 __all__ = ["Calibration", "Correction", "calibrate"]
 
 _PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")
+_LEVEL_SHARES = ("share", "exchange_share", "packet_share", "reduction_share")
 _LEAST_SHARE = 1e-3
 _MOST_JITTER = 0.99
 _HALVINGS = 40  # steps of the bisection for a factor
@@ -239,7 +240,9 @@ def _with_level_rate(cluster: Cluster, factor: float, *, index: int) -> Cluster:
     if cluster.cores:
         level = replace(level, bandwidth=level.bandwidth * factor)
     else:
-        level = replace(level, share=_share(level.share * factor))
+        reached = {name: getattr(level, name) for name in _LEVEL_SHARES}
+        shares: dict[str, Any] = {name: _share(share * factor) for name, share in reached.items() if share}
+        level = replace(level, **shares)
     return cluster.replace(levels=(*cluster.levels[:index], level, *cluster.levels[index + 1 :]))
 
 
