@@ -14,6 +14,7 @@ from shoal.cluster import Cluster
 from shoal.errors import UserError
 from shoal.units import format_bytes, format_seconds
 from shoal.validate import Accuracy, Comparison, accuracy_of, validate
+from shoal.validate.collectives import over_all_collectives
 
 __all__ = ["add_parser", "run"]
 
@@ -135,10 +136,15 @@ def _cells(accuracy: Accuracy | None) -> list[str]:
 
 
 def _groups(comparisons: Sequence[Comparison]) -> list[tuple[str, str | None, list[Comparison]]]:
-    """Return, by quantity, every family's comparisons, and then all of them as family None."""
+    """Return, by quantity, every family's comparisons, and then all of them as family None.
+
+    Different collectives are quantities of their own, and another one together.
+    """
     groups: list[tuple[str, str | None, list[Comparison]]] = []
-    for quantity in dict.fromkeys(each.quantity for each in comparisons):
-        members = [each for each in comparisons if each.quantity == quantity]
+    by_quantity: dict[str, list[Comparison]] = {}
+    for each in comparisons:
+        by_quantity.setdefault(each.quantity, []).append(each)
+    for quantity, members in (by_quantity | over_all_collectives(comparisons)).items():
         families = list(dict.fromkeys(each.family for each in members))
         if len(families) > 1:
             groups += [

@@ -13,17 +13,34 @@ __all__ = ["Level"]
 class Level:
     """Links that join devices into groups, and these into larger ones, such as a node's switch or a fabric.
 
+    `setup`, `packet_limit` and `copy_rate` belong to the device: only those of the innermost level count.
+
     Attributes:
         name: Name, such as "nvlink" or "network".
-        devices: Number of devices in one group of this level.
+        devices: Number of devices in one full group of this level.
         bandwidth: Bytes/s from one device, by its data sheet; in a mesh over all of its links together.
         share: Share of the bandwidth that large collectives reach.
+        exchange_share: Share of the bandwidth that large all_to_alls reach; 0 if it is `share`.
         setup: Seconds that a collective takes to begin and end, however few take part.
         latency: Seconds that a step from device to device takes.
+        slices: Number of parts of a step's bytes that a device passes on one by one, so that it receives one
+            while it sends another. The latency is hidden if the other slices take longer.
+        packet_latency: Seconds that a step takes if each word of the data carries a flag that says it has
+            come, so that no one waits for the whole buffer; 0 if the library has no such protocol.
+        packet_share: Share of the bandwidth that data in such packets reach.
+        packet_limit: Most bytes of a step that the library sends in packets, if few steps follow one another;
+            0 if there is no limit.
         half_size: Bytes s0 in the time `(S/B)(1 + sqrt(s0/S))` of S bytes: small buffers are slower by it.
-        oversubscription: How many times more the devices can send than the level's links carry together.
+        copy_rate: Bytes/s at which a device copies its own part of a buffer; 0 if that takes no time.
+        peers: Number of messages of an all_to_all that a device has under way at once.
+        oversubscription: How many times more the devices can send than the level's links carry together. It
+            slows only the bytes that leave a group of the level inside.
         mesh: Whether each device has a link to each other one, rather than all of its bandwidth to any.
+        chain: Whether trees pass the devices one after another, as those of NCCL do in a node.
+        rails: Whether these links join only devices of equal place in their nodes. Other bytes pass the links
+            inside a node first, or the next level.
         reduces: Whether the switches add up: an all-reduce then sends each byte up once.
+        reduction_start: Further seconds that these all-reduces take.
         reduction_share: Share of the bandwidth that these all-reduces reach.
         source: Where these figures come from.
     """
@@ -32,25 +49,41 @@ class Level:
     devices: int
     bandwidth: float
     share: float = 0.8
+    exchange_share: float = 0.0
     setup: float = 0.0
     latency: float = 10e-6
+    slices: int = 1
+    packet_latency: float = 0.0
+    packet_share: float = 0.25
+    packet_limit: float = 0.0
     half_size: float = 0.0
+    copy_rate: float = 0.0
+    peers: int = 1
     oversubscription: float = 1.0
     mesh: bool = False
+    chain: bool = False
+    rails: bool = False
     reduces: bool = False
+    reduction_start: float = 0.0
     reduction_share: float = 0.7
     source: str = ""
 
     def __post_init__(self) -> None:
         where = f"the level {self.name}"
         require_bytes(where, bandwidth=self.bandwidth)
-        require(self.devices >= 1, where, "devices", self.devices, "1 or more")
-        for name in ("share", "reduction_share"):
+        if self.copy_rate:
+            require_bytes(where, copy_rate=self.copy_rate)
+        for name in ("devices", "slices", "peers"):
+            require(getattr(self, name) >= 1, where, name, getattr(self, name), "1 or more")
+        for name in ("share", "packet_share", "reduction_share"):
             require_share(where, name, getattr(self, name))
-        for name in ("setup", "latency"):
+        if self.exchange_share:
+            require_share(where, "exchange_share", self.exchange_share)
+        for name in ("setup", "latency", "packet_latency", "reduction_start"):
             value = getattr(self, name)
             require(0 <= value < 1, where, name, value, "seconds: 0 or more, and far below 1, such as 5e-6")
-        require(self.half_size >= 0, where, "half_size", self.half_size, "bytes, 0 or more")
+        for name in ("half_size", "packet_limit"):
+            require(getattr(self, name) >= 0, where, name, getattr(self, name), "bytes, 0 or more")
         require(
             self.oversubscription >= 1,
             where,

@@ -32,9 +32,9 @@ __all__ = [
 def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
     """Make the programs of all stages, for this many micro-batches."""
     placement = plan.placement if plan.pp > 1 else (0,)
-    apart = plan.ranks // plan.pp
+    first = Groups.of(plan).pp.ranks(0)
     return [
-        StageProgram(plan, costs, stage, blocks, cache(partial(Group.ranks, first=place * apart)))
+        StageProgram(plan, costs, stage, blocks, cache(partial(Group.ranks, first=first[place])))
         for stage, (place, blocks) in enumerate(zip(placement, costs.blocks_of(plan, count), strict=True))
     ]
 
@@ -101,11 +101,11 @@ def rank_programs(
         stages: The programs of all stages.
         is_named: Whether each communication needs its ranks, for a Timeline.
     """
-    apart = plan.ranks // plan.pp
+    first = Groups.of(plan).pp.ranks(0)
     norm = norm_of(plan, costs, is_named=is_named)
     return [
         RankProgram(
-            rank=place * apart,
+            rank=first[place],
             stages={number: stages[number] for number in schedule.stages_of(place)},
             finish=finish_of(plan, costs, schedule, place),
             norm=norm,
@@ -130,9 +130,9 @@ def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -
     shards = Groups.of(plan).dense.shards.size
     held = parameters_on_rank(costs.workload.embedding.parameters, plan.tp, plan.ep)
     nbytes = 4 * held.total // shards
-    apart = plan.ranks // plan.pp
-    seconds = collective_seconds("all_reduce", nbytes, Group(2, apart * (last - first)), costs.cluster)
-    ends = apart * first, apart * last
+    ranks = Groups.of(plan).pp.ranks(0)
+    ends = ranks[first], ranks[last]
+    seconds = collective_seconds("all_reduce", nbytes, Group(2, ends[1] - ends[0]), costs.cluster)
     return [Collective("all_reduce:embedding", seconds, nbytes, ends, Purpose.PIPELINE)]
 
 

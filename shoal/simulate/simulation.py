@@ -13,7 +13,7 @@ from functools import cached_property
 from shoal.cluster import Cluster
 from shoal.cost import Costs
 from shoal.cost.time import crowded_seconds, straggler_share
-from shoal.plan import Plan, SettledPlan
+from shoal.plan import Groups, Plan, SettledPlan
 from shoal.plan.schedules import Played, make
 from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
@@ -109,14 +109,14 @@ class Simulation:
         if self.plan.pp == 1:
             return []
         schedule = self.played.schedule
-        apart = self.plan.ranks // self.plan.pp
+        first = Groups.of(self.plan).pp.ranks(0)
         return [
             bubble
             for step in self._actions
             for bubble in bubble_spans(
                 schedule,
                 {
-                    place * apart: [
+                    first[place]: [
                         (action, start, stop)
                         for action, (start, stop) in zip(schedule.table[place], row, strict=True)
                     ]

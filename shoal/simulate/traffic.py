@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout
-from shoal.cost.collectives import algorithm_seconds
+from shoal.cost.collectives import algorithm_seconds, joining_level
 from shoal.cost.time import message_bytes
-from shoal.plan import SettledPlan
+from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.groups import Group
 from shoal.plan.schedules import Work
 from shoal.simulate.passage import Collective, Exposed, Piece, Start
@@ -95,7 +95,7 @@ def traffic_of(workload: Workload, cluster: Cluster, plan: SettledPlan, batch: i
         key = each.name, each.ranks, each.level, each.algorithm
         found[key] = _together(found[key], each) if key in found else each
     longest_first = sorted(found.values(), key=lambda each: -each.total)
-    return Traffic(place * (plan.ranks // plan.pp), tuple(longest_first))
+    return Traffic(Groups.of(plan).pp.ranks(0)[place], tuple(longest_first))
 
 
 def _seconds(held: Iterable[tuple[int, StageProgram]]) -> float:
@@ -145,7 +145,10 @@ def _messages(plan: SettledPlan, costs: Costs, number: int, count: int) -> Itera
         if not 0 <= other < plan.stages or plan.placement[other] == plan.placement[number]:
             continue
         ends = plan.placement[number], plan.placement[other]
-        level, nbytes = costs.boundary(plan, *ends).name, message_bytes(Layout.of(plan), costs.workload)
+        level, nbytes = (
+            joining_level(Boundary.of(plan, *ends), costs.cluster).name,
+            message_bytes(Layout.of(plan), costs.workload),
+        )
         seconds = costs.send(plan, *ends)
         yield Communication(Purpose.PIPELINE, name, 2, level, "send", nbytes, seconds, count)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.cost import Layout
 from shoal.cost.time import BlockCost, Join, Joined
-from shoal.plan.groups import Group, context_group, expert_group, tensor_group
+from shoal.plan.groups import Group
 from shoal.simulate.passage import Collective, Exposed, Piece
 from shoal.timeline import Purpose
 from shoal.workload import Block, Part, Workload
@@ -80,7 +80,7 @@ class Within:
             yield from map(self._joined, join.behind)
 
     def _joined(self, joined: Joined) -> Piece:
-        group = self.members(tensor_group(self.layout.tp))
+        group = self.members(self.layout.tensor_group)
         return Exposed(Collective(joined.name, joined.seconds, round(joined.nbytes), group, Purpose.TENSOR))
 
     def _attend(self, block: Block, seconds: float, rounds: int) -> Piece:
@@ -92,13 +92,13 @@ class Within:
         else:
             queries = sum(each.heads * (each.key_width + each.value_width) for each in block.attentions)
             name, nbytes = "all_to_all:heads", of_tokens * (keys + queries)
-        group = self.members(context_group(layout.tp, layout.cp))
+        group = self.members(layout.context_group)
         return Exposed(Collective(name, seconds, nbytes, group, Purpose.CONTEXT))
 
     def _exchange(self, block: Block, seconds: float, rounds: int) -> Piece:
         layout = self.layout
         nbytes = round(block.routed * layout.share(Part.STREAM)) * layout.width * rounds
-        group = self.members(expert_group(layout.tp, layout.ep))
+        group = self.members(layout.expert_group)
         return Exposed(Collective("all_to_all:tokens", seconds, nbytes, group, Purpose.EXPERT))
 
 

@@ -108,9 +108,9 @@ def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparis
             line=row.line,
             family=row.platform,
             name=f"{row.collective} of {format_bytes(row.nbytes)} on {group.size}",
-            quantity=row.collective,
+            quantity=row.quantity,
             measured=row.seconds,
-            predicted=seconds.get(row.algorithm or "", min(seconds.values())),
+            predicted=row.predicted(seconds),
             fitted=is_fitted(row),
         )
 

@@ -108,6 +108,17 @@ def test_half_of_the_transfers_are_quicker_than_predicted_with_the_corrected_lev
     assert [each.name for each in found.corrections] == ["memory"]
 
 
+@pytest.mark.parametrize("nbytes", [1 << 16, 1 << 30])
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "all_to_all"])
+def test_a_node_is_corrected_by_whatever_protocol_its_transfers_take(operation, nbytes):
+    node = CLUSTER.replace(levels=(replace(Cluster.preset("dgx-h100").levels[0], devices=2),))
+    predicted = collective_seconds(operation, nbytes, Group(2), node)
+    setup = node.levels[0].setup
+    transfer = Transfer(operation, nbytes, Group(2), 1.1 * (predicted - setup) + setup)
+    (correction,) = calibrate(node, [observed(0.0, 0.0, (transfer,))]).corrections
+    assert correction.left == pytest.approx(0.0, abs=1e-6)
+
+
 def test_a_transfer_counts_from_when_all_of_its_group_are_there():
     def span(rank, start, duration):
         name = "all_reduce:bucket0"

@@ -6,31 +6,34 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machines import (
+    A_E,
+    A_I,
+    EXACT,
+    INSIDE,
+    NETWORK,
+    A,
+    B,
+    G,
+    K,
+    S,
+    cluster,
+    level,
+    one_level,
+    seconds,
+    two_levels,
+)
 
-from shoal.cluster import Cluster, Device, Level
+from shoal.cluster import Cluster
 from shoal.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
-    members_within,
     send_seconds,
 )
 from shoal.plan import Group
 
-DEVICE = Device(name="d", memory=80e9, bandwidth=3e12, peak={"bf16": 1e15}, units=132)
-EXACT = 1e-9  # relative: both sides compute the same, in another order of operations
 CHUNKS = 1e-5  # relative: the least over numbers of chunks that are 0.2 % apart, at which it is flat
-S = 256e6
-
-
-def level(devices, bandwidth, latency=5e-6, **fields):
-    return Level(
-        name=f"of {devices}", devices=devices, bandwidth=bandwidth, latency=latency, share=1.0, **fields
-    )
-
-
-def cluster(*levels):
-    return Cluster(name="c", device=DEVICE, levels=levels)
 
 
 def in_chunks(steps, last, moved):
@@ -43,17 +46,6 @@ def in_chunks(steps, last, moved):
     return min(
         (chunks + before) * (last + moved / chunks) for chunks in (10 ** (k / 1000) for k in range(6000))
     )
-
-
-def one_level(ranks, **fields):
-    return cluster(level(ranks, 100e9, **fields))
-
-
-def seconds(collective, algorithm, machine, ranks=None, nbytes=S):
-    return algorithm_seconds(collective, nbytes, Group(ranks or machine.devices), machine)[algorithm]
-
-
-A, B = 5e-6, 100e9
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8, 64])
@@ -157,15 +149,6 @@ def test_an_all_to_all_takes_as_long_as_the_busiest_links_that_counting_pairs_gi
     assert collective_seconds("all_to_all", S, group, THREE) == pytest.approx(steps + busiest, rel=EXACT)
 
 
-G, K, INSIDE, NETWORK = 8, 4, 400e9, 25e9
-A_I, A_E = 4e-6, 30e-6
-
-
-def two_levels(nodes=K, inside=INSIDE, network=NETWORK, reduces=(False, False)):
-    links = level(G, inside, A_I, reduces=reduces[0]), level(G * nodes, network, A_E, reduces=reduces[1])
-    return cluster(*links)
-
-
 @pytest.mark.parametrize("inside", [400e9, 150e9])  # above and below what 8 interfaces carry
 def test_a_flat_ring_over_nodes_is_as_quick_as_the_narrower_of_the_nodes_links_and_interfaces(inside):
     n = G * K
@@ -199,6 +182,16 @@ def test_in_the_network_each_byte_goes_up_once():
     once = S / (G * NETWORK * machine.levels[1].reduction_share)
     steps = 2 * 3 * A_I + A_E  # down and up a tree of 8, and once to the switch
     assert seconds("all_reduce", "switch", machine) == pytest.approx(in_chunks(steps, A_E, once), rel=CHUNKS)
+
+
+def test_where_node_and_network_add_up_each_byte_goes_up_once_at_both():
+    machine = two_levels(reduces=(True, True))
+    share = machine.levels[0].reduction_share
+    once = max((G + 1) / G * S / (INSIDE * share), S / (G * NETWORK * share))
+    expected = in_chunks(A_I + A_E, A_E, once)
+    assert seconds("all_reduce", "switch", machine) == pytest.approx(expected, rel=CHUNKS)
+    one_of_each_node = algorithm_seconds("all_reduce", S, Group(K, G), machine)["switch"]
+    assert one_of_each_node == pytest.approx(A_E + S / (NETWORK * share), rel=EXACT)
 
 
 @pytest.mark.parametrize(("nodes", "busiest"), [(2, 1), (3, 1.5), (4, 2), (16, 2)])
@@ -337,15 +330,6 @@ def test_published_rates_of_large_buffers_by_algorithm_and_ranks_are_met(
     nbytes = gib * 2**30
     found = algorithm_seconds("all_reduce", nbytes, Group(ranks), Cluster.preset(preset))[algorithm]
     assert 2 * (ranks - 1) / ranks * nbytes / found == pytest.approx(busbw * 1e9, rel=0.07)
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(1, 6))
-def test_a_group_of_runs_has_as_many_within_a_level_as_counting_its_ranks_gives(runs, run, gap, strides):
-    group = Group(runs * run, run + gap, run)
-    ranks = group.ranks(0)
-    assert len(set(ranks)) == group.size
-    for devices in (*range(1, group.stride), strides * group.stride):
-        assert members_within(group, level(devices, B)) == sum(rank < devices for rank in ranks)
 
 
 def test_a_collective_loads_a_device_as_much_as_its_links_let_it():

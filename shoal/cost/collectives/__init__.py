@@ -6,10 +6,12 @@ from shoal.cost.collectives.network import (
     collective_seconds,
     send_seconds,
 )
+from shoal.cost.collectives.places import joining_level
 
 __all__ = [
     "algorithm_seconds",
     "collective_load",
     "collective_seconds",
+    "joining_level",
     "send_seconds",
 ]

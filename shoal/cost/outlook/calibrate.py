@@ -30,7 +30,8 @@ from statistics import fmean, median
 from typing import Any
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import collective_seconds, members_within, send_seconds
+from shoal.cost.collectives.crossings import joined_by
+from shoal.cost.collectives.network import collective_seconds, send_seconds
 from shoal.cost.outlook.observation import SENDS, Observation, Transfer
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.step import Costs
@@ -38,6 +39,7 @@ from shoal.cost.time.step import Costs
 __all__ = ["Calibration", "Correction", "calibrate"]
 
 _PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")
+_LEVEL_SHARES = ("share", "exchange_share", "packet_share", "reduction_share")
 _LEAST_SHARE = 1e-3
 _MOST_JITTER = 0.99
 _HALVINGS = 40  # steps of the bisection for a factor
@@ -202,10 +204,7 @@ def _transfers_over(index: int, name: str) -> _Quantity:
 
 def _level_of(transfer: Transfer, cluster: Cluster) -> int:
     """Return the index of the innermost level whose links join all of the group."""
-    group, last = transfer.group, len(cluster.levels) - 1
-    return next(
-        (i for i, level in enumerate(cluster.levels) if members_within(group, level) == group.size), last
-    )
+    return joined_by(transfer.group, tuple(level.devices for level in cluster.levels))
 
 
 def _transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
@@ -246,7 +245,9 @@ def _with_level_rate(cluster: Cluster, factor: float, *, index: int) -> Cluster:
     if cluster.cores:
         level = replace(level, bandwidth=level.bandwidth * factor)
     else:
-        level = replace(level, share=_share(level.share * factor))
+        reached = {name: getattr(level, name) for name in _LEVEL_SHARES}
+        shares: dict[str, Any] = {name: _share(share * factor) for name, share in reached.items() if share}
+        level = replace(level, **shares)
     return cluster.replace(levels=(*cluster.levels[:index], level, *cluster.levels[index + 1 :]))
 
 

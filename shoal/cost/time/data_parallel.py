@@ -196,7 +196,9 @@ class DataParallelCosts:
             return self._behind_backward(found, 0.0, 0.0, stage, layout)
         again = found.gather - found.top
         behind = self._behind_backward(found, again, found.gather_load, stage, layout)
-        return max(0.0, behind - self._in_backward(found, again, stage, layout))  # in_passes counts the latter
+        return max(
+            0.0, behind - self._in_backward(found, again, stage, layout)
+        )  # in_passes counts the latter
 
     def _before_forward(self, found: _BucketsOfStage, stage: StageWork, layout: Layout) -> float:
         c = self._cluster.device.contention

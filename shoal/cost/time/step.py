@@ -26,9 +26,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.cluster import Cluster, Level
+from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.collectives.places import joining_level, message_seconds
+from shoal.cost.collectives.places import message_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.bucket_times import SUM_WIDTH, sent_width
@@ -39,7 +39,7 @@ from shoal.cost.time.hosts import HostCosts
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
 from shoal.cost.time.split import pieces_by_stage
-from shoal.plan import Groups, SettledPlan
+from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
@@ -263,18 +263,8 @@ class Costs:
             sender, receiver: Places along the pipeline. All ranks of a stage send at once, each to its own
                 neighbour; the slowest of these messages counts.
         """
-        level = self.boundary(plan, sender, receiver)
-        return message_seconds(message_bytes(Layout.of(plan), self.workload), level, self.cluster)
-
-    def send_apart(self, layout: Layout, apart: int) -> float:
-        """Return the seconds to send it between the first two stages of a layout, `apart` ranks each."""
-        level = joining_level(0, apart, apart, self.cluster)
-        return message_seconds(message_bytes(layout, self.workload), level, self.cluster)
-
-    def boundary(self, plan: SettledPlan, sender: int, receiver: int) -> Level:
-        """Return the links that join two places along the pipeline."""
-        apart = plan.ranks // plan.pp
-        return joining_level(sender * apart, receiver * apart, apart, self.cluster)
+        nbytes = message_bytes(Layout.of(plan), self.workload)
+        return message_seconds(nbytes, Boundary.of(plan, sender, receiver), self.cluster)
 
     def after(self, plan: SettledPlan, parameters: Parameters, count: int) -> float:
         """Return the seconds of a step of `count` micro-batches in which only passes over parameters run.
