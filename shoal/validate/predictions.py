@@ -1,4 +1,4 @@
-"""Predictions beside measurements, row by row, for tables of steps, layers and collectives."""
+"""Predictions beside measurements, row by row, for tables of steps, layers, collectives and operations."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from shoal.validate.collectives import USUAL_NODE, MeasuredCollective, read_coll
 from shoal.validate.fill_blanks import fill_blanks
 from shoal.validate.layers import MeasuredLayer, read_layers
 from shoal.validate.machines import machine_of, published_cluster
+from shoal.validate.operations import MeasuredOperation, read_operations
 from shoal.validate.programs import program_workload
 from shoal.validate.steps import Measured, read_table
 from shoal.workload import Workload, workload_of
@@ -30,6 +31,7 @@ from shoal.workload import Workload, workload_of
 __all__ = [
     "compare_collectives",
     "compare_layers",
+    "compare_operations",
     "compare_steps",
     "is_fitted",
     "published_workload",
@@ -41,7 +43,7 @@ _Row = TypeVar("_Row")
 
 
 def validate(path: str | Path, refuse: Refuse = strictly, cluster: Cluster | None = None) -> list[Comparison]:
-    """Predict every row of a table; its columns say whether it has steps, layers or collectives.
+    """Predict every row of a table; its columns say what it has: steps, layers, collectives or operations.
 
     Args:
         path: Path of the table.
@@ -56,12 +58,14 @@ def validate(path: str | Path, refuse: Refuse = strictly, cluster: Cluster | Non
     columns = Table.open(path).columns
     if "forward_ms" in columns:
         return list(compare_layers(read_layers(path, refuse), refuse))
+    if "forward_us" in columns or {"m", "n", "k"} <= set(columns):
+        return list(compare_operations(read_operations(path, refuse)))
     if "size_bytes" in columns:
         return list(compare_collectives(read_collectives(path, refuse)))
     return list(compare_steps(read_table(path, refuse), refuse, cluster))
 
 
-def is_fitted(row: Measured | MeasuredCollective) -> bool:
+def is_fitted(row: Measured | MeasuredCollective | MeasuredOperation) -> bool:
     """Return whether constants may be fitted to a row; the other half of the rows only tests them.
 
     The SHA-256 of the row's settings decides. Measurements do not enter, and rows that ask for the same
@@ -83,7 +87,14 @@ def compare_steps(
     known: dict[object, tuple[Costs, Memories]] = {}
 
     def compare(row: Measured) -> Iterator[Comparison]:
-        machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
+        machine = (
+            row.device,
+            row.plans[0].ranks,
+            row.devices_per_node,
+            row.network,
+            row.products,
+            row.attention,
+        )
         key = (row.shape, row.program, machine, _is_per_operator(row), _is_fsdp(row))
         if key not in known:
             costs = Costs(published_workload(row), machine_of(row, cluster))
@@ -110,6 +121,20 @@ def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparis
             quantity=row.collective,
             measured=row.seconds,
             predicted=seconds.get(row.algorithm or "", min(seconds.values())),
+            fitted=is_fitted(row),
+        )
+
+
+def compare_operations(rows: Sequence[MeasuredOperation]) -> Iterator[Comparison]:
+    """Compare every row's seconds on the device that it names."""
+    for row in rows:
+        yield Comparison(
+            line=row.line,
+            family=row.family,
+            name=row.name,
+            quantity=row.quantity,
+            measured=row.seconds,
+            predicted=row.predicted(row.device),
             fitted=is_fitted(row),
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 from shoal.errors import PlanError
 from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, divisors
 from shoal.plan.stages import split_by_count
+from shoal.validate.ages import attention_of, year_of
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
 from shoal.validate.programs import COMPILED, Program, as_trained, program_of
 from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
@@ -72,6 +73,7 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "memory_gib": measured,
     "compile": spelled(COMPILED),
     "tied": _flag,
+    "year": count,
     "source": str,
     "note": str,
 }
@@ -83,7 +85,7 @@ _OPTIONAL = frozenset(
         *("model", "ffn", "heads", "kv_heads", "vocab", "gated_mlp"),
         *("devices_per_node", "network_gbps_per_node", *_DEGREES, "virtual_stages", "microbatch"),
         *("sharding", "recompute", "sequence_parallel", "precision", "attention", "memory_gib"),
-        *("compile", "tied", "source", "note"),
+        *("compile", "tied", "year", "source", "note"),
     ]
 )
 """Columns that may be absent, and whose cells may be blank: the value is not stated."""
@@ -92,7 +94,7 @@ _INSTEAD = {"step_s": "memory_gib"}
 """Columns that may be blank if the second column is filled in."""
 
 _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib", "source", "note")
-_LATER = ("compile", "tied")  # columns that are a setting only where they are filled in
+_LATER = ("compile", "tied", "year")  # columns that are a setting only where they are filled in
 
 _MICROBATCHES = (1, 2, 4, 8, 16)  # values to try if a row states none
 _SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights or not each.cuts_gradients)
@@ -116,6 +118,7 @@ class Measured:
         network: Bytes/s of a node's network interfaces together, one direction; None if not stated.
         program: The program of torch's kernels; None for one with fused kernels of its own.
         products: Type that products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
+        attention: The program's fused attention, of `ages.attention_of`.
         plans: Every Plan that the row's settings allow, with the least recompute of these. There is one,
             unless some settings are blank. All have equally many ranks.
         recomputes: Recompute policies that the settings allow, the least first: each takes longer than the
@@ -134,6 +137,7 @@ class Measured:
     network: float | None
     program: Program | None
     products: str
+    attention: str
     plans: Sequence[SettledPlan]
     recomputes: Sequence[str]
     batch: int
@@ -160,6 +164,8 @@ def _measured(row: Row) -> Measured:
     recompute = "selective" if row["recompute"] == "per-op SAC" else row["recompute"]
     recomputes = (recompute,) if recompute else CHOICES["recompute"]
     program = program_of(row)
+    plans = _plans(row, recomputes[0])
+    is_sharded = all(plan.sharding.cuts_weights for plan in plans)
     settings = {name: value for name, value in row.values.items() if name not in _NOT_SETTINGS}
     return Measured(
         row.line,
@@ -173,7 +179,8 @@ def _measured(row: Row) -> Measured:
         _network(row),
         program,
         _products(row),
-        _plans(row, recomputes[0]),
+        attention_of(year_of(row), is_torch=is_sharded or program is not None),
+        plans,
         recomputes,
         row["global_batch"],
         row["step_s"],
