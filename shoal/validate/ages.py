@@ -22,7 +22,7 @@ from shoal.validate.cells import Row
 
 __all__ = ["FLASH1", "attention_of", "with_attention", "year_of"]
 
-FLASH1 = 0.5
+FLASH1 = 0.66
 """Share of the rate of FlashAttention 2 that attention reached before it."""
 
 _LAST_FLASH1, _LAST_FLASH2 = 2023, 2025

@@ -166,7 +166,7 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
         yield compared(quantity="step", measured=row.seconds, predicted=costs.step(plan, row.batch).seconds)
     if row.memory is not None:
         fullest = memories.fullest(plan, row.batch)
-        predicted = fullest.held if row.program is None else fullest.allocated
+        predicted = fullest.allocated if _is_shoal(row) else fullest.held
         yield compared(quantity="memory", measured=row.memory, predicted=predicted)
 
 
@@ -194,7 +194,7 @@ def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
 def _is_per_operator(row: Measured) -> bool:
     """Return whether a selective recompute is torchtitan's, which shards like zero3 and fuses attention."""
     return (
-        row.program is None
+        not _is_shoal(row)
         and row.shape.fused_attention
         and tuple(row.recomputes) == ("selective",)
         and all(plan.sharding.cuts_weights for plan in row.plans)
@@ -210,6 +210,10 @@ def published_workload(row: Measured) -> Workload:
     if not _is_fsdp(row) and row.program is None:
         workload = workload.with_layers(lambda layer: replace(layer, stops_early=False))
     return every_second_product(workload) if _is_per_operator(row) else workload
+
+
+def _is_shoal(row: Measured) -> bool:
+    return row.program is not None and row.program.is_shoal
 
 
 def _is_fsdp(row: Measured) -> bool:

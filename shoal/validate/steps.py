@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -330,7 +331,7 @@ def _virtuals(row: Row, pp: int) -> Sequence[int]:
 
 
 def _tensor(row: Row, tp: int) -> str:
-    """Return how tensor parallelism communicates: no table states overlap, and overlap is not slower."""
-    if tp == 1:
+    """Return how tensor parallelism communicates: with overlap, unless a note denies it."""
+    if tp == 1 or (row["sequence_parallel"] != 0 and re.search("vanilla ?TP", row["note"] or "")):
         return "sequence"
     return "plain" if row["sequence_parallel"] == 0 else "async"

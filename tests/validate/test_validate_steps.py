@@ -138,6 +138,19 @@ def test_blank_precision_and_attention_are_16_bit_and_fused(read):
     assert read(precision="fp32")[0].plans[0].precision == "fp32"
 
 
+def test_notes_of_torchtitan_tell_what_is_compiled_and_whether_products_hide_communication(read):
+    titan = {"source": "torchtitan benchmarks", "tp": "8", "pp": "1", "dp": "", "sequence_parallel": "1"}
+
+    def program(note):
+        (row, *_) = read(**titan, note=note)
+        return row.program.compiled, row.program.is_shoal, row.plans[0].tensor
+
+    assert program("FSDP") == ("none", False, "async")
+    assert program("FSDP+compile") == ("layers", False, "async")
+    assert program("compile vanillaTP bf16") == ("layers", False, "sequence")
+    assert read(**{**titan, "source": "Megatron-LM"})[0].program is None
+
+
 def test_the_guide_describes_every_column():
     guide = (Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "validate.md").read_text()
     assert [name for name in COLUMNS if f"`{name}`" not in guide] == []
