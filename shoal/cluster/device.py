@@ -54,7 +54,7 @@ class Device:
         attention_backward_share: Share of the peak that it reaches in backward.
         attention_depth: Number of keys that take as long as the beginning and end of a tile of queries.
         exponentials: Exponentials that a unit computes each second, for attention; 0 if that bounds nothing.
-        flash2_share: Share of these rates of attention that FlashAttention 2 reaches, which torch has.
+        flash2_share: Share of these rates that FlashAttention 2 reaches, which torch called until 2025.
         launch: Seconds from one kernel's end to the next one's start, and until that one is under way.
         dispatch: Seconds that the host takes to start one operation; the device waits if it is quicker.
         graph: Seconds that the host takes to call a compiled graph, beside its kernels; 0 for as long as six
