@@ -79,12 +79,11 @@ def test_more_free_memory_never_makes_the_best_slower():
 
 def test_a_bucket_is_small_where_messages_are_free_and_large_where_each_costs():
     plan = SettledPlan(dp=16, microbatch=4, precision="bf16")
-    link = CLUSTER.levels[-1]
     sizes = []
     for latency in (0.0, 1e-3):
-        levels = (
-            *CLUSTER.levels[:-1],
-            dataclasses.replace(link, latency=latency, setup=latency, half_size=0.0),
+        levels = tuple(
+            dataclasses.replace(link, latency=latency, setup=latency, half_size=0.0)
+            for link in CLUSTER.levels
         )
         sizes.append(best_bucket(Costs(WORKLOAD, CLUSTER.replace(levels=levels)), plan, 64))
     assert sizes[0] < sizes[1]
