@@ -1,12 +1,15 @@
-"""Fits what programs reach of devices to published training steps: the shares in shoal/cluster/devices.toml.
+"""Fits what programs reach of devices: the constants in shoal/cluster/devices.toml.
 
-    python benchmarks/fit_devices.py RUNS.csv ... [--layers LAYERS.csv] [--without FAMILY ...]
+    python benchmarks/fit_devices.py [RUNS.csv ...] [--layers LAYERS.csv] [--without FAMILY ...]
+                                     [--products PRODUCTS.csv ...] [--attention ATTENTION.csv ...]
 
-Each constant has an expected value, from data sheets and micro-benchmarks, and says how sure that is (the
-standard deviation of its logarithm). What is minimised is the sum of squares of the rows' errors, in units of
-6 % and each family alike, and of the constants' departures from what is expected: constants stay physical
-where rows do not tell. Half of the rows are fitted (`shoal.validate.is_fitted`); the other half says
-how far that holds. Prints both, and the constants as they stand in the data file.
+Tables of single operations give the constants of products and attention (`fit_operations.py`), and tables of
+training steps those that only whole steps show: the clock under load, the host, and what communication and
+compute take from each other. Each of these has an expected value, and says how sure that is (the standard
+deviation of its logarithm). What is minimised is the sum of squares of the rows' errors, in units of 6 % and
+each family by the square root of its rows, and of the constants' departures from what is expected. Half of
+the rows are fitted (`shoal.validate.is_fitted`); the other half says how far that holds. Prints both, and the
+constants as they stand in the data file.
 """
 
 from __future__ import annotations
@@ -14,24 +17,35 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fit_operations import fit_operations, report
+from least_squares import least_squares, softened
 
 from shoal.cluster import Cluster, Device
 from shoal.cost import Costs
 from shoal.cost.time import block_cost
 from shoal.planner.bucket import usual_bucket
-from shoal.validate import Measured, MeasuredLayer, is_fitted, published_workload, read_layers, read_table
+from shoal.simulate import played_seconds
+from shoal.validate import (
+    Measured,
+    MeasuredLayer,
+    is_fitted,
+    published_workload,
+    read_layers,
+    read_operations,
+    read_table,
+)
+from shoal.validate.ages import with_attention
 from shoal.workload import workload_of
 
 __all__ = ["CONSTANTS", "Constant", "fit", "main"]
 
 _ERROR, _LAYER_ERROR = 0.06, 0.03  # what one standard deviation of a row is taken to be
-_ROUNDS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,33 +70,23 @@ class Constant:
 _A100, _H100 = ("a100-80", "a100-40"), ("h100", "h100-96")
 
 CONSTANTS: Sequence[Constant] = (
-    # 254 of 312 TFLOP/s at 8,192^3 and 271 at best (stas00, Azure); at 40 GB the chip clocks alike
-    Constant(("a100-80",), "product_share", 0.84, 0.04, 1.0),
-    Constant(("a100-40",), "product_share", 0.82, 0.06, 1.0),
-    # 794 of 989 at best; long runs throttle at 700 W, and more so at 500 W
-    Constant(("h100",), "product_share", 0.74, 0.06, 1.0),
-    Constant(("h100-96",), "product_share", 0.6, 0.15, 1.0),
-    Constant(_A100, "product_depth", 100, 0.7),
-    Constant(_H100, "product_depth", 150, 0.7),
-    # 1.61 to 1.75 of 2.04 TB/s, 2.9 to 3.2 of 3.35
-    Constant(_A100, "bandwidth_share", 0.83, 0.06, 1.0),
-    Constant(_H100, "bandwidth_share", 0.88, 0.06, 1.0),
-    # FlashAttention 2: 180 and 328 TFLOP/s (Azure) of forward
-    Constant(_A100, "attention_share", 0.55, 0.12, 1.0),
-    Constant(_H100, "attention_share", 0.38, 0.2, 1.0),
-    Constant(_A100, "attention_backward_share", 0.45, 0.2, 1.0),
-    Constant(_H100, "attention_backward_share", 0.32, 0.25, 1.0),
-    Constant(_A100, "launch", 2.5e-6, 0.4),
-    Constant(_H100, "launch", 2e-6, 0.4),
-    # PyTorch's eager mode with a framework around it; 40 us in steps of Shoal on one H100
+    # Power of 400 W and 700 W lowers the clock in long runs; with 500 W it is as the square root of the power
+    Constant(("a100-80",), "sustained", 0.9, 0.05, 1.0),
+    Constant(("a100-40",), "sustained", 0.86, 0.05, 1.0),
+    Constant(("h100",), "sustained", 0.8, 0.05, 1.0),
+    Constant(("h100-96",), "sustained", 0.67, 0.05, 1.0),
+    # 0.9 of forward (arXiv:2307.08691, figure 6); 0.59 by the probe of an H100
+    Constant(_A100, "attention_backward_share", 0.55, 0.05, 1.0),
+    Constant(_H100, "attention_backward_share", 0.59, 0.03, 1.0),
+    # PyTorch's eager mode with a framework around it; 42 us by the probe of an H100
     Constant(_A100, "dispatch", 40e-6, 0.8),
     Constant(_H100, "dispatch", 40e-6, 0.1),
     Constant(_A100, "overlap", 0.2, 1.0, 0.95),
     Constant(_H100, "overlap", 0.6, 0.4, 0.95),
-    Constant(_A100, "contention", 0.25, 0.6, 1.0),
-    Constant(_H100, "contention", 0.25, 0.6, 1.0),
+    # NCCL takes an eighth to a quarter of the multiprocessors, and some of the memory's rate
+    Constant((*_A100, *_H100), "contention", 0.3, 0.1, 1.0),
 )
-"""What is fitted."""
+"""What is fitted to steps."""
 
 
 class Rows:
@@ -132,8 +136,9 @@ class Rows:
 
     def _step(self, row: Measured, devices: Mapping[str, Device]) -> float:
         cluster = self._cluster(row)
-        costs = Costs(self._workloads[id(row)], cluster.replace(device=devices[cluster.device.name]))
-        return min(costs.step(plan, row.batch).seconds for plan in self._plans[id(row)])
+        device = with_attention(devices[cluster.device.name], row.attention)
+        costs = Costs(self._workloads[id(row)], cluster.replace(device=device))
+        return min(played_seconds(costs, plan, row.batch) for plan in self._plans[id(row)])
 
     def _cluster(self, row: Measured) -> Cluster:
         return self._clusters[row.device, row.plans[0].ranks, row.devices_per_node, row.network]
@@ -146,21 +151,20 @@ def fit(rows: Rows) -> list[float]:
     """
     families = Counter(row.family for row in rows.steps)
     even = len(rows.steps) / len(families)
-    weights = [math.sqrt(even / families[row.family]) / _ERROR for row in rows.steps]
+    weights = [(even / families[row.family]) ** 0.25 / _ERROR for row in rows.steps]
     weights += [1 / _LAYER_ERROR] * (3 * len(rows.layers))
 
     def residuals(logarithms: np.ndarray) -> np.ndarray:
         devices = devices_with(_bounded(logarithms))
         found = np.array(rows.errors(devices) + rows.layer_errors(devices)) * weights
-        soft = 2 * (np.sqrt(1 + (found / 1.5) ** 2) - 1)
         departed = [
             (value - math.log(each.expected)) / each.spread
             for value, each in zip(logarithms, CONSTANTS, strict=True)
         ]
-        return np.concatenate([1.5 * np.sqrt(soft) * np.sign(found), departed])
+        return np.concatenate([softened(found, 1.5), departed])
 
     start = np.log([each.expected for each in CONSTANTS])
-    return _bounded(_least_squares(residuals, start))
+    return _bounded(least_squares(residuals, start))
 
 
 def devices_with(values: Sequence[float]) -> dict[str, Device]:
@@ -176,10 +180,21 @@ def devices_with(values: Sequence[float]) -> dict[str, Device]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Fits, and prints how well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("runs", type=Path, nargs="+", help="measured steps")
+    parser.add_argument("runs", type=Path, nargs="*", help="measured steps")
+    parser.add_argument("--products", type=Path, nargs="+", default=(), help="measured products")
+    parser.add_argument("--attention", type=Path, nargs="+", default=(), help="measured attention")
     parser.add_argument("--layers", type=Path, help="measured layers")
     parser.add_argument("--without", nargs="+", default=(), metavar="FAMILY", help="not fitted, but shown")
     options = parser.parse_args(arguments)
+    operations = [row for table in (*options.products, *options.attention) for row in read_operations(table)]
+    if operations:
+        print(report(operations, fit_operations(operations)), end="\n\n")
+    if options.runs:
+        _fit_steps(options)
+
+
+def _fit_steps(options: argparse.Namespace) -> None:
+    """Fits the constants of steps, and prints how well."""
     layers = read_layers(options.layers) if options.layers else []
     known = {Device.preset(name).name for constant in CONSTANTS for name in constant.devices}
     every = [row for table in options.runs for row in read_table(table)]
@@ -214,26 +229,6 @@ def _mean(errors: Sequence[float]) -> str:
 def _bounded(logarithms: np.ndarray) -> list[float]:
     values = np.exp(logarithms)
     return [min(float(value), each.most) for value, each in zip(values, CONSTANTS, strict=True)]
-
-
-def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray) -> np.ndarray:
-    """Levenberg and Marquardt's method with differences for derivatives."""
-    point, damping, width = start, 1e-2, 1e-3
-    found = residuals(point)
-    for _ in range(_ROUNDS):
-        slopes = np.stack(
-            [(residuals(point + width * unit) - found) / width for unit in np.eye(len(point))], axis=1
-        )
-        square = slopes.T @ slopes
-        while damping < 1e6:
-            scaled = square + damping * np.diag(np.diag(square))
-            tried = point - np.linalg.solve(scaled, slopes.T @ found)
-            result = residuals(tried)
-            if result @ result < found @ found:
-                point, found, damping = tried, result, damping / 5
-                break
-            damping *= 5
-    return point
 
 
 if __name__ == "__main__":

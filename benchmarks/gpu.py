@@ -40,7 +40,7 @@ from shoal.cost.time import workload_on
 from shoal.errors import ClusterError
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
-from shoal.simulate import measured_timeline
+from shoal.simulate import measured_timeline, played_seconds
 from shoal.timeline import explain
 from shoal.units import format_bytes
 from shoal.workload import Workload, transformer_shape, workload_of
@@ -212,7 +212,7 @@ def _rows(machine: Machine) -> str:
         predicted = _predicted_bytes(shape, clusters, settled)
         cells += _beside(found.allocated / 2**30, predicted / 2**30, errors, "memory")
         for name, cluster in clusters.items():
-            seconds = Costs(_workload(shape, cluster), cluster).step(settled, samples).seconds
+            seconds = played_seconds(Costs(_workload(shape, cluster), cluster), settled, samples)
             cells += _beside(found.seconds * 1e3, seconds * 1e3, errors, name)[1:]
         lines.append("| " + " | ".join(cells) + " |")
     means = ", ".join(f"{name} {fmean(map(abs, each)):.1%}" for name, each in errors.items())

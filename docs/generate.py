@@ -49,7 +49,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELLED = (
     "collectives.network",
-    *("time.block", "time.buckets", "time.compute", "time.crowding", "time.data_parallel", "time.joins"),
+    *("time.products", "time.attention", "time.passes", "time.compute"),
+    *("time.block", "time.buckets", "time.crowding", "time.data_parallel", "time.joins"),
     *("time.host", "time.step", "time.synchronisations"),
     *("memory.activation_peaks", "memory.activations", "memory.memory", "memory.offload"),
     *("memory.peak_candidates", "memory.states"),

@@ -141,7 +141,7 @@ def _row(point: Point) -> dict[str, Any]:
         "efficiency": point.efficiency,
         "mfu": best.mfu,
         "communication": best.communication,
-        "parts": {"compute": best.cost.compute, **best.cost.parts},
+        "parts": dict(best.parts),
         "dollars_per_billion_tokens": best.dollars_per_billion_tokens or None,
     }
 
@@ -155,7 +155,7 @@ def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
             f"{point.best.tokens_per_second:,.0f}",
             f"{point.efficiency:.1%}",
             f"{point.best.communication:.1%}",
-            f"{point.best.cost.parts['bubble'] / point.best.seconds:.1%}",
+            f"{point.best.bubble:.1%}",
             f"{point.best.mfu:.1%}",
             *_days_and_dollars(run),
         ]

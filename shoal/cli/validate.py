@@ -25,8 +25,8 @@ _HALVES = {"fitted": (True,), "held out": (False,), "all": (True, False)}
 _DESCRIPTION = """\
 Predicts every row of a table of measurements, and prints prediction, measurement and error of each row. For
 each family of rows, and for all, it prints the median, mean and 90th percentile of the absolute errors, and
-the bias: the mean of the errors with their signs. The columns tell whether rows are training steps, layers or
-collectives; docs/guides/validate.md lists them.
+the bias: the mean of the errors with their signs. The columns tell whether rows are training steps, layers,
+collectives or single operations; docs/guides/validate.md lists them.
 
 Exit codes: 0 predicted, however large the errors; 2 the table cannot be read, or some rows cannot be
 predicted: stderr lists these after the others.

@@ -13,7 +13,14 @@ from shoal.errors import ClusterError, nearest
 
 __all__ = ["Device", "known_device", "peak_flops"]
 
-_SHARES = ("product_share", "bandwidth_share", "attention_share", "attention_backward_share")
+_SHARES = (
+    "product_share",
+    "bandwidth_share",
+    "attention_share",
+    "attention_backward_share",
+    "sustained",
+    "flash2_share",
+)
 _INSTEAD = {"tf32": "fp32", "fp8": "bf16"}
 """The type in which products are computed on a device that has no rate in the first."""
 
@@ -31,16 +38,24 @@ class Device:
         peak: FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"), dense, by its data sheet.
         units: Number of parts that compute independently: multiprocessors, or cores.
         tile: Rows and columns of the largest tile of a product that one unit computes.
-        product_share: Share of the peak that large products reach.
-        product_depth: Number of inputs at which a product reaches half of `product_share`, in bf16.
+        product_share: Share of the peak that products reach in the middle of a tile.
+        product_depth: Number of inputs that take as long as the beginning and end of a tile, in bf16.
+        tile_bandwidth: Bytes/s at which one unit reads the operands of its tile; 0 if that bounds nothing.
+        fp8_share: The share `product_share` in fp8; 0 if it is that of bf16.
+        fp8_tile_bandwidth: The rate `tile_bandwidth` in fp8; 0 if that bounds nothing.
+        sustained: Share of the rate of single products and attention that is left in long steps, in which
+            power and heat lower the clock.
         bandwidth_share: Share of the bandwidth that passes over memory reach.
         stream_share: Share of the bandwidth that passes over more than caches hold reach, such as an
             optimizer's; 0 if it is `bandwidth_share`.
         stall: Share of the time of a product's bytes that no arithmetic hides: 1 on cores, which wait for
             what their caches do not have.
-        attention_share: Share of the peak that fused attention reaches in forward.
-        attention_backward_share: Share of the peak that fused attention reaches in backward.
-        launch: Seconds from one kernel's end to the next one's start.
+        attention_share: Share of the peak that fused attention reaches in forward, with heads of width 128.
+        attention_backward_share: Share of the peak that it reaches in backward.
+        attention_depth: Number of keys that take as long as the beginning and end of a tile of queries.
+        exponentials: Exponentials that a unit computes each second, for attention; 0 if that bounds nothing.
+        flash2_share: Share of these rates that FlashAttention 2 reaches, which torch called until 2025.
+        launch: Seconds from one kernel's end to the next one's start, and until that one is under way.
         dispatch: Seconds that the host takes to start one operation; the device waits if it is quicker.
         graph: Seconds that the host takes to call a compiled graph, beside its kernels; 0 for as long as six
             operations.
@@ -59,11 +74,18 @@ class Device:
     tile: tuple[int, int] = (256, 128)
     product_share: float = 0.8
     product_depth: float = 64.0
+    tile_bandwidth: float = 0.0
+    fp8_share: float = 0.0
+    fp8_tile_bandwidth: float = 0.0
+    sustained: float = 1.0
     bandwidth_share: float = 0.85
     stream_share: float = 0.0
     stall: float = 0.0
     attention_share: float = 0.45
     attention_backward_share: float = 0.4
+    attention_depth: float = 0.0
+    exponentials: float = 0.0
+    flash2_share: float = 1.0
     launch: float = 2e-6
     dispatch: float = 8e-6
     graph: float = 0.0
@@ -88,7 +110,7 @@ class Device:
         require(self.units > 0, where, "units", self.units, "a positive number")
         for name in _SHARES:
             require_share(where, name, getattr(self, name))
-        for name in ("stream_share", "stall"):
+        for name in ("stream_share", "fp8_share", "stall"):
             require(0 <= getattr(self, name) <= 1, where, name, getattr(self, name), "a share, 0 to 1")
         for name in _SECONDS:
             value = getattr(self, name)
@@ -111,6 +133,38 @@ class Device:
             )
         return found
 
+    def product_rate(self, precision: str) -> float:
+        """Return the FLOP/s of products in the middle of their tiles, in long steps.
+
+        Raises:
+            ClusterError: The peak is not known.
+        """
+        is_fp8 = precision == "fp8" and "fp8" in self.peak
+        share = (self.fp8_share if is_fp8 else 0.0) or self.product_share
+        return self.flops(precision) * share * self.sustained
+
+    def tile_rate(self, precision: str) -> float:
+        """Return the bytes/s at which a unit reads operands in a precision, in long steps; 0 if unbounded."""
+        is_fp8 = precision == "fp8" and "fp8" in self.peak
+        return (self.fp8_tile_bandwidth if is_fp8 else self.tile_bandwidth) * self.sustained
+
+    @cached_property
+    def alone(self) -> Device:
+        """The device as single operations find it, whose clock nothing lowers."""
+        return self if self.sustained == 1 else replace(self, sustained=1.0)
+
+    @cached_property
+    def with_flash2(self) -> Device:
+        """The device with the attention of FlashAttention 2."""
+        if self.flash2_share == 1:
+            return self
+        return replace(
+            self,
+            attention_share=self.attention_share * self.flash2_share,
+            attention_backward_share=self.attention_backward_share * self.flash2_share,
+            flash2_share=1.0,
+        )
+
     def computes_instead(self, precision: str) -> str:
         """Return a sentence that says in which type products are computed instead; empty if in this one."""
         other = _INSTEAD.get(precision)
@@ -124,6 +178,9 @@ class Device:
             self,
             bandwidth=self.bandwidth / factor,
             peak={precision: rate / factor for precision, rate in self.peak.items()},
+            tile_bandwidth=self.tile_bandwidth / factor,
+            fp8_tile_bandwidth=self.fp8_tile_bandwidth / factor,
+            exponentials=self.exponentials / factor,
             launch=self.launch * factor,
             dispatch=self.dispatch * factor,
             graph=self.graph * factor,

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from shoal.cluster import Cluster
-from shoal.cost import RankMemory
+from shoal.cost import Costs, RankMemory
 from shoal.plan import SettledPlan
 from shoal.planner.space import Degrees
+from shoal.simulate import BUBBLE, played_parts
 from shoal.workload import Workload
 
-__all__ = ["Candidate"]
+__all__ = ["COMMUNICATION", "Candidate"]
+
+COMMUNICATION = ("tensor", "context", "expert", "pipeline", "data")
+"""The parts of a step that are exposed communication."""
 
 _SECONDS_PER_HOUR = 3600
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """A Plan with its predicted step and memory.
 
@@ -26,6 +32,7 @@ class Candidate:
         batch: Samples of a step.
         memory: Memory of the rank that holds most.
         seconds: Seconds of a step, played.
+        costs: Costs of the workload on the cluster.
     """
 
     plan: SettledPlan
@@ -34,6 +41,12 @@ class Candidate:
     batch: int
     memory: RankMemory
     seconds: float
+    costs: Costs = field(repr=False, compare=False)
+
+    @cached_property
+    def parts(self) -> Mapping[str, float]:
+        """Where the seconds of a step go on the rank that waits least: see `shoal.simulate.played_parts`."""
+        return played_parts(self.costs, self.plan, self.batch)
 
     @property
     def degrees(self) -> Degrees:
@@ -71,9 +84,12 @@ class Candidate:
     @property
     def communication(self) -> float:
         """Exposed communication, as a share of the step."""
-        parts = self.cost.parts
-        exposed = sum(parts[name] for name in ("tensor", "context", "expert", "pipeline", "data"))
-        return exposed / self.cost.seconds
+        return sum(self.parts.get(name, 0.0) for name in COMMUNICATION) / self.seconds
+
+    @property
+    def bubble(self) -> float:
+        """Waits along the pipeline for a rank that has not sent yet, as a share of the step."""
+        return self.parts.get(BUBBLE, 0.0) / self.seconds
 
     @property
     def dollars_per_step(self) -> float:

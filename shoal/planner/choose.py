@@ -10,15 +10,19 @@ from shoal.errors import ConfigError, PlanError
 from shoal.planner.candidate import Candidate
 from shoal.planner.explain import Explanation, explain
 from shoal.planner.money import cheapest
-from shoal.planner.refine import refined, with_found_schedule
+from shoal.planner.polish import polished, simplest, with_found_schedule
 from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
+from shoal.planner.tree import Fitted
 from shoal.workload import Workload
 
 __all__ = ["OBJECTIVES", "Choice", "choose"]
 
 OBJECTIVES = ("time", "money")
 """Objectives of the choice."""
+
+ROWS = 5
+"""Rows that get their last touches, whatever number is asked for: the best Plan must not depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +32,13 @@ class Choice:
     Attributes:
         candidates: The best Plan for each set of degrees, best first; at least one.
         legal: Number of legal Plans on the number of devices that the best one has.
-        timed: Number of legal Plans whose step was predicted in full; bounds excluded the others.
+        played: Number of legal Plans that were played; bounds excluded the others.
         search: The search that found the best, for questions about it.
     """
 
     candidates: Sequence[Candidate]
     legal: int
-    timed: int
+    played: int
     search: Search
 
     @property
@@ -43,8 +47,8 @@ class Choice:
         return self.candidates[0]
 
     def explain(self) -> Explanation:
-        """Explain why it is the best, in closed form: the Plans it is compared with are not simulated."""
-        return explain(self.search, self.best.in_closed_form)
+        """Explain why it is the best; every Plan that it is compared with is played."""
+        return explain(self.search, self.best, self.candidates)
 
 
 def choose(
@@ -78,20 +82,26 @@ def choose(
         raise PlanError(
             f"a batch of {batch} has no samples", possible="1 or more", change="give a larger batch"
         )
-    search = Search(workload, cluster, batch, margin=margin)
     if objective == "money":
-        candidates = cheapest(workload, cluster, batch, margin=margin, limit=limit)
-        if candidates:
-            played = refined(candidates, lambda each: each.dollars_per_step / each.batch)
-            search = Search(workload, played[0].cluster, batch, margin=margin)
-            ranking = search.best(1)
-            return Choice(played, ranking.legal, ranking.timed, search)
+        search = cheapest(workload, cluster, batch, margin=margin)
     else:
-        ranking = search.best(limit)
-        if ranking.candidates:
-            played = refined(ranking.candidates, lambda each: each.seconds)
-            return Choice(with_found_schedule(search, played), ranking.legal, ranking.timed, search)
-    raise refusal(search)
+        search = Search(workload, cluster, batch, margin=margin)
+    ranking = search.best(max(limit, ROWS))
+    if not ranking.candidates:
+        raise refusal(search)
+    return Choice(touched_up(search, ranking.found)[:limit], ranking.legal, ranking.played, search)
+
+
+def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
+    """Return the Plans, best first; the first ROWS of them get the touches of `shoal.planner.polish`."""
+    touched = sorted((polished(search, each) for each in found[:ROWS]), key=lambda each: each.seconds)
+    best = with_found_schedule(search, simplest(search, touched[0]))
+    others = [
+        each
+        for each in (*touched, *found[ROWS:])
+        if search.degrees_of(each.plan) != search.degrees_of(best.plan)
+    ]
+    return [search.candidate(each) for each in (best, *sorted(others, key=lambda each: each.seconds))]
 
 
 def _require(holds: bool, name: str, value: object, possible: str) -> None:

@@ -1,4 +1,4 @@
-"""The neighbours of a Plan: legal Plans that differ in one setting, or by a factor moved between two degrees."""
+"""The neighbours of a Plan: legal Plans with one other setting, or a factor moved between two degrees."""
 
 from __future__ import annotations
 

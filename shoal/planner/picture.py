@@ -142,13 +142,13 @@ def _shares(points: Sequence[Point], places: Mapping[int, float]) -> Iterator[st
         yield _line(_LEFT, y, _RIGHT, y, opacity=0.25)
         yield _text(_LEFT - 8, y + 4, f"{percent} %", anchor="end")
     for point in points:
-        cost, above = point.best.cost, float(bottom)
+        parts, above = point.best.parts, float(bottom)
         shares = {
-            "compute": cost.compute / cost.seconds,
+            "compute": parts["compute"] / point.best.seconds,
             "communication": point.best.communication,
-            "bubble": cost.parts["bubble"] / cost.seconds,
-            "optimizer": cost.parts["optimizer"] / cost.seconds,
-            "slowest rank": cost.parts["straggler"] / cost.seconds,
+            "bubble": point.best.bubble,
+            "optimizer": parts["optimizer"] / point.best.seconds,
+            "slowest rank": parts.get("control", 0.0) / point.best.seconds,
         }
         for name, share in shares.items():
             tall = share * (bottom - top)

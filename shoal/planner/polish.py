@@ -1,9 +1,9 @@
 """The last touches to the best Plans: settings that the search does not vary, tried by playing.
 
-A search tries few sizes of buckets and splits layers by their mean cost. Here the Plan gets all sizes, a split
-by the cost of every block, and schedule=search, which is made for times that are known and takes a second. It
-is tried with one and with two stages on a rank, and with as many activations as fit, if stages x
-micro-batches are at most MOST_SEARCHED. What makes the step quicker by LEAST_GAIN is taken.
+A search tries few sizes of buckets and splits layers by their mean cost. Here the Plan gets all sizes, a
+split by the cost of every block, and schedule=search, which is made for times that are known and takes a
+second. It is tried with one and with two stages on a rank, and with as many activations as fit, if stages x
+micro-batches are at most MOST_SEARCHED. It is taken if it makes the step quicker by LEAST_GAIN.
 
 Among Plans that are as quick as the best within SIMPLER, the simplest is preferred: no model is that exact.
 """

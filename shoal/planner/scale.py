@@ -108,7 +108,7 @@ def _samples(count: int, batch: int | None, per_device: int | None) -> int:
 
 def _point(best: Candidate, first: Candidate) -> Point:
     each, at_first = (one.tokens_per_second / one.devices for one in (best, first))
-    serial = 1 - (first.cost.compute + first.cost.parts["straggler"]) / first.seconds
+    serial = 1 - (first.parts["compute"] + first.parts.get("control", 0.0)) / first.seconds
     work = best.batch / first.batch * first.devices / best.devices
     amdahl = first.seconds * (serial + (1 - serial) * work)
     return Point(best.devices, best.batch, best, each / at_first, amdahl)

@@ -41,11 +41,13 @@ class Ranking:
 
     Attributes:
         candidates: The best Plan for each set of degrees, best first; empty if nothing fits.
+        found: The same, as a search keeps them.
         legal: Number of legal Plans.
         played: Number of legal Plans that were played; bounds excluded the others.
     """
 
     candidates: tuple[Candidate, ...]
+    found: tuple[Fitted, ...]
     legal: int
     played: int
 
@@ -120,14 +122,14 @@ class Search:
         put(itertools.chain.from_iterable(map(self.tree.portions, accepted)))
         best: dict[Degrees, Fitted] = {}
         waiting: list[tuple[float, int, Degrees]] = []  # played Plans whose degrees are not done
-        done: dict[Degrees, Candidate] = {}
+        done: dict[Degrees, Fitted] = {}
         looked = 0
         while len(done) < limit and (heap or waiting):
             least = heap[0][0] if heap else math.inf
             if waiting and (1 - SLACK) * waiting[0][0] <= least:
                 seconds, _, degrees = heapq.heappop(waiting)
                 if degrees not in done and best[degrees].seconds == seconds:
-                    done[degrees] = self.candidate(best[degrees])
+                    done[degrees] = best[degrees]
                 continue
             branch = heapq.heappop(heap)[2]
             if branch.degrees in done:
@@ -141,7 +143,7 @@ class Search:
                 best[branch.degrees] = fitted
                 heapq.heappush(waiting, (fitted.seconds, next(order), branch.degrees))
         legal = sum(map(self.tree.count, accepted))
-        return Ranking(tuple(done.values()), legal, looked)
+        return Ranking(tuple(map(self.candidate, done.values())), tuple(done.values()), legal, looked)
 
     @staticmethod
     def degrees_of(plan: SettledPlan) -> Degrees:
@@ -150,7 +152,7 @@ class Search:
 
     def candidate(self, fitted: Fitted) -> Candidate:
         """Return the candidate of a Plan that fits."""
-        return Candidate(fitted.plan, self.workload, self.cluster, self.batch, fitted.memory, fitted.seconds)
+        return Candidate(fitted.plan, self.workload, self.cluster, self.batch, *fitted[1:], self.shared.costs)
 
     def leanest(self) -> tuple[SettledPlan, str] | None:
         """Return a frugal Plan, and by how much it does not fit; None if no Plan is legal."""

@@ -175,7 +175,7 @@ class Space:
         return found
 
     def is_legal(self, plan: SettledPlan) -> bool:
-        """Return whether the model, the sequence, the batch and the devices allow a Plan, whatever it needs."""
+        """Return whether model, sequence, batch and devices allow a Plan, whatever memory it needs."""
         layers, experts = len(self.workload.layers), self.workload.experts
         return (
             plan.ranks == self.cluster.devices

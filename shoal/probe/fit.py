@@ -8,7 +8,9 @@ logarithm of predicted over measured seconds, so that a small operation counts a
 
 If a data sheet gives the peak of a device or link, that is the peak, and programs reach a share of it. If
 there is none, as for cores, the peak is the highest measured rate. A known GPU starts from its preset, and
-keeps what is not measured. `trust.py` says which measurements count, and which fits are used.
+keeps what is not measured. A probe repeats an operation for tens of milliseconds, in which the clock falls
+half of the way that long steps make it fall. `trust.py` says which measurements count, and which fits are
+used.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ _BUS_FACTORS: dict[str, Callable[[int], float]] = {
     "all_to_all": lambda ranks: (ranks - 1) / ranks,
 }
 _DEEP = 4  # times the depth: products with more inputs than that tell nothing about it
+_LOWERED = 0.5  # share of the way that the clock falls while a probe repeats an operation
 _CPU_TILE = (16, 16)  # tile of products on cores: edges cost little
 
 
@@ -87,7 +90,7 @@ def _start(measured: Measurements, sheet: Sheet) -> Device:
         facts["contention"] = measured.contention
     preset = None if sheet.on_cores else known_device(sheet.device)
     if preset is not None:
-        return replace(preset, **facts)
+        return replace(preset, **facts, sustained=preset.sustained**_LOWERED)
     peak = {
         precision: max(rates)
         for precision in ("fp32", "bf16")

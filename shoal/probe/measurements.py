@@ -70,7 +70,7 @@ class ProductTime:
 
     def predicted(self, cluster: Cluster) -> float:
         """See `Measurement`."""
-        return product_seconds(cluster.device, self.precision, self.rows, self.inputs, self.outputs)
+        return product_seconds(cluster.device.alone, self.precision, self.rows, self.inputs, self.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class AttentionTime:
     def predicted(self, cluster: Cluster) -> float:
         """See `Measurement`."""
         layout = Layout(microbatch=1, precision=self.precision)
-        forward, backward = attention_seconds(self.attention, cluster.device, layout)
+        forward, backward = attention_seconds(self.attention, cluster.device.alone, layout)
         return forward if self.half == "forward" else backward
 
 

@@ -8,6 +8,7 @@ Imports no torch.
 """
 
 from shoal.simulate.bubble import mark_bubbles
+from shoal.simulate.engine import BUBBLE
 from shoal.simulate.measured import measured_timeline, recorded_cluster
 from shoal.simulate.picture import picture
 from shoal.simulate.played import played_parts, played_passes, played_seconds
@@ -16,6 +17,7 @@ from shoal.simulate.stage_times import StageTimes, stage_times
 from shoal.simulate.traffic import Communication, Traffic, traffic_of
 
 __all__ = [
+    "BUBBLE",
     "Communication",
     "Simulation",
     "StageTimes",

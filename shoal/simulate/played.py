@@ -55,7 +55,7 @@ def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
 
 
 def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
-    """Return the seconds of a pipeline's forwards and backwards, as if no gradients or weights were exchanged.
+    """Return the seconds of a pipeline's passes, as if no gradients or weights were exchanged.
 
     Any sharding takes longer. The arguments are those of `played_seconds`, with the number of micro-batches.
     """

@@ -1,13 +1,14 @@
-"""Compare predictions with measurements: tables of training steps, layers and collectives.
+"""Compare predictions with measurements: tables of training steps, layers, collectives and operations.
 
 The tables may be published or your own. `validate` reads a table and returns a Comparison for each row,
-`accuracy_of` sums them up. `read_table`, `read_layers` and `read_collectives` read the three kinds of tables.
+`accuracy_of` sums them up. `read_table`, `read_layers`, `read_collectives` and `read_operations` read them.
 Imports no torch.
 """
 
 from shoal.validate.accuracy import Accuracy, Comparison, accuracy_of
 from shoal.validate.collectives import MeasuredCollective, read_collectives
 from shoal.validate.layers import MeasuredLayer, read_layers
+from shoal.validate.operations import MeasuredOperation, read_operations
 from shoal.validate.predictions import is_fitted, published_workload, validate
 from shoal.validate.steps import Measured, read_table
 
@@ -17,11 +18,13 @@ __all__ = [
     "Measured",
     "MeasuredCollective",
     "MeasuredLayer",
+    "MeasuredOperation",
     "accuracy_of",
     "is_fitted",
     "published_workload",
     "read_collectives",
     "read_layers",
+    "read_operations",
     "read_table",
     "validate",
 ]

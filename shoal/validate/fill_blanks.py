@@ -1,11 +1,10 @@
 """The Plan of a row that leaves settings open: the one that its authors most likely chose.
 
-This is the quickest Plan that fits. There may be thousands, so not all are timed. Each Plan first waits in a
-heap with a lower bound on its time, from its pipeline, for any sharding. When its bound is the least of all,
-there are two cases. If the Plan is too large, it waits again with the next recompute policy, which takes
-longer; if it fits, it waits again with the full seconds of its step. The first Plan with full seconds to be
-the least is the quickest. If even the smallest micro-batch does not fit with the most recompute, no larger
-one is tried.
+This is the quickest Plan that fits. There may be thousands, so not all are played. Each Plan first waits in a
+heap with a lower bound on its time. When its bound is the least of all, there are two cases. If the Plan is
+too large, it waits again with the next recompute policy, which takes longer; if it fits, it waits again with
+the seconds of its played step. The first Plan with played seconds to be the least is the quickest. If even the
+smallest micro-batch does not fit with the most recompute, no larger one is tried.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from functools import cache
 from shoal.cost import Costs, Memories
 from shoal.plan import SettledPlan
 from shoal.planner.bucket import usual_bucket
+from shoal.simulate import played_seconds
 from shoal.validate.steps import Measured
 
 __all__ = ["fill_blanks"]
@@ -47,14 +47,14 @@ def fill_blanks(row: Measured, costs: Costs, memories: Memories) -> SettledPlan:
             continue
         if fits(plan):
             whole = _bucketed(plan, costs)
-            heapq.heappush(waiting, (costs.step(whole, row.batch).seconds, order, True, whole))
+            heapq.heappush(waiting, (played_seconds(costs, whole, row.batch), order, True, whole))
             continue
         later = row.recomputes[row.recomputes.index(plan.recompute) + 1 :]
         if later:
             longer = plan.replace(recompute=later[0])
             heapq.heappush(waiting, (_least(longer, row, costs), order, False, longer))
     plans = (_bucketed(plan, costs) for plan in row.plans)
-    return min(plans, key=lambda plan: costs.step(plan, row.batch).seconds)
+    return min(plans, key=lambda plan: played_seconds(costs, plan, row.batch))
 
 
 def _bucketed(plan: SettledPlan, costs: Costs) -> SettledPlan:
@@ -63,5 +63,5 @@ def _bucketed(plan: SettledPlan, costs: Costs) -> SettledPlan:
 
 
 def _least(plan: SettledPlan, row: Measured, costs: Costs) -> float:
-    """Return a lower bound on the seconds of a step, for any sharding."""
-    return costs.pipeline(plan, plan.microbatches_of(row.batch)).total
+    """Return a lower bound on the seconds of a step."""
+    return costs.least(_bucketed(plan, costs), row.batch)

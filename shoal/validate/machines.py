@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.cluster import Cluster, Device
-from shoal.cost.time import FP8_REACHED
 from shoal.errors import ClusterError
+from shoal.validate.ages import with_attention
 from shoal.validate.steps import Measured
 
 __all__ = ["machine_of", "published_cluster"]
@@ -36,7 +36,8 @@ def machine_of(row: Measured, measured: Cluster | None = None) -> Cluster:
             possible=", ".join(cluster.device.peak),
             change="correct the device or the precision",
         )
-    return cluster.replace(device=_in_fp8(cluster.device)) if row.products == "fp8" else cluster
+    device = with_attention(cluster.device, row.attention)
+    return cluster.replace(device=_in_fp8(device) if row.products == "fp8" else device)
 
 
 def _in_fp8(device: Device) -> Device:
@@ -45,7 +46,8 @@ def _in_fp8(device: Device) -> Device:
     return replace(
         device,
         peak={**device.peak, "bf16": device.peak["fp8"]},
-        product_share=device.product_share * FP8_REACHED,
+        product_share=device.fp8_share or device.product_share,
+        tile_bandwidth=2 * device.fp8_tile_bandwidth,
         product_depth=device.product_depth * faster,
         attention_share=device.attention_share / faster,
         attention_backward_share=device.attention_backward_share / faster,

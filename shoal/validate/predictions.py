@@ -1,4 +1,4 @@
-"""Predictions beside measurements, row by row, for tables of steps, layers and collectives."""
+"""Predictions beside measurements, row by row, for tables of steps, layers, collectives and operations."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from shoal.validate.collectives import USUAL_NODE, MeasuredCollective, read_coll
 from shoal.validate.fill_blanks import fill_blanks
 from shoal.validate.layers import MeasuredLayer, read_layers
 from shoal.validate.machines import machine_of, published_cluster
+from shoal.validate.operations import MeasuredOperation, read_operations
 from shoal.validate.programs import program_workload
 from shoal.validate.steps import Measured, read_table
 from shoal.workload import Workload, workload_of
@@ -31,6 +32,7 @@ from shoal.workload import Workload, workload_of
 __all__ = [
     "compare_collectives",
     "compare_layers",
+    "compare_operations",
     "compare_steps",
     "is_fitted",
     "published_workload",
@@ -42,7 +44,7 @@ _Row = TypeVar("_Row")
 
 
 def validate(path: str | Path, refuse: Refuse = strictly, cluster: Cluster | None = None) -> list[Comparison]:
-    """Predict every row of a table; its columns say whether it has steps, layers or collectives.
+    """Predict every row of a table; its columns say what it has: steps, layers, collectives or operations.
 
     Args:
         path: Path of the table.
@@ -57,12 +59,14 @@ def validate(path: str | Path, refuse: Refuse = strictly, cluster: Cluster | Non
     columns = Table.open(path).columns
     if "forward_ms" in columns:
         return list(compare_layers(read_layers(path, refuse), refuse))
+    if "forward_us" in columns or {"m", "n", "k"} <= set(columns):
+        return list(compare_operations(read_operations(path, refuse)))
     if "size_bytes" in columns:
         return list(compare_collectives(read_collectives(path, refuse)))
     return list(compare_steps(read_table(path, refuse), refuse, cluster))
 
 
-def is_fitted(row: Measured | MeasuredCollective) -> bool:
+def is_fitted(row: Measured | MeasuredCollective | MeasuredOperation) -> bool:
     """Return whether constants may be fitted to a row; the other half of the rows only tests them.
 
     The SHA-256 of the row's settings decides. Measurements do not enter, and rows that ask for the same
@@ -84,7 +88,14 @@ def compare_steps(
     known: dict[object, tuple[Costs, Memories]] = {}
 
     def compare(row: Measured) -> Iterator[Comparison]:
-        machine = (row.device, row.plans[0].ranks, row.devices_per_node, row.network, row.products)
+        machine = (
+            row.device,
+            row.plans[0].ranks,
+            row.devices_per_node,
+            row.network,
+            row.products,
+            row.attention,
+        )
         key = (row.shape, row.program, machine, _is_per_operator(row), _is_fsdp(row))
         if key not in known:
             costs = Costs(published_workload(row), machine_of(row, cluster))
@@ -111,6 +122,20 @@ def compare_collectives(rows: Sequence[MeasuredCollective]) -> Iterator[Comparis
             quantity=row.quantity,
             measured=row.seconds,
             predicted=row.predicted(seconds),
+            fitted=is_fitted(row),
+        )
+
+
+def compare_operations(rows: Sequence[MeasuredOperation]) -> Iterator[Comparison]:
+    """Compare every row's seconds on the device that it names."""
+    for row in rows:
+        yield Comparison(
+            line=row.line,
+            family=row.family,
+            name=row.name,
+            quantity=row.quantity,
+            measured=row.seconds,
+            predicted=row.predicted(row.device),
             fitted=is_fitted(row),
         )
 
@@ -143,7 +168,7 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
         yield compared(quantity="step", measured=row.seconds, predicted=seconds)
     if row.memory is not None:
         fullest = memories.fullest(plan, row.batch)
-        predicted = fullest.held if row.program is None else fullest.allocated
+        predicted = fullest.allocated if _is_shoal(row) else fullest.held
         yield compared(quantity="memory", measured=row.memory, predicted=predicted)
 
 
@@ -171,7 +196,7 @@ def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
 def _is_per_operator(row: Measured) -> bool:
     """Return whether a selective recompute is torchtitan's, which shards like zero3 and fuses attention."""
     return (
-        row.program is None
+        not _is_shoal(row)
         and row.shape.fused_attention
         and tuple(row.recomputes) == ("selective",)
         and all(plan.sharding.cuts_weights for plan in row.plans)
@@ -187,6 +212,10 @@ def published_workload(row: Measured) -> Workload:
     if not _is_fsdp(row) and row.program is None:
         workload = workload.with_layers(lambda layer: replace(layer, stops_early=False))
     return every_second_product(workload) if _is_per_operator(row) else workload
+
+
+def _is_shoal(row: Measured) -> bool:
+    return row.program is not None and row.program.is_shoal
 
 
 def _is_fsdp(row: Measured) -> bool:

@@ -39,6 +39,9 @@ COMPILED: Mapping[str, tuple[str, ...]] = {
 _SAID = {r"\bcompiled blocks\b": "layers", r"\beager\b": "none"}
 """The program that a note or a source names."""
 
+_OF_TORCH = re.compile(r"torchtitan|fms-fsdp", re.IGNORECASE)
+"""Sources of programs that call torch's kernels, and say where they compile blocks."""
+
 _EARLIER = "6e03e49"
 
 
@@ -49,17 +52,23 @@ class Program:
     Attributes:
         compiled: What is compiled, a word of COMPILED.
         is_earlier: Whether it is Shoal at the commit above.
+        is_shoal: Whether it is Shoal, or else a program like it, such as torchtitan.
     """
 
     compiled: str
     is_earlier: bool = False
+    is_shoal: bool = True
 
 
 def program_of(row: Row) -> Program | None:
     """Return the program; None if it has fused kernels of its own."""
     said = f"{row['note'] or ''} {row['source'] or ''}"
     compiled = row["compile"] or next((word for words, word in _SAID.items() if re.search(words, said)), None)
-    return None if compiled is None else Program(compiled, _EARLIER in said)
+    if compiled is not None:
+        return Program(compiled, _EARLIER in said)
+    if _OF_TORCH.search(said):
+        return Program("layers" if re.search(r"\bcompile\b", said) else "none", is_shoal=False)
+    return None
 
 
 def as_trained(found: ModelShape, program: Program | None, tied: bool | None) -> ModelShape:
@@ -72,7 +81,7 @@ def as_trained(found: ModelShape, program: Program | None, tied: bool | None) ->
     """
     if tied is None:
         tied = program is not None and found.name in shape_names() and shape(found.name).tied
-    return found.replace(tied=tied, is_own=program is not None and found.rotary)
+    return found.replace(tied=tied, is_own=program is not None and program.is_shoal and found.rotary)
 
 
 def program_workload(found: ModelShape, program: Program | None) -> Workload:

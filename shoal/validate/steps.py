@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +12,14 @@ from typing import Any
 from shoal.errors import PlanError
 from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, divisors
 from shoal.plan.stages import split_by_count
+from shoal.validate.ages import attention_of, year_of
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
 from shoal.validate.programs import COMPILED, Program, as_trained, program_of
+from shoal.validate.shapes import EXPERT_COLUMNS, SHAPE_COLUMNS, flag, shape_of
 from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.workload import ModelShape
 
 __all__ = ["COLUMNS", "Measured", "read_table"]
-
-_FLAGS = {
-    **dict.fromkeys(("0", "0.0", "false", "no", "n", "off"), 0),
-    **dict.fromkeys(("1", "1.0", "true", "yes", "y", "on"), 1),
-}
-
-
-def _flag(cell: str) -> int:
-    found = _FLAGS.get(cell.lower())
-    if found is None:
-        raise ValueError("0 or 1")
-    return found
 
 
 def _degree(cell: str) -> int:
@@ -43,15 +34,7 @@ def _rate(cell: str) -> float:
 
 COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "family": word(),
-    "model": word(),
-    "layers": count,
-    "hidden": count,
-    "ffn": count,
-    "heads": count,
-    "kv_heads": count,
-    "vocab": count,
-    "seq": count,
-    "gated_mlp": _flag,
+    **SHAPE_COLUMNS,
     "device": word(),
     "devices_per_node": count,
     "network_gbps_per_node": _rate,
@@ -60,18 +43,20 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "pp": _degree,
     "dp": _degree,
     "cp": _degree,
+    "ep": _degree,
     "virtual_stages": _degree,
     "microbatch": count,
     "global_batch": count,
     "sharding": spelled(SHARDING_NAMES),
     "recompute": spelled(RECOMPUTES),
-    "sequence_parallel": _flag,
+    "sequence_parallel": flag,
     "precision": spelled(PRECISIONS),
     "attention": spelled(ATTENTIONS),
     "step_s": measured,
     "memory_gib": measured,
     "compile": spelled(COMPILED),
-    "tied": _flag,
+    "tied": flag,
+    "year": count,
     "source": str,
     "note": str,
 }
@@ -80,10 +65,10 @@ COLUMNS: Mapping[str, Callable[[str], Any]] = {
 _DEGREES = ("tp", "pp", "dp", "cp")
 _OPTIONAL = frozenset(
     [
-        *("model", "ffn", "heads", "kv_heads", "vocab", "gated_mlp"),
-        *("devices_per_node", "network_gbps_per_node", *_DEGREES, "virtual_stages", "microbatch"),
+        *(name for name in SHAPE_COLUMNS if name not in ("layers", "hidden", "seq")),
+        *("devices_per_node", "network_gbps_per_node", *_DEGREES, "ep", "virtual_stages", "microbatch"),
         *("sharding", "recompute", "sequence_parallel", "precision", "attention", "memory_gib"),
-        *("compile", "tied", "source", "note"),
+        *("compile", "tied", "year", "source", "note"),
     ]
 )
 """Columns that may be absent, and whose cells may be blank: the value is not stated."""
@@ -92,7 +77,7 @@ _INSTEAD = {"step_s": "memory_gib"}
 """Columns that may be blank if the second column is filled in."""
 
 _NOT_SETTINGS = ("family", "model", "step_s", "memory_gib", "source", "note")
-_LATER = ("compile", "tied")  # columns that are a setting only where they are filled in
+_LATER = ("compile", "tied", "year", "ep", *EXPERT_COLUMNS)  # settings only where they are filled in
 
 _MICROBATCHES = (1, 2, 4, 8, 16)  # values to try if a row states none
 _SHARDS = tuple(each.name for each in SHARDINGS.values() if each.cuts_weights == each.cuts_gradients)
@@ -119,6 +104,7 @@ class Measured:
         network: Bytes/s of a node's network interfaces together, one direction; None if not stated.
         program: The program of torch's kernels; None for one with fused kernels of its own.
         products: Type that products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
+        attention: The program's fused attention, of `ages.attention_of`.
         plans: Every Plan that the row's settings allow, with the least recompute of these. There is one,
             unless some settings are blank. All have equally many ranks.
         recomputes: Recompute policies that the settings allow, the least first: each takes longer than the
@@ -137,6 +123,7 @@ class Measured:
     network: float | None
     program: Program | None
     products: str
+    attention: str
     plans: Sequence[SettledPlan]
     recomputes: Sequence[str]
     batch: int
@@ -163,6 +150,8 @@ def _measured(row: Row) -> Measured:
     recompute = "selective" if row["recompute"] == "per-op SAC" else row["recompute"]
     recomputes = (recompute,) if recompute else CHOICES["recompute"]
     program = program_of(row)
+    plans = _plans(row, recomputes[0])
+    is_sharded = all(plan.sharding.cuts_weights for plan in plans)
     settings = {name: value for name, value in row.values.items() if name not in _NOT_SETTINGS}
     return Measured(
         row.line,
@@ -170,13 +159,14 @@ def _measured(row: Row) -> Measured:
             f"{name}={value}" for name, value in settings.items() if value is not None or name not in _LATER
         ),
         row["family"],
-        as_trained(_shape(row), program, None if row["tied"] is None else bool(row["tied"])),
+        as_trained(shape_of(row), program, None if row["tied"] is None else bool(row["tied"])),
         row["device"],
         row["devices_per_node"],
         _network(row),
         program,
         _products(row),
-        _plans(row, recomputes[0]),
+        attention_of(year_of(row), is_torch=is_sharded or program is not None),
+        plans,
         recomputes,
         row["global_batch"],
         row["step_s"],
@@ -204,35 +194,6 @@ def _network(row: Row) -> float | None:
             possible="network_gbps_per_node above 0, or an empty cell for the default",
         )
     return gigabits * 1e9 / 8 if gigabits else None
-
-
-def _shape(row: Row) -> ModelShape:
-    """Return the model's shape; unstated settings are as in most models of its kind, GPT's or Llama's."""
-    hidden = row["hidden"]
-    heads = row["heads"] or max(1, hidden // (128 if hidden >= 2048 else 64))
-    gated = row["gated_mlp"]
-    if gated is None:
-        gated = (row["kv_heads"] or heads) < heads or (row["ffn"] or 4 * hidden) != 4 * hidden
-    if heads % (row["kv_heads"] or 1):
-        row.refuse(
-            f"has {heads} heads and {row['kv_heads']} key-value heads",
-            possible="kv_heads that divide the heads",
-        )
-    return ModelShape(
-        name=row["model"] or "transformer",
-        layers=row["layers"],
-        hidden=hidden,
-        ffn=row["ffn"] or (round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden),
-        heads=heads,
-        kv_heads=row["kv_heads"],
-        vocab=row["vocab"] or (32000 if gated else 51200),
-        seq=row["seq"],
-        gated=bool(gated),
-        rotary=bool(gated),
-        biases=not gated,
-        dropout=row["attention"] == "unfused",
-        fused_attention=row["attention"] != "unfused",
-    )
 
 
 def _plans(row: Row, recompute: str) -> list[SettledPlan]:
@@ -271,6 +232,7 @@ def _settings(row: Row) -> Iterator[dict[str, Any]]:
         for microbatch, virtual in itertools.product(sizes, virtuals):
             yield {
                 **degrees,
+                "ep": row["ep"] or 1,
                 "tensor": _tensor(row, degrees["tp"]),
                 "schedule": "interleaved" if virtual > 1 else "1f1b",
                 "virtual": virtual,
@@ -285,7 +247,7 @@ def _degrees(row: Row) -> list[dict[str, int]]:
     """Return all ways to give devices to the degrees that a row leaves open: tp within a node, least cp."""
     devices, batch = row["num_devices"], row["global_batch"]
     in_node = min(devices, row["devices_per_node"] or devices)
-    tps = [row["tp"]] if row["tp"] else [size for size in divisors(_shape(row).heads) if size <= in_node]
+    tps = [row["tp"]] if row["tp"] else [size for size in divisors(shape_of(row).heads) if size <= in_node]
     pps = divisors(row["layers"]) if row["pp"] is None else [row["pp"]]
     cps = divisors(devices) if row["cp"] is None else [row["cp"]]
     found = next(filter(None, (_of_context(row, cp, itertools.product(tps, pps)) for cp in cps)), [])
@@ -326,7 +288,7 @@ def _virtuals(row: Row, pp: int) -> Sequence[int]:
 
 
 def _tensor(row: Row, tp: int) -> str:
-    """Return how tensor parallelism communicates: no table states overlap, and overlap is not slower."""
-    if tp == 1:
+    """Return how tensor parallelism communicates: with overlap, unless a note denies it."""
+    if tp == 1 or (row["sequence_parallel"] != 0 and re.search("vanilla ?TP", row["note"] or "")):
         return "sequence"
     return "plain" if row["sequence_parallel"] == 0 else "async"

@@ -28,7 +28,10 @@ def test_every_preset_is_a_cluster_with_a_source_that_grows_by_nodes(name):
 def test_every_device_has_all_its_figures_in_the_table_and_shares_below_its_data_sheet(name):
     device = Device.preset(name)
     written = set(table("devices")[name]) - {"match"}
-    assert written == set(Device.__dataclass_fields__) - {"stream_share", "graph"}  # which a probe tells
+    probed = {"stream_share", "graph"}  # which a probe tells
+    unbounded = {"tile_bandwidth", "fp8_share", "fp8_tile_bandwidth", "exponentials", "flash2_share"}
+    assert set(Device.__dataclass_fields__) - probed - unbounded <= written
+    assert written <= set(Device.__dataclass_fields__) - probed
     assert device.peak["bf16"] >= device.peak["fp32"]
 
 
@@ -193,13 +196,13 @@ def test_every_device_is_of_a_node_that_stands_for_machines_of_which_no_more_is_
 
 @pytest.mark.parametrize(
     ("name", "relative"),
-    [("v100", "a100-80"), ("h100-pcie", "h100"), ("b200", "h100"), ("b300", "h100"), ("gb200", "h100")],
+    [("v100", "a100-80"), ("h100-pcie", "h100"), ("h200", "h100"), ("b300", "b200"), ("gb200", "b200")],
 )
 def test_a_tile_begins_and_ends_in_the_seconds_that_it_takes_on_the_relative_that_was_fitted(name, relative):
     def seconds(device):  # in which a unit computes as many inputs of a tile
         return device.product_depth * device.units / device.peak["bf16"]
 
-    # the file writes depths as whole numbers, a hundred or so at the least
+    # the file writes depths as whole numbers, of a hundred or so
     assert seconds(Device.preset(name)) == pytest.approx(seconds(Device.preset(relative)), rel=0.01)
 
 

@@ -20,7 +20,16 @@ from shoal.cost.memory.torchtitan_recompute import every_second_product
 from shoal.errors import PlanError
 from shoal.plan import SHARDINGS, Plan, SettledPlan
 from shoal.plan.schedules import NAMES, Work, make
-from shoal.workload import Block, Keep, ModelShape, Parameters, Part, Saved, workload_of
+from shoal.workload import (
+    Block,
+    Keep,
+    ModelShape,
+    Parameters,
+    Part,
+    Saved,
+    compilable_workload_of,
+    workload_of,
+)
 
 GIB = 2**30
 SMALL = ModelShape(layers=8, hidden=64, ffn=256, heads=4, vocab=128, seq=32)
@@ -91,6 +100,12 @@ def test_what_torchtitan_reserves_for_llama_3_8b_is_met_within_8_percent(devices
     memories = Memories(every_second_product(workload_of(TITAN)), cluster_of(96 * GIB, 8, reserved=GIB))
     found = memories.fullest(plan, 2 * devices)
     assert [found.held / GIB] * 2 == pytest.approx(measured, rel=0.08)
+
+
+def test_blocks_that_run_eager_make_every_second_product_again_too():
+    layer = every_second_product(compilable_workload_of(TITAN)).layers[0]
+    assert (layer.remade, layer.under("none").remade) == (0.5, 0.5)
+    assert layer.under("none") is not layer
 
 
 def test_to_make_every_second_product_again_changes_nothing_of_what_is_kept_without_recompute():

@@ -138,6 +138,31 @@ def test_blank_precision_and_attention_are_16_bit_and_fused(read):
     assert read(precision="fp32")[0].plans[0].precision == "fp32"
 
 
+def test_columns_of_experts_describe_the_layers_and_their_degree(read):
+    experts = {"experts": "8", "experts_per_token": "3", "expert_ffn": "512", "shared_experts": "1"}
+    row = {"tp": "1", "pp": "2", "dp": "8", "ep": "4", "sharding": "zero1", "microbatch": "1"}
+    (found,) = read(**row, **experts, dense_layers="0", head_dim="64", recompute="none")
+    shape, plan = found.shape, found.plans[0]
+    assert (shape.experts, shape.experts_per_token, shape.expert_ffn) == (8, 3, 512)
+    assert (shape.shared_experts, shape.dense_layers, shape.head_dim, plan.ep) == (1, 0, 64, 4)
+    (dense,) = read(**row | {"ep": ""})
+    assert (dense.shape.experts, dense.plans[0].ep) == (0, 1)
+    assert read(model="deepseek-v3")[0].shape.latent is not None
+
+
+def test_notes_of_torchtitan_tell_what_is_compiled_and_whether_products_hide_communication(read):
+    titan = {"source": "torchtitan benchmarks", "tp": "8", "pp": "1", "dp": "", "sequence_parallel": "1"}
+
+    def program(note):
+        (row, *_) = read(**titan, note=note)
+        return row.program.compiled, row.program.is_shoal, row.plans[0].tensor
+
+    assert program("FSDP") == ("none", False, "async")
+    assert program("FSDP+compile") == ("layers", False, "async")
+    assert program("compile vanillaTP bf16") == ("layers", False, "sequence")
+    assert read(**{**titan, "source": "Megatron-LM"})[0].program is None
+
+
 def test_the_guide_describes_every_column():
     guide = (Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "validate.md").read_text()
     assert [name for name in COLUMNS if f"`{name}`" not in guide] == []

@@ -26,7 +26,8 @@ def _changed(layer: Block) -> Block:
     if not all(product.is_divided for product in products):
         return layer  # experts: their products are not divided
     rest = [each for each in layer.saved if each.keep not in (Keep.RESULTS, Keep.SELECTIVE)]
-    return replace(layer, saved=(*rest, *_attention(layer), *_results(layer)), remade=0.5)
+    eager = None if layer.eager is None else _changed(layer.eager)
+    return replace(layer, saved=(*rest, *_attention(layer), *_results(layer)), remade=0.5, eager=eager)
 
 
 def _attention(layer: Block) -> Iterator[Saved]:

@@ -38,7 +38,7 @@ from shoal.cost.time.step import Costs
 
 __all__ = ["Calibration", "Correction", "calibrate"]
 
-_PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")
+_PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")  # once the clock is whole
 _LEVEL_SHARES = ("share", "exchange_share", "packet_share", "reduction_share")
 _LEAST_SHARE = 1e-3
 _MOST_JITTER = 0.99
@@ -232,7 +232,10 @@ def _with_memory_rate(cluster: Cluster, factor: float) -> Cluster:
 
 def _with_product_rates(cluster: Cluster, factor: float) -> Cluster:
     device = cluster.device
-    changes: dict[str, Any] = {name: _share(getattr(device, name) * factor) for name in _PRODUCT_SHARES}
+    sustained = device.sustained * factor
+    changes: dict[str, Any] = {"sustained": _share(sustained)}
+    if sustained > 1:
+        changes |= {name: _share(getattr(device, name) * sustained) for name in _PRODUCT_SHARES}
     return cluster.replace(device=replace(device, **changes))
 
 

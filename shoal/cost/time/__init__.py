@@ -1,29 +1,24 @@
 """Seconds of operations, blocks, buckets and steps, in closed form."""
 
+from shoal.cost.time.attention import attention_seconds
 from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds, sent_width
 from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
-from shoal.cost.time.compute import (
-    FP8_REACHED,
-    attention_seconds,
-    depth_of,
-    pass_seconds,
-    product_seconds,
-    stream_seconds,
-)
 from shoal.cost.time.crowding import crowded_seconds
 from shoal.cost.time.data_parallel import StageWork
 from shoal.cost.time.host import starts_of
 from shoal.cost.time.hosts import settled_compile
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.joins import Join, Joined
+from shoal.cost.time.losses import compute_parts
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
+from shoal.cost.time.passes import pass_seconds, stream_seconds
+from shoal.cost.time.products import depth_of, product_seconds
 from shoal.cost.time.step import message_bytes
 from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
 
 __all__ = [
-    "FP8_REACHED",
     "BlockCost",
     "Bucket",
     "Family",
@@ -34,6 +29,7 @@ __all__ = [
     "behind_the_mean",
     "block_cost",
     "buckets_of",
+    "compute_parts",
     "copy_seconds",
     "crowded_seconds",
     "depth_of",

@@ -25,13 +25,8 @@ from dataclasses import dataclass
 from shoal.cluster import Cluster, Device
 from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.time.compute import (
-    Seconds,
-    attention_seconds,
-    casting_seconds,
-    host_seconds,
-    operation_seconds,
-)
+from shoal.cost.time.attention import attention_seconds
+from shoal.cost.time.compute import Seconds, casting_seconds, host_seconds, operation_seconds
 from shoal.cost.time.host import starting_seconds
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load, collective_seconds
 from shoal.cost.time.buckets import Bucket
-from shoal.cost.time.compute import stream_seconds
+from shoal.cost.time.passes import stream_seconds
 from shoal.plan import Plan
 
 __all__ = [

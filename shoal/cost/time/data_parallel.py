@@ -23,10 +23,10 @@ gradients, each may fill the gaps of the other, so that only their sum or the gr
     zero3-once    backward, which is the rank's last work for one of its stages
     zero1, zero2  gather once, when the step begins
     zero2, zero3  reduce in every backward
-    zero3,        gather in every forward and backward; without a pipeline the embedding, the end and the last
-    zero3-once    layer stay from forward to backward. A backward that gathers A seconds of weights and reduces
-                  nothing takes longer by max(c A, A - `beside`), where `beside` are the seconds of backward of
-                  the layers before the one that waits last
+    zero3,        gather in every forward and backward; without a pipeline the embedding, the end and the
+    zero3-once    last layer stay from forward to backward. A backward that gathers A seconds of weights and
+                  reduces nothing takes longer by max(c A, A - `beside`), where `beside` are the seconds of
+                  backward of the layers before the one that waits last
 
 `shoal.simulate` plays what really happens, which takes as long or longer; a test holds that.
 """

@@ -34,7 +34,8 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load, collective_seconds
 from shoal.cost.layout import Layout
-from shoal.cost.time.compute import Seconds, host_seconds, operation_seconds, pass_seconds
+from shoal.cost.time.compute import Seconds, host_seconds, operation_seconds
+from shoal.cost.time.passes import pass_seconds
 from shoal.workload import Block, Part, Product
 
 __all__ = ["Join", "Joined", "joins_of"]

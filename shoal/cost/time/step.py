@@ -33,11 +33,11 @@ from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.bucket_times import SUM_WIDTH, sent_width
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
-from shoal.cost.time.compute import stream_seconds
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
+from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.split import pieces_by_stage
 from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.stages import Cost

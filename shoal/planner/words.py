@@ -1,0 +1,153 @@
+"""The sentences of an explanation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from shoal.plan import SettledPlan
+from shoal.planner.candidate import Candidate
+from shoal.planner.sizes import Size
+from shoal.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shoal.planner.explain import Explanation
+
+__all__ = ["sentences"]
+
+_PART_NAMES = {
+    "compute": "compute",
+    "tensor": "tensor-parallel communication",
+    "context": "context-parallel communication",
+    "expert": "expert-parallel communication",
+    "bubble": "the pipeline's bubble",
+    "pipeline": "messages between stages",
+    "data": "data-parallel communication",
+    "optimizer": "the optimizer",
+    "control": "waiting for the slowest rank",
+}
+_COMPUTE_NAMES = {
+    "ideal": "FLOP at the device's peak",
+    "products": "products below the peak",
+    "attention": "attention below the peak",
+    "passes": "passes over memory",
+    "recompute": "recompute",
+    "host": "waits for the host",
+    "imbalance": "stages longer than the mean",
+}
+_LEAST = 0.005
+"""The least share of a step that a sentence names."""
+
+
+def sentences(told: Explanation) -> Iterator[str]:
+    """Yield an explanation, in sentences."""
+    yield _bounds(told)
+    yield _compute(told)
+    yield _memory(told)
+    yield from _degrees(told)
+    yield from _sizes(told)
+    yield _other_kind(told)
+    yield from _changes(told)
+
+
+def _bounds(told: Explanation) -> str:
+    winner = told.winner
+    named = {_PART_NAMES[name]: seconds / winner.seconds for name, seconds in winner.parts.items()}
+    (first, most), *rest = sorted(named.items(), key=lambda item: -item[1])
+    others = [f"{name} {share:.1%}" for name, share in rest if share >= _LEAST]
+    after = f"; next are {_joined(others)}" if others else ""
+    return f"{first[0].upper()}{first[1:]} takes the largest share of the step, {most:.1%}{after}."
+
+
+def _compute(told: Explanation) -> str:
+    shares = {_COMPUTE_NAMES[name]: part / told.winner.seconds for name, part in told.compute.items()}
+    listed = sorted(((name, share) for name, share in shares.items() if share >= _LEAST), key=lambda x: -x[1])
+    return f"Compute is {_joined([f'{name} {share:.1%}' for name, share in listed])} of the step."
+
+
+def _memory(told: Explanation) -> str:
+    winner, free = told.winner, told.unlimited
+    held, room = (format_bytes(round(each)) for each in (winner.memory.peak, told.room))
+    held = f"A device holds at most {held} of {room}"
+    if free.plan == winner.plan or free.seconds > (1 - _LEAST) * winner.seconds:
+        return f"{held}; more memory would gain nothing."
+    return f"{held}. Without a limit, {free.layout} would be {_faster(winner, free)} faster."
+
+
+def _degrees(told: Explanation) -> Iterator[str]:
+    for name in dict.fromkeys(each.degree for each in told.neighbours):
+        said = []
+        for each in told.neighbours:
+            if each.degree != name:
+                continue
+            if each.best is None:
+                said.append(f"with {each.value} no Plan fits in memory")
+                continue
+            pace = _pace(each.best.seconds / told.winner.seconds - 1)
+            said.append(f"with {each.value} the best Plan is {pace} ({each.best.degrees_text})")
+        yield f"{name}={getattr(told.winner.degrees, name)}: {', '.join(said)}."
+
+
+def _sizes(told: Explanation) -> Iterator[str]:
+    for name in dict.fromkeys(each.setting for each in told.sizes):
+        said = [_size(each, told.room) for each in told.sizes if each.setting == name]
+        yield f"{name}={_size_text(name, told.winner.plan)}: {', '.join(said)}."
+
+
+def _size(size: Size, room: float) -> str:
+    value = _size_text(size.setting, size.plan)
+    if not size.fits:
+        over = format_bytes(round(size.memory - room))
+        return f"with {value} the same Plan needs {over} too much memory"
+    if abs(size.slower) < 0.0005:
+        return f"with {value} the same Plan takes as long"
+    pace = "slower" if size.slower > 0 else "faster"
+    return f"with {value} the same Plan is {abs(size.slower):.1%} {pace}"
+
+
+def _other_kind(told: Explanation) -> str:
+    other, winner = told.other, told.winner
+    if other is None:
+        return f"The {told.shown} best Plans are all of one kind: they use the same kinds of parallelism."
+    name, more = _most_added(winner, other)
+    pace = _pace(other.seconds / winner.seconds - 1)
+    why = f", because {_PART_NAMES[name]} takes {format_seconds(more)} more" if more > 0 else ""
+    return f"The best Plan of another kind is {other.layout}: it is {pace}{why}."
+
+
+def _changes(told: Explanation) -> Iterator[str]:
+    idle = [each.name for each in told.changes if each.best.seconds > (1 - _LEAST) * told.winner.seconds]
+    for change in told.changes:
+        if change.name in idle:
+            continue
+        gain = _faster(told.winner, change.best)
+        again = "under the same Plan"
+        if change.best.plan != told.winner.plan:
+            again = f"with {change.best.degrees_text},shard={change.best.plan.shard}"
+        yield f"Twice {change.name}: at least {gain} faster, {again}."
+    if idle:
+        yield f"Twice {_joined(idle)} gains nothing with the Plans that were played."
+
+
+def _most_added(winner: Candidate, other: Candidate) -> tuple[str, float]:
+    """Return the part of a step to which another Plan adds most time, and how much."""
+    mine, theirs = winner.parts, other.parts
+    name = max(theirs, key=lambda part: theirs[part] - mine.get(part, 0.0))
+    return name, theirs[name] - mine.get(name, 0.0)
+
+
+def _faster(winner: Candidate, other: Candidate) -> str:
+    return f"{winner.seconds / other.seconds - 1:.1%}"
+
+
+def _size_text(setting: str, plan: SettledPlan) -> str:
+    """Return a size as a Plan writes it."""
+    return format_bytes(plan.bucket) if setting == "bucket" else str(plan.microbatch)
+
+
+def _pace(slower: float) -> str:
+    return f"{abs(slower):.1%} {'slower' if slower >= 0 else 'faster'}"
+
+
+def _joined(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
