@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
+from shoal.cost import Layout
 from shoal.cost.time import compute_parts
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
@@ -22,6 +23,7 @@ from shoal.planner.sizes import Size, sizes_of
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Fitted
 from shoal.simulate import Traffic, traffic_of
+from shoal.workload import Block
 
 __all__ = ["Change", "Explanation", "Neighbour", "explain"]
 
@@ -120,11 +122,9 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
 
 def _compute(search: Search, winner: Candidate) -> Mapping[str, float]:
     """Return what the compute of the rank that waits least is made of, in seconds of a step."""
-    from shoal.cost import Layout
-
     plan, costs = winner.plan, search.shared.costs
     count = plan.microbatches_of(winner.batch)
-    held: list[list[object]] = [[] for _ in range(plan.pp)]
+    held: list[list[Block]] = [[] for _ in range(plan.pp)]
     placement = plan.placement if plan.pp > 1 else (0,)
     for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
         held[place] += blocks

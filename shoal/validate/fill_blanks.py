@@ -3,8 +3,8 @@
 This is the quickest Plan that fits. There may be thousands, so not all are played. Each Plan first waits in a
 heap with a lower bound on its time. When its bound is the least of all, there are two cases. If the Plan is
 too large, it waits again with the next recompute policy, which takes longer; if it fits, it waits again with
-the seconds of its played step. The first Plan with played seconds to be the least is the quickest. If even the
-smallest micro-batch does not fit with the most recompute, no larger one is tried.
+the seconds of its played step. The first Plan with played seconds to be the least is the quickest. If even
+the smallest micro-batch does not fit with the most recompute, no larger one is tried.
 """
 
 from __future__ import annotations
