@@ -42,6 +42,7 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "reserved": Key("bytes", "1.5e9"),
         "cores": Key("cores", "0"),
         "host": Key("table", "[host]"),
+        "calibrated": Key("table", "[calibrated]"),
         "source": Key("text", '"the invoice, and shoal probe on 2026-01-31"'),
     },
     "Device": {
@@ -88,6 +89,11 @@ KEYS: Mapping[str, Mapping[str, Key]] = {
         "share": Key(_SHARE, "0.75"),
         "file_bandwidth": Key("bytes/s", "40e9"),
         "source": _SOURCE,
+    },
+    "Calibrated": {
+        "by": Key("probe, runs, or empty", '"probe"'),
+        "devices": Key("devices", "8"),
+        "error": Key("share", "0.03"),
     },
     "Part": {
         "device": Key("table, or the name of a known device", '"a100-80"'),
