@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.band import WITHIN, band_summary, band_text, within
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
@@ -162,6 +163,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "degrees": candidate.degrees_text,
         "devices": candidate.devices,
         "step_seconds": candidate.seconds,
+        **band_summary(candidate.workload, candidate.cluster, candidate.plan, candidate.seconds),
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
         "memory": candidate.memory.peak,
@@ -182,13 +184,14 @@ def _text(summary: dict[str, Any]) -> str:
     heading = (
         f"{summary['model']}, {size} parameters, on {summary['devices']} devices of {summary['cluster']}: "
         f"batch {summary['batch']} x {summary['sequence']} tokens\n"
-        f"{summary['legal_plans']:,} legal Plans: {summary['played_plans']:,} were played, and bounds exclude "
-        "the rest"
+        f"{summary['legal_plans']:,} legal Plans: {summary['played_plans']:,} were played, and bounds "
+        "exclude the rest"
     )
     return "\n\n".join(
         [
             heading,
             _table(plans),
+            f"step: {format_seconds(plans[0]['step_seconds'])}, {band_text(plans[0])}",
             "\n".join([f"plan: {plans[0]['plan']}", *(f"then: {each['layout']}" for each in plans[1:])]),
             "\n".join(map(paragraph, summary["explanation"]["sentences"])),
             *([traffic_text(summary["exchanges"])] if summary["exchanges"] else []),
@@ -203,6 +206,7 @@ def _table(plans: Sequence[dict[str, Any]]) -> str:
             each["degrees"],
             *([str(each["devices"])] if len({one["devices"] for one in plans}) > 1 else []),
             format_seconds(each["step_seconds"]),
+            within(each),
             f"{each['tokens_per_second']:,.0f}",
             f"{each['mfu']:.1%}",
             f"{each['communication']:.1%}",
@@ -212,7 +216,7 @@ def _table(plans: Sequence[dict[str, Any]]) -> str:
         ]
         for each in plans
     ]
-    head = ["degrees", "step", "tokens/s", "MFU", "communication", "bubble", "memory"]
+    head = ["degrees", "step", WITHIN, "tokens/s", "MFU", "communication", "bubble", "memory"]
     if len(rows[0]) - with_price > len(head):
         head.insert(1, "devices")
     return table_of([*head, *(["$/B tokens"] if with_price else [])], rows)
