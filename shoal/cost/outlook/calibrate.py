@@ -24,8 +24,8 @@ A run beside other work must not spoil the description. Each quantity has its sp
 - the share max(0, 1 - (s / d)^2) of the difference is corrected (James and Stein, 1961): all of it in steady
   runs, and none if it is within the spread;
 - nothing is corrected by less than 0.1 % of the measured seconds, or by fewer than three steps;
-- a run whose compute varies by more than 10 % over steps or equal ranks was beside other work: it corrects no
-  jitter, and no difference below five times that spread.
+- a run whose compute varies by more than 10 % over steps or equal ranks was beside other work. It corrects
+  nothing, unless its compute differs by five times that spread; and no jitter in any case.
 
 A `Correction` says the share, and the reason if it is not the whole. The search for a factor calls the cost
 model itself, whose seconds fall as any rate grows, so formulas stand in one place only.
@@ -122,9 +122,10 @@ def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibrat
     for index, level in enumerate(cluster.levels):
         quantities.append((_transfers_over(index, level.name), partial(with_level_rate, index=index)))
     quantities.append((_STRAGGLERS, with_steadiness))
+    disturbed = [each for each in observations if _is_disturbed(each, _sized(cluster, each))]
     found, evidence = cluster, dict[str, _Evidence]()
     for quantity, with_rate in quantities:
-        told = _evidence(quantity, found, observations)
+        told = _evidence(quantity, found, observations, disturbed)
         if told is not None:
             found, evidence[quantity.name] = _corrected(found, with_rate, quantity, told), told
     corrections = tuple(
@@ -188,12 +189,20 @@ class _Evidence:
         return sum(weight * quantity.error(run, _sized(cluster, run)) for run, weight in self.runs)
 
 
-def _evidence(quantity: _Quantity, cluster: Cluster, observations: Iterable[Observation]) -> _Evidence | None:
-    """Return what runs tell of a quantity; None if none of them measured it."""
+def _evidence(
+    quantity: _Quantity,
+    cluster: Cluster,
+    observations: Iterable[Observation],
+    disturbed: Sequence[Observation],
+) -> _Evidence | None:
+    """Return what runs tell of a quantity, but for those disturbed; None if none of them measured it."""
     measured = [each for each in observations if quantity.is_measured(each, _sized(cluster, each))]
     if not measured:
         return None
-    reasons = [_useless(quantity, each, _sized(cluster, each)) for each in measured]
+    reasons = [
+        _beside(each) if each in disturbed else _useless(quantity, each, _sized(cluster, each))
+        for each in measured
+    ]
     runs = [run for run, reason in zip(measured, reasons, strict=True) if not reason]
     if not runs:
         return _Evidence((), 0.0, math.inf, 0.0, reasons[0])
@@ -210,8 +219,8 @@ def _evidence(quantity: _Quantity, cluster: Cluster, observations: Iterable[Obse
 
 def _useless(quantity: _Quantity, run: Observation, cluster: Cluster) -> str:
     """Return why a run tells nothing of a quantity; empty if it does."""
-    if _is_disturbed(quantity, run, cluster):
-        return f"compute varies by {run.compute_spread:.1%} between steps or ranks, as beside other work"
+    if quantity is _STRAGGLERS and run.compute_spread > _UNSTEADY:
+        return _beside(run)
     if math.isinf(quantity.spread(run, cluster)):
         return "too few steps, or too few with it, to see how much they vary"
     whole = run.compute + run.optimizer + run.stragglers
@@ -222,11 +231,15 @@ def _useless(quantity: _Quantity, run: Observation, cluster: Cluster) -> str:
     return ""
 
 
-def _is_disturbed(quantity: _Quantity, run: Observation, cluster: Cluster) -> bool:
-    """Return whether other work beside a run may explain how far a quantity is from its prediction."""
-    if not _UNSTEADY < run.compute_spread < math.inf:
+def _is_disturbed(run: Observation, cluster: Cluster) -> bool:
+    """Return whether other work beside a run may explain how far its compute is from the prediction."""
+    if not _UNSTEADY < run.compute_spread < math.inf or not _COMPUTE.is_measured(run, cluster):
         return False
-    return quantity is _STRAGGLERS or abs(quantity.error(run, cluster)) < _FAR * run.compute_spread
+    return abs(_COMPUTE.error(run, cluster)) < _FAR * run.compute_spread
+
+
+def _beside(run: Observation) -> str:
+    return f"compute varies by {run.compute_spread:.1%} between steps or ranks, as beside other work"
 
 
 def _said(found: Cluster, evidence: Mapping[str, _Evidence], observations: Sequence[Observation]) -> Cluster:
