@@ -182,8 +182,8 @@ def _text(summary: dict[str, Any]) -> str:
     heading = (
         f"{summary['model']}, {size} parameters, on {summary['devices']} devices of {summary['cluster']}: "
         f"batch {summary['batch']} x {summary['sequence']} tokens\n"
-        f"{summary['legal_plans']:,} legal Plans: {summary['played_plans']:,} were played, and bounds exclude "
-        "the rest"
+        f"{summary['legal_plans']:,} legal Plans, {summary['played_plans']:,} of them played; "
+        "bounds leave out the others"
     )
     return "\n\n".join(
         [

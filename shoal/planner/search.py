@@ -1,8 +1,8 @@
 """The search: the best Plans of a space, without a look at most of them.
 
 It goes best first through the tree of `shoal.planner.tree`, with one heap. It takes out the branch with the
-least bound, and puts in the branches that grow from it, except those that cannot fit. When a sized Plan is
-taken out, its memory is computed in full, and if it fits, its step is played.
+least bound, and puts in the branches that grow from it, except those that cannot fit. When a Plan is
+taken out whose memory is known to fit, its step is played.
 
 Every Plan that is still in the heap takes at least the bound at its top. So when this bound reaches the
 played seconds of the best Plan of some degrees, less SLACK, no other Plan of these degrees is quicker by
@@ -26,7 +26,7 @@ from shoal.planner.candidate import Candidate
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees, leanest_sharding
-from shoal.planner.tree import Branch, Fitted, Sized, Tree
+from shoal.planner.tree import Branch, Fitted, Piped, Tree
 from shoal.workload import Workload
 
 __all__ = ["SLACK", "Ranking", "Search"]
@@ -134,7 +134,7 @@ class Search:
             branch = heapq.heappop(heap)[2]
             if branch.degrees in done:
                 continue
-            if not isinstance(branch, Sized):
+            if not isinstance(branch, Piped):
                 put(branch.branches)
                 continue
             looked += 1
