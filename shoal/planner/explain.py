@@ -18,7 +18,7 @@ from shoal.cost.time import compute_parts
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.neighbours import half_and_twice, moved, neighbours
-from shoal.planner.search import Search
+from shoal.planner.search import LOOSE, Search
 from shoal.planner.sizes import Size, sizes_of
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Fitted
@@ -103,7 +103,7 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
         winner: The best Plan.
         shown: All Plans that are shown, best first.
     """
-    unlimited = search.best(1, room=math.inf).best
+    unlimited = search.best(1, room=math.inf, slack=LOOSE).best
     assert unlimited is not None, "what fits a limit fits without it"
     kind = _kind(winner.degrees)
     return Explanation(
@@ -147,7 +147,7 @@ def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
         for other in half_and_twice(value):
             wanted = {degrees for degrees in near if getattr(degrees, name) == other}
             if wanted:
-                ranking = search.best(1, wanted.__contains__)
+                ranking = search.best(1, wanted.__contains__, slack=LOOSE)
                 if ranking.legal:
                     yield Neighbour(name, other, ranking.best)
 
@@ -157,7 +157,7 @@ def _changes(search: Search, winner: Candidate) -> list[Change]:
     pool = {winner.plan, *neighbours(search.shared.space, winner.plan), *search.shared.known}
     fitting = [plan for plan in pool if search.shared.fullest(plan).peak <= search.room]
     changes = [Change(name, _best_on(search, cluster, fitting)) for name, cluster in _doubled(search.cluster)]
-    roomier = search.best(1, room=2 * search.room).best  # nothing else changes with more memory
+    roomier = search.best(1, room=2 * search.room, slack=LOOSE).best  # nothing else changes with more memory
     assert roomier is not None, "what fits a limit fits without it"
     changes.append(Change("the memory", min(roomier, winner, key=lambda each: each.seconds)))
     return sorted(changes, key=lambda change: change.best.seconds)

@@ -8,8 +8,8 @@
     piped       a Plan that fits, with the best size and its forwards and backwards played
 
 Every branch gives a lower bound on a step's seconds, over all Plans that grow from it and may fit: each
-sharding determines a rank's states and communication. A piped Plan is played in full. Branches are kept: searches of one tree share what they have computed. Tests check the bounds against
-every Plan, played.
+sharding determines a rank's states and communication. A piped Plan is played in full. Branches are kept:
+searches of one tree share what they have computed. Tests check the bounds against every Plan, played.
 """
 
 from __future__ import annotations
@@ -253,7 +253,8 @@ class _Sized:
         costs, plan, batch = self._shared.costs, self._plan, self._shared.space.batch
         if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
             return [(costs.least(plan, batch), plan)]
-        plans = [plan.replace(bucket=size) for size in SIZES]
+        sizes = SIZES if plan.pp == 1 else SIZES[-2:]  # in a pipeline nothing hides small buckets' reductions
+        plans = [plan.replace(bucket=size) for size in sizes]
         return sorted([(costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
 
 

@@ -114,6 +114,7 @@ class Costs:
         self._cuts: dict[tuple[object, ...], list[_Held]] = {}
         self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
         self._sends: dict[tuple[object, ...], list[float]] = {}
+        self._works: dict[StageWork, StageWork] = {}
         self._data_parallel = DataParallelCosts(workload, cluster, self.block)
 
     def least(self, plan: SettledPlan, batch: int, passes: float = 0.0) -> float:
@@ -260,7 +261,8 @@ class Costs:
                 divided += number * parameters.divided
                 experts += number * parameters.experts
             weight += made
-            works.append(StageWork(runs, forward, backward, made, (stops[0], stops[1])))
+            work = StageWork(runs, forward, backward, made, (stops[0], stops[1]))
+            works.append(self._works.setdefault(work, work))  # one object for equal stages
         return StageCost(
             sum(work.forward for work in works),
             sum(work.backward for work in works) - weight,
