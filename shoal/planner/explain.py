@@ -27,7 +27,7 @@ from shoal.workload import Block
 
 __all__ = ["Change", "Explanation", "Neighbour", "explain"]
 
-_MOST_PLAYED = 12
+_MOST_PLAYED = 6
 """Plans that are played on a changed machine, those of the least bounds."""
 
 
@@ -103,13 +103,12 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
         winner: The best Plan.
         shown: All Plans that are shown, best first.
     """
-    unlimited = search.best(1, room=math.inf, slack=LOOSE).best
-    assert unlimited is not None, "what fits a limit fits without it"
+    unlimited = _roomier(search, winner, math.inf)
     kind = _kind(winner.degrees)
     return Explanation(
         winner,
         search.room,
-        min(unlimited, winner, key=lambda each: each.seconds),
+        unlimited,
         tuple(_neighbours(search, winner)),
         next((each for each in shown if _kind(each.degrees) != kind), None),
         len(shown),
@@ -154,22 +153,37 @@ def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
 
 def _changes(search: Search, winner: Candidate) -> list[Change]:
     """Return what each doubled property gains, most first."""
-    pool = {winner.plan, *neighbours(search.shared.space, winner.plan), *search.shared.known}
-    fitting = [plan for plan in pool if search.shared.fullest(plan).peak <= search.room]
+    space, shared = search.shared.space, search.shared
+    # A split by the cost of every block is slow to find, and hardly better than one by their mean.
+    near = (plan for plan in neighbours(space, winner.plan) if plan.pp == 1 or plan.split != "cost")
+    pool = dict.fromkeys((winner.plan, *shared.known, *near))
+    fitting = [plan for plan in pool if shared.fullest(plan).peak <= search.room]
     changes = [Change(name, _best_on(search, cluster, fitting)) for name, cluster in _doubled(search.cluster)]
-    roomier = search.best(1, room=2 * search.room, slack=LOOSE).best  # nothing else changes with more memory
-    assert roomier is not None, "what fits a limit fits without it"
-    changes.append(Change("the memory", min(roomier, winner, key=lambda each: each.seconds)))
+    changes.append(Change("the memory", _roomier(search, winner, 2 * search.room)))
     return sorted(changes, key=lambda change: change.best.seconds)
+
+
+def _roomier(search: Search, winner: Candidate, room: float) -> Candidate:
+    """Return the best Plan with more memory, of those with degrees of half to twice the winner's."""
+
+    def accept(degrees: Degrees) -> bool:
+        pairs = zip(degrees, winner.degrees, strict=True)
+        return all(each <= 2 * other and other <= 2 * each for each, other in pairs)
+
+    best = search.best(1, accept, room, LOOSE).best
+    return winner if best is None or best.seconds >= winner.seconds else best
 
 
 def _best_on(search: Search, cluster: Cluster, plans: Sequence[SettledPlan]) -> Candidate:
     """Return the best of these Plans on another machine with equal memory, of those with the least bounds."""
     other = search.on(cluster)
     costs, batch = other.shared.costs, search.batch
-    least = sorted(plans, key=lambda plan: costs.least(plan, batch))
-    best = min(least[:_MOST_PLAYED], key=other.shared.played)
-    return other.candidate(Fitted(best, search.shared.fullest(best), other.shared.played(best)))
+    bounded = sorted((costs.least(plan, batch), str(plan), plan) for plan in plans)[:_MOST_PLAYED]
+    best, seconds = bounded[0][2], other.shared.played(bounded[0][2])
+    for least, _, plan in bounded[1:]:
+        if least < (1 - LOOSE) * seconds and other.shared.played(plan) < seconds:
+            best, seconds = plan, other.shared.played(plan)
+    return other.candidate(Fitted(best, search.shared.fullest(best), seconds))
 
 
 def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

@@ -23,6 +23,7 @@ from shoal.planner.tree import Fitted
 __all__ = ["LEAST_GAIN", "MOST_SEARCHED", "SIMPLER", "polished", "simplest", "with_found_schedule"]
 
 MOST_SEARCHED = 512
+MOST_SPLIT = 32  # stages that are split by the cost of every block, which takes a tenth of a second
 LEAST_GAIN = 0.01
 SIMPLER = 0.005
 
@@ -39,7 +40,9 @@ def polished(search: Search, found: Fitted) -> Fitted:
     if plan.dp * plan.cp > 1 and not plan.sharding.cuts_weights:
         tried += [changed(plan, batch, bucket=bucket) for bucket in _BUCKETS]
     if plan.pp > 1:
-        tried += [changed(plan, batch, split="cost"), changed(plan, batch, split="count")]
+        tried.append(changed(plan, batch, split="count"))
+        if plan.stages <= MOST_SPLIT:
+            tried.append(changed(plan, batch, split="cost"))
     best = found
     for each in tried:
         if each is not None and search.shared.costs.least(each, batch) < best.seconds:
