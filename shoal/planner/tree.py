@@ -204,8 +204,11 @@ class _Sharded:
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        plan = self._shared.plan(self._variant, self._sharding, self._split)
-        return [_Sized(self._shared, self.degrees, self._memory, plan)]
+        return [_Sized(self._shared, self.degrees, self._memory, self._plan)]
+
+    @cached_property
+    def _plan(self) -> SettledPlan:
+        return self._shared.plan(self._variant, self._sharding, self._split)
 
     @cached_property
     def _least(self) -> float:
@@ -214,7 +217,9 @@ class _Sharded:
         layer = self._shared.work(variant.layout).least
         exchange = self._shared.least_data_parallel
         each = exchange.of_micro_batch(self.degrees, self._sharding, layer)
-        return max(self._passes, variant.microbatches * each)
+        largest = self._plan.replace(bucket=SIZES[-1])  # all others take longer to reduce
+        after = self._shared.costs.least_after(largest, variant.microbatches)
+        return max(self._passes + after, variant.microbatches * each)
 
 
 class Fitted(NamedTuple):
