@@ -52,6 +52,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_outlook(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     parser.add_argument("--objective", choices=("time", "money"), default="time", help="what to minimise")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp8"),
+        help="the precision of all Plans (default: bf16 where the device is fastest in it; never fp8)",
+    )
     parser.add_argument("--top", metavar="N", type=int, default=5, help="rows of the table (default 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -76,7 +81,13 @@ def run(args: argparse.Namespace) -> int:
     workload = open_workload(args.model, args.sequence, cluster)
     with _no_collection():
         choice = choose(
-            workload, cluster, args.batch, objective=args.objective, margin=args.margin, limit=args.top
+            workload,
+            cluster,
+            args.batch,
+            objective=args.objective,
+            margin=args.margin,
+            limit=args.top,
+            precision=args.precision,
         )
         explanation = choice.explain()
     if args.write is not None:
@@ -150,6 +161,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
                 for each in explanation.neighbours
             ],
             "other_kind": _short(explanation.other),
+            "fp8": _short(explanation.coarser),
             "machine": [{"twice": each.name, "best": _short(each.best)} for each in explanation.changes],
         },
     }

@@ -72,6 +72,7 @@ class Explanation:
         shown: Number of Plans that were shown.
         changes: Changes of the machine, the one that gains most first.
         sizes: The Plan with half and twice the micro-batch, and with half and twice the buckets.
+        coarser: The best known Plan with products in fp8; None where it is not quicker, or is asked for.
         compute: What its compute is made of: see `shoal.cost.time.losses`; and "imbalance", by which the rank
             that waits least computes longer than the mean one.
         traffic: The communication of one rank.
@@ -85,6 +86,7 @@ class Explanation:
     shown: int
     changes: tuple[Change, ...]
     sizes: tuple[Size, ...]
+    coarser: Candidate | None
     compute: Mapping[str, float]
     traffic: Traffic
 
@@ -114,6 +116,7 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
         len(shown),
         tuple(_changes(search, winner)),
         tuple(sizes_of(search, winner)),
+        _coarser(search, winner),
         _compute(search, winner),
         traffic_of(winner.workload, winner.cluster, winner.plan, winner.batch),
     )
@@ -136,6 +139,21 @@ def _compute(search: Search, winner: Candidate) -> Mapping[str, float]:
         share = 1 - excess / totals[busiest]
         parts = {name: seconds * share for name, seconds in parts.items()} | {"imbalance": count * excess}
     return parts
+
+
+def _coarser(search: Search, winner: Candidate) -> Candidate | None:
+    """Return the best of the Plans that were played with precision=fp8, which splits no products."""
+    if search.precision is not None or "fp8" not in search.cluster.device.peak:
+        return None
+    shared, batch = search.shared, search.batch
+    pool = (winner.plan, *shared.known, *moved(shared.space, winner.plan, "tp"))
+    plans = {plan.replace(precision="fp8", split=plan.split) for plan in pool if plan.tp == 1}
+    bounded = sorted((shared.costs.least(plan, batch), str(plan), plan) for plan in plans)
+    fitting = [plan for _, _, plan in bounded[: 4 * _MOST_PLAYED] if shared.fullest(plan).peak <= search.room]
+    best = min(fitting[:_MOST_PLAYED], key=shared.played, default=None)
+    if best is None or shared.played(best) >= winner.seconds:
+        return None
+    return search.candidate(Fitted(best, shared.fullest(best), shared.played(best)))
 
 
 def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:

@@ -69,6 +69,8 @@ class Search:
         batch: Samples of a step.
         margin: Share of each device's memory that must stay free.
         least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
+        precision: The precision of all Plans; None for the type of 16 bits or more in which the device
+            computes fastest.
     """
 
     def __init__(
@@ -79,18 +81,25 @@ class Search:
         *,
         margin: float = 0.1,
         least_memory: LeastMemory | None = None,
+        precision: str | None = None,
     ) -> None:
         self.workload = workload
         self.cluster = cluster
         self.batch = batch
         self.margin = margin
-        self.shared = Shared(workload, cluster, batch, least_memory)
+        self.precision = precision
+        self.shared = Shared(workload, cluster, batch, least_memory, precision)
         self.tree = Tree(self.shared)
 
     def on(self, cluster: Cluster) -> Search:
         """Return a search of this workload on other links or quicker devices, with equal memory."""
         return Search(
-            self.workload, cluster, self.batch, margin=self.margin, least_memory=self.shared.least_memory
+            self.workload,
+            cluster,
+            self.batch,
+            margin=self.margin,
+            least_memory=self.shared.least_memory,
+            precision=self.precision,
         )
 
     @property

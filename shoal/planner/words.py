@@ -47,6 +47,9 @@ def sentences(told: Explanation) -> Iterator[str]:
     yield from _degrees(told)
     yield from _sizes(told)
     yield _other_kind(told)
+    if told.coarser is not None:
+        gain = _faster(told.winner, told.coarser)
+        yield f"With products in 8 bits, {told.coarser.layout} is {gain} faster: ask for it by precision=fp8."
     yield from _changes(told)
 
 
