@@ -49,9 +49,15 @@ def polished(search: Search, found: Fitted) -> Fitted:
     if sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp)) > 1:
         tried += [changed(plan, batch, order="-".join(each)) for each in itertools.permutations(_AXES)]
     best = found
+    costs, bound = search.shared.costs, search.shared.costs.least(best.plan, batch)
     for each in tried:
-        if each is not None and search.shared.costs.least(each, batch) < best.seconds:
-            best = _better(search, best, each)
+        if each is None or (least := costs.least(each, batch)) >= best.seconds:
+            continue
+        if plan.pp > 1 and each.split == plan.split and least >= bound:
+            continue  # a pipeline takes long to play, and its bound tells which way is quicker
+        better = _better(search, best, each)
+        if better is not best:
+            best, bound = better, least
     return best
 
 
