@@ -131,6 +131,8 @@ def _write(args: argparse.Namespace, best: Candidate) -> None:
 
 
 def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
+    from shoal.planner import sentences
+
     best = choice.best
     return {
         "model": best.workload.name,
@@ -144,7 +146,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
         "plans": [_row(each) for each in choice.candidates],
         "exchanges": traffic_summary(explanation.traffic, best.parts),
         "explanation": {
-            "sentences": list(explanation.sentences()),
+            "sentences": list(sentences(explanation)),
             "without_memory_limit": _short(explanation.unlimited),
             "sizes": [
                 {

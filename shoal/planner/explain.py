@@ -90,12 +90,6 @@ class Explanation:
     compute: Mapping[str, float]
     traffic: Traffic
 
-    def sentences(self) -> Iterator[str]:
-        """Yield the explanation, in sentences."""
-        from shoal.planner.words import sentences
-
-        return sentences(self)
-
 
 def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Explanation:
     """Explain the best Plan of a search, by comparison with others.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
+from shoal.planner.explain import Explanation
 from shoal.planner.sizes import Size
 from shoal.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from shoal.planner.explain import Explanation
 
 __all__ = ["sentences"]
 
