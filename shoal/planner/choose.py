@@ -109,8 +109,11 @@ def choose(
 
 def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
     """Return the Plans, best first; the first ROWS of them get the touches of `shoal.planner.polish`."""
-    touched = sorted((polished(search, each) for each in found[:ROWS]), key=lambda each: each.seconds)
-    best = with_found_schedule(search, simplest(search, touched[0]))
+    touched = sorted(
+        (with_found_schedule(search, polished(search, each)) for each in found[:ROWS]),
+        key=lambda each: each.seconds,
+    )
+    best = simplest(search, touched[0])
     others = [
         each
         for each in (*touched, *found[ROWS:])
