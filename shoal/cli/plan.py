@@ -53,6 +53,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_outlook(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     parser.add_argument("--objective", choices=("time", "money"), default="time", help="what to minimise")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp8"),
+        help="the precision of all Plans (default: bf16 where the device is fastest in it; never fp8)",
+    )
     parser.add_argument("--top", metavar="N", type=int, default=5, help="rows of the table (default 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -77,7 +82,13 @@ def run(args: argparse.Namespace) -> int:
     workload = open_workload(args.model, args.sequence, cluster)
     with _no_collection():
         choice = choose(
-            workload, cluster, args.batch, objective=args.objective, margin=args.margin, limit=args.top
+            workload,
+            cluster,
+            args.batch,
+            objective=args.objective,
+            margin=args.margin,
+            limit=args.top,
+            precision=args.precision,
         )
         explanation = choice.explain()
     if args.write is not None:
@@ -121,6 +132,8 @@ def _write(args: argparse.Namespace, best: Candidate) -> None:
 
 
 def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
+    from shoal.planner import sentences
+
     best = choice.best
     return {
         "model": best.workload.name,
@@ -134,7 +147,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
         "plans": [_row(each) for each in choice.candidates],
         "exchanges": traffic_summary(explanation.traffic, best.parts),
         "explanation": {
-            "sentences": list(explanation.sentences()),
+            "sentences": list(sentences(explanation)),
             "without_memory_limit": _short(explanation.unlimited),
             "sizes": [
                 {
@@ -151,6 +164,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
                 for each in explanation.neighbours
             ],
             "other_kind": _short(explanation.other),
+            "fp8": _short(explanation.coarser),
             "machine": [{"twice": each.name, "best": _short(each.best)} for each in explanation.changes],
         },
     }
@@ -184,8 +198,8 @@ def _text(summary: dict[str, Any]) -> str:
     heading = (
         f"{summary['model']}, {size} parameters, on {summary['devices']} devices of {summary['cluster']}: "
         f"batch {summary['batch']} x {summary['sequence']} tokens\n"
-        f"{summary['legal_plans']:,} legal Plans: {summary['played_plans']:,} were played, and bounds "
-        "exclude the rest"
+        f"{summary['legal_plans']:,} legal Plans, {summary['played_plans']:,} of them played; "
+        "bounds leave out the others"
     )
     return "\n\n".join(
         [

@@ -17,7 +17,7 @@ from shoal.planner.bucket import usual_bucket
 from shoal.planner.data_parallel_bound import LeastDataParallel, Passes
 from shoal.planner.memory_bound import LeastMemory, Share, StateBytes
 from shoal.planner.space import Degrees, HybridSharding, Space, Variant
-from shoal.simulate import played_seconds
+from shoal.simulate import played_passes, played_seconds
 from shoal.workload import Workload
 
 __all__ = ["Shared", "Work"]
@@ -49,6 +49,7 @@ class Shared:
         cluster: The machines that it runs on.
         batch: Samples of a step.
         least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
+        precision: The precision of all Plans; None for the device's best of 16 bits or more.
 
     Attributes:
         space: The legal Plans.
@@ -58,9 +59,14 @@ class Shared:
     """
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, batch: int, least_memory: LeastMemory | None = None
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        batch: int,
+        least_memory: LeastMemory | None = None,
+        precision: str | None = None,
     ) -> None:
-        self.space = Space(workload, cluster, batch)
+        self.space = Space(workload, cluster, batch, asked=precision)
         self.costs = Costs(workload, cluster)
         self.memories = Memories(workload, cluster, self.costs)
         self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
@@ -72,6 +78,7 @@ class Shared:
         self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
         self._fullest: dict[SettledPlan, RankMemory] = {}
         self._played: dict[SettledPlan, float] = {}
+        self._passes: dict[tuple[object, ...], float] = {}
 
     def compute(self, layout: Layout) -> Work:
         """Return the times of blocks without the communication within them."""
@@ -139,6 +146,17 @@ class Shared:
         found = self._played.get(plan)
         if found is None:
             found = self._played[plan] = played_seconds(self.costs, plan, self.space.batch)
+        return found
+
+    def played_passes(self, plan: SettledPlan) -> float:
+        """Return the seconds of a Plan's forwards and backwards, played; 0 without a pipeline."""
+        if plan.pp == 1:
+            return 0.0
+        key = Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.split, plan.order
+        found = self._passes.get(key)
+        if found is None:
+            count = plan.microbatches_of(self.space.batch)
+            found = self._passes[key] = played_passes(self.costs, plan, count)
         return found
 
     @property

@@ -3,14 +3,13 @@
     portion     degrees, a micro-batch and a recompute policy, with a lower bound on compute
     laid        a portion and a layout of blocks, with their costs, including communication within them
     cut         a layout and a schedule, with the layers of its stages
-    piped       the same, with its forwards and backwards played
     sharded     a Plan for any size of buckets
     sized       a Plan, with sizes of buckets
+    piped       a Plan that fits, with the best size and its forwards and backwards played
 
 Every branch gives a lower bound on a step's seconds, over all Plans that grow from it and may fit: each
-sharding determines a rank's states and communication. A sized Plan is played with the size of the least
-bound. Branches are kept: searches of one tree share what they have computed. Tests check the bounds against
-every Plan, played.
+sharding determines a rank's states and communication. A piped Plan is played in full. Branches are kept:
+searches of one tree share what they have computed. Tests check the bounds against every Plan, played.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ from shoal.planner.bucket import SIZES
 from shoal.planner.memory_bound import Share, StateBytes
 from shoal.planner.shared import Shared
 from shoal.planner.space import RECOMPUTES, Degrees, HybridSharding, Variant
-from shoal.simulate import played_passes
 
-__all__ = ["Branch", "Fitted", "Sized", "Tree"]
+__all__ = ["Branch", "Fitted", "Piped", "Tree"]
 
 
 class Branch(Protocol):
@@ -40,7 +38,7 @@ class Branch(Protocol):
 
     @property
     def branches(self) -> Sequence[Branch]:
-        """Return subsets of these Plans; empty for a sized Plan."""
+        """Return subsets of these Plans; empty for a piped Plan."""
 
     def seconds(self, room: float) -> float:
         """Return a lower bound on a step's seconds with `room` bytes per rank; infinite if nothing fits."""
@@ -163,7 +161,11 @@ class _Cut:
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        return [_Piped(self._shared, self._variant, self._split, self._shares)]
+        shared, variant, split = self._shared, self._variant, self._split
+        return [
+            _Sharded(shared, variant, sharding, split, self._memory(states), self._least)
+            for sharding, states in shared.states(self.degrees)
+        ]
 
     @cached_property
     def _least(self) -> float:
@@ -171,38 +173,6 @@ class _Cut:
         shared, variant = self._shared, self._variant
         plan = shared.plan(variant, shared.states(self.degrees)[0][0], self._split)
         return shared.costs.least_of_passes(plan, variant.microbatches)
-
-
-class _Piped:
-    """The same, with its forwards and backwards played as if no gradients or weights were exchanged."""
-
-    def __init__(
-        self, shared: Shared, variant: Variant, split: Sequence[int], shares: Sequence[Share]
-    ) -> None:
-        self.degrees = variant.degrees
-        self._shared = shared
-        self._variant = variant
-        self._split = split
-        self._shares = shares
-
-    def seconds(self, room: float) -> float:
-        return self._passes if self._shared.fitting(self.degrees, self._shares, room) else math.inf
-
-    @cached_property
-    def branches(self) -> Sequence[Branch]:
-        shared, variant, split = self._shared, self._variant, self._split
-        return [
-            _Sharded(shared, variant, sharding, split, self._memory(states), self._passes)
-            for sharding, states in shared.states(self.degrees)
-        ]
-
-    @cached_property
-    def _passes(self) -> float:
-        shared, variant = self._shared, self._variant
-        if self.degrees.pp == 1:
-            return variant.microbatches * shared.work(variant.layout).total
-        plan = shared.plan(variant, shared.states(self.degrees)[0][0], self._split)
-        return played_passes(shared.costs, plan, variant.microbatches)
 
     def _memory(self, states: StateBytes) -> float:
         """Return a lower bound on the bytes of a rank."""
@@ -234,8 +204,11 @@ class _Sharded:
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        plan = self._shared.plan(self._variant, self._sharding, self._split)
-        return [Sized(self._shared, self.degrees, self._memory, plan, self._passes)]
+        return [_Sized(self._shared, self.degrees, self._memory, self._plan)]
+
+    @cached_property
+    def _plan(self) -> SettledPlan:
+        return self._shared.plan(self._variant, self._sharding, self._split)
 
     @cached_property
     def _least(self) -> float:
@@ -244,7 +217,9 @@ class _Sharded:
         layer = self._shared.work(variant.layout).least
         exchange = self._shared.least_data_parallel
         each = exchange.of_micro_batch(self.degrees, self._sharding, layer)
-        return max(self._passes, variant.microbatches * each)
+        largest = self._plan.replace(bucket=SIZES[-1])  # all others take longer to reduce
+        after = self._shared.costs.least_after(largest, variant.microbatches)
+        return max(self._passes + after, variant.microbatches * each)
 
 
 class Fitted(NamedTuple):
@@ -261,47 +236,73 @@ class Fitted(NamedTuple):
     seconds: float
 
 
-class Sized:
-    """A Plan, and the sizes of buckets that are tried with it.
+class _Sized:
+    """A Plan, and the sizes of buckets that are tried with it."""
 
-    Attributes:
-        degrees: The Plan's degrees.
-        plan: The Plan, with the usual size.
-    """
-
-    branches: Sequence[Branch] = ()
-
-    def __init__(
-        self, shared: Shared, degrees: Degrees, memory: float, plan: SettledPlan, passes: float
-    ) -> None:
+    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: SettledPlan) -> None:
         self.degrees = degrees
-        self.plan = plan
+        self._plan = plan
         self._shared = shared
         self._memory = memory
-        self._passes = passes
 
     def seconds(self, room: float) -> float:
-        """Return a lower bound on the seconds of a step; infinite if a rank does not fit."""
         return self._sizes[0][0] if self._memory <= room else math.inf
 
-    def fitted(self, room: float) -> Fitted | None:
-        """Play the Plan with the size of the least bound that fits; return None if none does.
-
-        Memory depends on this size only with zero2; otherwise a Plan that does not fit gets no other size.
-        """
-        for _, plan in self._sizes:
-            memory = self._shared.fullest(plan)
-            if memory.peak <= room:
-                return Fitted(plan, memory, self._shared.played(plan))
-            if not plan.sharding.bucket_is_memory:
-                break
-        return None
+    @cached_property
+    def branches(self) -> Sequence[Branch]:
+        return [Piped(self._shared, self.degrees, self._sizes)]
 
     @cached_property
     def _sizes(self) -> Sequence[tuple[float, SettledPlan]]:
         """Return the Plan with each size that matters, and its lower bound, least first."""
-        costs, plan, batch, passes = self._shared.costs, self.plan, self._shared.space.batch, self._passes
+        costs, plan, batch = self._shared.costs, self._plan, self._shared.space.batch
         if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
-            return [(costs.least(plan, batch, passes), plan)]
-        plans = [plan.replace(bucket=size) for size in SIZES]
-        return sorted([(costs.least(each, batch, passes), each) for each in plans], key=lambda each: each[0])
+            return [(costs.least(plan, batch), plan)]
+        # In a pipeline nothing hides small buckets' reductions.
+        sizes = SIZES if plan.pp == 1 or plan.sharding.bucket_is_memory else SIZES[-1:]
+        plans = [plan.replace(bucket=size) for size in sizes]
+        return sorted([(costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
+
+
+class Piped:
+    """A Plan whose memory is known, with its forwards and backwards played.
+
+    Args:
+        shared: Values that Plans share.
+        degrees: The Plan's degrees.
+        sizes: The Plan with each size of buckets, and a lower bound on its seconds, least first.
+    """
+
+    branches: Sequence[Branch] = ()
+
+    def __init__(self, shared: Shared, degrees: Degrees, sizes: Sequence[tuple[float, SettledPlan]]) -> None:
+        self.degrees = degrees
+        self._shared = shared
+        self._sizes = sizes
+
+    def seconds(self, room: float) -> float:
+        """Return a lower bound on the seconds of a step; infinite if a rank does not fit."""
+        plan = self._fitting(room)
+        if plan is None:
+            return math.inf
+        passes = self._shared.played_passes(plan)
+        return self._shared.costs.least(plan, self._shared.space.batch, passes)
+
+    def fitted(self, room: float) -> Fitted | None:
+        """Play the Plan; return None if it does not fit."""
+        plan = self._fitting(room)
+        if plan is None:
+            return None
+        return Fitted(plan, self._shared.fullest(plan), self._shared.played(plan))
+
+    def _fitting(self, room: float) -> SettledPlan | None:
+        """Return the Plan with the size of the least bound that fits.
+
+        Memory depends on this size only with zero2; otherwise a Plan that does not fit gets no other size.
+        """
+        for _, plan in self._sizes:
+            if self._shared.fullest(plan).peak <= room:
+                return plan
+            if not plan.sharding.bucket_is_memory:
+                break
+        return None

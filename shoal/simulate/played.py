@@ -50,7 +50,7 @@ def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
         course, play = _play(costs, plan, stages, short)
         every = _repeats(course, play, plan.pp)
         if every is not None:
-            return play.end + (count - short) // plan.pp * every
+            return play.end + (count - short) // plan.pp * every * (1 + straggler_share(costs.cluster))
     return _play(costs, plan, stages, count)[1].end
 
 
@@ -100,7 +100,8 @@ def _whole(
             }
             for one, other in zip(play.waits, longer.waits, strict=True)
         ]
-        return play.end + rounds * every, waits, _updates(costs, plan, stages, count)
+        later = rounds * every * (1 + straggler_share(costs.cluster))
+        return play.end + later, waits, _updates(costs, plan, stages, count)
     _, play = _play(costs, plan, stages, count)
     return play.end, play.waits, _updates(costs, plan, stages, count)
 

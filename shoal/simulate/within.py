@@ -8,7 +8,7 @@ communication gets an equal share. A block's straggler wait is put at its last c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from shoal.cost import Layout
@@ -44,7 +44,7 @@ class Within:
         key = block, -1.0
         if key not in self._known:
             compute = cost.compute.forward
-            pieces = self._pieces(block, compute, cost.joins[0], cost.context[0], cost.expert[0], 1)
+            pieces = self._pieces(block, compute, cost, 0, 1)
             self._known[key] = tuple(_with_late(list(pieces), cost.late[0]))
         return self._known[key]
 
@@ -53,7 +53,7 @@ class Within:
         key = block, compute
         if key not in self._known:
             rounds = 2 if self.layout.recompute == "full" else 1
-            pieces = self._pieces(block, compute, cost.joins[1], cost.context[1], cost.expert[1], rounds)
+            pieces = self._pieces(block, compute, cost, 1, rounds)
             self._known[key] = tuple(_with_late(list(pieces), cost.late[1]))
         return self._known[key]
 
@@ -61,12 +61,14 @@ class Within:
         self,
         block: Block,
         compute: float,
-        joins: Sequence[Join],
-        context: float,
-        expert: float,
+        cost: BlockCost,
+        way: int,
         rounds: int,
     ) -> Iterator[Piece]:
-        joins = joins or (Join((), ()),)
+        """Yield what a forward (`way` 0) or a backward (1) does; of a hidden ring, waits for late ranks."""
+        joins, context, expert = cost.joins[way] or (Join((), ()),), cost.context[way], cost.expert[way]
+        synchronises = cost.late[way] > 0 and self.layout.cp > 1
+        attends = context > 0 or (synchronises and any(True for _ in block.attentions))
         for number, join in enumerate(joins):
             yield from map(self._joined, join.before)
             is_last = number == len(joins) - 1
@@ -75,7 +77,7 @@ class Within:
             yield compute / len(joins)
             if is_last and expert:
                 yield self._exchange(block, expert / 2, rounds)
-            if number == 0 and context:
+            if number == 0 and attends:
                 yield self._attend(block, context, rounds)
             yield from map(self._joined, join.behind)
 

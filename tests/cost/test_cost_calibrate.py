@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
+from shoal.cost import Costs, Layout
 from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.outlook.calibrate import calibrate
 from shoal.cost.outlook.observation import Observation, Transfer, transfers_of
-from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group
-from shoal.simulate import simulate
+from shoal.simulate import played_parts, played_seconds, simulate
 from shoal.timeline import Kind, Lane, Span, Timeline
-from shoal.timeline.kinds import seconds_by_kind
 from shoal.workload import ModelShape, workload_of
 
 DEVICE = Device(
@@ -58,18 +57,23 @@ def observed(compute, optimizer, transfers=(), *, plan=PLAN, stragglers=0.0):
 
 
 def seconds(cluster, plan=PLAN):
-    return simulate(WORKLOAD, cluster, plan, BATCH).seconds
-
-
-def work(cluster, plan=PLAN):
-    """Seconds of compute and of the optimizer in a played step, where nothing runs beside compute."""
-    alone = simulate(WORKLOAD, cluster.replace(device=replace(cluster.device, contention=0.0)), plan, BATCH)
-    kinds = seconds_by_kind(alone.timeline)
-    return kinds["forward"] + kinds["backward"], kinds["optimizer"]
+    return played_seconds(Costs(WORKLOAD, cluster), plan, BATCH)
 
 
 def with_shares(**shares):
     return CLUSTER.replace(device=replace(DEVICE, **shares))
+
+
+def compute_of(cluster, plan=PLAN):
+    """Seconds of all blocks' forwards and backwards in a step, without what they wait for."""
+    costs, layout = Costs(WORKLOAD, cluster), Layout.of(plan)
+    blocks = [costs.block(piece, layout).compute for piece in WORKLOAD.pieces]
+    return plan.microbatches_of(BATCH) * sum(each.forward + each.backward for each in blocks)
+
+
+def optimizer_of(cluster):
+    """Seconds of the update in a step."""
+    return played_parts(Costs(WORKLOAD, cluster), PLAN, BATCH)["optimizer"]
 
 
 def test_a_run_of_a_slower_machine_gives_that_machine_back():
@@ -82,7 +86,9 @@ def test_a_run_of_a_slower_machine_gives_that_machine_back():
     ).replace(levels=(replace(CLUSTER.levels[0], share=0.4),))
     timeline = simulate(WORKLOAD, slower, PLAN, BATCH, steps=5).timeline
     found = calibrate(CLUSTER, [Observation.of(WORKLOAD, PLAN, BATCH, timeline)])
-    wanted, before, after = (seconds(cluster) for cluster in (slower, CLUSTER, found.cluster))
+    wanted, before, after = (
+        played_seconds(Costs(WORKLOAD, each), PLAN, BATCH) for each in (slower, CLUSTER, found.cluster)
+    )
     assert abs(after - wanted) < abs(before - wanted) / 4
     # Compute is slowed by what runs beside it in the simulated run, which no share describes.
     device = found.cluster.device
@@ -90,18 +96,17 @@ def test_a_run_of_a_slower_machine_gives_that_machine_back():
 
 
 def test_the_seconds_of_compute_and_optimizer_are_met():
-    predicted, update = work(CLUSTER)
-    measured = observed(compute=1.3 * predicted, optimizer=1.5 * update)
+    measured = observed(compute=1.3 * compute_of(CLUSTER), optimizer=1.5 * optimizer_of(CLUSTER))
     found = calibrate(CLUSTER, [measured])
     optimizer, compute = found.corrections
     assert optimizer.after == pytest.approx(optimizer.measured, rel=1e-6)
     assert compute.after == pytest.approx(compute.measured, rel=1e-6)
-    assert compute.before == pytest.approx(predicted)
+    assert compute.before == pytest.approx(compute_of(CLUSTER))
     assert abs(compute.left) < 1e-6
 
 
 def test_no_share_leaves_its_bounds_and_what_is_left_is_told():
-    found = calibrate(CLUSTER, [observed(work(CLUSTER)[0] / 100, 0.0)])
+    found = calibrate(CLUSTER, [observed(compute_of(CLUSTER) / 100, 0.0)])
     device = found.cluster.device
     assert device.product_share == device.attention_share == device.attention_backward_share == 1.0
     assert found.corrections[0].left > 1  # predicted is still more than twice as long
@@ -146,7 +151,7 @@ def test_a_transfer_counts_from_when_all_of_its_group_are_there():
 
 def test_of_cores_no_data_sheet_bounds_the_rates():
     cores = CLUSTER.replace(cores=2)
-    quick = observed(*(each / 100 for each in work(cores)))
+    quick = observed(compute_of(cores) / 100, optimizer_of(cores) / 100)
     optimizer, compute = calibrate(cores, [quick]).corrections
     assert compute.left == pytest.approx(0.0, abs=1e-3)
     assert optimizer.left == pytest.approx(0.0, abs=1e-3)
@@ -154,8 +159,7 @@ def test_of_cores_no_data_sheet_bounds_the_rates():
 
 def test_an_update_on_cores_says_nothing_of_other_passes():
     cores = CLUSTER.replace(cores=2)
-    compute, update = work(cores)
-    found = calibrate(cores, [observed(compute, update * 100)])
+    found = calibrate(cores, [observed(compute_of(cores), optimizer_of(cores) * 100)])
     share = found.cluster.device.stream_share
     assert share == pytest.approx(DEVICE.bandwidth_share / 100, rel=1e-2)  # launches count little
     assert found.cluster.device.bandwidth == pytest.approx(DEVICE.bandwidth)
@@ -168,21 +172,20 @@ def test_several_runs_are_over_and_under_by_the_same_proportion():
     plans = [PLAN, SettledPlan.parse("tp=2,microbatch=16")]
     factors = (1.0, 4.0)
     runs = [
-        observed(factor * work(cores, plan)[0], 0.0, plan=plan)
+        observed(factor * compute_of(cores, plan), 0.0, plan=plan)
         for factor, plan in zip(factors, plans, strict=True)
     ]
     found = calibrate(cores, runs).cluster
-    left = [work(found, run.plan)[0] / run.compute for run in runs]
+    left = [compute_of(found, run.plan) / run.compute for run in runs]
     assert left[0] * left[1] == pytest.approx(1.0, rel=1e-3)
     assert left[0] > 1 > left[1]
 
 
 def test_waits_for_later_ranks_become_the_jitter_that_explains_them():
     true = CLUSTER.replace(jitter=0.1)
-    before_the_update = seconds(CLUSTER) - work(CLUSTER)[1]
-    waited = straggler_share(true) * before_the_update
+    waited = simulate(WORKLOAD, true, PLAN, BATCH).breakdown.parts.straggler_wait
     found = calibrate(CLUSTER, [observed(0.0, 0.0, stragglers=waited)]).cluster
-    assert found.jitter == pytest.approx(0.1, rel=0.05)
+    assert found.jitter == pytest.approx(0.1, rel=0.01)
 
 
 def test_a_pipelines_waits_are_its_stages_and_say_nothing_of_jitter():
@@ -264,7 +267,7 @@ def test_a_neighbour_that_takes_a_changing_share_moves_no_prediction_and_the_rea
 
 @given(spread=st.floats(0.0, 0.1), factor=st.floats(0.5, 2.0))
 def test_a_correction_grows_with_the_difference_and_never_exceeds_it(spread, factor):
-    compute = work(CLUSTER.replace(cores=2))[0]
+    compute = compute_of(CLUSTER.replace(cores=2))
     run = replace(observed(factor * compute, 0.0), compute_spread=spread)
     (found,) = calibrate(CLUSTER.replace(cores=2), [run]).corrections
     whole, share = math.log(factor), math.log(found.after / found.before)
@@ -302,10 +305,10 @@ def test_a_run_that_agrees_confirms_the_machine_and_changes_nothing_much(noise):
 
 def test_a_steady_run_counts_for_more_than_one_that_varies():
     cores = CLUSTER.replace(cores=2)
-    compute = work(cores)[0]
+    compute = compute_of(cores)
     steady, varied = observed(1.2 * compute, 0.0), observed(3.0 * compute, 0.0)
     found = calibrate(cores, [steady, replace(varied, compute_spread=0.5)]).cluster
-    assert work(found)[0] == pytest.approx(1.2 * compute, rel=0.02)
+    assert compute_of(found) == pytest.approx(1.2 * compute, rel=0.02)
 
 
 def test_a_run_beside_other_work_still_corrects_a_machine_that_is_far_from_its_description(noise):

@@ -1,4 +1,4 @@
-"""What data parallelism leaves exposed: who exchanges what, and the closed form against played steps."""
+"""What data parallelism leaves exposed: who exchanges what, and the bound against played steps."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.step import Costs
 from shoal.plan import Mesh, SettledPlan, divisors
 from shoal.plan.groups import Group
-from shoal.simulate import simulate
+from shoal.simulate import played_parts, played_seconds, simulate
 from shoal.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=16, hidden=1024, ffn=4096, heads=16, vocab=8192, seq=1024)
@@ -94,6 +94,12 @@ def test_an_expert_s_state_is_owned_by_fewer_ranks_than_others():
     assert sharded == pytest.approx(whole)
 
 
+def assert_near_below(costs, plan, batch, share):
+    """No played step is shorter than the bound, and none longer by more than this share."""
+    played, least = played_seconds(costs, plan, batch), costs.least(plan, batch)
+    assert (1 - share) * played <= least <= played * (1 + 1e-9)
+
+
 PLANS = st.builds(
     lambda shard, dp, bucket, microbatch: SettledPlan(
         dp=dp, shard=shard, bucket=bucket, microbatch=microbatch, precision="bf16"
@@ -107,23 +113,21 @@ PLANS = st.builds(
 
 @given(PLANS, st.integers(1, 3), st.sampled_from((2e9, 2e10, 2e11)), st.sampled_from((0.0, 2e-5)))
 @settings(deadline=None, max_examples=60)
-def test_the_closed_form_is_the_played_step_with_buckets_of_any_size(plan, count, rate, latency):
+def test_the_bound_is_nearly_the_played_step_with_buckets_of_any_size(plan, count, rate, latency):
     cluster, batch = cluster_of(plan.ranks, rate, latency), plan.dp * plan.microbatch * count
-    closed = Costs(DENSE, cluster).step(plan, batch).seconds
     # Buckets in between the first and the last may have to wait for compute: at most a few of many layers.
-    assert closed == pytest.approx(simulate(DENSE, cluster, plan, batch).seconds, rel=0.03)
+    assert_near_below(Costs(DENSE, cluster), plan, batch, 0.03)
 
 
 @given(PLANS, st.integers(1, 3), st.sampled_from((1, 2)), st.sampled_from((2e9, 2e10)))
 @settings(deadline=None, max_examples=30)
-def test_the_closed_form_is_the_played_step_where_a_network_joins_nodes(plan, count, replicate, rate):
+def test_the_bound_is_nearly_the_played_step_where_a_network_joins_nodes(plan, count, replicate, rate):
     plan = plan if plan.shard == "none" else plan.replace(replicate=replicate)
     cluster, batch = cluster_of(2, 1e11), plan.dp * plan.microbatch * count
     network = Level(name="network", devices=plan.ranks, bandwidth=rate, share=1.0, latency=0.0)
     cluster = cluster.replace(levels=(*cluster.levels, network))
-    closed = Costs(DENSE, cluster).step(plan, batch).seconds
     # As above; and what travels at several rates loads the device by their mean.
-    assert closed == pytest.approx(simulate(DENSE, cluster, plan, batch).seconds, rel=0.04)
+    assert_near_below(Costs(DENSE, cluster), plan, batch, 0.04)
 
 
 @given(
@@ -132,7 +136,7 @@ def test_the_closed_form_is_the_played_step_where_a_network_joins_nodes(plan, co
     st.sampled_from((5e9, 5e10)),
 )
 @settings(deadline=None, max_examples=30)
-def test_with_a_pipeline_the_closed_form_is_near_the_played_step(shard, stages, rate):
+def test_with_a_pipeline_the_bound_is_near_the_played_step(shard, stages, rate):
     pp, virtual = stages
     schedule = "interleaved" if virtual > 1 else "1f1b"
     plan = SettledPlan(
@@ -140,9 +144,8 @@ def test_with_a_pipeline_the_closed_form_is_near_the_played_step(shard, stages, 
         bucket=1 << 26, precision="bf16",
     )  # fmt: skip
     cluster, batch = cluster_of(plan.ranks, rate), 2 * 4 * 2 * pp
-    closed = Costs(DENSE, cluster).step(plan, batch)
-    # Sends and unequal stages are estimates there, whatever is exchanged.
-    assert closed.seconds == pytest.approx(simulate(DENSE, cluster, plan, batch).seconds, rel=0.1)
+    # Waits for messages between those that fill and drain the pipeline are not in the bound.
+    assert_near_below(Costs(DENSE, cluster), plan, batch, 0.1)
 
 
 def test_the_last_bucket_is_never_hidden():
@@ -150,7 +153,7 @@ def test_the_last_bucket_is_never_hidden():
     plan = SettledPlan(dp=4, microbatch=8, bucket=1 << 40, precision="bf16")
     last = collective_seconds("all_reduce", 4.0 * DENSE.embedding.parameters.total, Group(4), cluster)
     all_of_it = collective_seconds("all_reduce", 4.0 * DENSE.parameters, Group(4), cluster)
-    exposed = Costs(DENSE, cluster).step(plan, 32).parts["data"]
+    exposed = played_parts(Costs(DENSE, cluster), plan, 32)["data"]
     assert last <= exposed <= all_of_it
 
 
@@ -164,4 +167,6 @@ def test_a_pipeline_s_first_stage_exchanges_after_its_last_backward():
         collective_seconds("all_reduce", 4.0 * count, Group(4), cluster)
         for count in (blocks, DENSE.embedding.parameters.total)
     )
-    assert costs.step(plan, 32).parts["data"] == pytest.approx(expected)
+    last = simulate(DENSE, cluster, plan, 32).played.makespan  # of all forwards and backwards
+    ends = costs.norm(plan) + costs.update_of(plan, 8)
+    assert played_seconds(costs, plan, 32) == pytest.approx(last + expected + ends)

@@ -12,7 +12,7 @@ from shoal.cost.time import settled_compile, workload_on
 from shoal.cost.time.host import Stretch, starts_of, waits_of
 from shoal.errors import ClusterError
 from shoal.plan import SettledPlan
-from shoal.simulate import simulate
+from shoal.simulate import played_parts, played_seconds
 from shoal.validate.programs import Program, program_workload
 from shoal.workload import Pass, shape
 
@@ -62,7 +62,7 @@ def layout_of(text):
 
 
 def seconds_of(text, cluster=H100, batch=1, model=SMALL):
-    return Costs(workload_on(cluster, model), cluster).step(SettledPlan.parse(text), batch).seconds
+    return played_seconds(Costs(workload_on(cluster, model), cluster), SettledPlan.parse(text), batch)
 
 
 def test_auto_costs_the_quicker_of_eager_and_compiled_blocks():
@@ -92,10 +92,10 @@ def test_auto_is_settled_by_the_cost_model_on_gpus_and_none_on_cores(cluster, co
 
 
 @pytest.mark.parametrize("text", ["compile=none", "compile=blocks", "compile=none,recompute=full"])
-def test_a_step_that_the_host_bounds_takes_as_long_in_the_simulation(text):
+def test_a_step_that_the_host_bounds_takes_as_long_as_its_bound(text):
     plan = SettledPlan.parse(f"microbatch=1,precision=bf16,{text}")
-    played = simulate(workload_on(H100, SMALL), H100, plan, 4)
-    assert played.seconds == pytest.approx(seconds_of(str(plan), batch=4), rel=0.01)
+    least = Costs(workload_on(H100, SMALL), H100).least(plan, 4)
+    assert seconds_of(str(plan), batch=4) == pytest.approx(least)
 
 
 def test_a_step_that_the_host_bounds_takes_as_long_whatever_the_micro_batch():
@@ -111,9 +111,9 @@ def test_the_update_hides_waits_unless_the_program_synchronises_before_it():
     layout = Layout.of(plan)
     host = sum(sum(starts_of(piece.under("none"), layout)) for piece in free.pieces) * H100.device.dispatch
     quick = H100.replace(device=replace(H100.device, dispatch=0.0))
-    assert host > Costs(free, quick).step(plan, 1).seconds
-    assert Costs(free, H100).step(plan, 1).seconds == pytest.approx(host)
-    assert Costs(replace(free, synchronises=True), H100).step(plan, 1).seconds > host
+    assert host > played_seconds(Costs(free, quick), plan, 1)
+    assert played_seconds(Costs(free, H100), plan, 1) == pytest.approx(host)
+    assert played_seconds(Costs(replace(free, synchronises=True), H100), plan, 1) > host
 
 
 def test_compiled_blocks_keep_less_and_their_loss_reads_logits_in_16_bits():
@@ -133,11 +133,9 @@ def test_gradients_in_16_bits_halve_what_data_parallel_ranks_send():
     slow = node.replace(levels=(level,), device=replace(node.device, contention=0.0))
     costs = Costs(replace(workload_on(slow, shape("1b")), synchronises=True), slow)
     plans = [SettledPlan(dp=8, microbatch=1, precision="bf16", reduce=kind) for kind in ("fp32", "bf16")]
-    closed = [costs.step(plan, 8) for plan in plans]
-    played = [simulate(costs.workload, slow, plan, 8).seconds for plan in plans]
-    assert closed[1].parts["data"] == pytest.approx(closed[0].parts["data"] / 2, rel=0.02)
-    assert closed[1].parts["optimizer"] > closed[0].parts["optimizer"]  # the casts
-    assert played == pytest.approx([each.seconds for each in closed], rel=0.02)
+    full, half = (played_parts(costs, plan, 8) for plan in plans)
+    assert half["data"] == pytest.approx(full["data"] / 2, rel=0.02)
+    assert half["optimizer"] > full["optimizer"]  # the casts
 
 
 def test_a_device_without_a_type_computes_products_in_the_next_wider_one_and_says_so():

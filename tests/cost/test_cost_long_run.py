@@ -5,12 +5,13 @@ import math
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.outlook.jitter import straggler_share, with_stragglers
+from shoal.cost import Costs
 from shoal.cost.outlook.long_run import long_run
+from shoal.cost.time import straggler_share
 from shoal.cost.time.maximum import lognormal_maximum
-from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError
 from shoal.plan import SettledPlan
+from shoal.simulate import played_parts, played_seconds
 from shoal.workload import shape, workload_of
 
 CLUSTER = Cluster.parse("dgx-h100:64")
@@ -53,13 +54,13 @@ def test_numbers_that_cannot_be_are_refused(given):
 
 
 def test_all_ranks_wait_for_the_slowest_of_all_that_comes_before_the_optimizer():
-    cluster = CLUSTER.replace(jitter=0.05)
     plan = SettledPlan(dp=8, tp=8, shard="zero1", microbatch=1, precision="bf16")
-    cost = Costs(MODEL, cluster).step(plan, 64)
-    late = with_stragglers(cost, cluster)
-    before = cost.seconds - cost.parts["optimizer"]
-    assert late.parts["straggler"] == pytest.approx((lognormal_maximum(64, 0.05) - 1) * before)
-    assert late.seconds == pytest.approx(late.compute + sum(late.parts.values()))
+    steady, varying = (Costs(MODEL, CLUSTER.replace(jitter=jitter)) for jitter in (0.0, 0.05))
+    before = played_seconds(steady, plan, 64) - steady.update_of(plan, 8) - steady.norm(plan)
+    late = (lognormal_maximum(64, 0.05) - 1) * before
+    assert played_parts(varying, plan, 64)["control"] == pytest.approx(late + steady.norm(plan))
+    longer = played_seconds(varying, plan, 64) - played_seconds(steady, plan, 64)
+    assert longer == pytest.approx(late)
 
 
 def test_without_jitter_nobody_is_late():

@@ -1,16 +1,18 @@
-"""What is said of the best Plan, against searches of one's own."""
+"""What is said of the best Plan: every figure is one of a Plan that was played."""
 
 import dataclasses
 
 import pytest
 
 from shoal.cluster import Cluster
+from shoal.cost import Costs
 from shoal.cost.memory.memory import memory_of
-from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import SettledPlan
 from shoal.planner import Search, choose
-from shoal.planner.bucket import best_bucket
+from shoal.planner.bucket import usual_bucket
+from shoal.planner.search import SLACK
+from shoal.simulate import played_seconds
 from shoal.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("1b"))
@@ -29,22 +31,25 @@ def explanation(choice):
 
 def test_the_parts_of_a_step_sum_to_it(choice):
     for each in choice.candidates:
-        assert each.cost.compute + sum(each.cost.parts.values()) == pytest.approx(each.cost.seconds)
+        assert sum(each.parts.values()) == pytest.approx(each.seconds)
+        assert each.seconds == played_seconds(each.costs, each.plan, 64)
 
 
-def test_a_degree_at_another_value_is_the_best_that_there_is(choice, explanation):
+def test_a_degree_at_another_value_is_the_best_where_one_other_degree_makes_up_for_it(choice, explanation):
     assert explanation.neighbours
+    own = choice.best.degrees
     for each in explanation.neighbours:
-        own = getattr(choice.best.degrees, each.degree)
-        assert each.value in (own // 2, 2 * own)
+        assert each.value in (getattr(own, each.degree) // 2, 2 * getattr(own, each.degree))
 
         def accept(degrees, each=each):
-            return getattr(degrees, each.degree) == each.value
+            changed = {name for name in own._fields if getattr(degrees, name) != getattr(own, name)}
+            return getattr(degrees, each.degree) == each.value and len(changed - {"ep"}) <= 2
 
         found = Search(WORKLOAD, CLUSTER, 64).best(1, accept).best
         assert (each.best is None) == (found is None)
         if found is not None:
-            assert each.best.seconds == found.seconds >= explanation.winner.seconds
+            assert (1 - SLACK) * each.best.seconds <= found.seconds <= each.best.seconds / (1 - SLACK)
+            assert each.best.seconds >= (1 - SLACK) * explanation.winner.seconds
 
 
 def test_without_a_limit_of_memory_no_plan_is_slower(explanation):
@@ -59,12 +64,14 @@ def test_another_kind_uses_other_techniques_and_is_not_quicker(choice, explanati
     assert explanation.other.seconds >= explanation.winner.seconds
 
 
-def test_twice_of_one_thing_is_planned_anew_and_the_most_gain_comes_first(explanation):
+def test_twice_of_one_thing_is_played_there_and_the_most_gain_comes_first(explanation):
     gains = [each.best.seconds for each in explanation.changes]
     assert gains == sorted(gains)
     faster = {each.name: each.best for each in explanation.changes}["the network's rate"]
     assert faster.cluster.levels[-1].bandwidth == 2 * CLUSTER.levels[-1].bandwidth
-    assert faster.seconds == Search(WORKLOAD, faster.cluster, 64).best(1).best.seconds
+    assert faster.seconds == played_seconds(Costs(WORKLOAD, faster.cluster), faster.plan, 64)
+    # "at least": a search of the changed machine may find more, and its best is not slower.
+    assert Search(WORKLOAD, faster.cluster, 64).best(1).best.seconds <= faster.seconds / (1 - SLACK)
 
 
 def test_the_sentences_name_every_degree_that_was_changed(explanation):
@@ -80,12 +87,12 @@ def test_more_free_memory_never_makes_the_best_slower():
 def test_a_bucket_is_small_where_messages_are_free_and_large_where_each_costs():
     plan = SettledPlan(dp=16, microbatch=4, precision="bf16")
     sizes = []
-    for latency in (0.0, 1e-3):
+    for latency in (0.0, 1e-4):
         levels = tuple(
             dataclasses.replace(link, latency=latency, setup=latency, packet_latency=0.0, half_size=0.0)
             for link in CLUSTER.levels
         )
-        sizes.append(best_bucket(Costs(WORKLOAD, CLUSTER.replace(levels=levels)), plan, 64))
+        sizes.append(usual_bucket(CLUSTER.replace(levels=levels), plan))
     assert sizes[0] < sizes[1]
 
 
@@ -112,7 +119,7 @@ def test_half_and_twice_of_each_size_cost_what_their_plans_cost(choice, explanat
         own = getattr(choice.best.plan, each.setting)
         assert getattr(each.plan, each.setting) in (own // 2, 2 * own)
         assert each.plan.replace(**{each.setting: own}) == choice.best.plan
-        ratio = costs.step(each.plan, 64).seconds / costs.step(choice.best.plan, 64).seconds
+        ratio = played_seconds(costs, each.plan, 64) / choice.best.seconds
         assert each.slower == pytest.approx(ratio - 1)
         memory = max(rank.peak for rank in memory_of(WORKLOAD, each.plan, 64, CLUSTER))
         assert each.memory == pytest.approx(memory, rel=1e-3)  # stages cut by costs, not by FLOP

@@ -1,4 +1,4 @@
-"""Simulated steps, against schedules played without communication and against costs in closed form."""
+"""Simulated steps, against schedules played without communication and against lower bounds on a step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _optimizer_seconds(simulation) -> float:
     st.sampled_from(("none", "full")),
 )
 @settings(deadline=None, max_examples=20)
-def test_equal_stages_take_what_the_closed_form_says_up_to_sends(name, pp, count, recompute):
+def test_equal_stages_take_as_long_as_the_bound_up_to_sends(name, pp, count, recompute):
     # Of so few tokens the embedding and the end weigh little: they would make stages unequal.
     model = workload(8 * pp, vocab=64)
     plan = SettledPlan(
@@ -98,10 +98,9 @@ def test_equal_stages_take_what_the_closed_form_says_up_to_sends(name, pp, count
     cluster = cluster_of(pp)
     simulated = simulate(model, cluster, plan, count)
     costs = Costs(model, cluster)
-    formula = costs.step(simulated.plan, count)
-    sends = costs.send(simulated.plan, 0, 1)
-    without = formula.seconds - formula.parts["pipeline"]
-    assert without * 0.98 <= simulated.seconds <= without * 1.02 + sends * 2 * (count + pp)
+    least, send = costs.least(plan, count), costs.send(plan, 0, 1)
+    assert least <= simulated.seconds * (1 + ROUNDING)
+    assert simulated.seconds <= least + send * 2 * (count + pp)
 
 
 SHARDED = st.sampled_from(("none", "zero1", "zero2", "zero3", "zero3-once"))
@@ -109,14 +108,15 @@ SHARDED = st.sampled_from(("none", "zero1", "zero2", "zero3", "zero3-once"))
 
 @given(SHARDED, st.sampled_from((2, 4, 8)), st.integers(1, 3), st.sampled_from((1, 2)))
 @settings(deadline=None, max_examples=40)
-def test_without_a_pipeline_a_step_takes_what_the_closed_form_says(shard, dp, count, tp):
+def test_without_a_pipeline_a_step_takes_nearly_its_bound(shard, dp, count, tp):
     model = workload(24, vocab=512)
     cluster = cluster_of(dp * tp, rate=100e9)
     plan = SettledPlan(dp=dp, tp=tp, shard=shard, microbatch=4, bucket=1 << 22, precision="bf16")
     simulated = simulate(model, cluster, plan, 4 * dp * count)
-    formula = Costs(model, cluster).step(simulated.plan, simulated.batch)
-    # Compute and what it waits for within blocks are spread evenly there, and by place in the block here.
-    assert simulated.seconds == pytest.approx(formula.seconds, rel=0.02)
+    least = Costs(model, cluster).least(plan, simulated.batch)
+    # What runs beside compute may run beside communication within blocks, which it does not slow: the bound
+    # takes that as done wherever it can be.
+    assert 0.95 * simulated.seconds <= least <= simulated.seconds * (1 + ROUNDING)
 
 
 def test_one_device_takes_the_sum_of_its_operations():

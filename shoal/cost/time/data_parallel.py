@@ -4,9 +4,9 @@ Buckets (`buckets.py`) travel one after another, each as soon as it can: gradien
 them, weights before forward needs them. For one stage and micro-batch, whose forward and backward take F and
 B seconds, these are exposed at least:
 
-    reduce    All buckets take R seconds. Backward needs `lead` seconds to complete the first bucket. The
-              buckets that are complete only when backward ends, `tail` seconds, are never hidden:
-              max(c (R - tail) + tail, lead + R - B)
+    reduce    All buckets take R seconds. Backward needs l_i seconds to complete bucket i, which and those
+              after it take R_i. The buckets that are complete only when backward ends, `tail` seconds, are
+              never hidden: max(c (R - tail) + tail, l_i + R_i - B for each i)
     gather    All buckets take G seconds, without those of embedding and end (`ends`), for which forward waits
               at once. The first bucket is hidden only by the embedding, and `after` seconds of forward come
               after the last:
@@ -33,7 +33,7 @@ gradients, each may fill the gaps of the other, so that only their sum or the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -42,7 +42,7 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.bucket_times import NOTHING, BucketTimes, bucket_times, sent_width, together
+from shoal.cost.time.bucket_times import BucketTimes, bucket_times, sent_width, together
 from shoal.cost.time.buckets import Bucket, buckets_of
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
@@ -78,7 +78,8 @@ class _BucketsOfStage:
     Attributes:
         reduce: Seconds to reduce all gradients.
         last: Seconds to reduce the buckets that are complete when backward ends.
-        lead: Blocks whose backward runs before the first bucket is complete.
+        meets: Buckets that others wait for: for each the blocks whose backward runs before it is complete,
+            seconds that copies add to that, and seconds to reduce it and all after it.
         gather: Seconds to gather all weights without those of embedding and end.
         ends: Seconds to gather the weights of embedding and end.
         first: Seconds to gather the weights that the first layer needs.
@@ -91,12 +92,12 @@ class _BucketsOfStage:
             device (`network.collective_load`).
         reduce_loaded, gather_loaded: Seconds of all reduces and gathers, each times its load.
         most_load: Largest load of any of them.
-        copy, copy_first: Seconds that copies of gradients to buckets add to backward, and to `lead`.
+        copy: Seconds that copies of gradients to buckets add to backward.
     """
 
     reduce: float
     last: float
-    lead: Runs
+    meets: tuple[tuple[Runs, float, float], ...]
     gather: float
     ends: float
     first: float
@@ -111,7 +112,6 @@ class _BucketsOfStage:
     gather_loaded: float
     most_load: float
     copy: float
-    copy_first: float
 
 
 class DataParallelCosts:
@@ -217,8 +217,9 @@ class DataParallelCosts:
         most = contention * (found.reduce_load * hidden + load * gathered)
         stops = stage.stops[1]
         slowed = max(0.0, most - contention * found.most_load * stops)
-        lead: float = self._backward(found.lead, layout) + found.copy_first
-        links = max(lead + found.reduce, gathered + found.reduce if gathered else 0.0)
+        links = gathered + found.reduce if gathered else 0.0
+        for lead, copies, rest in found.meets:
+            links = max(links, self._backward(lead, layout) + copies + rest)
         return found.copy + max(slowed + found.last, links - stage.backward - found.copy)
 
     def _in_backward(
@@ -258,11 +259,10 @@ class DataParallelCosts:
         lowest_last = min((each.last for each, _ in layers), default=0)
         every, of_layers = together(timed), together(layers)
         first = together(each for each in layers if each[0].first == lowest)
-        copied = (every, places[0][1]) if plan.sharding.cuts_gradients else (NOTHING, NOTHING)
         return _BucketsOfStage(
             reduce=every.reduce,
             last=last.reduce,
-            lead=runs_of(blocks[places[0][0] :]),
+            meets=_meets(blocks, places, copies=plan.sharding.cuts_gradients),
             gather=of_layers.gather,
             ends=every.gather - of_layers.gather,
             first=first.gather,
@@ -276,8 +276,7 @@ class DataParallelCosts:
             reduce_loaded=every.reduce_loaded,
             gather_loaded=every.gather_loaded,
             most_load=max((_most_load(each, self._cluster) for each, _ in timed), default=0.0),
-            copy=copied[0].copy,
-            copy_first=copied[1].copy,
+            copy=every.copy if plan.sharding.cuts_gradients else 0.0,
         )
 
     def _of_bucket(self, bucket: Bucket, width: int, sent: int) -> BucketTimes:
@@ -286,6 +285,26 @@ class DataParallelCosts:
         if found is None:
             found = self._times[key] = bucket_times(bucket, width, self._cluster, sent)
         return found
+
+
+def _meets(
+    blocks: Sequence[Block], places: Sequence[tuple[int, BucketTimes]], *, copies: bool
+) -> tuple[tuple[Runs, float, float], ...]:
+    """Return the first and the last of each run of equal buckets: between them the seconds grow evenly."""
+    found: list[tuple[Runs, float, float]] = []
+    copied, rest = 0.0, sum(times.reduce for _, times in places)
+    made = [
+        (runs_of(blocks[first:before]), times)
+        for (first, times), before in zip(
+            places, [len(blocks), *(first for first, _ in places)], strict=False
+        )
+    ]
+    for number, each in enumerate(made):
+        copied += each[1].copy if copies else 0.0
+        if number in (0, len(made) - 1) or not made[number - 1] == each == made[number + 1]:
+            found.append((runs_of(blocks[places[number][0] :]), copied, rest))
+        rest -= each[1].reduce
+    return tuple(found)
 
 
 def _most_load(bucket: Bucket, cluster: Cluster) -> float:

@@ -23,8 +23,9 @@ the slowest rank. Communication beside compute slows the compute by `contention`
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_seconds
@@ -81,6 +82,17 @@ class StageCost:
         return self.forward + self.input + self.weight
 
 
+class _Exchange(NamedTuple):
+    """What gradients and weights add to a stage: see `DataParallelCosts`, whose methods have these names."""
+
+    passes: Passes
+    before: float
+    gathered: float
+    after: float
+    beside_first: tuple[float, float]
+    beside: tuple[float, float]
+
+
 _Held = tuple[Runs, ...]
 """The blocks of each stage of a rank."""
 
@@ -101,6 +113,9 @@ class Costs:
         self._stages: dict[tuple[object, ...], tuple[StageCost, ...]] = {}
         self._cuts: dict[tuple[object, ...], list[_Held]] = {}
         self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
+        self._sends: dict[tuple[object, ...], list[float]] = {}
+        self._works: dict[StageWork, StageWork] = {}
+        self._exchanges: dict[tuple[object, ...], dict[int, _Exchange]] = {}
         self._data_parallel = DataParallelCosts(workload, cluster, self.block)
 
     def least(self, plan: SettledPlan, batch: int, passes: float = 0.0) -> float:
@@ -114,36 +129,66 @@ class Costs:
         count = plan.microbatches_of(batch)
         stages = self.stages(plan, count)
         works = _by_stage(plan, stages)
-        before = self._before(plan, works)
-        after = [self._data_parallel.after_step(plan, work) for work in works]
-        beside = [self._beside(plan, stage, count) for stage in stages] if plan.pp > 1 else ()
-        end = least_end(plan, self._passes(plan, works), self.sends(plan), count, before, after, beside)
+        alike = self._alike(plan, works)
+        exchanges = [alike[id(work)] for work in works]
+        gathered, before = [0.0] * plan.pp, []  # a rank gathers the weights of its stages one after another
+        for place, each in zip(plan.placement if plan.pp > 1 else (0,), exchanges, strict=True):
+            before.append(gathered[place] + each.before)
+            gathered[place] += each.gathered
+        after = [each.after for each in exchanges]
+        beside = [self._beside(plan, stage, alike, count) for stage in stages] if plan.pp > 1 else ()
+        timed = [each.passes for each in exchanges]
+        end = least_end(plan, timed, self.sends(plan), count, before, after, beside)
         end = max(end * (1 + straggler_share(self.cluster)), passes + (min(after) if plan.pp > 1 else 0.0))
         return end + self.norm(plan) + self.update_of(plan, count)
 
-    def _beside(self, plan: SettledPlan, stage: StageCost, count: int) -> Beside:
+    def _alike(self, plan: SettledPlan, works: Sequence[StageWork]) -> dict[int, _Exchange]:
+        """Return what gradients and weights add to each stage, by identity: equal stages are one object."""
+        mesh = plan.pp, plan.dp, plan.replicate, plan.order
+        key = Layout.of(plan), mesh, plan.shard, plan.bucket, plan.reduce, plan.has_halves
+        known = self._exchanges.setdefault(key, {})
+        for work in works:
+            if id(work) not in known:
+                known[id(work)] = self._exchange(plan, work)
+        return known
+
+    def _exchange(self, plan: SettledPlan, work: StageWork) -> _Exchange:
+        """Return what gradients and weights add to a stage, at least."""
+        exchange = self._data_parallel
+        forward, backward = exchange.in_passes(plan, work)
+        back = _back(plan, work) if plan.has_halves else work.backward + backward
+        return _Exchange(
+            Passes(work.forward + forward, work.backward + backward, back),
+            exchange.before_step(plan, work),
+            exchange.gathered_each_step(plan, work),
+            exchange.after_step(plan, work),
+            exchange.beside(plan, work, is_first=True),
+            exchange.beside(plan, work, is_first=False),
+        )
+
+    def _beside(
+        self, plan: SettledPlan, stage: StageCost, alike: Mapping[int, _Exchange], count: int
+    ) -> Beside:
         """Return what slows a rank's compute."""
-        slowing = [
-            self._data_parallel.beside(plan, work, is_first=number == 0)
-            for number, work in enumerate(stage.stages)
-        ]
+        first, *others = [alike[id(work)] for work in stage.stages]
+        slowing = [first.beside_first, *(each.beside for each in others)]
         stops = count * sum(sum(work.stops) for work in stage.stages)
         return Beside(sum(each for each, _ in slowing), max(most for _, most in slowing), stops)
 
-    def _before(self, plan: SettledPlan, works: Sequence[StageWork]) -> list[float]:
-        """Return, by stage, the least seconds before its first forward in which only weights are gathered.
-
-        A rank gathers those of its stages one after another.
-        """
-        gathered, found = [0.0] * plan.pp, []
-        for place, work in zip(plan.placement if plan.pp > 1 else (0,), works, strict=True):
-            found.append(gathered[place] + self._data_parallel.before_step(plan, work))
-            gathered[place] += self._data_parallel.gathered_each_step(plan, work)
-        return found
+    def least_after(self, plan: SettledPlan, count: int) -> float:
+        """Return the least seconds of a step after all passes, with buckets of the Plan's size or smaller."""
+        after = 0.0
+        if plan.pp > 1:
+            works = _by_stage(plan, self.stages(plan, count))
+            alike = self._alike(plan, works)
+            after = min(alike[id(work)].after for work in works)
+        return after + self.norm(plan) + self.update_of(plan, count)
 
     def update_of(self, plan: SettledPlan, count: int) -> float:
         """Return the seconds of the slowest rank's optimizer, and of its sums of gradients."""
-        return max(self.after(plan, stage.parameters, count) for stage in set(self.stages(plan, count)))
+        return max(
+            self.after(plan, held, count) for held in {each.parameters for each in self.stages(plan, count)}
+        )
 
     def least_of_passes(self, plan: SettledPlan, count: int) -> float:
         """Return a lower bound on the seconds of `count` micro-batches, for any sharding of the state."""
@@ -153,21 +198,15 @@ class Costs:
         ]
         return least_end(plan, unsharded, self.sends(plan), count)
 
-    def _passes(self, plan: SettledPlan, works: Sequence[StageWork]) -> list[Passes]:
-        """Return each stage's seconds, with what every micro-batch waits for gradients and weights."""
-        found: dict[StageWork, Passes] = {}
-        for work in works:
-            if work not in found:
-                forward, backward = self._data_parallel.in_passes(plan, work)
-                back = _back(plan, work) if plan.has_halves else work.backward + backward
-                found[work] = Passes(work.forward + forward, work.backward + backward, back)
-        return [found[work] for work in works]
-
     def sends(self, plan: SettledPlan) -> list[float]:
         """Return the seconds of a message from each stage to the next; 0 where both are on one rank."""
-        pairs = list(itertools.pairwise(plan.placement if plan.pp > 1 else (0,)))
-        known = {pair: 0.0 if pair[0] == pair[1] else self.send(plan, *pair) for pair in set(pairs)}
-        return [known[pair] for pair in pairs]
+        key = Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.order
+        found = self._sends.get(key)
+        if found is None:
+            pairs = list(itertools.pairwise(plan.placement if plan.pp > 1 else (0,)))
+            known = {pair: 0.0 if pair[0] == pair[1] else self.send(plan, *pair) for pair in set(pairs)}
+            found = self._sends[key] = [known[pair] for pair in pairs]
+        return found
 
     def norm(self, plan: SettledPlan) -> float:
         """Return the seconds of the all-reduce of the squared norm of gradients."""
@@ -242,7 +281,8 @@ class Costs:
                 divided += number * parameters.divided
                 experts += number * parameters.experts
             weight += made
-            works.append(StageWork(runs, forward, backward, made, (stops[0], stops[1])))
+            work = StageWork(runs, forward, backward, made, (stops[0], stops[1]))
+            works.append(self._works.setdefault(work, work))  # one object for equal stages
         return StageCost(
             sum(work.forward for work in works),
             sum(work.backward for work in works) - weight,
