@@ -258,8 +258,9 @@ class _Sized:
         costs, plan, batch = self._shared.costs, self._plan, self._shared.space.batch
         if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
             return [(costs.least(plan, batch), plan)]
-        # In a pipeline nothing hides small buckets' reductions.
-        sizes = SIZES if plan.pp == 1 or plan.sharding.bucket_is_memory else SIZES[-1:]
+        # In a pipeline nothing hides small buckets' reductions, and only gathers begin earlier with them.
+        is_first = plan.pp == 1 or plan.sharding.bucket_is_memory or plan.sharding.gathers_each_step
+        sizes = SIZES if is_first else SIZES[-1:]
         plans = [plan.replace(bucket=size) for size in sizes]
         return sorted([(costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
 
