@@ -15,6 +15,7 @@ from shoal.plan import CHOICES, Plan, SettledPlan, divisors
 from shoal.planner.candidate import Candidate
 from shoal.planner.search import Search
 from shoal.planner.space import Degrees
+from shoal.simulate import played_seconds
 from shoal.units import format_bytes, format_count, format_seconds
 from shoal.workload import Workload, shape, workload_of
 
@@ -73,7 +74,7 @@ def quickest_sharded(workload: Workload, cluster: Cluster, shard: str) -> tuple[
             memory = memories.fullest(plan, batch)
             frugal = min(frugal, memory.peak)
             if memory.fits(cluster, margin=0.1):
-                seconds = costs.step(plan, batch).seconds
+                seconds = played_seconds(costs, plan, batch)
                 quickest = seconds if quickest is None else min(quickest, seconds)
     return quickest, frugal
 
@@ -85,7 +86,7 @@ def least_network(shard: str, tokens_per_device: int) -> float:
     batch = tokens_per_device * cluster.devices // workload.length
 
     def seconds(gbits: float) -> float:
-        return Costs(workload, with_network(cluster, gbits)).step(plan, batch).seconds
+        return played_seconds(Costs(workload, with_network(cluster, gbits)), plan, batch)
 
     allowed = _SLOWER * seconds(1e6)
     low, high = 1.0, 1e6
@@ -201,7 +202,7 @@ def _within_layers(found: Candidate | None) -> str:
     """Of the step, what tensor parallelism communicates and nothing hides."""
     if found is None or found.plan.tp == 1:
         return "-"
-    return format_seconds(found.cost.parts["tensor"])
+    return format_seconds(found.parts.get("tensor", 0.0))
 
 
 def _plan(found: Candidate | None) -> str:

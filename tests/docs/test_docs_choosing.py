@@ -74,7 +74,7 @@ def test_tensor_parallelism_is_for_links_inside_a_node():
         cluster = Cluster.preset(machine, 64)
         return best(work("llama3-70b"), cluster, lambda d: (d.tp, d.pp, d.cp) == (tp, 1, 1))
 
-    within = [found("dgx-h100", tp).cost.parts["tensor"] for tp in (8, 16, 32)]
+    within = [found("dgx-h100", tp).parts["tensor"] for tp in (8, 16, 32)]
     assert within[2] > 1.5 * within[1] > 1.5**2 * within[0]
     assert found("gb200-nvl72", 16).seconds > 1.1 * found("gb200-nvl72", 4).seconds
 

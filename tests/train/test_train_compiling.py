@@ -9,6 +9,7 @@ from shoal.cost import Costs
 from shoal.cost.time import workload_on
 from shoal.models import Transformer, preset
 from shoal.plan import SettledPlan
+from shoal.simulate import played_seconds
 from shoal.train.compiling import Compiling, with_compile
 from shoal.workload import shape
 
@@ -43,7 +44,7 @@ def test_auto_becomes_what_is_predicted_to_be_quicker_on_this_gpu(monkeypatch, m
     cluster = Cluster.preset("dgx-h100", 1)
     workload = workload_on(cluster, shape(model).replace(seq=1024))
     seconds = {
-        compile: Costs(workload, cluster).step(plan.replace(compile=compile), 1).seconds
+        compile: played_seconds(Costs(workload, cluster), plan.replace(compile=compile), 1)
         for compile in ("none", "blocks")
     }
     assert settled.compile == min(seconds, key=seconds.__getitem__)
