@@ -30,7 +30,7 @@ from sent import SENT, bytes_sent
 
 from shoal import errors
 from shoal.cli.main import main
-from shoal.cluster import Cluster, Device, Host, Level, Part, Power, Prices
+from shoal.cluster import Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
 from shoal.collectives import Options
 from shoal.cost import LEVELS
 from shoal.cost.collectives import algorithms as collectives
@@ -59,7 +59,7 @@ MODELLED = (
 """Modules of shoal.cost whose formulas are on a page."""
 
 _LANGUAGES = {".py": "python", ".toml": "toml"}
-_DESCRIBED = (Cluster, Device, Host, Level, Part, Power, Prices)
+_DESCRIBED = (Calibrated, Cluster, Device, Host, Level, Part, Power, Prices)
 """What the file of a Cluster has tables of."""
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.table import table_of
+from shoal.cli.table import paragraph, table_of
 from shoal.errors import RunError
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ _DESCRIPTION = """\
 Compares measured runs with predictions for their machines, and writes a corrected description that predicts
 them better. The time of the optimizer corrects the memory's rate; forward and backward correct the device's;
 collectives correct the links'; waits for later ranks correct the jitter. No rate leaves the bounds of the
-data sheet; the error that remains is printed. All runs have the same weight.
+data sheet; the error that remains is printed. A difference that the spread of the steps explains is not
+corrected, and the reason is printed: run nothing else beside a run that is to calibrate.
 
 Exit codes: 0 corrected; 2 wrong input.
 """
@@ -101,7 +103,10 @@ def _observation(run: Run, cluster: Cluster) -> Observation:
 
 
 def _summary(found: Calibration) -> dict[str, object]:
-    corrections = [asdict(each) | {"left": each.left} for each in found.corrections]
+    corrections = [
+        asdict(each) | {"left": each.left, "spread": each.spread if math.isfinite(each.spread) else None}
+        for each in found.corrections
+    ]
     return {"cluster": asdict(found.cluster), "corrections": corrections}
 
 
@@ -113,7 +118,15 @@ def _text(found: Calibration) -> str:
             f"{each.before:.6f}",
             f"{each.after:.6f}",
             f"{each.left:+.1%}",
+            f"{each.spread:.1%}" if math.isfinite(each.spread) else "-",
+            f"{each.corrected:.0%}",
         ]
         for each in found.corrections
     ]
-    return table_of(["seconds of", "measured", "predicted", "now", "left"], rows)
+    head = ["seconds of", "measured", "predicted", "now", "left", "steps vary by", "corrected"]
+    refused = [
+        paragraph(f"{each.name} is {'hardly' if each.corrected else 'not'} corrected: {each.reason}.")
+        for each in found.corrections
+        if each.reason
+    ]
+    return "\n\n".join([table_of(head, rows), *(["\n".join(refused)] if refused else [])])

@@ -20,6 +20,9 @@ _GIGABIT = 1e9 / 8
 _UNKNOWN = {"price", "reserved", "spot", "interruptions", "failures", "overhead", "file_bandwidth"}
 """Fields of which 0 means that they are not known."""
 
+_TABLES = ("prices", "power", "host", "calibrated")
+"""Fields with a section of their own, under their names."""
+
 
 def list_rows() -> list[dict[str, Any]]:
     """Return the presets' figures, one object each."""
@@ -78,7 +81,7 @@ def show_text(cluster: Cluster) -> str:
     """Return every figure of a Cluster, section by section, with what follows from them."""
     sections = [
         derived_text(cluster),
-        _section("cluster", cluster, ("name", "device", "levels", "parts", "prices", "power", "host")),
+        _section("cluster", cluster, ("name", "device", "levels", "parts", *_TABLES)),
         _device_section("device", cluster.device),
         *(
             _section(f"level {number}: {level.name}", level, ("name",))
@@ -90,7 +93,7 @@ def show_text(cluster: Cluster) -> str:
         sections.append(told)
         if part.device != cluster.device:
             sections.append(_device_section(f"device of part {number}", part.device))
-    sections += [_section(name, getattr(cluster, name), ("name",)) for name in ("prices", "power", "host")]
+    sections += [_section(name, getattr(cluster, name), ("name",)) for name in _TABLES]
     return "\n\n".join(sections)
 
 
@@ -168,6 +171,8 @@ def _value_text(kind: str, name: str, value: Any) -> str:
     unit = written.unit if written else ""
     if value == 0 and name in _UNKNOWN and not (kind == "Cluster" and name == "reserved"):
         return "not known"
+    if value == "":
+        return "nothing"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if unit.startswith("bytes/s"):

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.band import WITHIN, band_summary, band_text, within
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
@@ -52,6 +53,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_outlook(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     parser.add_argument("--objective", choices=("time", "money"), default="time", help="what to minimise")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "tf32", "bf16", "fp8"),
+        help="the precision of all Plans (default: bf16 where the device is fastest in it; never fp8)",
+    )
     parser.add_argument("--top", metavar="N", type=int, default=5, help="rows of the table (default 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -76,7 +82,13 @@ def run(args: argparse.Namespace) -> int:
     workload = open_workload(args.model, args.sequence, cluster)
     with _no_collection():
         choice = choose(
-            workload, cluster, args.batch, objective=args.objective, margin=args.margin, limit=args.top
+            workload,
+            cluster,
+            args.batch,
+            objective=args.objective,
+            margin=args.margin,
+            limit=args.top,
+            precision=args.precision,
         )
         explanation = choice.explain()
     if args.write is not None:
@@ -120,6 +132,8 @@ def _write(args: argparse.Namespace, best: Candidate) -> None:
 
 
 def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
+    from shoal.planner import sentences
+
     best = choice.best
     return {
         "model": best.workload.name,
@@ -133,7 +147,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
         "plans": [_row(each) for each in choice.candidates],
         "exchanges": traffic_summary(explanation.traffic, best.parts),
         "explanation": {
-            "sentences": list(explanation.sentences()),
+            "sentences": list(sentences(explanation)),
             "without_memory_limit": _short(explanation.unlimited),
             "sizes": [
                 {
@@ -150,6 +164,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
                 for each in explanation.neighbours
             ],
             "other_kind": _short(explanation.other),
+            "fp8": _short(explanation.coarser),
             "machine": [{"twice": each.name, "best": _short(each.best)} for each in explanation.changes],
         },
     }
@@ -162,6 +177,7 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "degrees": candidate.degrees_text,
         "devices": candidate.devices,
         "step_seconds": candidate.seconds,
+        **band_summary(candidate.workload, candidate.cluster, candidate.plan, candidate.seconds),
         "tokens_per_second": candidate.tokens_per_second,
         "mfu": candidate.mfu,
         "memory": candidate.memory.peak,
@@ -189,6 +205,7 @@ def _text(summary: dict[str, Any]) -> str:
         [
             heading,
             _table(plans),
+            f"step: {format_seconds(plans[0]['step_seconds'])}, {band_text(plans[0])}",
             "\n".join([f"plan: {plans[0]['plan']}", *(f"then: {each['layout']}" for each in plans[1:])]),
             "\n".join(map(paragraph, summary["explanation"]["sentences"])),
             *([traffic_text(summary["exchanges"])] if summary["exchanges"] else []),
@@ -203,6 +220,7 @@ def _table(plans: Sequence[dict[str, Any]]) -> str:
             each["degrees"],
             *([str(each["devices"])] if len({one["devices"] for one in plans}) > 1 else []),
             format_seconds(each["step_seconds"]),
+            within(each),
             f"{each['tokens_per_second']:,.0f}",
             f"{each['mfu']:.1%}",
             f"{each['communication']:.1%}",
@@ -212,7 +230,7 @@ def _table(plans: Sequence[dict[str, Any]]) -> str:
         ]
         for each in plans
     ]
-    head = ["degrees", "step", "tokens/s", "MFU", "communication", "bubble", "memory"]
+    head = ["degrees", "step", WITHIN, "tokens/s", "MFU", "communication", "bubble", "memory"]
     if len(rows[0]) - with_price > len(head):
         head.insert(1, "devices")
     return table_of([*head, *(["$/B tokens"] if with_price else [])], rows)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.band import WITHIN, band_summary, within
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
 from shoal.cli.table import table_of
@@ -136,6 +137,7 @@ def _row(point: Point) -> dict[str, Any]:
         "batch": point.batch,
         "plan": str(best.plan),
         "step_seconds": best.seconds,
+        **band_summary(best.workload, best.cluster, best.plan, best.seconds),
         "amdahl_seconds": point.amdahl,
         "tokens_per_second": best.tokens_per_second,
         "efficiency": point.efficiency,
@@ -151,6 +153,7 @@ def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
         [
             str(point.devices),
             format_seconds(point.best.seconds),
+            within(_row(point)),
             format_seconds(point.amdahl),
             f"{point.best.tokens_per_second:,.0f}",
             f"{point.efficiency:.1%}",
@@ -161,7 +164,7 @@ def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
         ]
         for point, run in zip(scaling.points, runs, strict=True)
     ]
-    head = ["devices", "step", "Amdahl", "tokens/s", "efficiency", "communication", "bubble", "MFU"]
+    head = ["devices", "step", WITHIN, "Amdahl", "tokens/s", "efficiency", "communication", "bubble", "MFU"]
     head += ["days", "dollars"] if len(rows[0]) > len(head) else []
     most = scaling.points[-1].devices
     told = [

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.band import band_summary, band_text
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
 from shoal.cli.files import write_file, write_text
 from shoal.cli.offload import add_offload, offload_summary, offload_text
@@ -149,6 +150,7 @@ def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, 
         "batch": simulation.batch,
         "sequence": workload.length,
         "step_seconds": simulation.seconds,
+        **band_summary(workload, cluster, plan, simulation.seconds),
         "tokens_per_second": simulation.tokens_per_second,
         "tokens_per_second_per_device": simulation.tokens_per_second_per_device,
         "mfu": simulation.mfu,
@@ -192,7 +194,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
         ("plan", summary["plan"]),
         ("cluster", f"{summary['cluster']}, {summary['devices']} devices"),
         ("batch", f"{summary['batch']} x {summary['sequence']} tokens"),
-        ("step", format_seconds(summary["step_seconds"])),
+        ("step", f"{format_seconds(summary['step_seconds'])}, {band_text(summary)}"),
         ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
         ("tokens/s/device", f"{summary['tokens_per_second_per_device']:,.0f}"),
         ("MFU", f"{summary['mfu']:.1%}"),

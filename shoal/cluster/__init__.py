@@ -1,10 +1,12 @@
 """The machines: devices, links, and the rates that programs reach on them. Imports no torch.
 
-A `Cluster` has a `Device` (or `Part`s with several), `Level`s of links, a `Host`, `Prices` and `Power`.
+A `Cluster` has a `Device` (or `Part`s with several), `Level`s of links, a `Host`, `Prices` and `Power`, and
+says by what it was `Calibrated`.
 Known ones are in devices.toml, cards.toml, links.toml, hosts.toml, power.toml, nodes.toml and card_nodes.toml
 in this directory. The cost model, the planner and the probe call this package.
 """
 
+from shoal.cluster.calibrated import Calibrated
 from shoal.cluster.cluster import PRESETS, Cluster
 from shoal.cluster.device import Device, known_device, peak_flops
 from shoal.cluster.host import Host
@@ -16,6 +18,7 @@ from shoal.cluster.prices import KINDS_OF_PRICE, Power, Prices
 __all__ = [
     "KINDS_OF_PRICE",
     "PRESETS",
+    "Calibrated",
     "Cluster",
     "Device",
     "Host",

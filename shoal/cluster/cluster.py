@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shoal.cluster.calibrated import Calibrated
 from shoal.cluster.checks import require
 from shoal.cluster.description import fields_of, toml_of
 from shoal.cluster.device import Device
@@ -28,6 +29,8 @@ __all__ = ["PRESETS", "Cluster"]
 
 PRESETS: tuple[str, ...] = tuple(table("nodes"))
 """Names of the known machines, from shoal/cluster/nodes.toml."""
+
+_TABLES = {"host": Host, "prices": Prices, "power": Power, "calibrated": Calibrated}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class Cluster:
         cores: Number of cores in a node whose devices are ranks that share cores and host memory; 0 for
             accelerators. The device's rates and memory are then those of each rank with all ranks at work.
         host: The computer that the devices of a node are in.
+        calibrated: The measurement that the rates come from.
         source: Where these figures come from.
     """
 
@@ -72,6 +76,7 @@ class Cluster:
     reserved: float = 0.0
     cores: int = 0
     host: Host = field(default_factory=Host)
+    calibrated: Calibrated = field(default_factory=Calibrated)
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -363,7 +368,7 @@ class Cluster:
         """
         values = fields_of(cls, described, where)
         values["device"] = device_described(values["device"], f"the device of {where}")
-        for name, kind in {"host": Host, "prices": Prices, "power": Power}.items():
+        for name, kind in _TABLES.items():
             if name in values:
                 values[name] = kind(**fields_of(kind, values[name], f"the table {name} of {where}"))
         values["levels"] = tuple(

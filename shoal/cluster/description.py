@@ -41,7 +41,9 @@ _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
         "a table of numbers",
     ),
     "Device": (lambda value: isinstance(value, str | dict), "a table, or the name of a known device"),
-    **dict.fromkeys(("Host", "Prices", "Power"), (lambda value: isinstance(value, dict), "a table")),
+    **dict.fromkeys(
+        ("Host", "Prices", "Power", "Calibrated"), (lambda value: isinstance(value, dict), "a table")
+    ),
     **dict.fromkeys(
         ("tuple[Level, ...]", "tuple[Part, ...]"),
         (_are(lambda value: isinstance(value, dict)), "a list of tables"),
@@ -107,6 +109,7 @@ def toml_of(described: Mapping[str, Any]) -> str:
 
 
 _TABLES = {
+    "calibrated": "Calibrated",
     "device": "Device",
     "host": "Host",
     "levels": "Level",

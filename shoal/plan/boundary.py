@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Self
 
 from shoal.plan.group import Group
@@ -11,6 +12,12 @@ from shoal.plan.groups import Groups
 from shoal.plan.plan import Plan
 
 __all__ = ["Boundary"]
+
+
+@lru_cache(maxsize=1 << 10)
+def _places(group: Group) -> tuple[int, ...]:
+    """Return the first rank at each place along the pipeline."""
+    return group.ranks(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class Boundary:
             receiver: Place of the ranks that receive.
         """
         groups = Groups.of(plan)
-        places = groups.pp.ranks(0)
+        places = _places(groups.pp)
         return cls(places[sender], places[receiver], groups.stage)
 
     @property

@@ -12,6 +12,7 @@ from shoal.planner.explain import Explanation
 from shoal.planner.scale import Point, Scaling, scale
 from shoal.planner.search import Ranking, Search
 from shoal.planner.space import Degrees, Space
+from shoal.planner.words import sentences
 
 __all__ = [
     "OBJECTIVES",
@@ -27,4 +28,5 @@ __all__ = [
     "choose",
     "configuration",
     "scale",
+    "sentences",
 ]

@@ -14,8 +14,8 @@ from shoal.plan import SettledPlan
 
 __all__ = ["SIZES", "usual_bucket"]
 
-SIZES = tuple((4 << 20) << power for power in range(0, 9, 2))
-"""Sizes that a search tries: 4 MiB to 1 GiB."""
+SIZES = (16 << 20, 128 << 20, 1 << 30)
+"""Sizes that a search tries; the best Plans get more."""
 
 _USUAL = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
 _NEAR = 1.25  # a byte may take this many times as long as in the largest bucket

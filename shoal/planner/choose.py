@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
-from shoal.errors import ConfigError, PlanError
+from shoal.errors import ClusterError, ConfigError, PlanError
+from shoal.plan import CHOICES
 from shoal.planner.candidate import Candidate
 from shoal.planner.explain import Explanation, explain
 from shoal.planner.money import cheapest
@@ -59,6 +60,7 @@ def choose(
     objective: str = "time",
     margin: float = 0.1,
     limit: int = 5,
+    precision: str | None = None,
 ) -> Choice:
     """Choose among all legal Plans.
 
@@ -69,23 +71,36 @@ def choose(
         objective: One of OBJECTIVES.
         margin: Share of each device's memory that must stay free.
         limit: The most Plans to return.
+        precision: The precision of all Plans; None for the type of 16 bits or more in which the device
+            computes fastest. fp8 is never chosen without being asked for, as it trains with coarser numbers.
 
     Raises:
-        ConfigError: The objective, the margin or the limit is not possible.
+        ConfigError: The objective, the margin, the limit or the precision is not possible.
         PlanError: No Plan is legal, or none fits the memory.
-        ClusterError: The objective is money, and the Cluster has no price.
+        ClusterError: The objective is money, and the Cluster has no price; or its device does not know the
+            precision.
     """
     _require(objective in OBJECTIVES, "objective", objective, "one of " + ", ".join(OBJECTIVES))
     _require(0 <= margin < 1, "margin", margin, "a share of the memory, at least 0 and below 1")
     _require(limit >= 1, "limit", limit, "1 or more")
+    if precision is not None:
+        _require(precision in CHOICES["precision"], "precision", precision, ", ".join(CHOICES["precision"]))
+        peak = cluster.device.peak
+        if precision == "fp8" and "fp8" not in peak:
+            raise ClusterError(
+                f"precision=fp8 was asked for, and {cluster.device.name} has no rate in it",
+                possible=f"its types are {', '.join(peak)}",
+                change="leave out the precision, or choose devices with fp8",
+            )
+        cluster.device.flops(precision)  # raises
     if batch < 1:
         raise PlanError(
             f"a batch of {batch} has no samples", possible="1 or more", change="give a larger batch"
         )
     if objective == "money":
-        search = cheapest(workload, cluster, batch, margin=margin)
+        search = cheapest(workload, cluster, batch, margin=margin, precision=precision)
     else:
-        search = Search(workload, cluster, batch, margin=margin)
+        search = Search(workload, cluster, batch, margin=margin, precision=precision)
     ranking = search.best(max(limit, ROWS))
     if not ranking.candidates:
         raise refusal(search)

@@ -18,7 +18,7 @@ from shoal.cost.time import compute_parts
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.neighbours import half_and_twice, moved, neighbours
-from shoal.planner.search import Search
+from shoal.planner.search import LOOSE, Search
 from shoal.planner.sizes import Size, sizes_of
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Fitted
@@ -27,7 +27,7 @@ from shoal.workload import Block
 
 __all__ = ["Change", "Explanation", "Neighbour", "explain"]
 
-_MOST_PLAYED = 12
+_MOST_PLAYED = 6
 """Plans that are played on a changed machine, those of the least bounds."""
 
 
@@ -72,6 +72,7 @@ class Explanation:
         shown: Number of Plans that were shown.
         changes: Changes of the machine, the one that gains most first.
         sizes: The Plan with half and twice the micro-batch, and with half and twice the buckets.
+        coarser: The best known Plan with products in fp8; None where it is not quicker, or is asked for.
         compute: What its compute is made of: see `shoal.cost.time.losses`; and "imbalance", by which the rank
             that waits least computes longer than the mean one.
         traffic: The communication of one rank.
@@ -85,14 +86,9 @@ class Explanation:
     shown: int
     changes: tuple[Change, ...]
     sizes: tuple[Size, ...]
+    coarser: Candidate | None
     compute: Mapping[str, float]
     traffic: Traffic
-
-    def sentences(self) -> Iterator[str]:
-        """Yield the explanation, in sentences."""
-        from shoal.planner.words import sentences
-
-        return sentences(self)
 
 
 def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Explanation:
@@ -103,18 +99,18 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
         winner: The best Plan.
         shown: All Plans that are shown, best first.
     """
-    unlimited = search.best(1, room=math.inf).best
-    assert unlimited is not None, "what fits a limit fits without it"
+    unlimited = _roomier(search, winner, math.inf)
     kind = _kind(winner.degrees)
     return Explanation(
         winner,
         search.room,
-        min(unlimited, winner, key=lambda each: each.seconds),
+        unlimited,
         tuple(_neighbours(search, winner)),
         next((each for each in shown if _kind(each.degrees) != kind), None),
         len(shown),
         tuple(_changes(search, winner)),
         tuple(sizes_of(search, winner)),
+        _coarser(search, winner),
         _compute(search, winner),
         traffic_of(winner.workload, winner.cluster, winner.plan, winner.batch),
     )
@@ -139,6 +135,21 @@ def _compute(search: Search, winner: Candidate) -> Mapping[str, float]:
     return parts
 
 
+def _coarser(search: Search, winner: Candidate) -> Candidate | None:
+    """Return the best of the Plans that were played with precision=fp8, which splits no products."""
+    if search.precision is not None or "fp8" not in search.cluster.device.peak:
+        return None
+    shared, batch = search.shared, search.batch
+    pool = (winner.plan, *shared.known, *moved(shared.space, winner.plan, "tp"))
+    plans = {plan.replace(precision="fp8", split=plan.split) for plan in pool if plan.tp == 1}
+    bounded = sorted((shared.costs.least(plan, batch), str(plan), plan) for plan in plans)
+    fitting = [plan for _, _, plan in bounded[: 4 * _MOST_PLAYED] if shared.fullest(plan).peak <= search.room]
+    best = min(fitting[:_MOST_PLAYED], key=shared.played, default=None)
+    if best is None or shared.played(best) >= winner.seconds:
+        return None
+    return search.candidate(Fitted(best, shared.fullest(best), shared.played(best)))
+
+
 def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
     space = search.shared.space
     for name in Degrees._fields:
@@ -147,29 +158,44 @@ def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
         for other in half_and_twice(value):
             wanted = {degrees for degrees in near if getattr(degrees, name) == other}
             if wanted:
-                ranking = search.best(1, wanted.__contains__)
+                ranking = search.best(1, wanted.__contains__, slack=LOOSE)
                 if ranking.legal:
                     yield Neighbour(name, other, ranking.best)
 
 
 def _changes(search: Search, winner: Candidate) -> list[Change]:
     """Return what each doubled property gains, most first."""
-    pool = {winner.plan, *neighbours(search.shared.space, winner.plan), *search.shared.known}
-    fitting = [plan for plan in pool if search.shared.fullest(plan).peak <= search.room]
+    space, shared = search.shared.space, search.shared
+    # A split by the cost of every block is slow to find, and hardly better than one by their mean.
+    near = (plan for plan in neighbours(space, winner.plan) if plan.pp == 1 or plan.split != "cost")
+    pool = dict.fromkeys((winner.plan, *shared.known, *near))
+    fitting = [plan for plan in pool if shared.fullest(plan).peak <= search.room]
     changes = [Change(name, _best_on(search, cluster, fitting)) for name, cluster in _doubled(search.cluster)]
-    roomier = search.best(1, room=2 * search.room).best  # nothing else changes with more memory
-    assert roomier is not None, "what fits a limit fits without it"
-    changes.append(Change("the memory", min(roomier, winner, key=lambda each: each.seconds)))
+    changes.append(Change("the memory", _roomier(search, winner, 2 * search.room)))
     return sorted(changes, key=lambda change: change.best.seconds)
+
+
+def _roomier(search: Search, winner: Candidate, room: float) -> Candidate:
+    """Return the best Plan with more memory, of those with degrees of half to twice the winner's."""
+
+    def accept(degrees: Degrees) -> bool:
+        pairs = zip(degrees, winner.degrees, strict=True)
+        return all(each <= 2 * other and other <= 2 * each for each, other in pairs)
+
+    best = search.best(1, accept, room, LOOSE).best
+    return winner if best is None or best.seconds >= winner.seconds else best
 
 
 def _best_on(search: Search, cluster: Cluster, plans: Sequence[SettledPlan]) -> Candidate:
     """Return the best of these Plans on another machine with equal memory, of those with the least bounds."""
     other = search.on(cluster)
     costs, batch = other.shared.costs, search.batch
-    least = sorted(plans, key=lambda plan: costs.least(plan, batch))
-    best = min(least[:_MOST_PLAYED], key=other.shared.played)
-    return other.candidate(Fitted(best, search.shared.fullest(best), other.shared.played(best)))
+    bounded = sorted((costs.least(plan, batch), str(plan), plan) for plan in plans)[:_MOST_PLAYED]
+    best, seconds = bounded[0][2], other.shared.played(bounded[0][2])
+    for least, _, plan in bounded[1:]:
+        if least < (1 - LOOSE) * seconds and other.shared.played(plan) < seconds:
+            best, seconds = plan, other.shared.played(plan)
+    return other.candidate(Fitted(best, search.shared.fullest(best), seconds))
 
 
 def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

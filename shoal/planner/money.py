@@ -18,7 +18,9 @@ from shoal.workload import Workload
 __all__ = ["cheapest"]
 
 
-def cheapest(workload: Workload, cluster: Cluster, batch: int, *, margin: float) -> Search:
+def cheapest(
+    workload: Workload, cluster: Cluster, batch: int, *, margin: float, precision: str | None = None
+) -> Search:
     """Return the search on as many devices as train a token for the least money.
 
     Args:
@@ -26,6 +28,7 @@ def cheapest(workload: Workload, cluster: Cluster, batch: int, *, margin: float)
         cluster: The largest machine that may be used.
         batch: Samples of a step.
         margin: Share of each device's memory that must stay free.
+        precision: The precision of all Plans; see `Search`.
 
     Raises:
         ClusterError: The Cluster has no price.
@@ -37,10 +40,11 @@ def cheapest(workload: Workload, cluster: Cluster, batch: int, *, margin: float)
             change="write its price into a file of the Cluster, or choose by time",
         )
     node, best = cluster.devices_per_node, math.inf
-    found = Search(workload, cluster, batch, margin=margin)
+    found = Search(workload, cluster, batch, margin=margin, precision=precision)
     for devices in divisors(cluster.devices):
         if devices % node == 0 or node % devices == 0:
-            search = Search(workload, cluster.with_devices(devices), batch, margin=margin)
+            part = cluster.with_devices(devices)
+            search = Search(workload, part, batch, margin=margin, precision=precision)
             first = search.best(1).best
             if first is not None and first.dollars_per_step < best:
                 found, best = search, first.dollars_per_step

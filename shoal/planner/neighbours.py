@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,8 @@ def _in_settings(space: Space, plan: SettledPlan) -> Iterator[SettledPlan]:
         ]
     if plan.tp > 1:
         changes += [{"tensor": each} for each in CHOICES["tensor"]]
+    if sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp)) > 1:
+        changes += [{"order": "-".join(each)} for each in itertools.permutations(("pp", "dp", "cp", "tp"))]
     if plan.cp > 1:
         changes += [{"context": each} for each in CHOICES["context"]]
     if plan.pp > 1:

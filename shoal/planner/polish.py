@@ -1,15 +1,17 @@
 """The last touches to the best Plans: settings that the search does not vary, tried by playing.
 
-A search tries few sizes of buckets and splits layers by their mean cost. Here the Plan gets all sizes, a
-split by the cost of every block, and schedule=search, which is made for times that are known and takes a
-second. It is tried with one and with two stages on a rank, and with as many activations as fit, if stages x
-micro-batches are at most MOST_SEARCHED. It is taken if it makes the step quicker by LEAST_GAIN.
+A search tries few sizes of buckets, splits layers by their mean cost, and puts ranks in the default order.
+Here the Plan gets all sizes, a split by the cost of every block, all orders of its axes over the network, and
+schedule=search, which is made for times that are known and takes a second. That one is tried with one and
+with two stages on a rank, and with as many activations as fit, if stages x micro-batches are at most
+MOST_SEARCHED; it is taken if it makes the step quicker by LEAST_GAIN.
 
 Among Plans that are as quick as the best within SIMPLER, the simplest is preferred: no model is that exact.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from shoal.cost import Layout
@@ -23,6 +25,8 @@ from shoal.planner.tree import Fitted
 __all__ = ["LEAST_GAIN", "MOST_SEARCHED", "SIMPLER", "polished", "simplest", "with_found_schedule"]
 
 MOST_SEARCHED = 512
+_AXES = ("pp", "dp", "cp", "tp")
+MOST_SPLIT = 32  # stages that are split by the cost of every block, which takes a tenth of a second
 LEAST_GAIN = 0.01
 SIMPLER = 0.005
 
@@ -39,11 +43,21 @@ def polished(search: Search, found: Fitted) -> Fitted:
     if plan.dp * plan.cp > 1 and not plan.sharding.cuts_weights:
         tried += [changed(plan, batch, bucket=bucket) for bucket in _BUCKETS]
     if plan.pp > 1:
-        tried += [changed(plan, batch, split="cost"), changed(plan, batch, split="count")]
+        tried.append(changed(plan, batch, split="count"))
+        if plan.stages <= MOST_SPLIT:
+            tried.append(changed(plan, batch, split="cost"))
+    if sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp)) > 1:
+        tried += [changed(plan, batch, order="-".join(each)) for each in itertools.permutations(_AXES)]
     best = found
+    costs, bound = search.shared.costs, search.shared.costs.least(best.plan, batch)
     for each in tried:
-        if each is not None and search.shared.costs.least(each, batch) < best.seconds:
-            best = _better(search, best, each)
+        if each is None or (least := costs.least(each, batch)) >= best.seconds:
+            continue
+        if plan.pp > 1 and each.split == plan.split and least >= bound:
+            continue  # a pipeline takes long to play, and its bound tells which way is quicker
+        better = _better(search, best, each)
+        if better is not best:
+            best, bound = better, least
     return best
 
 

@@ -5,7 +5,7 @@ least bound, and puts in the branches that grow from it, except those that canno
 taken out whose memory is known to fit, its step is played.
 
 Every Plan that is still in the heap takes at least the bound at its top. So when this bound reaches the
-played seconds of the best Plan of some degrees, less SLACK, no other Plan of these degrees is quicker by
+played seconds of the best Plan of some degrees, less a slack, no other Plan of these degrees is quicker by
 more than that: they are done. The search ends with as many degrees done as were asked for. It looks at the
 same Plans in the same order however many those are, so that the best Plan does not depend on their number. A
 test compares with a search that plays all Plans.
@@ -29,10 +29,13 @@ from shoal.planner.space import Degrees, leanest_sharding
 from shoal.planner.tree import Branch, Fitted, Piped, Tree
 from shoal.workload import Workload
 
-__all__ = ["SLACK", "Ranking", "Search"]
+__all__ = ["LOOSE", "SLACK", "Ranking", "Search"]
 
 SLACK = 0.004
-"""The share of its seconds by which a Plan that was not looked at may be quicker than the best."""
+"""The share of its seconds by which a Plan that was not played may be quicker than the best."""
+
+LOOSE = 0.03
+"""The same for Plans that only stand beside the best: those of other degrees, or of another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,8 @@ class Search:
         batch: Samples of a step.
         margin: Share of each device's memory that must stay free.
         least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
+        precision: The precision of all Plans; None for the type of 16 bits or more in which the device
+            computes fastest.
     """
 
     def __init__(
@@ -76,18 +81,25 @@ class Search:
         *,
         margin: float = 0.1,
         least_memory: LeastMemory | None = None,
+        precision: str | None = None,
     ) -> None:
         self.workload = workload
         self.cluster = cluster
         self.batch = batch
         self.margin = margin
-        self.shared = Shared(workload, cluster, batch, least_memory)
+        self.precision = precision
+        self.shared = Shared(workload, cluster, batch, least_memory, precision)
         self.tree = Tree(self.shared)
 
     def on(self, cluster: Cluster) -> Search:
         """Return a search of this workload on other links or quicker devices, with equal memory."""
         return Search(
-            self.workload, cluster, self.batch, margin=self.margin, least_memory=self.shared.least_memory
+            self.workload,
+            cluster,
+            self.batch,
+            margin=self.margin,
+            least_memory=self.shared.least_memory,
+            precision=self.precision,
         )
 
     @property
@@ -100,6 +112,7 @@ class Search:
         limit: int,
         accept: Callable[[Degrees], bool] = lambda degrees: True,
         room: float | None = None,
+        slack: float = SLACK,
     ) -> Ranking:
         """Return the best Plan for each of the `limit` best accepted sets of degrees.
 
@@ -107,6 +120,8 @@ class Search:
             limit: Number of Plans.
             accept: Returns whether degrees are allowed.
             room: Bytes that a Plan may fill instead of `self.room`.
+            slack: The share by which a Plan that was not played may be quicker than the first that is
+                returned; LOOSE for the others.
         """
         room = self.room if room is None else room
         accepted = list(filter(accept, self.tree.degrees))
@@ -126,7 +141,7 @@ class Search:
         looked = 0
         while len(done) < limit and (heap or waiting):
             least = heap[0][0] if heap else math.inf
-            if waiting and (1 - SLACK) * waiting[0][0] <= least:
+            if waiting and (1 - (LOOSE if done else slack)) * waiting[0][0] <= least:
                 seconds, _, degrees = heapq.heappop(waiting)
                 if degrees not in done and best[degrees].seconds == seconds:
                     done[degrees] = best[degrees]

@@ -49,6 +49,7 @@ class Shared:
         cluster: The machines that it runs on.
         batch: Samples of a step.
         least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
+        precision: The precision of all Plans; None for the device's best of 16 bits or more.
 
     Attributes:
         space: The legal Plans.
@@ -58,9 +59,14 @@ class Shared:
     """
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, batch: int, least_memory: LeastMemory | None = None
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        batch: int,
+        least_memory: LeastMemory | None = None,
+        precision: str | None = None,
     ) -> None:
-        self.space = Space(workload, cluster, batch)
+        self.space = Space(workload, cluster, batch, asked=precision)
         self.costs = Costs(workload, cluster)
         self.memories = Memories(workload, cluster, self.costs)
         self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory

@@ -99,12 +99,15 @@ class Space:
         cluster: The machines that it runs on; every device takes part.
         batch: Samples of a step.
         accept: Returns whether degrees are allowed.
+        asked: The precision of all Plans; None for the type, of 16 bits or more, that the device computes
+            fastest in.
     """
 
     workload: Workload
     cluster: Cluster
     batch: int
     accept: Callable[[Degrees], bool] = lambda degrees: True
+    asked: str | None = None
 
     def degrees(self) -> Iterator[Degrees]:
         """Yield all degrees that the model, the sequence and the batch allow."""
@@ -189,7 +192,9 @@ class Space:
 
     @property
     def precision(self) -> str:
-        """The type in which the device computes fastest."""
+        """The type in which Plans compute."""
+        if self.asked is not None:
+            return self.asked
         peak = self.cluster.device.peak
         return max(("fp32", "bf16"), key=lambda name: peak.get(name, 0.0))
 
@@ -209,6 +214,8 @@ class Space:
         workload = self.workload
         if tp == 1:
             return True
+        if self.precision == "fp8":  # a Plan with fp8 splits no products
+            return False
         if not workload.heads or workload.heads % tp:
             return False
         return workload.kv_heads % tp == 0 or tp % workload.kv_heads == 0

@@ -8,8 +8,8 @@
     piped       a Plan that fits, with the best size and its forwards and backwards played
 
 Every branch gives a lower bound on a step's seconds, over all Plans that grow from it and may fit: each
-sharding determines a rank's states and communication. A piped Plan is played in full. Branches are kept: searches of one tree share what they have computed. Tests check the bounds against
-every Plan, played.
+sharding determines a rank's states and communication. A piped Plan is played in full. Branches are kept:
+searches of one tree share what they have computed. Tests check the bounds against every Plan, played.
 """
 
 from __future__ import annotations
@@ -204,8 +204,11 @@ class _Sharded:
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        plan = self._shared.plan(self._variant, self._sharding, self._split)
-        return [_Sized(self._shared, self.degrees, self._memory, plan)]
+        return [_Sized(self._shared, self.degrees, self._memory, self._plan)]
+
+    @cached_property
+    def _plan(self) -> SettledPlan:
+        return self._shared.plan(self._variant, self._sharding, self._split)
 
     @cached_property
     def _least(self) -> float:
@@ -214,7 +217,9 @@ class _Sharded:
         layer = self._shared.work(variant.layout).least
         exchange = self._shared.least_data_parallel
         each = exchange.of_micro_batch(self.degrees, self._sharding, layer)
-        return max(self._passes, variant.microbatches * each)
+        largest = self._plan.replace(bucket=SIZES[-1])  # all others take longer to reduce
+        after = self._shared.costs.least_after(largest, variant.microbatches)
+        return max(self._passes + after, variant.microbatches * each)
 
 
 class Fitted(NamedTuple):
@@ -253,7 +258,10 @@ class _Sized:
         costs, plan, batch = self._shared.costs, self._plan, self._shared.space.batch
         if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
             return [(costs.least(plan, batch), plan)]
-        plans = [plan.replace(bucket=size) for size in SIZES]
+        # In a pipeline nothing hides small buckets' reductions, and only gathers begin earlier with them.
+        is_first = plan.pp == 1 or plan.sharding.bucket_is_memory or plan.sharding.gathers_each_step
+        sizes = SIZES if is_first else SIZES[-1:]
+        plans = [plan.replace(bucket=size) for size in sizes]
         return sorted([(costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
+from shoal.planner.explain import Explanation
 from shoal.planner.sizes import Size
 from shoal.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from shoal.planner.explain import Explanation
 
 __all__ = ["sentences"]
 
@@ -47,6 +44,9 @@ def sentences(told: Explanation) -> Iterator[str]:
     yield from _degrees(told)
     yield from _sizes(told)
     yield _other_kind(told)
+    if told.coarser is not None:
+        gain = _faster(told.winner, told.coarser)
+        yield f"With products in 8 bits, {told.coarser.layout} is {gain} faster: ask for it by precision=fp8."
     yield from _changes(told)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeVar
 
-from shoal.cluster import Cluster, known_device
+from shoal.cluster import Calibrated, Cluster, known_device
 from shoal.collectives import keep_freed_memory
 from shoal.probe.device import measure_attention, measure_host, measure_passes, measure_products
 from shoal.probe.fit import fit
@@ -80,6 +80,8 @@ def fitted(measured: Measurements, sheet: Sheet, name: str, suspected: Sequence[
     errors = errors_of(of_the_device(measured, on_cores=sheet.on_cores).all, closest)
     preset = None if sheet.on_cores else known_device(sheet.device)
     cluster, doubts = trusted(closest, errors, preset)
+    left = min(0.99, median(each.median for each in errors)) if errors else 0.0
+    cluster = cluster.replace(calibrated=Calibrated(by="probe", devices=cluster.devices, error=left))
     return Probed(cluster, measured, sheet, errors, (*suspected, *doubts))
 
 

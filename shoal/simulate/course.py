@@ -6,7 +6,7 @@ all of it, once for each table, so that a step is played in a few microseconds f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ ACT, RECEIVE, SEND = range(3)
 """Kinds of an Op."""
 
 NO_MESSAGE = -1
+
+_LAST = (Work.BACKWARD, Work.WEIGHT)
 
 
 class Slot(NamedTuple):
@@ -64,20 +66,12 @@ class Message(NamedTuple):
     receiver: int
 
 
-class Op(NamedTuple):
-    """An entry of a rank's list.
+Op = tuple[int, int, int, Action | None]
+"""An entry of a rank's list.
 
-    Attributes:
-        kind: ACT, RECEIVE (begin to receive) or SEND.
-        message: Number of the message that it receives, sends or, if it acts, waits for; NO_MESSAGE if none.
-        slot: Number of the passage's slot, if it acts.
-        action: The action, if it acts.
-    """
-
-    kind: int
-    message: int
-    slot: int = -1
-    action: Action | None = None
+It has its kind; the number of the message that it receives, sends or, if it acts, waits for (NO_MESSAGE if
+none); and if it acts, the number of the passage's slot, and the action.
+"""
 
 
 class Course(NamedTuple):
@@ -107,37 +101,48 @@ def course_of(schedule: Schedule) -> Course:
     rows: Sequence[Sequence[Action | Send | Receive]]
     rows = transfers(schedule, ahead=1) if schedule.ranks > 1 else schedule.table
     slots: dict[Slot, int] = {}
-    messages: dict[Message, int] = {}
+    numbers: dict[int, int] = {}  # of messages, by what identifies one: the waiting stage and micro-batch
+    messages: list[Message] = []
     found = []
+
+    def number_of(payload: Payload, stage: int, microbatch: int, sender: int, receiver: int) -> int:
+        key = 2 * (stage * schedule.microbatches + microbatch) + (payload is Payload.ACTIVATION)
+        number = numbers.get(key)
+        if number is None:
+            number = numbers[key] = len(messages)
+            messages.append(Message(payload, stage, microbatch, sender, receiver))
+        return number
+
     for place, row in enumerate(rows):
-        ends = (each for each in schedule.table[place] if each.work in (Work.BACKWARD, Work.WEIGHT))
-        last = {each.stage: each for each in ends}
-        entered: set[int] = set()
-        ops = []
+        firsts = {each.stage: each for each in reversed(schedule.table[place]) if each.work is Work.FORWARD}
+        lasts = {each.stage: each for each in schedule.table[place] if each.work in _LAST}
+        froms = _senders(schedule.placement, place)
+        ops: list[Op] = []
         for step in row:
-            if isinstance(step, Receive):
-                message = Message(step.payload, step.stage, step.microbatch, step.peer, place)
-                ops.append(Op(RECEIVE, messages.setdefault(message, len(messages))))
-            elif isinstance(step, Send):
-                message = Message(step.payload, step.target, step.microbatch, place, step.peer)
-                ops.append(Op(SEND, messages.setdefault(message, len(messages))))
+            if isinstance(step, Action):
+                work, stage = step.work, step.stage
+                slot = Slot(work, stage, firsts[stage] is step, lasts.get(stage) is step)
+                needed = NO_MESSAGE
+                sender = froms.get((stage, work is Work.FORWARD)) if work is not Work.WEIGHT else None
+                if sender is not None:
+                    payload = Payload.ACTIVATION if work is Work.FORWARD else Payload.GRADIENT
+                    needed = number_of(payload, stage, step.microbatch, sender, place)
+                ops.append((ACT, needed, slots.setdefault(slot, len(slots)), step))
+            elif isinstance(step, Receive):
+                number = number_of(step.payload, step.stage, step.microbatch, step.peer, place)
+                ops.append((RECEIVE, number, -1, None))
             else:
-                is_first = step.work is Work.FORWARD and step.stage not in entered
-                entered.add(step.stage)
-                slot = Slot(step.work, step.stage, is_first, last.get(step.stage) == step)
-                needed = _needed(step, place, schedule.placement, messages)
-                ops.append(Op(ACT, needed, slots.setdefault(slot, len(slots)), step))
+                number = number_of(step.payload, step.target, step.microbatch, place, step.peer)
+                ops.append((SEND, number, -1, None))
         found.append(tuple(ops))
     return Course(schedule, tuple(found), tuple(slots), tuple(messages))
 
 
-def _needed(action: Action, place: int, placement: Sequence[int], messages: Mapping[Message, int]) -> int:
-    """Return the number of the message that an action waits for."""
-    if action.work is Work.WEIGHT:
-        return NO_MESSAGE
-    is_forward = action.work is Work.FORWARD
-    before = action.stage + (-1 if is_forward else 1)
-    if not 0 <= before < len(placement) or placement[before] == place:
-        return NO_MESSAGE
-    payload = Payload.ACTIVATION if is_forward else Payload.GRADIENT
-    return messages[Message(payload, action.stage, action.microbatch, placement[before], place)]
+def _senders(placement: Sequence[int], place: int) -> dict[tuple[int, bool], int]:
+    """Return the place that a stage's forward (True) or backward waits for, by stage of this place."""
+    found = {}
+    for stage, holder in enumerate(placement):
+        for before, is_forward in ((stage - 1, True), (stage + 1, False)):
+            if holder == place and 0 <= before < len(placement) and placement[before] != place:
+                found[stage, is_forward] = placement[before]
+    return found

@@ -77,7 +77,7 @@ def machine(tmp_path):
     config = {"model": "tiny", "model_options": {}, "batch": BATCH, "sequence": 128}
     run = Run.create(tmp_path / "run", {"plan": str(plan), "world_size": 2, "config": config})
     workload = workload_of(shape("tiny").replace(seq=128))
-    simulate(workload, slower, plan, BATCH).timeline.write(run.timeline)
+    simulate(workload, slower, plan, BATCH, steps=5).timeline.write(run.timeline)
     return tmp_path
 
 

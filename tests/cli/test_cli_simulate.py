@@ -151,3 +151,11 @@ def test_the_picture_says_the_step_and_the_bubble_of_the_table(capsys, tmp_path,
     text = "".join(ElementTree.parse(path).getroot().itertext())
     assert f"bubble {found['parts']['bubble'] / found['wall']:.1%}," in text
     assert f"a step of {format_seconds(found['wall'])}," in text
+
+
+def test_a_step_has_a_band_that_says_what_it_stands_on(capsys):
+    found = json.loads(printed(capsys, *WORDS, "--json").out)
+    assert found["step_seconds_low"] < found["step_seconds"] < found["step_seconds_high"]
+    assert "held-out rows" in found["validated"]
+    low, high = (format_seconds(found[f"step_seconds_{end}"]) for end in ("low", "high"))
+    assert f"90 % within {low} to {high}" in printed(capsys, *WORDS).out

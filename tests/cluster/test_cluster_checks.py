@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from test_cluster_files import CLUSTERS
 
-from shoal.cluster import PRESETS, Cluster, Device, Host, Level, Part, Power, Prices
+from shoal.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
 from shoal.cluster.derived import derived
 from shoal.cluster.description import commented_toml
 from shoal.cluster.keys import KEYS
 from shoal.cluster.plausible import implausible
 from shoal.errors import ClusterError
 
-TABLES = (Cluster, Device, Host, Level, Part, Power, Prices)
+TABLES = (Calibrated, Cluster, Device, Host, Level, Part, Power, Prices)
 MINE = Cluster.preset("dgx-h100", 64)
 
 

@@ -1,8 +1,12 @@
 """Calibration brings predictions nearer to a run, and keeps to what a data sheet allows."""
 
+import math
+import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost import Costs, Layout
@@ -52,6 +56,10 @@ def observed(compute, optimizer, transfers=(), *, plan=PLAN, stragglers=0.0):
     )
 
 
+def seconds(cluster, plan=PLAN):
+    return played_seconds(Costs(WORKLOAD, cluster), plan, BATCH)
+
+
 def with_shares(**shares):
     return CLUSTER.replace(device=replace(DEVICE, **shares))
 
@@ -76,7 +84,7 @@ def test_a_run_of_a_slower_machine_gives_that_machine_back():
         attention_backward_share=0.3 * share,
         bandwidth_share=0.3,
     ).replace(levels=(replace(CLUSTER.levels[0], share=0.4),))
-    timeline = simulate(WORKLOAD, slower, PLAN, BATCH).timeline
+    timeline = simulate(WORKLOAD, slower, PLAN, BATCH, steps=5).timeline
     found = calibrate(CLUSTER, [Observation.of(WORKLOAD, PLAN, BATCH, timeline)])
     wanted, before, after = (
         played_seconds(Costs(WORKLOAD, each), PLAN, BATCH) for each in (slower, CLUSTER, found.cluster)
@@ -196,3 +204,124 @@ def test_what_compute_waits_for_shows_a_rate_better_than_what_runs_beside_it():
 
     (transfer,) = transfers_of(Timeline([*step(0), *step(1)]))
     assert transfer.seconds == pytest.approx(0.5)
+
+
+def recorded(cluster, slowed, plan=PLAN, steps=20):
+    """A run's Timeline on a machine whose spans take longer by a factor of their step and rank."""
+    played = simulate(WORKLOAD, cluster, plan, BATCH).timeline
+    length = max(span.stop for span in played.of(0))
+    spans, start = [], 0.0
+    ranks = range(plan.ranks)
+    for step in range(1, steps + 1):
+        factors = [slowed(step, rank) for rank in ranks]
+        for rank, factor in zip(ranks, factors, strict=True):
+            spans += [
+                replace(
+                    span,
+                    rank=rank,
+                    start=start + factor * span.start,
+                    duration=factor * span.duration,
+                    name=str(step) if span.kind == Kind.STEP else span.name,
+                )
+                for span in played.of(0)
+            ]
+        start += 1.01 * max(factors) * length
+    return Timeline(spans)
+
+
+def after(slowed, true=CLUSTER, plan=PLAN):
+    timeline = recorded(true, slowed, plan)
+    return calibrate(CLUSTER, [Observation.of(WORKLOAD, plan, BATCH, timeline)])
+
+
+def moved(found, true=CLUSTER):
+    """Largest change of predictions, as a share, over Plans that were not run."""
+    plans = [PLAN, *map(SettledPlan.parse, ("tp=2,microbatch=16", "dp=2,shard=zero3,microbatch=2"))]
+    return max(abs(seconds(found.cluster, plan) / seconds(true, plan) - 1) for plan in plans)
+
+
+@pytest.fixture
+def noise():
+    return random.Random(0)
+
+
+def test_random_slow_steps_move_no_prediction(noise):
+    slow = {step for step in range(1, 21) if noise.random() < 0.3}
+    assert slow
+    assert moved(after(lambda step, rank: 3.0 if step in slow else 1.0)) < 0.01
+
+
+@pytest.mark.parametrize("busy", [6, 10, 15])
+def test_a_neighbour_that_takes_the_cores_for_a_part_of_a_run_moves_no_prediction_much(busy):
+    found = after(lambda step, rank: 1.6 if step > 20 - busy else 1.0)
+    assert moved(found) < 0.01
+    assert found.cluster.calibrated.by == ("runs" if busy < 10 else "")
+
+
+def test_a_neighbour_that_takes_a_changing_share_moves_no_prediction_and_the_reason_is_said(noise):
+    factors = [[1 + noise.random() for _ in range(21)] for _ in range(2)]
+    found = after(lambda step, rank: factors[rank][step])
+    assert found.cluster == CLUSTER
+    assert all("beside other work" in each.reason for each in found.corrections)
+
+
+@given(spread=st.floats(0.0, 0.1), factor=st.floats(0.5, 2.0))
+def test_a_correction_grows_with_the_difference_and_never_exceeds_it(spread, factor):
+    compute = compute_of(CLUSTER.replace(cores=2))
+    run = replace(observed(factor * compute, 0.0), compute_spread=spread)
+    (found,) = calibrate(CLUSTER.replace(cores=2), [run]).corrections
+    whole, share = math.log(factor), math.log(found.after / found.before)
+    wanted = max(0.0, 1 - (spread / whole) ** 2) if whole else 0.0
+    assert share == pytest.approx(wanted * whole, abs=1e-3)
+
+
+def test_a_neighbour_of_one_rank_makes_no_jitter_and_says_so():
+    found = after(lambda step, rank: 1.5 if rank else 1.0)
+    assert found.cluster.jitter == CLUSTER.jitter
+    reasons = {each.name: each.reason for each in found.corrections}
+    assert "beside other work" in reasons["stragglers"]
+    assert "beside other work" in reasons["compute"]
+
+
+@pytest.mark.parametrize("true", [0.6, 1.3])
+def test_a_clean_run_of_another_machine_is_still_told_from_noise(true, noise):
+    factors = [1 / true * noise.gauss(1.0, 0.02) for _ in range(21)]
+    found = after(lambda step, rank: factors[step])
+    wanted = CLUSTER.replace(device=DEVICE.slowed(1 / true))
+    compute = next(each for each in found.corrections if each.name == "compute")
+    assert compute.corrected > 0.95
+    assert abs(compute.left) < abs(compute.before / compute.measured - 1) / 10 + 0.005
+    assert moved(found, wanted) < moved(found) / 2
+    assert found.cluster.calibrated.by == "runs"
+    assert found.cluster.calibrated.devices == 2
+
+
+def test_a_run_that_agrees_confirms_the_machine_and_changes_nothing_much(noise):
+    found = after(lambda step, rank: noise.gauss(1.0, 0.01))
+    assert found.cluster.calibrated.by == "runs"
+    assert found.cluster.calibrated.error < 0.05
+    assert moved(found) < 0.02
+
+
+def test_a_steady_run_counts_for_more_than_one_that_varies():
+    cores = CLUSTER.replace(cores=2)
+    compute = compute_of(cores)
+    steady, varied = observed(1.2 * compute, 0.0), observed(3.0 * compute, 0.0)
+    found = calibrate(cores, [steady, replace(varied, compute_spread=0.5)]).cluster
+    assert compute_of(found) == pytest.approx(1.2 * compute, rel=0.02)
+
+
+def test_a_run_beside_other_work_still_corrects_a_machine_that_is_far_from_its_description(noise):
+    factors = [8 * (1 + noise.random()) for _ in range(21)]
+    compute = next(
+        each for each in after(lambda step, rank: factors[step]).corrections if each.name == "compute"
+    )
+    assert 0.1 < compute.spread < 0.4
+    assert compute.corrected > 0.95
+
+
+def test_too_few_steps_tell_nothing():
+    timeline = simulate(WORKLOAD, with_shares(product_share=0.3), PLAN, BATCH, steps=2).timeline
+    found = calibrate(CLUSTER, [Observation.of(WORKLOAD, PLAN, BATCH, timeline)])
+    assert found.cluster == CLUSTER
+    assert all("too few" in each.reason for each in found.corrections)

@@ -52,7 +52,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "constants of devices",
         "constants of links",
         "errors",
-        *(f"fields of {name}" for name in ("Cluster", "Device", "Host", "Level", "Part", "Power", "Prices")),
+        *(f"fields of {kind.__name__}" for kind in generate._DESCRIBED),
         "goodput of many",
         "layers",
         "options of a group",

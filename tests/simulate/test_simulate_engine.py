@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.plan.schedules import Action, Payload, Receive, Send, Work
-from shoal.simulate.course import ACT, NO_MESSAGE, RECEIVE, SEND, Course, Message, Op, Slot
+from shoal.simulate.course import ACT, NO_MESSAGE, RECEIVE, SEND, Course, Message, Slot
 from shoal.simulate.engine import Link, RankProgram, play_steps
 from shoal.simulate.journal import Journal
 from shoal.simulate.passage import Passage
@@ -42,9 +42,9 @@ def made_of(*rows):
             number = messages.setdefault(step.microbatch, len(messages))
             if isinstance(step, Action):
                 slot = slots.setdefault(Slot(step.work, step.stage, False, False), len(slots))
-                ops.append(Op(ACT, number if place else NO_MESSAGE, slot, step))
+                ops.append((ACT, number if place else NO_MESSAGE, slot, step))
             else:
-                ops.append(Op(SEND if isinstance(step, Send) else RECEIVE, number))
+                ops.append((SEND if isinstance(step, Send) else RECEIVE, number, -1, None))
         found.append(tuple(ops))
     told = tuple(Message(Payload.ACTIVATION, 1, microbatch, 0, 1) for microbatch in messages)
     return Course(None, tuple(found), tuple(slots), told)

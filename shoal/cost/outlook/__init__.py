@@ -1,5 +1,6 @@
-"""Long runs: failures, goodput and days. Also corrects a Cluster by measurements of runs."""
+"""Long runs: failures, goodput and days. Also the bands of predictions, and a Cluster corrected by runs."""
 
+from shoal.cost.outlook.band import Band, band_of
 from shoal.cost.outlook.goodput import goodput
 from shoal.cost.outlook.long_run import RESTART, STORAGE, LongRun, long_run
 from shoal.cost.outlook.observation import Observation
@@ -7,8 +8,10 @@ from shoal.cost.outlook.observation import Observation
 __all__ = [
     "RESTART",
     "STORAGE",
+    "Band",
     "LongRun",
     "Observation",
+    "band_of",
     "goodput",
     "long_run",
 ]

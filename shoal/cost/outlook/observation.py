@@ -1,15 +1,25 @@
-"""Measurements of a run that show the speed of its machines: seconds of compute and of communications."""
+"""Measurements of a run that show the speed of its machines: seconds of compute and of communications.
+
+Each quantity has its spread over the steps, relative to its seconds, because a run beside other work tells
+little. Ranks of a pipeline's stage do equal work, so without a pipeline the differences between ranks count
+too.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
+from typing import TypeVar
 
+from shoal.cost.outlook.spread import FEWEST, both, difference, spread_of
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group
-from shoal.timeline import Kind, Lane, Timeline
-from shoal.timeline.intervals import Intervals, intersect, length, union
+from shoal.timeline import Kind, Lane, Timeline, explain
+from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
 from shoal.timeline.kinds import seconds_by_kind
+from shoal.timeline.launch import blocked_in
 from shoal.timeline.matching import match_collectives
 from shoal.timeline.windows import StepWindows
 from shoal.workload import Workload
@@ -20,7 +30,10 @@ SENDS = ("activation", "gradient", "shift")
 """Operations that send a message to one rank."""
 
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_WARM_UP = 2  # steps
 _LEAST_BYTES = 64 << 10  # least size of a transfer whose time depends on the rate and not on the latency
+
+_Step = TypeVar("_Step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +45,14 @@ class Transfer:
         nbytes: Bytes, as the span counts them.
         group: The ranks that took part.
         seconds: Median seconds of one communication, counted from when all ranks of the group are there.
+        spread: Spread of these seconds, as a share of them.
     """
 
     operation: str
     nbytes: int
     group: Group
     seconds: float
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +67,9 @@ class Observation:
         optimizer: Seconds of the update.
         stragglers: Seconds that a rank waits for slower ranks.
         transfers: The collectives and messages.
+        compute_spread, optimizer_spread: Spread of these seconds over steps and equal ranks, as a share of
+            them; infinite if there are too few steps to tell.
+        stragglers_spread: Standard error of these seconds, as a share of them.
     """
 
     workload: Workload
@@ -61,6 +79,9 @@ class Observation:
     optimizer: float
     stragglers: float = 0.0
     transfers: tuple[Transfer, ...] = ()
+    compute_spread: float = 0.0
+    optimizer_spread: float = 0.0
+    stragglers_spread: float = 0.0
 
     @classmethod
     def of(cls, workload: Workload, plan: SettledPlan, batch: int, timeline: Timeline) -> Observation:
@@ -69,7 +90,7 @@ class Observation:
         Raises:
             ShoalError: No rank finished a step.
         """
-        kinds = seconds_by_kind(timeline)
+        kinds, alike = seconds_by_kind(timeline), plan.pp == 1
         return cls(
             workload=workload,
             plan=plan,
@@ -78,6 +99,9 @@ class Observation:
             optimizer=kinds["optimizer"],
             stragglers=kinds["straggler_wait"],
             transfers=transfers_of(timeline),
+            compute_spread=_spread(timeline, (Kind.FORWARD, Kind.BACKWARD), alike=alike),
+            optimizer_spread=_spread(timeline, (Kind.OPTIMIZER,), alike=alike),
+            stragglers_spread=_spread_of_stragglers(timeline),
         )
 
 
@@ -100,7 +124,7 @@ def transfers_of(timeline: Timeline) -> tuple[Transfer, ...]:
             key = operation, span.bytes, Group.of(span.group)
             exposed = length(intersect(waits, [(arrival.complete, span.stop)]))
             (waited if exposed > took / 2 else hidden).setdefault(key, []).append(took)
-    return tuple(Transfer(*key, median(took)) for key, took in (waited or hidden).items())
+    return tuple(Transfer(*key, median(took), spread_of(took)) for key, took in (waited or hidden).items())
 
 
 def _waits(timeline: Timeline, rank: int) -> Intervals:
@@ -109,3 +133,33 @@ def _waits(timeline: Timeline, rank: int) -> Intervals:
         for span in timeline.of(rank)
         if span.lane == Lane.COMPUTE and span.kind == Kind.WAIT
     )
+
+
+def _spread(timeline: Timeline, kinds: tuple[Kind, ...], *, alike: bool) -> float:
+    """Return the spread of some kinds' seconds: the median rank's over its steps, and that of equal ranks."""
+    by_rank = list[list[float]]()
+    for rank in timeline.ranks:
+        spans = timeline.of(rank)
+        worked = union((span.start, span.stop) for span in spans if span.kind in kinds)
+        own = subtract(worked, blocked_in(spans))
+        steps = _settled(StepWindows(timeline, rank))
+        by_rank.append([length(intersect(own, [window])) for window in steps])
+    over_steps = median(map(spread_of, by_rank))
+    if not alike or any(not steps for steps in by_rank):
+        return over_steps
+    return both(over_steps, difference([median(steps) for steps in by_rank]))
+
+
+def _spread_of_stragglers(timeline: Timeline) -> float:
+    """Return the standard error of a step's waits for later ranks, as a share of them."""
+    by_rank = [
+        [parts.straggler_wait or 0.0 for parts in _settled(rank.steps)] for rank in explain(timeline).ranks
+    ]
+    means = [fmean(waits) for waits in zip(*by_rank, strict=False)]
+    return spread_of(means) / math.sqrt(len(means)) if means else math.inf
+
+
+def _settled(steps: Mapping[int, _Step]) -> list[_Step]:
+    """Return the steps in order, without the first ones, which warm up, if enough are left."""
+    found = [steps[index] for index in sorted(steps)]
+    return found[_WARM_UP:] if len(found) >= _WARM_UP + FEWEST else found

@@ -36,6 +36,7 @@ class HostCosts:
         self._alone: dict[tuple[Block, Layout], BlockCost] = {}
         self._blocks: dict[tuple[Block, Layout], BlockCost] = {}
         self._shares: dict[Layout, float] = {}
+        self._waits: dict[Layout, float] = {}
         self._settled: dict[Layout, Layout] = {}
 
     def block(self, block: Block, layout: Layout) -> BlockCost:
@@ -64,6 +65,12 @@ class HostCosts:
 
     def waits(self, layout: Layout) -> float:
         """Return the seconds in which a device with all blocks waits for the host, for one micro-batch."""
+        found = self._waits.get(layout)
+        if found is None:
+            found = self._waits[layout] = self._waits_of(layout)
+        return found
+
+    def _waits_of(self, layout: Layout) -> float:
         stretches = self._stretches(self.settled(layout))
         if self._workload.synchronises:
             return waits_of(stretches)

@@ -114,6 +114,8 @@ class Costs:
         self._cuts: dict[tuple[object, ...], list[_Held]] = {}
         self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
         self._sends: dict[tuple[object, ...], list[float]] = {}
+        self._works: dict[StageWork, StageWork] = {}
+        self._exchanges: dict[tuple[object, ...], dict[int, _Exchange]] = {}
         self._data_parallel = DataParallelCosts(workload, cluster, self.block)
 
     def least(self, plan: SettledPlan, batch: int, passes: float = 0.0) -> float:
@@ -127,7 +129,7 @@ class Costs:
         count = plan.microbatches_of(batch)
         stages = self.stages(plan, count)
         works = _by_stage(plan, stages)
-        alike = {id(work): self._exchange(plan, work) for work in {id(work): work for work in works}.values()}
+        alike = self._alike(plan, works)
         exchanges = [alike[id(work)] for work in works]
         gathered, before = [0.0] * plan.pp, []  # a rank gathers the weights of its stages one after another
         for place, each in zip(plan.placement if plan.pp > 1 else (0,), exchanges, strict=True):
@@ -139,6 +141,16 @@ class Costs:
         end = least_end(plan, timed, self.sends(plan), count, before, after, beside)
         end = max(end * (1 + straggler_share(self.cluster)), passes + (min(after) if plan.pp > 1 else 0.0))
         return end + self.norm(plan) + self.update_of(plan, count)
+
+    def _alike(self, plan: SettledPlan, works: Sequence[StageWork]) -> dict[int, _Exchange]:
+        """Return what gradients and weights add to each stage, by identity: equal stages are one object."""
+        mesh = plan.pp, plan.dp, plan.replicate, plan.order
+        key = Layout.of(plan), mesh, plan.shard, plan.bucket, plan.reduce, plan.has_halves
+        known = self._exchanges.setdefault(key, {})
+        for work in works:
+            if id(work) not in known:
+                known[id(work)] = self._exchange(plan, work)
+        return known
 
     def _exchange(self, plan: SettledPlan, work: StageWork) -> _Exchange:
         """Return what gradients and weights add to a stage, at least."""
@@ -162,6 +174,15 @@ class Costs:
         slowing = [first.beside_first, *(each.beside for each in others)]
         stops = count * sum(sum(work.stops) for work in stage.stages)
         return Beside(sum(each for each, _ in slowing), max(most for _, most in slowing), stops)
+
+    def least_after(self, plan: SettledPlan, count: int) -> float:
+        """Return the least seconds of a step after all passes, with buckets of the Plan's size or smaller."""
+        after = 0.0
+        if plan.pp > 1:
+            works = _by_stage(plan, self.stages(plan, count))
+            alike = self._alike(plan, works)
+            after = min(alike[id(work)].after for work in works)
+        return after + self.norm(plan) + self.update_of(plan, count)
 
     def update_of(self, plan: SettledPlan, count: int) -> float:
         """Return the seconds of the slowest rank's optimizer, and of its sums of gradients."""
@@ -260,7 +281,8 @@ class Costs:
                 divided += number * parameters.divided
                 experts += number * parameters.experts
             weight += made
-            works.append(StageWork(runs, forward, backward, made, (stops[0], stops[1])))
+            work = StageWork(runs, forward, backward, made, (stops[0], stops[1]))
+            works.append(self._works.setdefault(work, work))  # one object for equal stages
         return StageCost(
             sum(work.forward for work in works),
             sum(work.backward for work in works) - weight,
