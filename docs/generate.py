@@ -54,7 +54,7 @@ MODELLED = (
     *("time.host", "time.step", "time.synchronisations"),
     *("memory.activation_peaks", "memory.activations", "memory.memory", "memory.offload"),
     *("memory.peak_candidates", "memory.states"),
-    *("outlook.goodput", "outlook.jitter", "outlook.long_run"),
+    *("outlook.goodput", "time.jitter", "outlook.long_run"),
 )
 """Modules of shoal.cost whose formulas are on a page."""
 

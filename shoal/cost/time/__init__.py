@@ -1,4 +1,4 @@
-"""Seconds of operations, blocks, buckets and steps, in closed form."""
+"""Seconds of operations, blocks and buckets, and a lower bound on those of a step."""
 
 from shoal.cost.time.attention import attention_seconds
 from shoal.cost.time.block import BlockCost, block_cost
