@@ -187,12 +187,12 @@ def _roomier(search: Search, winner: Candidate, room: float) -> Candidate:
 
 
 def _best_on(search: Search, cluster: Cluster, plans: Sequence[SettledPlan]) -> Candidate:
-    """Return the best of these Plans on another machine with equal memory, of those with the least bounds."""
+    """Return the best on another machine with equal memory: of the first Plan and those of least bounds."""
     other = search.on(cluster)
     costs, batch = other.shared.costs, search.batch
-    bounded = sorted((costs.least(plan, batch), str(plan), plan) for plan in plans)[:_MOST_PLAYED]
-    best, seconds = bounded[0][2], other.shared.played(bounded[0][2])
-    for least, _, plan in bounded[1:]:
+    bounded = sorted((costs.least(plan, batch), str(plan), plan) for plan in plans[1:])
+    best, seconds = plans[0], other.shared.played(plans[0])
+    for least, _, plan in bounded[:_MOST_PLAYED]:
         if least < (1 - LOOSE) * seconds and other.shared.played(plan) < seconds:
             best, seconds = plan, other.shared.played(plan)
     return other.candidate(Fitted(best, search.shared.fullest(best), seconds))
