@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from shoal.plan import Plan
     from shoal.workload import Workload
 
-__all__ = ["WITHIN", "band_summary", "band_text", "within"]
+__all__ = ["ASIDE", "aside", "band_summary", "band_text"]
 
-WITHIN = "90 % within"
-"""Words before the two ends of a band."""
+ASIDE = "90 % in"
+"""Head of the column that `aside` fills."""
 
 
 def band_summary(workload: Workload, cluster: Cluster, plan: Plan, seconds: float) -> dict[str, Any]:
@@ -27,12 +27,13 @@ def band_summary(workload: Workload, cluster: Cluster, plan: Plan, seconds: floa
     return {"step_seconds_low": low, "step_seconds_high": high, "validated": band.validated}
 
 
-def within(summary: Mapping[str, Any]) -> str:
-    """Return the two ends of a band."""
-    low, high = (format_seconds(summary[f"step_seconds_{end}"]) for end in ("low", "high"))
-    return f"{low} to {high}"
+def aside(summary: Mapping[str, Any], seconds: float) -> str:
+    """Return how far the two ends of a band are from the predicted seconds."""
+    low, high = (summary[f"step_seconds_{end}"] / seconds - 1 for end in ("low", "high"))
+    return f"{low:+.0%} {high:+.0%}"
 
 
 def band_text(summary: Mapping[str, Any]) -> str:
     """Return the words about the band of a step."""
-    return f"{WITHIN} {within(summary)} ({summary['validated']})"
+    low, high = (format_seconds(summary[f"step_seconds_{end}"]) for end in ("low", "high"))
+    return f"90 % within {low} to {high} ({summary['validated']})"

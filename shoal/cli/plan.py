@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.band import WITHIN, band_summary, band_text, within
+from shoal.cli.band import ASIDE, aside, band_summary, band_text
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
@@ -205,7 +205,7 @@ def _text(summary: dict[str, Any]) -> str:
         [
             heading,
             _table(plans),
-            f"step: {format_seconds(plans[0]['step_seconds'])}, {band_text(plans[0])}",
+            paragraph(f"step: {format_seconds(plans[0]['step_seconds'])}, {band_text(plans[0])}"),
             "\n".join([f"plan: {plans[0]['plan']}", *(f"then: {each['layout']}" for each in plans[1:])]),
             "\n".join(map(paragraph, summary["explanation"]["sentences"])),
             *([traffic_text(summary["exchanges"])] if summary["exchanges"] else []),
@@ -220,7 +220,7 @@ def _table(plans: Sequence[dict[str, Any]]) -> str:
             each["degrees"],
             *([str(each["devices"])] if len({one["devices"] for one in plans}) > 1 else []),
             format_seconds(each["step_seconds"]),
-            within(each),
+            aside(each, each["step_seconds"]),
             f"{each['tokens_per_second']:,.0f}",
             f"{each['mfu']:.1%}",
             f"{each['communication']:.1%}",
@@ -230,7 +230,7 @@ def _table(plans: Sequence[dict[str, Any]]) -> str:
         ]
         for each in plans
     ]
-    head = ["degrees", "step", WITHIN, "tokens/s", "MFU", "communication", "bubble", "memory"]
+    head = ["degrees", "step", ASIDE, "tokens/s", "MFU", "communication", "bubble", "memory"]
     if len(rows[0]) - with_price > len(head):
         head.insert(1, "devices")
     return table_of([*head, *(["$/B tokens"] if with_price else [])], rows)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.band import WITHIN, band_summary, within
+from shoal.cli.band import ASIDE, aside, band_summary
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
 from shoal.cli.table import table_of
@@ -25,9 +25,9 @@ __all__ = ["add_parser", "run"]
 
 _DESCRIPTION = """\
 Chooses the best Plan for each number of devices, and prints step time, efficiency and the share of
-communication. Efficiency is tokens/s of a device, relative to the fewest devices. Doubling the devices pays
-if it gives at least 1.5 times the tokens/s; at the wall it gives none. Amdahl's law divides the compute of
-the fewest devices evenly, and keeps the rest of the step as it is; other Plans may be quicker.
+exposed communication. Efficiency is tokens/s of a device, relative to the fewest devices. Doubling the
+devices pays if it gives at least 1.5 times the tokens/s; at the wall it gives none. Amdahl's law divides
+the compute of the fewest devices evenly, and keeps the rest of the step as it is; other Plans may be quicker.
 
 Exit codes: 0 predicted; 2 wrong input, or no number of devices has a Plan that fits.
 """
@@ -153,7 +153,7 @@ def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
         [
             str(point.devices),
             format_seconds(point.best.seconds),
-            within(_row(point)),
+            aside(_row(point), point.best.seconds),
             format_seconds(point.amdahl),
             f"{point.best.tokens_per_second:,.0f}",
             f"{point.efficiency:.1%}",
@@ -164,7 +164,7 @@ def _text(scaling: Scaling, runs: Sequence[LongRun | None]) -> str:
         ]
         for point, run in zip(scaling.points, runs, strict=True)
     ]
-    head = ["devices", "step", WITHIN, "Amdahl", "tokens/s", "efficiency", "communication", "bubble", "MFU"]
+    head = ["devices", "step", ASIDE, "Amdahl", "tokens/s", "efficiency", "exposed", "bubble", "MFU"]
     head += ["days", "dollars"] if len(rows[0]) > len(head) else []
     most = scaling.points[-1].devices
     told = [
