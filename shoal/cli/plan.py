@@ -132,8 +132,6 @@ def _write(args: argparse.Namespace, best: Candidate) -> None:
 
 
 def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
-    from shoal.planner import sentences
-
     best = choice.best
     return {
         "model": best.workload.name,
@@ -147,7 +145,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
         "plans": [_row(each) for each in choice.candidates],
         "exchanges": traffic_summary(explanation.traffic, best.parts),
         "explanation": {
-            "sentences": list(sentences(explanation)),
+            "sentences": list(explanation.sentences()),
             "without_memory_limit": _short(explanation.unlimited),
             "sizes": [
                 {

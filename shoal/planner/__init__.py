@@ -8,11 +8,10 @@
 from shoal.planner.candidate import Candidate
 from shoal.planner.choose import OBJECTIVES, Choice, choose
 from shoal.planner.configuration import configuration
-from shoal.planner.explain import Explanation
+from shoal.planner.explanation import Explanation
 from shoal.planner.scale import Point, Scaling, scale
 from shoal.planner.search import Ranking, Search
 from shoal.planner.space import Degrees, Space
-from shoal.planner.words import sentences
 
 __all__ = [
     "OBJECTIVES",
@@ -28,5 +27,4 @@ __all__ = [
     "choose",
     "configuration",
     "scale",
-    "sentences",
 ]

@@ -9,7 +9,8 @@ from shoal.cluster import Cluster
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import CHOICES
 from shoal.planner.candidate import Candidate
-from shoal.planner.explain import Explanation, explain
+from shoal.planner.explain import explain
+from shoal.planner.explanation import Explanation
 from shoal.planner.money import cheapest
 from shoal.planner.polish import polished, simplest, with_found_schedule
 from shoal.planner.refusal import refusal

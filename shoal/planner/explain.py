@@ -10,85 +10,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shoal.cluster import Cluster
 from shoal.cost import Layout
 from shoal.cost.time import compute_parts
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
+from shoal.planner.explanation import Change, Explanation, Neighbour
 from shoal.planner.neighbours import half_and_twice, moved, neighbours
 from shoal.planner.search import LOOSE, Search
-from shoal.planner.sizes import Size, sizes_of
+from shoal.planner.sizes import sizes_of
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Fitted
-from shoal.simulate import Traffic, traffic_of
+from shoal.simulate import traffic_of
 from shoal.workload import Block
 
-__all__ = ["Change", "Explanation", "Neighbour", "explain"]
+__all__ = ["explain"]
 
 _MOST_PLAYED = 6
 """Plans that are played on a changed machine, those of the least bounds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """The best Plan with one degree at another value.
-
-    Attributes:
-        degree: Name of the degree.
-        value: The other value.
-        best: The best such Plan; None if none fits the memory.
-    """
-
-    degree: str
-    value: int
-    best: Candidate | None
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The best Plan that is known on a changed machine.
-
-    Attributes:
-        name: The doubled property.
-        best: The Plan, with its seconds there.
-    """
-
-    name: str
-    best: Candidate
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The reasons why the best Plan is the best.
-
-    Attributes:
-        winner: The best Plan.
-        room: Bytes of a device's memory that Plans may fill.
-        unlimited: The best Plan if memory had no limit.
-        neighbours: For each degree, the best Plans with half and with twice its value.
-        other: The best of the shown Plans of another kind: with other degrees above 1; None if there is none.
-        shown: Number of Plans that were shown.
-        changes: Changes of the machine, the one that gains most first.
-        sizes: The Plan with half and twice the micro-batch, and with half and twice the buckets.
-        coarser: The best known Plan with products in fp8; None where it is not quicker, or is asked for.
-        compute: What its compute is made of: see `shoal.cost.time.losses`; and "imbalance", by which the rank
-            that waits least computes longer than the mean one.
-        traffic: The communication of one rank.
-    """
-
-    winner: Candidate
-    room: float
-    unlimited: Candidate
-    neighbours: tuple[Neighbour, ...]
-    other: Candidate | None
-    shown: int
-    changes: tuple[Change, ...]
-    sizes: tuple[Size, ...]
-    coarser: Candidate | None
-    compute: Mapping[str, float]
-    traffic: Traffic
 
 
 def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Explanation:

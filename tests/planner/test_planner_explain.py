@@ -9,7 +9,7 @@ from shoal.cost import Costs
 from shoal.cost.memory.memory import memory_of
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import SettledPlan
-from shoal.planner import Search, choose, sentences
+from shoal.planner import Search, choose
 from shoal.planner.bucket import usual_bucket
 from shoal.planner.search import SLACK
 from shoal.simulate import played_seconds
@@ -75,7 +75,7 @@ def test_twice_of_one_thing_is_played_there_and_the_most_gain_comes_first(explan
 
 
 def test_the_sentences_name_every_degree_that_was_changed(explanation):
-    text = " ".join(sentences(explanation))
+    text = " ".join(explanation.sentences())
     assert all(f"{each.degree}=" in text for each in explanation.neighbours)
 
 
@@ -127,7 +127,7 @@ def test_half_and_twice_of_each_size_cost_what_their_plans_cost(choice, explanat
 
 
 def test_a_size_that_fits_is_told_by_its_pace_and_one_that_does_not_by_its_memory(explanation):
-    text = " ".join(sentences(explanation))
+    text = " ".join(explanation.sentences())
     assert "microbatch=" in text
     assert "bucket=" in text
     if any(not each.fits for each in explanation.sizes):

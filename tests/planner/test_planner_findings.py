@@ -9,7 +9,7 @@ from shoal.cluster import Cluster
 from shoal.cost import Costs
 from shoal.cost.time import workload_on
 from shoal.plan import SettledPlan
-from shoal.planner import Search, choose, sentences
+from shoal.planner import Search, choose
 from shoal.planner.polish import SIMPLER
 from shoal.planner.search import SLACK
 from shoal.simulate import played_seconds, simulate
@@ -85,7 +85,7 @@ def test_every_figure_that_a_sentence_tells_is_the_simulation_s(model, machine, 
     for size in told.sizes:
         played = simulate(workload, cluster, size.plan, batch).seconds
         assert size.slower == pytest.approx(played / choice.best.seconds - 1, abs=1e-6)
-    text = " ".join(sentences(told))
+    text = " ".join(told.sentences())
     for pace, name in re.findall(r"the best Plan is ([\d.]+)% \w+ \(([^)]+)\)", text):
         near = [each.best for each in told.neighbours if each.best and each.best.degrees_text == name]
         (seconds,) = {each.seconds for each in near}

@@ -1,16 +1,17 @@
-"""The sentences of an explanation."""
+"""An Explanation of the best Plan: figures of Plans that were played, and sentences about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
-from shoal.planner.explain import Explanation
 from shoal.planner.sizes import Size
+from shoal.simulate import Traffic
 from shoal.units import format_bytes, format_seconds
 
-__all__ = ["sentences"]
+__all__ = ["Change", "Explanation", "Neighbour"]
 
 _PART_NAMES = {
     "compute": "compute",
@@ -36,18 +37,77 @@ _LEAST = 0.005
 """The least share of a step that a sentence names."""
 
 
-def sentences(told: Explanation) -> Iterator[str]:
-    """Yield an explanation, in sentences."""
-    yield _bounds(told)
-    yield _compute(told)
-    yield _memory(told)
-    yield from _degrees(told)
-    yield from _sizes(told)
-    yield _other_kind(told)
-    if told.coarser is not None:
-        gain = _faster(told.winner, told.coarser)
-        yield f"With products in 8 bits, {told.coarser.layout} is {gain} faster: ask for it by precision=fp8."
-    yield from _changes(told)
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """The best Plan with one degree at another value.
+
+    Attributes:
+        degree: Name of the degree.
+        value: The other value.
+        best: The best such Plan; None if none fits the memory.
+    """
+
+    degree: str
+    value: int
+    best: Candidate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The best Plan that is known on a changed machine.
+
+    Attributes:
+        name: The doubled property.
+        best: The Plan, with its seconds there.
+    """
+
+    name: str
+    best: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The reasons why the best Plan is the best.
+
+    Attributes:
+        winner: The best Plan.
+        room: Bytes of a device's memory that Plans may fill.
+        unlimited: The best Plan if memory had no limit.
+        neighbours: For each degree, the best Plans with half and with twice its value.
+        other: The best of the shown Plans of another kind: with other degrees above 1; None if there is none.
+        shown: Number of Plans that were shown.
+        changes: Changes of the machine, the one that gains most first.
+        sizes: The Plan with half and twice the micro-batch, and with half and twice the buckets.
+        coarser: The best known Plan with products in fp8; None where it is not quicker, or is asked for.
+        compute: What its compute is made of: see `shoal.cost.time.losses`; and "imbalance", by which the rank
+            that waits least computes longer than the mean one.
+        traffic: The communication of one rank.
+    """
+
+    winner: Candidate
+    room: float
+    unlimited: Candidate
+    neighbours: tuple[Neighbour, ...]
+    other: Candidate | None
+    shown: int
+    changes: tuple[Change, ...]
+    sizes: tuple[Size, ...]
+    coarser: Candidate | None
+    compute: Mapping[str, float]
+    traffic: Traffic
+
+    def sentences(self) -> Iterator[str]:
+        """Yield the explanation, in sentences."""
+        yield _bounds(self)
+        yield _compute(self)
+        yield _memory(self)
+        yield from _degrees(self)
+        yield from _sizes(self)
+        yield _other_kind(self)
+        if self.coarser is not None:
+            gain = _faster(self.winner, self.coarser)
+            yield f"With products in 8 bits (precision=fp8), {self.coarser.layout} is {gain} faster."
+        yield from _changes(self)
 
 
 def _bounds(told: Explanation) -> str:
