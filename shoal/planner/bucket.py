@@ -12,12 +12,13 @@ from shoal.cost import Layout
 from shoal.cost.time import Bucket, families_of, gather_seconds, reduce_seconds
 from shoal.plan import SettledPlan
 
-__all__ = ["SIZES", "usual_bucket"]
+__all__ = ["ALL_SIZES", "SIZES", "usual_bucket"]
 
 SIZES = (16 << 20, 128 << 20, 1 << 30)
 """Sizes that a search tries; the best Plans get more."""
 
-_USUAL = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
+ALL_SIZES = tuple((1 << 20) << power for power in range(11))
+"""Sizes that the best Plans are tried with: 1 MiB to 1 GiB."""
 _NEAR = 1.25  # a byte may take this many times as long as in the largest bucket
 
 
@@ -36,5 +37,5 @@ def usual_bucket(cluster: Cluster, plan: SettledPlan) -> int:
         bucket = Bucket(size / width, 0, 0, family)
         return (reduce_seconds(bucket, cluster) + gather_seconds(bucket, width, cluster)) / size
 
-    limit = _NEAR * seconds_of_a_byte(_USUAL[-1])
-    return next(size for size in _USUAL if seconds_of_a_byte(size) <= limit)
+    limit = _NEAR * seconds_of_a_byte(ALL_SIZES[-1])
+    return next(size for size in ALL_SIZES if seconds_of_a_byte(size) <= limit)

@@ -51,8 +51,7 @@ class Candidate:
     @property
     def degrees(self) -> Degrees:
         """The parallel degrees of the Plan."""
-        plan = self.plan
-        return Degrees(plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
+        return Degrees.of(self.plan)
 
     @property
     def degrees_text(self) -> str:

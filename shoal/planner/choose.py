@@ -15,6 +15,7 @@ from shoal.planner.money import cheapest
 from shoal.planner.polish import polished, simplest, with_found_schedule
 from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
+from shoal.planner.space import Degrees
 from shoal.planner.tree import Fitted
 from shoal.workload import Workload
 
@@ -115,11 +116,7 @@ def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
         key=lambda each: each.seconds,
     )
     best = simplest(search, touched[0])
-    others = [
-        each
-        for each in (*touched, *found[ROWS:])
-        if search.degrees_of(each.plan) != search.degrees_of(best.plan)
-    ]
+    others = [each for each in (*touched, *found[ROWS:]) if Degrees.of(each.plan) != Degrees.of(best.plan)]
     return [search.candidate(each) for each in (best, *sorted(others, key=lambda each: each.seconds))]
 
 

@@ -9,11 +9,7 @@ forward and backward on a rank. Then a micro-batch takes at least
                                               stay from forward to backward
     zero3        max(F, G) + max(B, R + G)    gathered in both, and reduced in every backward
 
-and some rank has n = ceil(layers / pp). With none, zero1 and zero3-once gradients are reduced once. In a
-pipeline whose first rank has the stages 1 to v, with m micro-batches, a step takes longer by at least
-
-    R_1 + max(0, R_2 + ... + R_v - min(m, pp) (B_1 + ... + B_(v-1)))    or max(0, R_1 - B_1) where pp=1
-    max(0, G_1 - F_1)                                                   with zero1
+and some rank has n = ceil(layers / pp).
 
 Where weights are gathered for every pass, each layer is a bucket. Otherwise all layers of a stage count as
 one bucket: the larger a bucket is, the less time each byte takes. If layers are unlike, each counts as the
@@ -24,14 +20,12 @@ collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.time import (
     Bucket,
     Family,
-    StageWork,
     families_of,
     gather_seconds,
     parameters_on_rank,
@@ -86,35 +80,6 @@ class LeastDataParallel:
             passes = self._passes[degrees, sharding] = self._in_passes(degrees, sharding)
         layers = math.ceil(self._layers / degrees.pp)
         return max(layers * layer.forward, passes.forward) + max(layers * layer.backward, passes.backward)
-
-    def of_step(
-        self,
-        degrees: Degrees,
-        sharding: HybridSharding,
-        stages: Sequence[tuple[StageWork, int]],
-        count: int,
-    ) -> float:
-        """Return a lower bound on the seconds that a step takes beside all forwards and backwards.
-
-        Args:
-            degrees: The parallel degrees.
-            sharding: The sharding of the state.
-            stages: Stages of the first rank, each with the number of its layers.
-            count: Micro-batches of a step.
-        """
-        if sharding.kind.reduces_each_micro_batch:
-            return 0.0
-        first, layers = stages[0]
-        least = self._reduce(degrees, sharding, layers)
-        if degrees.pp == 1:
-            least = max(0.0, least - first.backward)
-        elif len(stages) > 1:
-            others = sum(self._reduce(degrees, sharding, each) for _, each in stages[1:])
-            left = min(count, degrees.pp) * sum(stage.backward for stage, _ in stages[:-1])
-            least += max(0.0, others - left)
-        if sharding.kind.gathers_each_step:
-            least += max(0.0, self._gather(degrees, sharding, layers) - first.forward)
-        return least
 
     def _in_passes(self, degrees: Degrees, sharding: HybridSharding) -> Passes:
         """Return the seconds of only the gradients' and weights' communication."""

@@ -95,7 +95,7 @@ def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
     space = search.shared.space
     for name in Degrees._fields:
         value = getattr(winner.degrees, name)
-        near = {search.degrees_of(plan) for plan in moved(space, winner.plan, name)}
+        near = {Degrees.of(plan) for plan in moved(space, winner.plan, name)}
         for other in half_and_twice(value):
             wanted = {degrees for degrees in near if getattr(degrees, name) == other}
             if wanted:

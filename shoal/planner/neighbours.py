@@ -8,12 +8,13 @@ from typing import Any
 
 from shoal.errors import PlanError
 from shoal.plan import CHOICES, SettledPlan, divisors
+from shoal.plan.order import DEFAULT_ORDER
 from shoal.plan.schedules import KINDS, NAMES, kind_of
+from shoal.planner.bucket import ALL_SIZES
 from shoal.planner.space import RECOMPUTES, Space
 
-__all__ = ["changed", "half_and_twice", "moved", "neighbours"]
+__all__ = ["changed", "half_and_twice", "moved", "neighbours", "orders"]
 
-_BUCKETS = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
 _DEGREES = ("dp", "tp", "pp", "cp")
 
 
@@ -57,7 +58,7 @@ def _in_settings(space: Space, plan: SettledPlan) -> Iterator[SettledPlan]:
     changes: list[dict[str, Any]] = [{"microbatch": each} for each in half_and_twice(plan.microbatch)]
     changes += [{"recompute": each} for each in RECOMPUTES]
     if plan.dp * plan.cp > 1:
-        changes += [{"bucket": each} for each in _BUCKETS]
+        changes += [{"bucket": each} for each in ALL_SIZES]
         changes += [
             {"shard": shard, "replicate": replicate}
             for shard in CHOICES["shard"]
@@ -65,8 +66,7 @@ def _in_settings(space: Space, plan: SettledPlan) -> Iterator[SettledPlan]:
         ]
     if plan.tp > 1:
         changes += [{"tensor": each} for each in CHOICES["tensor"]]
-    if sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp)) > 1:
-        changes += [{"order": "-".join(each)} for each in itertools.permutations(("pp", "dp", "cp", "tp"))]
+    changes += [{"order": order} for order in orders(plan)]
     if plan.cp > 1:
         changes += [{"context": each} for each in CHOICES["context"]]
     if plan.pp > 1:
@@ -93,6 +93,13 @@ def changed(plan: SettledPlan, batch: int, **changes: Any) -> SettledPlan | None
     except PlanError:
         return None
     return found
+
+
+def orders(plan: SettledPlan) -> list[str]:
+    """Return the orders of a Plan's axes over the ranks; none if it has one axis alone."""
+    if sum(getattr(plan, name) > 1 for name in _DEGREES) <= 1:
+        return []
+    return ["-".join(each) for each in itertools.permutations(DEFAULT_ORDER.split("-"))]
 
 
 def half_and_twice(value: int) -> list[int]:

@@ -11,26 +11,24 @@ Among Plans that are as quick as the best within SIMPLER, the simplest is prefer
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 from shoal.cost import Layout
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import FOUND, NAMES
-from shoal.planner.neighbours import changed
+from shoal.planner.bucket import ALL_SIZES
+from shoal.planner.neighbours import changed, orders
 from shoal.planner.search import Search
-from shoal.planner.space import HybridSharding, Variant
+from shoal.planner.space import Degrees, HybridSharding, Variant
 from shoal.planner.tree import Fitted
 
 __all__ = ["LEAST_GAIN", "MOST_SEARCHED", "SIMPLER", "polished", "simplest", "with_found_schedule"]
 
 MOST_SEARCHED = 512
-_AXES = ("pp", "dp", "cp", "tp")
 MOST_SPLIT = 32  # stages that are split by the cost of every block, which takes a tenth of a second
 LEAST_GAIN = 0.01
 SIMPLER = 0.005
 
-_BUCKETS = tuple((1 << 20) << power for power in range(11))  # 1 MiB to 1 GiB
 _PLAINNESS = {
     name: order for order, name in enumerate(("1f1b", "interleaved", "zb-h1", "gpipe", "looped-bfs"))
 }
@@ -41,13 +39,12 @@ def polished(search: Search, found: Fitted) -> Fitted:
     plan, batch = found.plan, search.batch
     tried = []
     if plan.dp * plan.cp > 1 and not plan.sharding.cuts_weights:
-        tried += [changed(plan, batch, bucket=bucket) for bucket in _BUCKETS]
+        tried += [changed(plan, batch, bucket=bucket) for bucket in ALL_SIZES]
     if plan.pp > 1:
         tried.append(changed(plan, batch, split="count"))
         if plan.stages <= MOST_SPLIT:
             tried.append(changed(plan, batch, split="cost"))
-    if sum(degree > 1 for degree in (plan.dp, plan.tp, plan.pp, plan.cp)) > 1:
-        tried += [changed(plan, batch, order="-".join(each)) for each in itertools.permutations(_AXES)]
+    tried += [changed(plan, batch, order=order) for order in orders(plan)]
     best = found
     costs, bound = search.shared.costs, search.shared.costs.least(best.plan, batch)
     for each in tried:
@@ -102,7 +99,7 @@ def _with_searched(search: Search, best: Fitted) -> Iterator[Fitted]:
     """Yield the Plan with schedule=search, for each number of stages on a rank."""
     plan, layers = best.plan, len(search.workload.layers)
     count = plan.microbatches_of(search.batch)
-    degrees = search.degrees_of(plan)
+    degrees = Degrees.of(plan)
     for virtual in (1, 2):
         if plan.pp * virtual > layers or plan.pp * virtual * count > MOST_SEARCHED:
             continue

@@ -160,11 +160,6 @@ class Search:
         legal = sum(map(self.tree.count, accepted))
         return Ranking(tuple(map(self.candidate, done.values())), tuple(done.values()), legal, looked)
 
-    @staticmethod
-    def degrees_of(plan: SettledPlan) -> Degrees:
-        """Return the degrees of a Plan."""
-        return Degrees(plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
-
     def candidate(self, fitted: Fitted) -> Candidate:
         """Return the candidate of a Plan that fits."""
         return Candidate(fitted.plan, self.workload, self.cluster, self.batch, *fitted[1:], self.shared.costs)

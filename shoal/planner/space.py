@@ -42,6 +42,11 @@ class Degrees(NamedTuple):
     cp: int
     ep: int
 
+    @classmethod
+    def of(cls, plan: Plan) -> Degrees:
+        """Return the degrees of a Plan."""
+        return cls(plan.dp, plan.tp, plan.pp, plan.cp, plan.ep)
+
 
 class HybridSharding(NamedTuple):
     """A sharding, and the number of replicas of the sharded state."""

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from shoal.cluster import Cluster
 from shoal.cost import Layout
-from shoal.cost.collectives import algorithm_seconds, send_seconds
+from shoal.cost.collectives import algorithm_seconds, message_seconds
 from shoal.cost.time import attention_seconds, pass_seconds, product_seconds, stream_seconds
-from shoal.plan.groups import Group
+from shoal.plan import Boundary, Group
 from shoal.workload import Attention
 
 __all__ = [
@@ -171,7 +171,7 @@ class SendTime:
 
     def predicted(self, cluster: Cluster) -> float:
         """See `Measurement`."""
-        return send_seconds(self.nbytes, self.distance, cluster)
+        return message_seconds(self.nbytes, Boundary(0, self.distance, Group(1)), cluster)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ other rounds are added; if not, longer tables are tried, and at last the whole o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from shoal.cost import Costs
 from shoal.cost.time import straggler_share
@@ -45,13 +46,7 @@ def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
     if costs.cluster.crowding > 1 and plan.pp > 1:
         return simulate(costs.workload, costs.cluster, plan, batch).seconds
     count = plan.microbatches_of(batch)
-    stages = alike_programs(plan, costs, count)
-    for short in _short(plan, count):
-        course, play = _play(costs, plan, stages, short)
-        every = _repeats(course, play, plan.pp)
-        if every is not None:
-            return play.end + (count - short) // plan.pp * every * (1 + straggler_share(costs.cluster))
-    return _play(costs, plan, stages, count)[1].end
+    return _played(costs, plan, alike_programs(plan, costs, count), count).seconds
 
 
 def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
@@ -60,12 +55,7 @@ def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
     Any sharding takes longer. The arguments are those of `played_seconds`, with the number of micro-batches.
     """
     stages = alike_programs(plan, costs, count, exchanges=False)
-    for short in _short(plan, count):
-        course, play = _play(costs, plan, stages, short, ends=False)
-        every = _repeats(course, play, plan.pp)
-        if every is not None:
-            return play.end + (count - short) // plan.pp * every
-    return _play(costs, plan, stages, count, ends=False)[1].end
+    return _played(costs, plan, stages, count, ends=False).seconds
 
 
 def played_parts(costs: Costs, plan: SettledPlan, batch: int) -> dict[str, float]:
@@ -77,33 +67,60 @@ def played_parts(costs: Costs, plan: SettledPlan, batch: int) -> dict[str, float
     """
     count = plan.microbatches_of(batch)
     stages = alike_programs(plan, costs, count)
-    seconds, waits, update = _whole(costs, plan, stages, count)
+    played = _played(costs, plan, stages, count)
+    waits, update = played.waits(), _updates(costs, plan, stages, count)
     place = min(range(len(waits)), key=lambda each: sum(waits[each].values()) + update[each])
     parts = {"optimizer": update[place], **waits[place]}
-    return {"compute": seconds - sum(parts.values()), **parts}
+    return {"compute": played.seconds - sum(parts.values()), **parts}
 
 
-def _whole(
-    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
-) -> tuple[float, list[dict[str, float]], list[float]]:
-    """Return the seconds of a step, and by place the waits and the optimizer's seconds."""
-    for short in _short(plan, count):
-        course, play = _play(costs, plan, stages, short)
-        every = _repeats(course, play, plan.pp)
-        if every is None:
-            continue
-        longer, rounds = _play(costs, plan, stages, short + plan.pp)[1], (count - short) // plan.pp
-        waits = [
+@dataclass(frozen=True)
+class _Played:
+    """A step of which a shorter table was played, and the rounds of its middle that were not.
+
+    Attributes:
+        seconds: Seconds of the whole step.
+        play: The play of the shorter table, or of the whole one.
+        rounds: Rounds of the middle that were not played.
+        longer: Plays the table with one round more.
+    """
+
+    seconds: float
+    play: Play
+    rounds: int
+    longer: Callable[[], tuple[Course, Play]]
+
+    def waits(self) -> list[dict[str, float]]:
+        """Return the waits of the whole step by place."""
+        if not self.rounds:
+            return self.play.waits
+        return [
             {
-                what: one.get(what, 0.0) + rounds * (seconds - one.get(what, 0.0))
+                what: one.get(what, 0.0) + self.rounds * (seconds - one.get(what, 0.0))
                 for what, seconds in other.items()
             }
-            for one, other in zip(play.waits, longer.waits, strict=True)
+            for one, other in zip(self.play.waits, self.longer()[1].waits, strict=True)
         ]
-        later = rounds * every * (1 + straggler_share(costs.cluster))
-        return play.end + later, waits, _updates(costs, plan, stages, count)
-    _, play = _play(costs, plan, stages, count)
-    return play.end, play.waits, _updates(costs, plan, stages, count)
+
+
+def _played(
+    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int, *, ends: bool = True
+) -> _Played:
+    """Play the shortest table whose middle repeats; `ends` as in `_play`."""
+
+    def play(microbatches: int) -> tuple[Course, Play]:
+        return _play(costs, plan, stages, microbatches, ends=ends)
+
+    late = straggler_share(costs.cluster) if ends else 0.0
+    for short in _short(plan, count):
+        course, shorter = play(short)
+        every = _repeats(course, shorter, plan.pp)
+        if every is not None:
+            rounds = (count - short) // plan.pp
+            seconds = shorter.end + rounds * every * (1 + late)
+            return _Played(seconds, shorter, rounds, partial(play, short + plan.pp))
+    whole = play(count)[1]
+    return _Played(whole.end, whole, 0, partial(play, count))
 
 
 def _updates(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> list[float]:

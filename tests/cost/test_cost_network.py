@@ -29,10 +29,11 @@ from shoal.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
-    send_seconds,
 )
-from shoal.plan import Group
+from shoal.cost.collectives.places import message_seconds
+from shoal.plan import Boundary, Group
 
+NEXT = Boundary(0, 1, Group(1))  # a message to the next rank
 CHUNKS = 1e-5  # relative: the least over numbers of chunks that are 0.2 % apart, at which it is flat
 
 
@@ -250,7 +251,7 @@ def test_a_group_of_some_in_a_mesh_has_only_the_links_among_them():
     mesh = cluster(level(8, 700e9, 0.0, mesh=True))
     assert collective_seconds("all_gather", S, Group(2), mesh) == pytest.approx(S / 2 / 100e9, rel=EXACT)
     assert collective_seconds("all_gather", S, Group(8), mesh) == pytest.approx(S * 7 / 8 / 700e9, rel=EXACT)
-    assert send_seconds(S, 1, mesh) == pytest.approx(S / 100e9, rel=EXACT)
+    assert message_seconds(S, NEXT, mesh) == pytest.approx(S / 100e9, rel=EXACT)
 
 
 def test_a_ring_through_pods_is_not_slowed_by_a_spine_that_an_all_to_all_is_slowed_by():
@@ -266,8 +267,10 @@ def test_a_ring_through_pods_is_not_slowed_by_a_spine_that_an_all_to_all_is_slow
 
 def test_a_message_goes_over_the_links_that_join_both_ranks():
     machine = two_levels()
-    assert send_seconds(S, 1, machine) == pytest.approx(A_I + S / INSIDE, rel=EXACT)
-    assert send_seconds(S, 8, machine) == pytest.approx(A_E + S / NETWORK, rel=EXACT)
+    assert message_seconds(S, NEXT, machine) == pytest.approx(A_I + S / INSIDE, rel=EXACT)
+    assert message_seconds(S, Boundary(0, 8, Group(1)), machine) == pytest.approx(
+        A_E + S / NETWORK, rel=EXACT
+    )
 
 
 def test_nobody_to_talk_to_and_nothing_to_say_take_no_time():

@@ -74,7 +74,8 @@ def test_the_parts_of_a_played_step_are_its_seconds(case):
     assert min(parts.values()) >= 0
     step = simulate(costs.workload, costs.cluster, plan, batch).breakdown.parts
     exposed = sum(parts.get(name, 0.0) for name in ("tensor", "context", "expert", "data", "pipeline"))
-    if plan.pp == 1 and plan.replicate == 1:
+    # Equal buckets are one here. Over shards and replicas that slows other compute than one after another.
+    if plan.pp == 1 and plan.replicate == 1 and plan.ep == 1:
         late = step.exposed_communication + step.straggler_wait
         assert exposed + parts["control"] == pytest.approx(late, rel=1e-6, abs=1e-9)
 

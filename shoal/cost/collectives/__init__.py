@@ -4,14 +4,13 @@ from shoal.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
-    send_seconds,
 )
-from shoal.cost.collectives.places import joining_level
+from shoal.cost.collectives.places import joining_level, message_seconds
 
 __all__ = [
     "algorithm_seconds",
     "collective_load",
     "collective_seconds",
     "joining_level",
-    "send_seconds",
+    "message_seconds",
 ]

@@ -68,7 +68,7 @@ from shoal.cost.collectives.crossing import Crossing
 from shoal.cost.collectives.crossings import crossings
 from shoal.plan import Group
 
-__all__ = ["algorithm_seconds", "collective_load", "collective_seconds", "send_seconds"]
+__all__ = ["algorithm_seconds", "collective_load", "collective_seconds"]
 
 _PACKET_MESSAGE = 16 * 1024
 """Bytes of the largest message of an all_to_all that goes in packets: NCCL_P2P_LL_THRESHOLD of NCCL."""
@@ -186,12 +186,6 @@ def collective_load(group: Group, cluster: Cluster) -> float:
     inside = cluster.levels[0]
     rate = max(route.rate for route in _routes(group, cluster.levels))
     return min(1.0, rate / inside.rate(inside.devices))
-
-
-def send_seconds(nbytes: float, distance: int, cluster: Cluster) -> float:
-    """Return the seconds of a message to a rank `distance` ranks away in the mesh's order."""
-    level = next((level for level in cluster.levels if distance < level.devices), cluster.levels[-1])
-    return cluster.levels[0].setup + level.latency + nbytes / level.rate(2)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -42,7 +42,8 @@ from typing import TypeAlias
 
 from shoal.cluster import Calibrated, Cluster
 from shoal.cost.collectives.crossings import joined_by
-from shoal.cost.collectives.network import collective_seconds, send_seconds
+from shoal.cost.collectives.network import collective_seconds
+from shoal.cost.collectives.places import message_seconds
 from shoal.cost.outlook.changed_rates import (
     with_all_rates,
     with_level_rate,
@@ -54,6 +55,7 @@ from shoal.cost.outlook.changed_rates import (
 from shoal.cost.outlook.observation import SENDS, Observation, Transfer
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.step import Costs
+from shoal.plan import Boundary, Group
 
 __all__ = ["Calibration", "Correction", "calibrate"]
 
@@ -344,7 +346,7 @@ def _level_of(transfer: Transfer, cluster: Cluster) -> int:
 
 def _transfer_seconds(transfer: Transfer, cluster: Cluster) -> float:
     if transfer.operation in SENDS:
-        return send_seconds(transfer.nbytes, transfer.group.stride, cluster)
+        return message_seconds(transfer.nbytes, Boundary(0, transfer.group.stride, Group(1)), cluster)
     return collective_seconds(transfer.operation, transfer.nbytes, transfer.group, cluster)
 
 

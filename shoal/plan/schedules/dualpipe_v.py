@@ -61,7 +61,6 @@ DUALPIPE_V = Kind(
     name="dualpipe-v",
     row=_row,
     held=_held,
-    bubble_fill=3.0,
     least_virtual=2,
     most_virtual=2,
     v_of=2,

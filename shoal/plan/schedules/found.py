@@ -15,4 +15,4 @@ def _held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int | N
     return (Held((most / virtual,) * virtual, (0.0,) * virtual),)
 
 
-SEARCHED = Kind(name=FOUND, row=None, held=_held, bubble_fill=3.0, most_virtual=None, v_of=2, has_halves=True)
+SEARCHED = Kind(name=FOUND, row=None, held=_held, most_virtual=None, v_of=2, has_halves=True)

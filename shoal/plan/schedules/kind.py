@@ -36,7 +36,6 @@ class Kind:
         held: Returns the candidate peaks of a rank's activations from rank, ranks, virtual stages,
             micro-batches and the limit of a search, which is in micro-batches of one stage. The formulas are
             in `shoal.cost.memory.activation_peaks`.
-        bubble_fill: How many times a rank's weight gradients fill the bubble, for each rank before it.
         least_virtual: Fewest stages on a rank.
         most_virtual: Most stages on a rank; None if there is no limit.
         v_of: Number of stages on a rank with which these go down the ranks and up again; None if they never
@@ -49,7 +48,6 @@ class Kind:
     name: str
     row: Callable[[int, int, int, int], tuple[Action, ...]] | None
     held: Callable[[int, int, int, int, int | None], tuple[Held, ...]]
-    bubble_fill: float = 0.0
     least_virtual: int = 1
     most_virtual: int | None = 1
     v_of: int | None = None

@@ -81,12 +81,11 @@ def _v_held(rank: int, ranks: int, virtual: int, microbatches: int, limit: int |
     return first, Held((down + 1.0, up - 1.0), (0.0, 0.0))
 
 
-ZB_H1 = Kind(name="zb-h1", row=_h1_row, held=_h1_held, bubble_fill=2.0, has_halves=True)
+ZB_H1 = Kind(name="zb-h1", row=_h1_row, held=_h1_held, has_halves=True)
 ZB_V = Kind(
     name="zb-v",
     row=_v_row,
     held=_v_held,
-    bubble_fill=3.0,
     least_virtual=2,
     most_virtual=2,
     v_of=2,
