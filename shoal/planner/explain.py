@@ -14,11 +14,13 @@ from dataclasses import replace
 
 from shoal.cluster import Cluster
 from shoal.cost import Layout
+from shoal.cost.outlook import band_between
 from shoal.cost.time import compute_parts
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.explanation import Change, Explanation, Neighbour
 from shoal.planner.neighbours import half_and_twice, moved, neighbours
+from shoal.planner.polish import simplest
 from shoal.planner.search import LOOSE, Search
 from shoal.planner.sizes import sizes_of
 from shoal.planner.space import Degrees
@@ -42,6 +44,8 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
     """
     unlimited = _roomier(search, winner, math.inf)
     kind = _kind(winner.degrees)
+    between = band_between(winner.cluster)
+    within = 1 / between.low - 1 if between is not None else 0.0
     return Explanation(
         winner,
         search.room,
@@ -51,6 +55,9 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
         len(shown),
         tuple(_changes(search, winner)),
         tuple(sizes_of(search, winner)),
+        between,
+        search.candidate(simplest(search, Fitted(winner.plan, winner.memory, winner.seconds), within)),
+        sum(each.seconds < (1 + within) * winner.seconds for each in shown) - 1,
         _coarser(search, winner),
         _compute(search, winner),
         traffic_of(winner.workload, winner.cluster, winner.plan, winner.batch),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from shoal.cost.outlook import Band
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.sizes import Size
@@ -78,6 +79,10 @@ class Explanation:
         shown: Number of Plans that were shown.
         changes: Changes of the machine, the one that gains most first.
         sizes: The Plan with half and twice the micro-batch, and with half and twice the buckets.
+        between: The band of one step beside another on these machines; None if none were compared.
+        simple: The simplest of the played Plans that are as quick within that band; the best Plan, if none of
+            them is simpler.
+        alike: Number of other shown Plans that are as quick within that band.
         coarser: The best known Plan with products in fp8; None where it is not quicker, or is asked for.
         compute: What its compute is made of: see `shoal.cost.time.losses`; and "imbalance", by which the rank
             that waits least computes longer than the mean one.
@@ -92,6 +97,9 @@ class Explanation:
     shown: int
     changes: tuple[Change, ...]
     sizes: tuple[Size, ...]
+    between: Band | None
+    simple: Candidate
+    alike: int
     coarser: Candidate | None
     compute: Mapping[str, float]
     traffic: Traffic
@@ -104,6 +112,8 @@ class Explanation:
         yield from _degrees(self)
         yield from _sizes(self)
         yield _other_kind(self)
+        if self.between is not None:
+            yield _alike(self, self.between)
         if self.coarser is not None:
             gain = _faster(self.winner, self.coarser)
             yield f"With products in 8 bits (precision=fp8), {self.coarser.layout} is {gain} faster."
@@ -173,6 +183,21 @@ def _other_kind(told: Explanation) -> str:
     pace = _pace(other.seconds / winner.seconds - 1)
     why = f", because {_PART_NAMES[name]} takes {format_seconds(more)} more" if more > 0 else ""
     return f"The best Plan of another kind is {other.layout}: it is {pace}{why}."
+
+
+def _alike(told: Explanation, between: Band) -> str:
+    """Say which Plans the model does not tell from the best one."""
+    said = (
+        f"The model may mistake the order of Plans that are less than {1 / between.low - 1:.0%} apart: "
+        f"9 in 10 of {between.rows} measured steps erred less beside each other."
+    )
+    if told.shown > 1:
+        verb = "is" if told.alike == 1 else "are"
+        said += f" {told.alike} of {told.shown - 1} other shown Plans {verb} that close."
+    if told.simple.plan == told.winner.plan:
+        return f"{said} No simpler Plan that was played is."
+    pace = _pace(told.simple.seconds / told.winner.seconds - 1)
+    return f"{said} The simplest that is so close is {told.simple.layout}: it is {pace}."
 
 
 def _changes(told: Explanation) -> Iterator[str]:

@@ -58,9 +58,9 @@ def polished(search: Search, found: Fitted) -> Fitted:
     return best
 
 
-def simplest(search: Search, best: Fitted) -> Fitted:
-    """Return the simplest of the played Plans that fit and are as quick as this one within SIMPLER."""
-    limit = best.seconds * (1 + SIMPLER)
+def simplest(search: Search, best: Fitted, within: float = SIMPLER) -> Fitted:
+    """Return the simplest of the played Plans that fit and are as quick as this one within that share."""
+    limit = best.seconds * (1 + within)
     near = [plan for plan, seconds in search.shared.known.items() if seconds <= limit]
     for plan in sorted(near, key=_complexity):
         if _complexity(plan) >= _complexity(best.plan):

@@ -7,6 +7,7 @@ import pytest
 from shoal.cluster import Cluster
 from shoal.cost import Costs
 from shoal.cost.memory.memory import memory_of
+from shoal.cost.outlook import band_between
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import SettledPlan
 from shoal.planner import Search, choose
@@ -72,6 +73,22 @@ def test_twice_of_one_thing_is_played_there_and_the_most_gain_comes_first(explan
     assert faster.seconds == played_seconds(Costs(WORKLOAD, faster.cluster), faster.plan, 64)
     # "at least": a search of the changed machine may find more, and its best is not slower.
     assert Search(WORKLOAD, faster.cluster, 64).best(1).best.seconds <= faster.seconds / (1 - SLACK)
+
+
+def test_plans_within_the_error_between_two_steps_are_counted_and_the_simplest_is_told(choice, explanation):
+    between, best = band_between(CLUSTER), choice.best
+    close = best.seconds / between.low
+    assert explanation.alike == sum(each.seconds < close for each in choice.candidates[1:])
+    simple, plans = explanation.simple, choice.search.shared.known
+    assert simple.seconds <= close
+
+    def degrees(plan):
+        return sum(getattr(plan, name) > 1 for name in ("tp", "pp", "cp", "ep"))
+
+    fewest = min(degrees(plan) for plan, seconds in plans.items() if seconds <= close)
+    assert degrees(simple.plan) == min(fewest, degrees(best.plan))
+    wide = dataclasses.replace(explanation, between=dataclasses.replace(between, low=0.5))
+    assert "less than 100% apart" in " ".join(wide.sentences())
 
 
 def test_the_sentences_name_every_degree_that_was_changed(explanation):

@@ -1,6 +1,6 @@
 """Long runs: failures, goodput and days. Also the bands of predictions, and a Cluster corrected by runs."""
 
-from shoal.cost.outlook.band import Band, band_of
+from shoal.cost.outlook.band import Band, band_between, band_of
 from shoal.cost.outlook.goodput import goodput
 from shoal.cost.outlook.long_run import RESTART, STORAGE, LongRun, long_run
 from shoal.cost.outlook.observation import Observation
@@ -11,6 +11,7 @@ __all__ = [
     "Band",
     "LongRun",
     "Observation",
+    "band_between",
     "band_of",
     "goodput",
     "long_run",

@@ -26,7 +26,7 @@ from shoal.cluster import Cluster
 from shoal.plan import Plan
 from shoal.workload import Workload
 
-__all__ = ["SIZES", "Band", "band_of", "family_of", "kind_of", "layouts_of", "measured_kind"]
+__all__ = ["SIZES", "Band", "band_between", "band_of", "family_of", "kind_of", "layouts_of", "measured_kind"]
 
 SIZES = ("one device", "one node", "several nodes")
 """Sizes of a run, the smallest first."""
@@ -99,6 +99,15 @@ def band_of(workload: Workload, cluster: Cluster, plan: Plan) -> Band:
     found = _narrowest(kind)
     assert found is not None, "a family with rows has a band"
     return found
+
+
+def band_between(cluster: Cluster) -> Band | None:
+    """Return the band of one step beside another one on these machines; None if none were compared.
+
+    An error that both predictions share cancels: measured runs that one run of their model, machines and
+    program corrected lie in it.
+    """
+    return _bands().get((measured_kind("runs", cluster),))
 
 
 def kind_of(
