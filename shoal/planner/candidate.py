@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, dollars
 from shoal.cost import Costs, RankMemory
 from shoal.plan import SettledPlan
 from shoal.planner.space import Degrees
@@ -17,8 +17,6 @@ __all__ = ["COMMUNICATION", "Candidate"]
 
 COMMUNICATION = ("tensor", "context", "expert", "pipeline", "data")
 """The parts of a step that are exposed communication."""
-
-_SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,8 @@ class Candidate:
 
     @property
     def dollars_per_step(self) -> float:
-        """Dollars of a step; 0 if the price is not known."""
-        return self.seconds * self.devices * self.cluster.price / _SECONDS_PER_HOUR
+        """Dollars of a step, spare nodes included; 0 if the price is not known."""
+        return dollars(self.cluster, self.seconds) if self.cluster.price else 0.0
 
     @property
     def dollars_per_billion_tokens(self) -> float:

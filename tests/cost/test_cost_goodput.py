@@ -135,3 +135,12 @@ def test_the_expected_maximum_of_many_follows_the_asymptote():
 def test_without_variation_nobody_waits():
     assert normal_maximum(4096, 0.0) == pytest.approx(1)
     assert lognormal_maximum(4096, 0.0) == pytest.approx(1)
+
+
+def test_spare_nodes_are_paid_for_and_train_nothing():
+    alone = Cluster.parse("dgx-h100:64")
+    with_spare = Cluster.parse("dgx-h100:80").replace(spare=2)
+    assert with_spare.devices == alone.devices
+    runs = [goodput(each, step=1.0, save=10.0, restart=300.0) for each in (alone, with_spare)]
+    assert runs[1].share == runs[0].share
+    assert runs[1].dollars(1e12, 1e6) == pytest.approx(runs[0].dollars(1e12, 1e6) * 80 / 64)

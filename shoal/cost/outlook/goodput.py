@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, dollars
 
 __all__ = ["Goodput", "goodput"]
 
@@ -37,7 +37,7 @@ class Goodput:
         saving: Share of the time for which checkpoints stop training.
         restarting: Share of the time between a failure and the next step.
         lost: Share of the time for work that is done again.
-        price: Dollars an hour for all devices; 0 if not known.
+        price: Dollars an hour for all devices, spare ones too; 0 if not known.
     """
 
     step: float
@@ -69,7 +69,7 @@ def goodput(cluster: Cluster, step: float, save: float, restart: float) -> Goodp
             on stops it only while the state is copied.
         restart: Seconds from a failure until the next step begins: to notice it, start again and load.
     """
-    price = cluster.price * cluster.devices
+    price = dollars(cluster, _HOUR) if cluster.price else 0.0
     if not cluster.failures:
         return Goodput(
             step=step,
