@@ -107,8 +107,8 @@ def test_no_plan_is_smaller_than_its_bounds(shape):
 
 @pytest.mark.parametrize(
     ("shape", "network"),
-    [(SHAPE, 1e10), (EXPERTS, 1e8), (UNLIKE, 1e10)],
-    ids=["dense-quick", "experts-slow", "unlike-quick"],
+    [(EXPERTS, 1e8), (UNLIKE, 1e10)],
+    ids=["experts-slow", "unlike-quick"],
 )
 def test_no_branch_of_the_tree_exceeds_what_grows_from_it(shape, network):
     shared = Shared(workload_of(shape), cluster(devices=4, node=2, network=network), 8)
