@@ -2,11 +2,13 @@
 
 Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fixed micro-batch), Mesh (the
     place of each rank), Groups (which ranks communicate), Boundary (which ranks send to those of another
-    stage), Sharding (which states data parallelism cuts). Made by the user or the planner, executed by
-    `shoal.parallel`, timed by the simulator. Imports no torch.
+    stage), Sharding (which states data parallelism cuts), Compression (what ranks send in place of
+    gradients). Made by the user or the planner, executed by `shoal.parallel`, timed by the simulator. Imports
+    no torch.
 """
 
 from shoal.plan.boundary import Boundary
+from shoal.plan.compression import BLOCK, CHUNK, Compression
 from shoal.plan.group import Group
 from shoal.plan.groups import FamilyGroups, Groups
 from shoal.plan.legal import VARIED, legal_plans
@@ -18,7 +20,9 @@ from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding
 
 __all__ = [
     "AXES",
+    "BLOCK",
     "CHOICES",
+    "CHUNK",
     "DEFAULT_ORDER",
     "DEGREES",
     "FULLY_SHARDED",
@@ -26,6 +30,7 @@ __all__ = [
     "UNSHARDED",
     "VARIED",
     "Boundary",
+    "Compression",
     "FamilyGroups",
     "Group",
     "Groups",
