@@ -10,6 +10,8 @@ Nouns: Parallel (a model laid over the ranks), Axis (a group with its collective
 from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
+from shoal.parallel.exchange.local_updates import LocalUpdates
+from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
 from shoal.parallel.optimizer.norm import GradientNorm
 from shoal.parallel.optimizer.together import Together
@@ -29,6 +31,8 @@ __all__ = [
     "Composed",
     "Frozen",
     "GradientNorm",
+    "LocalUpdates",
+    "OuterState",
     "Owned",
     "Parallel",
     "Pending",

@@ -22,6 +22,7 @@ from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
+from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
@@ -130,6 +131,7 @@ def parallelize(
         in_fp32=in_fp32,
         bucket=plan.bucket,
         wire=torch.bfloat16 if plan.reduce == "bf16" else torch.float32,
+        compressing=Compressing.of(plan),
         fill=fill,
         cuts=cuts,
         narrowed=partial.union(split.narrowed),
@@ -218,7 +220,15 @@ def _staged(
         blocks = pieces.blocks_of(stage.index)
         names = stage.names - taken
         lent = names & frozenset[str]().union(*(each.names for each in stages if each is not stage))
-        own = replace(setup, blocks=blocks, names=names, tied=pieces.tied, lent=lent, entry=entry)
+        own = replace(
+            setup,
+            blocks=blocks,
+            names=names,
+            tied=pieces.tied,
+            lent=lent,
+            entry=entry,
+            compressing=Compressing.of(plan),
+        )
         compile_blocks(blocks, plan.recompute, plan.compile, device)
         taken |= stage.names
         here.append(StageHere(entry, _strategy(own, plan), deferral))

@@ -38,6 +38,7 @@ class Family:
         reduce: A second group of the ranks of `shard`, for reductions. A reduction starts when its gradients
             are there; on a rank where a parameter has no gradient its order relative to gathers differs.
         replicate: The ranks that hold the same shard.
+        summed: Those of them whose gradients are summed in a step.
         factor: Factor on the sum of all ranks' gradients.
         copies: Number of ranks of `Axes.parts` that hold the same values.
         tied_ranks: The two ranks, of the first and the last pipeline stage, that also hold these parameters
@@ -49,6 +50,7 @@ class Family:
     shard: Axis
     reduce: Axis
     replicate: Axis
+    summed: Axis
     factor: float
     copies: int
     tied_ranks: Axis | None = None
@@ -60,7 +62,7 @@ class Family:
 
         If so, a sum that was already reduced may be reduced again together with later gradients.
         """
-        return math.isclose(self.replicate.size * self.factor, 1.0) and self.tied_ranks is None
+        return math.isclose(self.summed.size * self.factor, 1.0) and self.tied_ranks is None
 
     @property
     def is_first(self) -> bool:
@@ -83,6 +85,9 @@ class Axes:
         ep: The ranks with other experts, neighbours in dp x cp.
         pp: The ranks with other stages of the same samples.
         parts: The ranks that together hold one whole state.
+        workers: The ranks at the same place in other workers: those with other replicas of the model.
+        in_step: The ranks that make a step together: all, or those of one worker.
+        averaged: Those of `data` whose gradients are averaged in a step.
         dense: Family of the parameters of which each rank of tp has its own part.
         partial: Family of the parameters that are whole on every rank of tp, where each rank has a part of
             their gradient's sum.
@@ -104,6 +109,9 @@ class Axes:
     ep: Axis
     pp: Axis
     parts: Axis
+    workers: Axis
+    in_step: Axis
+    averaged: Axis
     dense: Family
     partial: Family
     whole: Family
@@ -152,17 +160,20 @@ class Axes:
         made.clear()
         shard = axis("shard", groups.dense.shards, of_data)
         data = axis("data", groups.data, of_data)
-        factor = 1.0 / data.size
+        averaged = axis("data", groups.averaged, of_data)
+        factor = 1.0 / averaged.size
         # Gradients that are equal on all ranks of tp are averaged too, so that copies stay equal.
         average = factor if is_split else factor / plan.tp
         # Unsharded experts are spread over several ranks of the data axis.
         spread = plan.ep if not is_sharded else 1
         replicate = axis("replicate", groups.whole.replicas, of_data)
+        summed = axis("replicate", groups.whole.summed, of_data)
         # Experts are sharded over other ranks than the rest, and one list of DTensors cannot express that.
         shared = shard if shard.size > 1 and plan.ep == 1 else None
-        partial = Family(shard, reduce, replicate, factor, plan.tp * spread, mesh=shared)
+        partial = Family(shard, reduce, replicate, summed, factor, plan.tp * spread, mesh=shared)
         among_dense = axis("replicate", groups.dense.replicas, of_data)
-        dense = Family(shard, reduce, among_dense, factor, spread, mesh=shared)
+        summed_dense = axis("replicate", groups.dense.summed, of_data)
+        dense = Family(shard, reduce, among_dense, summed_dense, factor, spread, mesh=shared)
         whole = replace(partial, factor=average)
         between_ends: list[Family] = []
         if are_ends_tied:
@@ -175,11 +186,13 @@ class Axes:
         if shard.size > 1:
             single = axis("shard", Group(1), of_data)
             alike = axis("replicate", groups.stage, of_data)
-            uncut = Family(single, single, alike, average, shard.size * plan.tp, mesh=shared)
+            alike_in_step = axis("replicate", groups.stage_in_step, of_data)
+            uncut = Family(single, single, alike, alike_in_step, average, shard.size * plan.tp, mesh=shared)
         experts = Family(
             axis("shard", groups.experts.shards, of_data),
             expert_reduce,
             axis("replicate", groups.experts.replicas, of_data),
+            axis("replicate", groups.experts.summed, of_data),
             average,
             plan.tp,
         )
@@ -198,6 +211,9 @@ class Axes:
             ep=axis("ep", groups.ep, Purpose.EXPERT, own=plan.ep > 1),
             pp=pp,
             parts=axis("parts", groups.parts, Purpose.CONTROL),
+            workers=axis("workers", groups.workers, of_data, own=True),
+            in_step=axis("in step", groups.in_step, Purpose.CONTROL),
+            averaged=averaged,
             dense=dense,
             partial=partial,
             whole=whole,

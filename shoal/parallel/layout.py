@@ -185,6 +185,18 @@ class BucketLayout:
         """Return one shard's rows of every parameter in a buffer `[packed_elements]` of this shard only."""
         return [slot.window(slot.packed, slot.rows(shard)).of(buffer) for slot in self.slots]
 
+    def clear_gaps(self, buffer: torch.Tensor) -> None:
+        """Write zeros between the parameters in a buffer with one shard."""
+        gaps = [buffer[start:stop] for start, stop in self._gaps]
+        if gaps:
+            torch._foreach_zero_(gaps)
+
+    @cached_property
+    def _gaps(self) -> Sequence[tuple[int, int]]:
+        ends = [slot.offset + slot.elements for slot in self.slots]
+        starts = [*(slot.offset for slot in self.slots[1:]), self.elements]
+        return [(end, start) for end, start in zip(ends, starts, strict=True) if end < start]
+
     @cached_property
     def _wholes(self) -> Sequence[Window]:
         return [slot.window(slot.offset) for slot in self.slots]

@@ -265,6 +265,11 @@ class Parallel(nn.Module):
         """Return the buffers that this rank saves."""
         return {name: each for name, each in self.saved_buffers().items() if name in self._whole.mine}
 
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._device
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Promise not to change weights within it, so that several forwards need not gather them anew."""
@@ -338,6 +343,12 @@ class Parallel(nn.Module):
             if keeps:
                 state[key] = tensor.to("cpu", copy=True)
         return state
+
+    def set_step(self, steps: int) -> None:
+        """Set the number of steps made, on which compression depends; backward counts it on by itself."""
+        for strategy in self._strategies:
+            if strategy.compressing is not None:
+                strategy.compressing.step = steps
 
     def changed(self) -> None:
         """Report that owned parameters were changed other than after a backward; call it then."""

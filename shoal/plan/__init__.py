@@ -2,13 +2,14 @@
 
 Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fixed micro-batch), Mesh (the
     place of each rank), Groups (which ranks communicate), Boundary (which ranks send to those of another
-    stage), Sharding (which states data parallelism cuts), Compression (what ranks send in place of
-    gradients). Made by the user or the planner, executed by `shoal.parallel`, timed by the simulator. Imports
-    no torch.
+    stage), Sharding (which states data parallelism cuts), Exchange (how workers exchange what they learn),
+    Compression (what they send in place of a vector). Made by the user or the planner, executed by
+    `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
 from shoal.plan.boundary import Boundary
 from shoal.plan.compression import BLOCK, CHUNK, Compression
+from shoal.plan.exchange import Exchange
 from shoal.plan.group import Group
 from shoal.plan.groups import FamilyGroups, Groups
 from shoal.plan.legal import VARIED, legal_plans
@@ -31,6 +32,7 @@ __all__ = [
     "VARIED",
     "Boundary",
     "Compression",
+    "Exchange",
     "FamilyGroups",
     "Group",
     "Groups",

@@ -11,7 +11,8 @@ There are three families of parameters. They differ in the ranks that hold equal
     experts    with ep > 1: every ep-th rank of dp x cp in the mesh's order, times tp
 
 A sharded state is cut over dp / replicate x cp ranks, and an expert's over ep times fewer; the other ranks of
-its family hold replicas.
+its family hold replicas. The ranks of one replica are a worker. If workers make steps by themselves
+(`exchange=local`), gradients are summed within a worker only.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ class FamilyGroups(NamedTuple):
     Attributes:
         shards: The ranks that together hold one state.
         replicas: The ranks that hold the same shard.
+        summed: Those of them whose gradients are summed in a step.
     """
 
     shards: Group
     replicas: Group
+    summed: Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,10 @@ class Groups:
         pp: Ranks with other stages of the same samples.
         stage: All ranks of one stage.
         parts: Ranks that together hold one whole state of the model.
+        workers: Ranks at the same place in other workers.
+        in_step: Ranks that make a step together: all, or those of one worker.
+        averaged: Those ranks of `data` whose gradients are averaged in a step.
+        stage_in_step: Those ranks of `stage` that make a step together.
         dense: Groups of the parameters that tp divides.
         whole: Groups of the parameters that every rank of tp has.
         experts: Groups of the parameters of experts.
@@ -86,6 +93,10 @@ class Groups:
     pp: Group
     stage: Group
     parts: Group
+    workers: Group
+    in_step: Group
+    averaged: Group
+    stage_in_step: Group
     dense: FamilyGroups
     whole: FamilyGroups
     experts: FamilyGroups
@@ -94,11 +105,20 @@ class Groups:
     def of(cls, plan: Plan) -> Groups:
         """Return the groups of a Plan."""
         sizes = (plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp)
-        return _groups(sizes, plan.ep, plan.sharding.cuts_optimizer, plan.tensor != "plain", plan.order)
+        return _groups(
+            sizes,
+            plan.ep,
+            plan.sharding.cuts_optimizer,
+            plan.tensor != "plain",
+            plan.order,
+            are_apart=plan.exchange == "local",
+        )
 
 
 @lru_cache(maxsize=1 << 12)
-def _groups(sizes: tuple[int, ...], ep: int, is_cut: bool, is_split: bool, order: str) -> Groups:
+def _groups(
+    sizes: tuple[int, ...], ep: int, is_cut: bool, is_split: bool, order: str, *, are_apart: bool
+) -> Groups:
     """Return the groups of a mesh. `sizes` are those of `AXES`."""
     numbers = dict(zip(AXES, sizes, strict=True))
     strides = strides_of(order, numbers)
@@ -114,6 +134,8 @@ def _groups(sizes: tuple[int, ...], ep: int, is_cut: bool, is_split: bool, order
     parted = split_dims(dims(*(cut or copied)), ep)
     assert parted is not None, "Plan checks ep"
     others, neighbours = parted
+    together = () if are_apart else ("replicate",)
+    summed = tuple(axis for axis in copied if axis != "replicate") + together
     # If a state is not sharded, its experts are on several ranks.
     held = dims(*cut) if is_cut else neighbours
     return Groups(
@@ -127,11 +149,16 @@ def _groups(sizes: tuple[int, ...], ep: int, is_cut: bool, is_split: bool, order
         pp=along("pp"),
         stage=along("replicate", "shard", "cp", "tp"),
         parts=_nested(held, dims("pp", "tp")),
-        dense=FamilyGroups(along(*cut), along(*copied)),
-        whole=FamilyGroups(along(*cut), along(*copied, "tp")),
+        workers=along("replicate"),
+        in_step=along("pp", *together, "shard", "cp", "tp"),
+        averaged=along(*together, "shard", "cp"),
+        stage_in_step=along(*together, "shard", "cp", "tp"),
+        dense=FamilyGroups(along(*cut), along(*copied), along(*summed)),
+        whole=FamilyGroups(along(*cut), along(*copied, "tp"), along(*summed, "tp")),
         experts=FamilyGroups(
             Group.along(others) if is_cut else Group(1),
             _nested(dims("replicate") if is_cut else others, dims("tp")),
+            _nested(dims(*together) if is_cut else others, dims("tp")),
         ),
     )
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from shoal.errors import PlanError, nearest
+from shoal.plan.compression import Compression
+from shoal.plan.exchange import EXCHANGES, SETTINGS, Exchange
 from shoal.plan.group import split_dims
 from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, require_order, strides_of
 from shoal.plan.schedules import (
@@ -22,7 +24,8 @@ from shoal.plan.schedules import (
     search,
 )
 from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
-from shoal.units import format_bytes, parse_bytes
+from shoal.plan.text import read_number, settings_of
+from shoal.units import format_bytes
 
 __all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "element_bytes", "parse_settings"]
 
@@ -34,7 +37,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "tensor": ("sequence", "async", "plain"),
     "context": ("ring", "ulysses"),
     "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b"), FOUND),
-    "exchange": ("bucketed", "naive"),
+    "exchange": EXCHANGES,
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "tf32", "bf16", "fp8"),
     "reduce": ("fp32", "bf16"),
@@ -75,8 +78,19 @@ class Plan:
             number for each stage, such as 6-7-7-4.
         microbatch: Sequences in one forward of one rank. None for the whole of the rank's batch; with pp > 1,
             for the largest that makes four micro-batches for each stage, or as many as possible.
-        exchange: How gradients are combined: in buckets that overlap with backward, or naively, one
-            all-reduce per parameter after backward (the reference).
+        exchange: How workers exchange what they learn; a worker is one replica of the model. They average
+            gradients in buckets that overlap with backward (bucketed), or one by one after it (naive, the
+            reference); or they make steps by themselves, and then average what these changed (local).
+        every: With exchange=local, the steps between two merges of a parameter.
+        fragments: With exchange=local, the parts of the model that are merged in different steps.
+        delay: With exchange=local, the steps that a merge may take while workers go on.
+        stretch: With exchange=local, the factor up to which `every` grows while the learning rate falls: with
+            the square of the highest over the present one (Gu et al., arXiv:2310.14423).
+        compress: What workers send in place of gradients, or of what local steps changed: all of it (none),
+            int8, int4, fp8, sign, topk:64, topk:64:2bit, random:64, threshold:3 or powersgd:2. With a
+            sharding and one worker, what its ranks send in place of gradients.
+        feedback: The share of what compression left out of one exchange that is added to the next.
+        dense: The first steps of training, in which nothing is compressed, and workers average gradients.
         bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 and zero3-once each block
             is a bucket.
         recompute: What a block's backward computes again instead of keeping it: nothing, all but matrix
@@ -106,6 +120,13 @@ class Plan:
     split: str = "cost"
     microbatch: int | None = None
     exchange: str = "bucketed"
+    every: int = 20
+    fragments: int = 1
+    delay: int = 0
+    stretch: int = 1
+    compress: str = "none"
+    feedback: float = 1.0
+    dense: int = 0
     bucket: int = 25 << 20
     recompute: str = "none"
     precision: str = "fp32"
@@ -114,11 +135,13 @@ class Plan:
     compile: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "replicate", "bucket"):
-            _require_positive(name, getattr(self, name))
+        for name in (*DEGREES, "replicate", "bucket", "every", "fragments", "stretch"):
+            _require_whole(name, getattr(self, name))
+        for name in ("delay", "dense"):
+            _require_whole(name, getattr(self, name), least=0)
         for name in ("microbatch", "virtual", "activations"):
             if getattr(self, name) is not None:
-                _require_positive(name, getattr(self, name))
+                _require_whole(name, getattr(self, name))
         for name, values in CHOICES.items():
             value = getattr(self, name)
             if value not in values:
@@ -179,6 +202,8 @@ class Plan:
                 possible="exchange=naive with shard=none, precision=fp32 or tf32, reduce=fp32 and pp=1",
                 change="leave out exchange=naive",
             )
+
+        self.exchanged.require(self.sharding, dp=self.dp, cp=self.cp, ep=self.ep, replicas=self.replicas)
 
     def _require_order(self) -> None:
         """Check `order`, and that the ranks with other experts are a nested pattern in it."""
@@ -275,6 +300,12 @@ class Plan:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def exchanged(self) -> Exchange:
+        """How workers exchange what they learn."""
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return Exchange(kind=self.exchange, compression=Compression.parse(self.compress), **settings)
+
+    @property
     def shards(self) -> int:
         """Ranks along the mesh's axis `shard`; a sharded state is cut over these times cp."""
         return 1 if self.sharding is UNSHARDED else self.dp // self.replicate
@@ -340,23 +371,7 @@ def parse_settings(text: str) -> dict[str, Any]:
     Raises:
         PlanError: A key is unknown or given twice, or a value cannot be read.
     """
-    settings: dict[str, Any] = {}
-    for item in filter(None, (item.strip() for item in text.split(","))):
-        name, equals, value = (part.strip() for part in item.partition("="))
-        if name not in _FIELDS or not equals:
-            raise PlanError(
-                f"the Plan {text!r} holds {item!r}, which is not one of its settings{nearest(name, _FIELDS)}",
-                possible=f"name=value, separated by commas; the names are {', '.join(_FIELDS)}",
-                change="correct or leave out that setting",
-            )
-        if name in settings:
-            raise PlanError(
-                f"the Plan {text!r} gives {name} twice",
-                possible="each setting once",
-                change=f"leave out one {name}",
-            )
-        settings[name] = _read(name, value)
-    return settings
+    return settings_of(text, _FIELDS, _read)
 
 
 def element_bytes(precision: str) -> int:
@@ -369,24 +384,14 @@ def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
-def _read(name: str, value: str) -> int | str:
-    if name in CHOICES or name in ("split", "order"):
-        return value
-    try:
-        return parse_bytes(value) if name == "bucket" else int(value)
-    except ValueError:
-        kind = "a size such as 25MiB" if name == "bucket" else "a whole number"
-        raise PlanError(
-            f"{name}={value} cannot be read",
-            possible=f"{name} is {kind}, at least 1",
-            change=f"write {name}=1MiB or larger" if name == "bucket" else f"write, for example, {name}=2",
-        ) from None
+def _read(name: str, value: str) -> int | float | str:
+    return value if name in CHOICES or name in ("split", "order", "compress") else read_number(name, value)
 
 
-def _require_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def _require_whole(name: str, value: int, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise PlanError(
-            f"{name}={value!r} is not a whole number of at least 1",
-            possible=f"{name} is 1 or more",
-            change=f"write {name}=1, or leave it out",
+            f"{name}={value!r} is not a whole number of at least {least}",
+            possible=f"{name} is {least} or more",
+            change=f"write {name}={max(least, 1)}, or leave it out",
         )

@@ -80,6 +80,10 @@ class OptimizerConfig(_Section):
     """Decay of matrices, decoupled in adamw and lion; vectors, such as norms and biases, do not decay."""
     clip: _Limit = 1.0
     """Largest norm of the whole gradient; "off" for no limit."""
+    outer_rate: float = Field(default=0.7, gt=0)
+    """Learning rate of what workers changed between two merges, with exchange=local; 1 is local SGD."""
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of what workers changed between two merges; 0 is local SGD."""
     skip: int = Field(default=10, ge=0)
     """Number of steps in a row that may be left out because the loss or the gradient is not finite; one more
     ends the training. 0 ends it at the first.

@@ -93,7 +93,7 @@ class Passes:
         total = self._with_pipeline if self._parallel.plan.pp > 1 else self._one_by_one
         report = total(micro_batches, weights, passed, position, stop)
         loss, passed.stop = report.unbind()
-        passed.loss = loss * (self._parallel.plan.pp / self._parallel.axes.world.size)
+        passed.loss = loss * (self._parallel.plan.pp / self._parallel.axes.in_step.size)
         if weights is not None:
             passed.loss = passed.loss.where(weights.total > 0, float("nan"))
         return passed
@@ -132,11 +132,11 @@ class Passes:
 
         coming = micro_batches()
         first = next(coming)
-        data = self._parallel.axes.data
+        averaged = self._parallel.axes.averaged
         if not first.may_differ:
             return _joined([first], coming), None
         held = [first, *coming]
-        return iter(held), Weights([each.counted for each in held], data, self._device)
+        return iter(held), Weights([each.counted for each in held], averaged, self._device)
 
     def _one_by_one(
         self,
@@ -156,7 +156,7 @@ class Passes:
         def report(loss: torch.Tensor) -> None:
             """Send the report beside the last backward, so that it has arrived when that ends."""
             told = torch.stack([loss, torch.full_like(loss, float(stop))])
-            sent.append((told, self._parallel.axes.world.all_reduce(told, "report")))
+            sent.append((told, self._parallel.axes.in_step.all_reduce(told, "report")))
 
         forwards = (
             partial(forward, number, self._inputs.move(micro_batch))
@@ -192,7 +192,7 @@ class Passes:
             pairs(), self._count, loss_of, partial(self._set_dropout, position)
         )
         report = torch.stack([loss, torch.full_like(loss, float(stop))])
-        self._parallel.axes.world.all_reduce(report, "report").wait()
+        self._parallel.axes.in_step.all_reduce(report, "report").wait()
         return report
 
     def _share(

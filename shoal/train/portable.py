@@ -30,7 +30,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint import load as read_pieces
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
-from shoal.parallel import Parallel, title_of
+from shoal.parallel import LocalUpdates, Parallel, title_of
 from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
 
 __all__ = ["load", "load_training", "save", "save_training"]
@@ -135,6 +135,8 @@ def save_training(
     Raises:
         CheckpointError: It could not be written; training can go on.
     """
+    if isinstance(optimizer, LocalUpdates):
+        optimizer.settle()
     pieces: list[Piece] = []
     attempt_together(
         coordinator,
@@ -191,6 +193,8 @@ def load_training(
         of_optimizer = optimizer_to_load(parallel, optimizer, saved)
         read_pieces(checkpoint, [*pieces, *of_optimizer.pieces], coordinator)
         of_optimizer.finish()
+        if isinstance(optimizer, LocalUpdates):
+            optimizer.set_step(manifest.step)
     else:
         read_pieces(checkpoint, pieces, coordinator)
     return is_same_layout

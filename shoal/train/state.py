@@ -25,7 +25,7 @@ from torch import nn
 
 from shoal.checkpoint import Coordinator, Piece, Region, TensorRecord, dtype_named
 from shoal.errors import CheckpointError
-from shoal.parallel import Axis, Composed, Frozen, Owned, Parallel, local_part, parts_of
+from shoal.parallel import Axis, Composed, Frozen, OuterState, Owned, Parallel, local_part, parts_of
 
 __all__ = [
     "ToLoad",
@@ -153,6 +153,8 @@ def _add_state(
         if owned.start == owned.stop or owned.parameter not in on_device:
             continue
         for kind, key, record in by_name.get(owned.name, ()):
+            if key.startswith(OuterState.PREFIX) is not isinstance(optimizer, OuterState):
+                continue
             state, dtype = optimizer.state[owned.parameter], dtype_named(record.dtype)
             path = f"{kind}/{key}/{owned.name}"
             if kind == _ELEMENTS:

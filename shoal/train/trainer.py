@@ -15,7 +15,7 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, GradientNorm, Parallel, own_device, parallelize
+from shoal.parallel import Batch, GradientNorm, LocalUpdates, Parallel, own_device, parallelize
 from shoal.parallel.compiled import compiled
 from shoal.parallel.device_memory import largest_logits
 from shoal.plan import Plan, SettledPlan
@@ -172,6 +172,7 @@ class Trainer:
             workers=workers,
             device=self._device,
         )
+        self._local = self.optimizer if isinstance(self.optimizer, LocalUpdates) else None
         self._update = Update(self.parallel, self.optimizer, self.config.clip)
         self._defers = self._device.type != "cpu" and self._update.is_on_device
         self._unsettled: _Unsettled | None = None
@@ -181,6 +182,12 @@ class Trainer:
     def coordinator(self) -> Coordinator:
         """All ranks, as checkpoints need them."""
         return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+
+    @property
+    def _in_step(self) -> Coordinator:
+        """The ranks that make a step together: with local updates, those of one worker."""
+        axis = self.parallel.axes.in_step
+        return SingleProcess() if axis.size == 1 else ProcessGroupCoordinator(axis.group)
 
     def step(self, *, stop: bool = False) -> StepResult:
         """Make one optimizer step, or skip it if its loss or its gradient is not finite.
@@ -201,15 +208,22 @@ class Trainer:
         began = time.perf_counter()
         rate = self._rates.set(self.step_count)
         self._buffers.begin_step()
+        self.parallel.set_step(self.step_count)
         with self._recorder.step(self.step_count + 1):
             passed = self._passes.run(self.position, stop=stop)
+            if self._local is not None and self._local.is_dense:
+                self._local.average_gradients()
             with self._recorder.span(Kind.OPTIMIZER):
                 norm = self.parallel.measure_gradient()
                 is_finite = self._update.make(passed.loss, norm.whole)
             self._buffers.end_step(is_finite)
             if self._synchronise_buffers:
-                self._buffers.average(self.parallel.axes.data)
+                self._buffers.average(self.parallel.axes.averaged)
         self.step_count += 1
+        if self._local is not None:
+            if self.step_count == self.steps:
+                self._local.settle()
+            passed.stop = self._local.agree(passed.stop)
         result = StepResult(
             self.step_count,
             passed.loss,
@@ -358,7 +372,7 @@ class Trainer:
             step.position,
             self._names,
             self.plan.microbatch,
-            self.coordinator,
+            self._in_step,
         )
 
 

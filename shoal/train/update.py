@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from shoal.parallel import Parallel
+from shoal.parallel import LocalUpdates, Parallel
 from shoal.parallel.optimizer.norm import limit_gradients
 
 __all__ = ["Update"]
@@ -50,6 +50,8 @@ class Update:
                 if self._clip is not None:
                     limit_gradients(self._parallel.owned, norm, self._clip)
                 self._optimizer.step()
+            elif isinstance(self._optimizer, LocalUpdates):
+                self._optimizer.pass_over()
             return is_finite
         self._optimizer.found_inf = is_finite.logical_not().float()
         if self._clip is not None:

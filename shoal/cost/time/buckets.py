@@ -69,11 +69,11 @@ def families_of(plan: Plan) -> tuple[Family, ...]:
     groups = Groups.of(plan)
     whole = ("whole",) if plan.ep > 1 else ("whole", "experts")
     dense = ("divided", *(whole if plan.tp == 1 else ()))
-    families = [Family(dense, *groups.dense)]
+    families = [Family(dense, groups.dense.shards, groups.dense.summed)]
     if plan.tp > 1:
-        families.append(Family(whole, *groups.whole))
+        families.append(Family(whole, groups.whole.shards, groups.whole.summed))
     if plan.ep > 1:
-        families.append(Family(("experts",), *groups.experts))
+        families.append(Family(("experts",), groups.experts.shards, groups.experts.summed))
     return tuple(families)
 
 

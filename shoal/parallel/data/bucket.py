@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Pending, new_buffer
+from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.layout import BucketLayout, Cut, memory_order
 from shoal.parallel.owned import Frozen, Owned, as_sharded
 from shoal.parallel.striped import Striped
@@ -40,6 +41,7 @@ class Bucket:
         fill: Gives the first values.
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
         wire: Type in which ranks send each other gradients.
+        compressing: How ranks compress gradients that they send each other; None if they do not.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class Bucket:
         fill: Fill,
         cuts: Mapping[str, Cut],
         wire: torch.dtype = torch.float32,
+        compressing: Compressing | None = None,
     ) -> None:
         self.name = name
+        self.compressing = compressing
         self.wire = wire
         self.family = family
         self.parameters = [parameter for _, parameter in parameters]

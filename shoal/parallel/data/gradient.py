@@ -197,7 +197,7 @@ class GradientReduction:
         bucket = self._sums[position].bucket
         others = torch.tensor(float(not is_complete), device=bucket.weights.device)
         bucket.family.reduce.all_reduce(others, bucket.name).wait()
-        bucket.family.replicate.all_reduce(others, bucket.name).wait()
+        bucket.family.summed.all_reduce(others, bucket.name).wait()
         return others.item() == 0
 
     def _reset(self) -> None:

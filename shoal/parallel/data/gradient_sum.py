@@ -13,6 +13,7 @@ import torch
 
 from shoal.parallel.communication import Axis, Pending, Then, new_buffer
 from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.data.compressed_bucket import CompressedBucket
 
 __all__ = ["GradientSum"]
 
@@ -39,6 +40,7 @@ class GradientSum:
         self._replicated: torch.Tensor | None = None
         self._is_over_replicas = False
         self._pending: Pending | None = None
+        self._exchange = CompressedBucket(bucket)
 
     def add(self, index: int, factor: float = 1.0) -> None:
         """Move the gradient that autograd left at parameter `index` into the sum.
@@ -83,7 +85,7 @@ class GradientSum:
         presence = self._presence().fill_(1.0)
         if self._missing:
             presence[:, self._missing] = 0.0
-        self._pending = self._send(self._buffer, self.bucket.family.reduce, self._reduce_scatter)
+        self._pending = self._over_shards(self._buffer)
 
     def continue_reduction(self, *, may_wait: bool = True) -> None:
         """Begin to sum this rank's part over the replicas, once it is summed over the shards.
@@ -97,18 +99,26 @@ class GradientSum:
         assert self._pending is not None
         self._pending.wait()
         self._is_over_replicas = True
-        replicate = self.bucket.family.replicate
         summed = self._buffer
-        if replicate.size > 1 and self.bucket.layout.shards > 1:
+        if self.bucket.family.summed.size > 1 and self.bucket.layout.shards > 1:
             # Only this rank's rows, packed into one message.
             summed = self._replicated = self._packed_parts()
-        self._pending = self._send(summed, replicate, self._all_reduce)
+        self._pending = self._over_replicas(summed)
 
-    def _reduce_scatter(self, buffer: torch.Tensor) -> Pending:
-        return self.bucket.gradients.reduce_scatter(buffer, self.bucket.name)
+    def _over_shards(self, buffer: torch.Tensor) -> Pending:
+        bucket = self.bucket
+        if self._exchange.compresses_shards:
+            return self._exchange.reduce_scatter(buffer)
+        return self._send(
+            buffer, bucket.family.reduce, lambda sums: bucket.gradients.reduce_scatter(sums, bucket.name)
+        )
 
-    def _all_reduce(self, buffer: torch.Tensor) -> Pending:
-        return self.bucket.family.replicate.all_reduce(buffer, self.bucket.name)
+    def _over_replicas(self, sums: torch.Tensor) -> Pending:
+        bucket = self.bucket
+        if self._exchange.compresses_replicas:
+            return self._exchange.all_reduce(sums)
+        summed = bucket.family.summed
+        return self._send(sums, summed, lambda sums: summed.all_reduce(sums, bucket.name))
 
     def _send(self, sums: torch.Tensor, axis: Axis, start: Callable[[torch.Tensor], Pending]) -> Pending:
         """Start a collective on sums, or on a copy in the type in which ranks send them."""

@@ -124,12 +124,12 @@ class _Naive(Strategy):
         for name, parameter in self._named:
             family = self._families[name]
             has_one = torch.tensor(float(parameter.grad is not None), device=parameter.device)
-            family.replicate.all_reduce(has_one, name).wait()
+            family.summed.all_reduce(has_one, name).wait()
             if has_one.item() == 0:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            family.replicate.all_reduce(parameter.grad, name).wait()
+            family.summed.all_reduce(parameter.grad, name).wait()
             parameter.grad.mul_(family.factor)
 
 

@@ -53,6 +53,7 @@ class _ResidentWeights(Strategy):
         buckets = [bucket for _, bucket in grouped]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._frozen = setup.frozen
+        self.compressing = setup.compressing
         self._sums_stay = sums_stay
         self._update = WeightUpdate(setup.entry or setup.model, setup.model, setup.blocks, buckets[::-1])
         self._accumulating = False
@@ -143,6 +144,7 @@ class _ResidentWeights(Strategy):
         if self._accumulating or self._reduction.is_paused:
             self._update.keep()
         else:  # the optimizer step comes next
+            self.note_step()
             self.changed()
 
 
@@ -153,5 +155,5 @@ def _may_wait(axes: Axes, *, sums_stay: bool) -> bool:
     backward, over cp or ep, must not wait.
     """
     dense = axes.dense
-    gains = not sums_stay or (dense.shard.size > 1 and dense.replicate.size > 1)
+    gains = not sums_stay or (dense.shard.size > 1 and dense.summed.size > 1)
     return gains and axes.cp.size == axes.ep.size == 1

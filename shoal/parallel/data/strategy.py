@@ -13,6 +13,7 @@ from torch import nn
 from shoal.parallel.axes import Axes, Family
 from shoal.parallel.data.blocks import Group, Run, parameter_runs
 from shoal.parallel.data.bucket import Bucket, Fill
+from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.layout import Cut
 from shoal.parallel.owned import Frozen, Owned
 
@@ -30,6 +31,7 @@ class Setup:
         dtype: Type of the weights that compute.
         bucket: Bytes at which a bucket is closed.
         wire: Type in which ranks send each other gradients.
+        compressing: How ranks compress gradients that they send each other; None if they do not.
         fill: Gives the first values.
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
         narrowed: Names of the parameters that are whole on every rank of `axes.tp`, each of which computes
@@ -49,6 +51,7 @@ class Setup:
     bucket: int
     fill: Fill
     wire: torch.dtype = torch.float32
+    compressing: Compressing | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     narrowed: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
@@ -123,6 +126,7 @@ class Setup:
                     fill=self.fill,
                     cuts=self.cuts,
                     wire=self.wire,
+                    compressing=self.compressing,
                 ),
             )
             for number, (family, dtype, group) in enumerate(groups)
@@ -154,7 +158,18 @@ class Strategy(ABC):
 
     After a backward, the gradients of each rank's owned parameters are averages over all data-parallel ranks.
     In a forward, the weights are those that the owners' optimizers made.
+
+    Attributes:
+        compressing: How its ranks compress gradients; None if they do not. Each strategy counts its own
+            steps.
     """
+
+    compressing: Compressing | None = None
+
+    def note_step(self) -> None:
+        """Count a step, after its last backward."""
+        if self.compressing is not None:
+            self.compressing.step += 1
 
     @property
     @abstractmethod

@@ -50,6 +50,7 @@ class _ShardedWeights(Strategy):
 
     def __init__(self, setup: Setup, *, sums_stay: bool) -> None:
         self._sums_stay = sums_stay
+        self.compressing = setup.compressing
         # The positions of buckets whose gradients are reduced, by block; the last are the root's.
         self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
         held: list[list[Bucket]] = [[] for _ in self._positions]
@@ -70,6 +71,7 @@ class _ShardedWeights(Strategy):
         self._pinned: set[int] = set()  # blocks that the running forward pinned
         self._read: set[int] = set()  # blocks that a forward pinned and whose backward has not run yet
         self._held_open = 0
+        self._accumulating = False
         self._on_hold = False
         self._is_walking_back = False
         visits = Visits(
@@ -115,9 +117,15 @@ class _ShardedWeights(Strategy):
     def start_step(self) -> None:
         """See `Strategy.start_step`."""
 
-    def accumulate(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
         """See `Strategy.accumulate`. Weights are gathered nevertheless."""
-        return self._reduction.pause() if self._sums_stay else nullcontext()
+        self._accumulating = True
+        try:
+            with self._reduction.pause() if self._sums_stay else nullcontext():
+                yield
+        finally:
+            self._accumulating = False
 
     @property
     def keeps_sums(self) -> bool:
@@ -225,6 +233,8 @@ class _ShardedWeights(Strategy):
         if has_ended:
             self._read.clear()
             self._drop_own()
+        if not (self._accumulating or self._reduction.is_paused):
+            self.note_step()
 
     # -- what the visits do -------------------------------------------------------------------------
 

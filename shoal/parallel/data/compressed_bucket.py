@@ -1,0 +1,122 @@
+"""The compressed exchange of a bucket's gradients: between workers, or between the ranks of the only one.
+
+A buffer of gradients says at its end which ranks have which gradients. These numbers are summed whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shoal.parallel.communication import Pending
+from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.exchange.scatter import CompressedScatter
+from shoal.parallel.exchange.sums import CompressedSum, sum_over
+
+__all__ = ["CompressedBucket"]
+
+_EXCHANGES = 1 << 16
+"""More than the exchanges of a bucket in one step."""
+
+
+class CompressedBucket:
+    """The exchange of one bucket's gradients, where its Plan compresses them.
+
+    Args:
+        bucket: The bucket.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._sum: CompressedSum | None = None
+        self._scatter: CompressedScatter | None = None
+        self._step = self._exchanges = 0
+
+    @property
+    def compresses_shards(self) -> bool:
+        """Whether the sum over the ranks that hold the bucket's shards is compressed in this step."""
+        compressing = self._bucket.compressing
+        if compressing is None or compressing.is_between_workers:
+            return False
+        return compressing.is_on and self._bucket.family.reduce.size > 1
+
+    @property
+    def compresses_replicas(self) -> bool:
+        """Whether the sum over the bucket's replicas is compressed in this step."""
+        compressing = self._bucket.compressing
+        if compressing is None or not compressing.is_between_workers:
+            return False
+        return compressing.is_on and self._bucket.family.summed.size > 1
+
+    def all_reduce(self, sums: torch.Tensor) -> Pending:
+        """Begin to sum a whole buffer, or this rank's rows of one, over the replicas, in place."""
+        bucket, layout = self._bucket, self._bucket.layout
+        is_whole = layout.shards == 1
+        elements = layout.elements if is_whole else layout.packed_elements
+        if is_whole:
+            layout.clear_gaps(sums)
+        if self._sum is None:
+            compressing = bucket.compressing
+            assert compressing is not None
+            self._sum = sum_over(
+                bucket.family.summed, compressing.compression, compressing.feedback, self._matrices
+            )
+        vector, presence = sums[:elements], sums[elements:]
+        pending = self._sum.start(vector, bucket.name, self._number())
+        return _Both([pending, bucket.family.summed.all_reduce(presence, f"{bucket.name} presence")])
+
+    def reduce_scatter(self, buffer: torch.Tensor) -> Pending:
+        """Begin to sum a buffer; this rank gets the sums of its rows, in place."""
+        bucket, layout = self._bucket, self._bucket.layout
+        reduce = bucket.family.reduce
+        packed = buffer.new_zeros(layout.shards * layout.packed_elements)
+        for shard, part in enumerate(packed.chunk(layout.shards)):
+            torch._foreach_copy_(layout.packed_parts(part, shard), layout.parts(buffer, shard))
+        if self._scatter is None:
+            compressing = bucket.compressing
+            assert compressing is not None
+            self._scatter = CompressedScatter(reduce, compressing.compression, compressing.feedback)
+        presence = buffer[layout.elements :]
+        own = presence.chunk(layout.shards)[reduce.index]
+
+        def finish() -> None:
+            mine = packed.chunk(layout.shards)[reduce.index]
+            torch._foreach_copy_(layout.parts(buffer, reduce.index), layout.packed_parts(mine, reduce.index))
+
+        return _Both(
+            [
+                self._scatter.start(packed, bucket.name, self._number()),
+                reduce.reduce_scatter(own, presence, f"{bucket.name} presence"),
+            ],
+            finish,
+        )
+
+    def _matrices(self, vector: torch.Tensor) -> Sequence[torch.Tensor]:
+        layout = self._bucket.layout
+        if layout.shards == 1:
+            return layout.views(vector)
+        return layout.packed_parts(vector, self._bucket.family.shard.index)
+
+    def _number(self) -> int:
+        """Return another number for each exchange of the training."""
+        compressing = self._bucket.compressing
+        assert compressing is not None
+        if self._step != compressing.step:
+            self._step, self._exchanges = compressing.step, 0
+        self._exchanges += 1
+        return self._step * _EXCHANGES + self._exchanges
+
+
+class _Both:
+    """Collectives that were started together, and the work to do once all are complete."""
+
+    def __init__(self, pending: Sequence[Pending], finish: Callable[[], object] = lambda: None) -> None:
+        self._pending = pending
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Return once all results may be used."""
+        for each in self._pending:
+            each.wait()
+        self._finish()

@@ -1,0 +1,1 @@
+"""Looser exchange between workers: fewer bytes in place of vectors, and steps by oneself between merges."""

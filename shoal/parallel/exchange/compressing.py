@@ -1,0 +1,42 @@
+"""The compression of a Plan as one strategy uses it, and the step that it is in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.plan import Compression, Plan
+
+__all__ = ["Compressing"]
+
+
+@dataclass(slots=True)
+class Compressing:
+    """What the exchanges of a strategy's gradients have in common.
+
+    Attributes:
+        compression: What is sent in place of a vector.
+        feedback: Share of what was left out of one exchange that is added to the next.
+        dense: First steps, in which nothing is compressed.
+        is_between_workers: Whether the sums over replicas are compressed. If not, the plan has one worker,
+            and its ranks compress what they send each other.
+        step: Steps made.
+    """
+
+    compression: Compression
+    feedback: float
+    dense: int
+    is_between_workers: bool
+    step: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> Compressing | None:
+        """Return the compression of gradients under a Plan; None if they are sent whole."""
+        exchange = plan.exchanged
+        if not exchange.compresses or exchange.merges:
+            return None
+        return cls(exchange.compression, exchange.feedback, exchange.dense, plan.replicas > 1)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this step's gradients are compressed."""
+        return self.step >= self.dense

@@ -1,0 +1,56 @@
+"""What local updates keep of each parameter, where checkpoints look for the state of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from shoal.parallel.owned import Owned, local_part
+
+__all__ = ["OuterState"]
+
+
+@final
+class OuterState(Optimizer):
+    """The anchor, the outer momentum and the error memory of each parameter, shaped as the parameter.
+
+    Args:
+        owned: This rank's parts of the parameters.
+    """
+
+    PREFIX = "outer_"
+    """Beginning of the keys of this state alone."""
+
+    def __init__(self, owned: Sequence[Owned]) -> None:
+        super().__init__([each.parameter for each in owned], {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing: `LocalUpdates` merges."""
+
+    def anchor(self, owned: Owned) -> torch.Tensor:
+        """Return the values `[rows, ...]` that all workers had after the last merge."""
+        state = self.state[owned.parameter]
+        if "outer_anchor" not in state:
+            state["outer_anchor"] = owned.parameter.detach().clone()
+        return local_part(state["outer_anchor"])
+
+    def momentum(self, owned: Owned) -> torch.Tensor:
+        """Return the momentum of the outer gradient, `[rows, ...]`; zeros at first."""
+        state = self.state[owned.parameter]
+        if "outer_momentum" not in state:
+            state["outer_momentum"] = torch.zeros_like(owned.parameter, requires_grad=False)
+        return local_part(state["outer_momentum"])
+
+    def error(self, owned: Owned) -> torch.Tensor | None:
+        """Return what was left out of merges, `[rows, ...]`, as it was when the state was saved."""
+        error = self.state[owned.parameter].get("outer_error")
+        return None if error is None else local_part(error)
+
+    def set_error(self, owned: Owned, error: torch.Tensor) -> None:
+        """Keep what was left out of merges, `[rows, ...]`, to be saved."""
+        kept = torch.zeros_like(owned.parameter, requires_grad=False)
+        local_part(kept).copy_(error)
+        self.state[owned.parameter]["outer_error"] = kept

@@ -1,0 +1,77 @@
+"""When the fragments of a model are merged: rounds of steps, in each of which every fragment is merged once.
+
+A round of H steps merges the first of n fragments after H / n of its steps, and the last after H. H is the
+Plan's `every`; with `stretch` it grows, as the learning rate falls, with the square of the highest learning
+rate over the present one (Gu et al., "A Quadratic Synchronization Rule", arXiv:2310.14423).
+"""
+
+from __future__ import annotations
+
+from typing import final
+
+from shoal.plan import Exchange
+
+__all__ = ["Rounds"]
+
+
+@final
+class Rounds:
+    """The steps of a training with local updates.
+
+    Args:
+        exchange: The Plan's exchange.
+
+    Attributes:
+        step: Steps made.
+        delay: Steps that a merge may take.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._first = 0  # steps made when the round began
+        self._length = exchange.every
+        self._peak = 0.0
+        self.step = 0
+        self.delay = exchange.delay
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the next step is one of the first, in which workers average gradients."""
+        return self.step < self._exchange.dense
+
+    @property
+    def is_at_start(self) -> bool:
+        """Whether no step of the round was made."""
+        return self.step <= self._first
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all steps of the round were made."""
+        return self.step >= self._first + self._length
+
+    def advance(self) -> int | None:
+        """Count a step; return the number of the fragment to merge after it, or None."""
+        was_dense = self.is_dense
+        self.step += 1
+        if was_dense:
+            self._first = self.step
+            return None
+        number = self._exchange.fragments
+        ends = [(fragment + 1) * self._length // number for fragment in range(number)]
+        made = self.step - self._first
+        return ends.index(made) if made in ends else None
+
+    def begin(self, share_of_peak: float) -> None:
+        """Begin a round; the learning rate is this share of the highest."""
+        self._first = self.step
+        grown = self._exchange.every / max(share_of_peak, 1e-6) ** 2
+        self._length = int(min(grown, self._exchange.every * self._exchange.stretch))
+
+    def share_of_peak(self, rate: float) -> float:
+        """Return a learning rate as a share of the highest that was given so far."""
+        self._peak = max(self._peak, rate)
+        return rate / self._peak if self._peak > 0 else 1.0
+
+    def set_step(self, steps: int) -> None:
+        """Go on after this many steps, at the start of a round."""
+        self.step = self._first = steps

@@ -1,0 +1,144 @@
+"""How workers exchange what they learn: the settings of a Plan that belong to it, and which fit together.
+
+A worker is one replica of the model: the ranks with one index along the mesh's axis `replicate`. Within a
+worker, ranks reduce gradients and gather weights as its sharding says.
+
+    bucketed   workers average gradients in every step, in buckets that overlap with backward
+    naive      workers average each parameter's gradient after backward: the reference
+    local      workers make `every` steps by themselves, and then average what these changed (DiLoCo:
+               Douillard et al., arXiv:2311.08105)
+
+With `compress` they send fewer bytes (`compression.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shoal.errors import PlanError
+from shoal.plan.compression import Compression
+from shoal.plan.sharding import UNSHARDED, Sharding
+
+__all__ = ["EXCHANGES", "SETTINGS", "Exchange"]
+
+EXCHANGES = ("bucketed", "naive", "local")
+"""Values of a Plan's `exchange`."""
+
+SETTINGS = ("every", "fragments", "delay", "stretch", "feedback", "dense")
+"""Settings of an Exchange that a Plan has under the same names."""
+
+_DEFAULTS = {"every": 20, "fragments": 1, "delay": 0, "stretch": 1}
+"""Settings that only local updates have, with their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """The settings of a Plan that say how workers exchange what they learn; see `Plan`.
+
+    Attributes:
+        kind: The Plan's `exchange`.
+        every: Steps between two merges of a parameter.
+        fragments: Parts of the model that are merged in different steps.
+        delay: Steps that a merge may take while workers go on.
+        stretch: Factor up to which `every` grows while the learning rate falls.
+        compression: What is sent in place of a vector.
+        feedback: Share of what was left out of one exchange that is added to the next.
+        dense: First steps of training, in which every step is exchanged whole.
+    """
+
+    kind: str
+    every: int
+    fragments: int
+    delay: int
+    stretch: int
+    compression: Compression
+    feedback: float
+    dense: int
+
+    @property
+    def merges(self) -> bool:
+        """Whether workers make steps by themselves, and merge what these changed."""
+        return self.kind == "local"
+
+    @property
+    def compresses(self) -> bool:
+        """Whether less is sent than the vectors themselves."""
+        return self.compression.kind != "none"
+
+    def require(self, sharding: Sharding, *, dp: int, cp: int, ep: int, replicas: int) -> None:
+        """Check that the settings fit each other and a Plan's degrees.
+
+        Raises:
+            PlanError: A setting is out of range, or needs another one.
+        """
+        self._require_local()
+        self._require_compression()
+        if self.dense and not (self.merges or self.compresses):
+            raise PlanError(
+                f"dense={self.dense} was given, and every step is dense",
+                possible="dense with compress, or with exchange=local",
+                change="leave out dense",
+            )
+        if self.merges or self.compresses:
+            self._require_workers(sharding, dp, cp, ep, replicas)
+
+    def _require_compression(self) -> None:
+        if not 0 <= self.feedback <= 1:
+            raise PlanError(
+                f"feedback={self.feedback} is not a share",
+                possible="feedback from 0, which forgets what was not sent, to 1",
+                change="write feedback=1, or leave it out",
+            )
+        if self.feedback != 1 and not self.compresses:
+            raise PlanError(
+                f"feedback={self.feedback} was given without compress",
+                possible="feedback with compress",
+                change="add, for example, compress=int8, or leave out feedback",
+            )
+        if self.compresses and self.kind == "naive":
+            raise PlanError(
+                f"compress={self.compression} was given with exchange=naive",
+                possible="compress with exchange=bucketed or local",
+                change="leave out exchange=naive",
+            )
+
+    def _require_local(self) -> None:
+        if not self.merges:
+            for name, default in _DEFAULTS.items():
+                if (value := getattr(self, name)) != default:
+                    raise PlanError(
+                        f"{name}={value} was given with exchange={self.kind}",
+                        possible=f"{name} with exchange=local",
+                        change=f"add exchange=local, or leave out {name}",
+                    )
+            return
+        if self.fragments > self.every:
+            raise PlanError(
+                f"fragments={self.fragments} was given with every={self.every}: a step merges one at most",
+                possible=f"fragments up to {self.every}",
+                change=f"write fragments={self.every}, or a larger every",
+            )
+        most = self.every // self.fragments - 1
+        if self.delay > most:
+            raise PlanError(
+                f"delay={self.delay} was given, and the next merge begins {most + 1} steps after the last",
+                possible=f"delay from 0 to {most} with every={self.every}, fragments={self.fragments}",
+                change=f"write delay={most}, or a larger every",
+            )
+
+    def _require_workers(self, sharding: Sharding, dp: int, cp: int, ep: int, replicas: int) -> None:
+        """Check that workers are whole: that cp and ep are within them."""
+        given = "exchange=local" if self.merges else f"compress={self.compression}"
+        if sharding is UNSHARDED and cp * ep > 1:
+            raise PlanError(
+                f"{given} was given with shard=none, cp={cp}, ep={ep}, and then each rank of dp x cp is a "
+                "worker by itself",
+                possible="cp and ep within workers: with shard=zero1, zero2 or zero3, and replicate workers",
+                change=f"add shard=zero1,replicate={dp}",
+            )
+        if self.compression.kind == "powersgd" and sharding.cuts_optimizer and replicas == 1:
+            raise PlanError(
+                f"{given} was given with shard={sharding.name}, and no rank has the whole sum of a matrix",
+                possible="powersgd with shard=none, or between workers: with replicate=2 or more",
+                change="add replicate, write shard=none, or compress=int8",
+            )
