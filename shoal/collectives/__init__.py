@@ -6,11 +6,12 @@ interface of c10d. `Options` say how a group communicates. A `Table` holds the c
 machine, by which one is chosen. `empty` makes tensors that ranks of one host read from each other without a
 copy; `share_buffers` makes FSDP2 use such tensors. Tensors on GPUs go by way of the host, or stay in a GPU
 that all ranks share.
-`elastic`, `parallel` and the benchmarks call it.
+A `Codec` encodes a vector in fewer bytes. `elastic`, `parallel` and the benchmarks call it.
 """
 
 from shoal.collectives.allocator import keep_freed_memory
 from shoal.collectives.buffers import empty, trim
+from shoal.collectives.codecs import Codec, codec_of
 from shoal.collectives.core import is_built
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
@@ -23,6 +24,7 @@ from shoal.collectives.table_file import built_in_table, load_table, save_table
 from shoal.collectives.work import Done, Work
 
 __all__ = [
+    "Codec",
     "Done",
     "Options",
     "ProcessGroup",
@@ -31,6 +33,7 @@ __all__ = [
     "Table",
     "Work",
     "built_in_table",
+    "codec_of",
     "empty",
     "is_built",
     "keep_freed_memory",
