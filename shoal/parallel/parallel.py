@@ -46,6 +46,7 @@ class Parallel(nn.Module):
         axes: The groups over which it communicates.
         owned: This rank's parts of the trained parameters, with their place in the whole parameters.
         frozen: This rank's parts of the parameters that are not trained.
+        device: This rank's device.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Parallel(nn.Module):
         self._strategies = strategies
         self._state = State(module, whole, self.owned, self.frozen, cuts, axes)
         self._pipeline = pipeline
-        self._device = device
+        self.device = device
         self._fixed = fixed_parameters(module, self.frozen)
         self._has_dropout = hasattr(module, "dropout_keys") and any(
             isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
@@ -224,7 +225,7 @@ class Parallel(nn.Module):
             LayoutError: It would move to another device, or get another type.
         """
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is None and (device is None or torch.device(device).type == self._device.type):
+        if dtype is None and (device is None or torch.device(device).type == self.device.type):
             return self
         return self._apply(None)
 
@@ -265,11 +266,6 @@ class Parallel(nn.Module):
         """Return the buffers that this rank saves."""
         return {name: each for name, each in self.saved_buffers().items() if name in self._whole.mine}
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self._device
-
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Promise not to change weights within it, so that several forwards need not gather them anew."""
@@ -301,10 +297,8 @@ class Parallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a step that was abandoned between its micro-batches.
 
-        After a whole step the optimizer's own `zero_grad` is enough.
-
-        Args:
-            set_to_none: Ignored: gradients always become None.
+        After a whole step the optimizer's own `zero_grad` is enough. `set_to_none` is ignored: gradients
+        always become None.
         """
         if self._pipeline is not None:
             self._pipeline.clear()
@@ -337,7 +331,7 @@ class Parallel(nn.Module):
         keeps = self.axes.world.index == 0
         state = {}
         parts = self._whole.gather(
-            self.module, self.owned, self.frozen, self._cuts, self.axes.world, self._device
+            self.module, self.owned, self.frozen, self._cuts, self.axes.world, self.device
         )
         for key, tensor in parts:
             if keeps:
@@ -345,10 +339,9 @@ class Parallel(nn.Module):
         return state
 
     def set_step(self, steps: int) -> None:
-        """Set the number of steps made, on which compression depends; backward counts it on by itself."""
+        """Set the number of steps made, on which compression depends; backwards count it on."""
         for strategy in self._strategies:
-            if strategy.compressing is not None:
-                strategy.compressing.step = steps
+            strategy.set_step(steps)
 
     def changed(self) -> None:
         """Report that owned parameters were changed other than after a backward; call it then."""
@@ -395,14 +388,10 @@ class Parallel(nn.Module):
 
     def measure_gradient(self) -> GradientNorm:
         """Return the norms of the whole averaged gradient and of its parts, as they lie on the device."""
-        return measure_gradient(self.owned, self.axes.parts, self._device)
+        return measure_gradient(self.owned, self.axes.parts, self.device)
 
     def clip_gradients(self, limit: float) -> float:
-        """Scale the whole gradient down to the norm `limit` if its norm is larger.
-
-        Returns:
-            The norm before scaling.
-        """
+        """Scale the whole gradient down to the norm `limit` if it is larger; return the norm before that."""
         norm = self.measure_gradient().whole
         limit_gradients(self.owned, norm, limit)
         return norm.item()

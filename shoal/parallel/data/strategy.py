@@ -171,6 +171,11 @@ class Strategy(ABC):
         if self.compressing is not None:
             self.compressing.step += 1
 
+    def set_step(self, steps: int) -> None:
+        """Set the number of steps made."""
+        if self.compressing is not None:
+            self.compressing.step = steps
+
     @property
     @abstractmethod
     def owned(self) -> Sequence[Owned]:

@@ -9,7 +9,7 @@ import torch
 from shoal.collectives import codec_of
 from shoal.parallel.communication import Axis, Pending, Then, new_buffer
 from shoal.parallel.exchange.memory import ErrorMemory
-from shoal.parallel.exchange.sums import random_positions, seed_of
+from shoal.parallel.exchange.sums import seed_of
 from shoal.plan import Compression
 
 __all__ = ["CompressedScatter"]
@@ -26,7 +26,9 @@ class CompressedScatter:
 
     def __init__(self, axis: Axis, compression: Compression, feedback: float) -> None:
         self._axis = axis
-        self._compression = compression
+        self._codec = codec_of(compression)
+        self._has_fixed_size = compression.has_fixed_size
+        self._chooses_alike = compression.kind == "random"  # by the seed of the part, on all ranks
         self.memory = ErrorMemory(feedback)
 
     def start(self, parts: torch.Tensor, name: str, number: int) -> Pending:
@@ -37,18 +39,15 @@ class CompressedScatter:
             name: Name of the collectives in the Timeline.
             number: Another number for each exchange, equal on all ranks.
         """
-        self.memory.add_to(parts)
-        send = self._values if self._compression.kind == "random" else self._payloads
-        return send(parts, name, number)
-
-    def _payloads(self, parts: torch.Tensor, name: str, number: int) -> Pending:
-        size, index, codec = self._axis.size, self._axis.index, codec_of(self._compression)
+        size, index, codec = self._axis.size, self._axis.index, self._codec
         part = len(parts) // size
         capacity = codec.payload(part)
         sent = new_buffer(size * capacity, dtype=torch.uint8, device=parts.device)
-        written = self.memory.encode(codec, parts, part, sent.chunk(size), seed=seed_of(number, index))
+        seed = number * size if self._chooses_alike else seed_of(number, index)
+        self.memory.add_to(parts)
+        written = self.memory.encode(codec, parts, part, sent.chunk(size), seed=seed)
         rows = [capacity] * size
-        if not self._compression.has_fixed_size:
+        if not self._has_fixed_size:
             rows = self._rows(written, parts.device, name)
             sent = torch.cat([each[:bytes] for each, bytes in zip(sent.chunk(size), written, strict=True)])
         received = new_buffer(sum(rows), dtype=torch.uint8, device=parts.device)
@@ -56,27 +55,11 @@ class CompressedScatter:
         def finish() -> None:
             own = parts.chunk(size)[index].zero_()
             for payload in received.split(rows):
-                codec.decode_add(payload, own)
+                codec.decode_add(payload, own, seed=seed + index)
 
         return Then(
             self._axis.all_to_all(received, sent, name, received_rows=rows, sent_rows=written), finish
         )
-
-    def _values(self, parts: torch.Tensor, name: str, number: int) -> Pending:
-        """Send values at positions that all ranks choose alike; the same in each part."""
-        size, index = self._axis.size, self._axis.index
-        part = len(parts) // size
-        positions = random_positions(part, self._compression.number, number, parts.device)
-        sent = parts.view(size, part)[:, positions].contiguous()
-        rest = parts.view(size, part).index_fill(1, positions, 0.0)
-        self.memory.keep(rest.view(-1), parts)
-        received = torch.empty_like(sent)
-
-        def finish() -> None:
-            own = parts.chunk(size)[index].zero_()
-            own[positions] = received.sum(dim=0)
-
-        return Then(self._axis.all_to_all(received, sent, name), finish)
 
     def _rows(self, written: Sequence[int], device: torch.device, name: str) -> list[int]:
         """Return the bytes that come from each rank, out of those that go to each."""

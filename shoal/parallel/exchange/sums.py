@@ -25,7 +25,7 @@ from shoal.parallel.exchange.low_rank import LowRankSum
 from shoal.parallel.exchange.memory import ErrorMemory
 from shoal.plan import BLOCK, Compression
 
-__all__ = ["CompressedSum", "Matrices", "random_positions", "seed_of", "sum_over"]
+__all__ = ["CompressedSum", "Matrices", "seed_of", "sum_over"]
 
 Matrices = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Returns the parts of a vector that are parameters, as views in their shapes."""
@@ -92,14 +92,6 @@ def sum_over(
 def seed_of(number: int, rank: int) -> int:
     """Return another seed, of 62 bits, for each exchange and rank; those that follow it are for parts."""
     return (number * 0x9E3779B97F4A7C15 + rank * 0xBF58476D1CE4E5B9) % (1 << 62)
-
-
-def random_positions(elements: int, every: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Return one position of each `every` elements, `[ceil(elements / every)]`, ascending."""
-    chance = torch.Generator(device).manual_seed(seed)
-    starts = torch.arange(0, elements, every, device=device)
-    offsets = torch.randint(every, starts.shape, generator=chance, device=device)
-    return (starts + offsets).clamp_(max=elements - 1)
 
 
 @final
@@ -187,7 +179,7 @@ class _InTwoPhases(CompressedSum):
 class _ByValue(CompressedSum):
     def __init__(self, axis: Axis, compression: Compression, feedback: float) -> None:
         self._axis = axis
-        self._every = compression.number
+        self._codec = codec_of(compression)
         self._memory = ErrorMemory(feedback)
 
     @property
@@ -196,16 +188,12 @@ class _ByValue(CompressedSum):
 
     def start(self, vector: torch.Tensor, name: str, number: int) -> Pending:
         self._memory.add_to(vector)
-        positions = random_positions(len(vector), self._every, number, vector.device)
-        values = new_buffer(len(positions), dtype=torch.float32, device=vector.device)
-        values.copy_(vector[positions])
-        self._memory.keep(vector.index_fill(0, positions, 0.0), vector)
-
-        def finish() -> None:
-            vector.zero_()
-            vector[positions] = values
-
-        return Then(self._axis.all_reduce(values, name), finish)
+        payload = new_buffer(self._codec.payload(len(vector)), dtype=torch.uint8, device=vector.device)
+        self._memory.encode(self._codec, vector, len(vector), [payload], seed=number)
+        return Then(
+            self._axis.all_reduce(payload.view(torch.float32), name),
+            lambda: self._codec.decode(payload, vector, seed=number),
+        )
 
 
 @final
