@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.cluster import Cluster, Level
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, Plan, SettledPlan, divisors
+from shoal.plan import CHOICES, Plan, SettledPlan, divisors, parse_settings
 from shoal.plan.order import DEFAULT_ORDER
 from shoal.plan.schedules import KINDS, NAMES
 from shoal.workload import Workload
@@ -30,17 +30,21 @@ def random_plan(
     *,
     pipelines: bool = False,
     orders: tuple[str, ...] | list[str] = (DEFAULT_ORDER,),
+    exchanges: tuple[str, ...] = ("",),
 ) -> SettledPlan:
-    """Draw a Plan that the model, the batch and the devices allow; with `pipelines` one that has stages."""
+    """Draw a Plan that the model, the batch and the devices allow; with `pipelines` one that has stages.
+
+    `exchanges` are settings of how workers exchange what they learn, in the text form.
+    """
     for _ in range(_DRAWS):
-        found = _drawn(chance, workload, devices, batch, orders)
+        found = _drawn(chance, workload, devices, batch, orders, parse_settings(chance.choice(exchanges)))
         if found is not None and (found.pp > 1 or not pipelines):
             return found
     raise AssertionError(f"no Plan for {devices} devices and a batch of {batch} in {_DRAWS} draws")
 
 
 def _drawn(
-    chance: random.Random, workload: Workload, devices: int, batch: int, orders: Any
+    chance: random.Random, workload: Workload, devices: int, batch: int, orders: Any, exchange: dict[str, Any]
 ) -> SettledPlan | None:
     tp, cp, pp = (chance.choice([1, 1, *divisors(devices)]) for _ in range(3))
     dp = devices // (tp * cp * pp)
@@ -80,6 +84,7 @@ def _drawn(
                 bucket=chance.choice(_BUCKETS),
                 order=chance.choice(orders),
                 **changes,
+                **exchange,
             ),
             batch,
         )

@@ -47,6 +47,7 @@ class Parallel(nn.Module):
         owned: This rank's parts of the trained parameters, with their place in the whole parameters.
         frozen: This rank's parts of the parameters that are not trained.
         device: This rank's device.
+        strategies: One for each stage of this rank.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Parallel(nn.Module):
         self.frozen = [frozen for strategy in strategies for frozen in strategy.frozen]
         self._whole = whole
         self._cuts = cuts
-        self._strategies = strategies
+        self.strategies = strategies
         self._state = State(module, whole, self.owned, self.frozen, cuts, axes)
         self._pipeline = pipeline
         self.device = device
@@ -270,7 +271,7 @@ class Parallel(nn.Module):
     def unchanged(self) -> Iterator[None]:
         """Promise not to change weights within it, so that several forwards need not gather them anew."""
         with ExitStack() as stack:
-            for strategy in self._strategies:
+            for strategy in self.strategies:
                 stack.enter_context(strategy.unchanged())
             yield
 
@@ -281,7 +282,7 @@ class Parallel(nn.Module):
         Replicated data parallel and ZeRO-1 communicate nothing within it.
         """
         with ExitStack() as stack:
-            for strategy in self._strategies:
+            for strategy in self.strategies:
                 stack.enter_context(strategy.accumulate())
             yield
 
@@ -302,7 +303,7 @@ class Parallel(nn.Module):
         """
         if self._pipeline is not None:
             self._pipeline.clear()
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.clear()
         for owned in self.owned:
             owned.give(None)
@@ -314,7 +315,7 @@ class Parallel(nn.Module):
         All ranks enter it together.
         """
         with ExitStack() as stack:
-            for strategy in self._strategies:
+            for strategy in self.strategies:
                 stack.enter_context(strategy.gathered())
             yield
 
@@ -340,12 +341,12 @@ class Parallel(nn.Module):
 
     def set_step(self, steps: int) -> None:
         """Set the number of steps made, on which compression depends; backwards count it on."""
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.set_step(steps)
 
     def changed(self) -> None:
         """Report that owned parameters were changed other than after a backward; call it then."""
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.changed()
 
     def local(self, batch: torch.Tensor) -> torch.Tensor:
@@ -397,4 +398,4 @@ class Parallel(nn.Module):
         return norm.item()
 
     def _stale(self) -> str | None:
-        return next((each.stale for each in self._strategies if each.stale is not None), None)
+        return next((each.stale for each in self.strategies if each.stale is not None), None)

@@ -15,11 +15,12 @@ from shoal.cost.collectives import collective_load, collective_seconds
 from shoal.cost.time import (
     Bucket,
     Family,
+    Sum,
+    Wire,
     buckets_of,
     copy_seconds,
     families_of,
     parameters_on_rank,
-    sent_width,
 )
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group
@@ -72,7 +73,7 @@ class DataParallel:
         self._plan = plan
         self._cluster = costs.cluster
         self._width = Layout.of(plan).width
-        self._sent = sent_width(plan)
+        self._wire = Wire.of(plan, costs.workload)
         self._stage = stage
         self._members = members
         self._blocks = blocks
@@ -104,7 +105,7 @@ class DataParallel:
     def copy_at(self, position: int) -> float:
         """Return the seconds to copy the gradients that this block's backward completes to their buckets."""
         return math.fsum(
-            copy_seconds(bucket.bucket, self._width, self._cluster, self._sent)
+            copy_seconds(bucket.bucket, self._width, self._cluster, self._wire)
             for bucket in self._by_first.get(position, ())
         )
 
@@ -135,7 +136,7 @@ class DataParallel:
     def naive(self) -> list[Piece]:
         """Return all-reduces in sequence: one per product's weight, one for the rest of a block."""
         return [
-            Exposed(self._collective("all_reduce", name, count, self._sent, family.replicas))
+            Exposed(self._collective("all_reduce", name, count, self._wire.width, family.replicas))
             for block in reversed(self._blocks)
             for family in families_of(self._plan)
             for name, count in self._weights_of(block, family)
@@ -162,16 +163,12 @@ class DataParallel:
 
     def _sums(self, named: _Named) -> list[Start]:
         bucket = named.bucket
-        shards, replicas = bucket.family.shards, bucket.family.replicas
-        sums = [("reduce_scatter", bucket.parameters, shards)]
-        sums.append(("all_reduce", bucket.parameters / shards.size, replicas))
-        return [
-            self._start(
-                "reduce", named, self._collective(operation, named.name, count, self._sent, group), group
-            )
-            for operation, count, group in sums
-            if group.size > 1
-        ]
+        sums = self._wire.sums(bucket.parameters, bucket.family.shards, bucket.family.replicas, self._cluster)
+        return [self._start("reduce", named, self._named(each, named.name), each.group) for each in sums]
+
+    def _named(self, sum_: Sum, name: str) -> Collective:
+        ranks = self._members(sum_.group)
+        return Collective(f"{sum_.operation}:{name}", sum_.seconds, round(sum_.nbytes), ranks, Purpose.DATA)
 
     def _gather(self, named: _Named) -> Start:
         found = self._gathers.get(named.name)

@@ -146,7 +146,7 @@ def _play(
     course = _course(costs, plan, stages, count)
     programs = rank_programs(plan, costs, course.schedule, stages, is_named=False)
     if not ends:
-        programs = [replace(each, finish=(), norm=None, update=0.0) for each in programs]
+        programs = [replace(each, finish=(), norm=None, merge=None, update=0.0) for each in programs]
     return course, play_steps(
         course,
         programs,

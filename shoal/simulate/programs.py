@@ -103,13 +103,18 @@ def rank_programs(
     """
     first = Groups.of(plan).pp.ranks(0)
     norm = norm_of(plan, costs, is_named=is_named)
+    held = [
+        _held([stages[number] for number in schedule.stages_of(place)]) for place in range(schedule.ranks)
+    ]
+    count = schedule.microbatches
     return [
         RankProgram(
             rank=first[place],
             stages={number: stages[number] for number in schedule.stages_of(place)},
             finish=finish_of(plan, costs, schedule, place),
             norm=norm,
-            update=_update(plan, costs, schedule, [stages[number] for number in schedule.stages_of(place)]),
+            merge=_merge(plan, costs, held[place], count, is_named=is_named),
+            update=costs.after(plan, held[place], count),
         )
         for place in range(schedule.ranks)
     ]
@@ -147,6 +152,18 @@ def norm_of(plan: SettledPlan, costs: Costs, *, is_named: bool = True) -> Collec
     return Collective("all_reduce:gradient norm", seconds, 8, ranks, Purpose.CONTROL)
 
 
-def _update(plan: SettledPlan, costs: Costs, schedule: Schedule, stages: Sequence[StageProgram]) -> float:
-    held = sum((stage.data_parallel.parameters for stage in stages), Parameters())
-    return costs.after(plan, held, schedule.microbatches)
+def _held(stages: Sequence[StageProgram]) -> Parameters:
+    return sum((stage.data_parallel.parameters for stage in stages), Parameters())
+
+
+def _merge(
+    plan: SettledPlan, costs: Costs, held: Parameters, count: int, *, is_named: bool
+) -> Collective | None:
+    """Return a step's share of the merges of a rank that holds these parameters."""
+    merge = costs.merge(plan, held, count)
+    if merge.seconds == 0:
+        return None
+    ranks = Groups.of(plan).workers.ranks(0) if is_named else ()
+    return Collective(
+        f"merge:1 in {plan.every} steps", merge.seconds, round(merge.nbytes), ranks, Purpose.DATA
+    )

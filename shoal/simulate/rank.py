@@ -44,6 +44,7 @@ class RankProgram:
         finish: Communications after the last action, one after another: gradients of weights that two stages
             share.
         norm: The collective in which all ranks compute the gradients' norm; None if it needs none.
+        merge: A step's share of the exchange in which workers merge what they changed; None if they do not.
         update: Seconds of the optimizer's step.
     """
 
@@ -51,6 +52,7 @@ class RankProgram:
     stages: Mapping[int, StageProgram]
     finish: Sequence[Collective]
     norm: Collective | None
+    merge: Collective | None
     update: float
 
 
@@ -188,8 +190,11 @@ class Rank:
                 waited = norm.name if norm is not None else "slowest rank"
                 journal.wait(self._rank, waited, Purpose.CONTROL, done, together, self.now)
             journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now + self._program.update)
-            journal.work(self._rank, Kind.STEP, name, begin, self.now + self._program.update)
         self.now += self._program.update
+        if self._program.merge is not None:
+            self._expose(self._program.merge)
+        if journal is not None:
+            journal.work(self._rank, Kind.STEP, name, begin, self.now)
 
     def waited(self) -> dict[str, float]:
         """Return the seconds that it waited, by what for."""

@@ -31,6 +31,7 @@ from shoal.checkpoint import load as read_pieces
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import LocalUpdates, Parallel, title_of
+from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
 from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
 
 __all__ = ["load", "load_training", "save", "save_training"]
@@ -144,7 +145,7 @@ def save_training(
         lambda: pieces.extend(pieces_to_save(parallel, optimizer)),
     )
     buffers = differing_buffers(parallel.saved_buffers(), coordinator)
-    pieces += _of_rank(coordinator.rank, buffers, of_rank or {})
+    pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **kept_by_exchanges(parallel)})
     if optimizer is not None:
         state = {**state, "optimizer": title_of(optimizer)}
     return write_pieces(directory, step, pieces, state, coordinator)
@@ -183,12 +184,15 @@ def load_training(
     read_pieces(checkpoint, wanted.pieces, coordinator)
     wanted.finish()
     parallel.changed()
+    kept: dict[str, torch.Tensor] = {}
     is_same_layout = all(state.get(key) == value for key, value in layout.items())
     pieces = []
     if is_same_layout:
         own = _of_rank(coordinator.rank, parallel.saved_buffers(), of_rank)
         # Only buffers that differ are saved, and the state may be from a machine without CUDA.
         pieces += [piece for piece in own if piece.name in saved]
+        kept = empty_like_saved(saved, coordinator.rank, parallel)
+        pieces += _of_rank(coordinator.rank, {}, kept)
     if optimizer is not None:
         of_optimizer = optimizer_to_load(parallel, optimizer, saved)
         read_pieces(checkpoint, [*pieces, *of_optimizer.pieces], coordinator)
@@ -197,6 +201,7 @@ def load_training(
             optimizer.set_step(manifest.step)
     else:
         read_pieces(checkpoint, pieces, coordinator)
+    restore_exchanges(parallel, kept)
     return is_same_layout
 
 

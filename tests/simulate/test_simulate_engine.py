@@ -24,7 +24,7 @@ def stage(seconds):
 
 def play(first, second, takes):
     """Starts and stops by rank, where two ranks do these steps and actions of stage s take `takes[s]`."""
-    rest = {"finish": (), "norm": None, "update": 0.0}
+    rest = {"finish": (), "norm": None, "merge": None, "update": 0.0}
     programs = [RankProgram(rank=rank, stages={rank: stage(takes[rank])}, **rest) for rank in range(2)]
     course = made_of(first, second)
     played = play_steps(

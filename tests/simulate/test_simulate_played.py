@@ -19,22 +19,32 @@ MODELS = [
     workload_of(SHAPE.replace(layers=8, tied=True)),
     workload_of(SHAPE.replace(layers=8, experts=8, experts_per_token=2, expert_ffn=4096, dense_layers=2)),
 ]
+EXCHANGES = (
+    "",
+    "compress=int8",
+    "compress=topk:64",
+    "compress=powersgd:2",
+    "exchange=local,every=10,compress=sign",
+    "exchange=local,every=8,fragments=2,delay=1",
+)
 ROUNDING = 1e-9
 """Sums in another order differ by less, relatively."""
 
 
 @st.composite
-def cases(draw, batches=(16, 48, 64), *, pipelines=False, devices=(8, 16, 32)):
+def cases(draw, batches=(16, 48, 64), *, pipelines=False, devices=(8, 16, 32), exchanges=("",)):
     """Costs of a model on machines, a Plan for all of them, and the samples of a step."""
     chance = random.Random(draw(st.integers(0, 1 << 40)))
     workload, ranks = draw(st.sampled_from(MODELS)), draw(st.sampled_from(devices))
     batch = draw(st.sampled_from(batches))
     cluster = random_cluster(chance, ranks)
-    plan = random_plan(chance, workload, ranks, batch, pipelines=pipelines, orders=ORDERS)
+    plan = random_plan(
+        chance, workload, ranks, batch, pipelines=pipelines, orders=ORDERS, exchanges=exchanges
+    )
     return Costs(workload, cluster), plan, batch
 
 
-@given(cases())
+@given(cases(exchanges=EXCHANGES))
 @settings(max_examples=150)
 def test_no_step_is_played_in_less_than_its_bound(case):
     costs, plan, batch = case

@@ -9,7 +9,7 @@
 
 These are bytes per parameter. s is the sharding degree, w the bytes of a weight, and m those of the
 optimizer's own copy of the weight: in fp32 w = 4 and m = 0, in bf16 w = 2 and m = 4. With zero3 and
-zero3-once that copy is the only one between two steps.
+zero3-once that copy is the only one between two steps. Looser exchange keeps more: see `_of_exchange`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,25 @@ def states_of(plan: Plan, shards: float) -> States:
     width, copy = (2.0, _FP32) if plan.element_bytes == 2 else (_FP32, 0.0)
     moments = 2 * _FP32
     sharding = plan.sharding
+    cut = shards if sharding.cuts_optimizer else 1
     return States(
         _FP32 / shards if sharding.cuts_weights else width,
         _FP32 / shards if sharding.cuts_gradients else _FP32,
-        (moments if sharding.cuts_weights else moments + copy) / (shards if sharding.cuts_optimizer else 1),
+        (moments if sharding.cuts_weights else moments + copy) / cut + _of_exchange(plan, cut),
     )
+
+
+def _of_exchange(plan: Plan, cut: float) -> float:
+    """Return what looser exchange keeps of each parameter, where a rank owns one of `cut` parts.
+
+    Local updates keep an anchor and a momentum. Error feedback keeps what it left out of each element that it
+    sends: of what the rank owns between workers, and of everything among the ranks of one worker.
+    """
+    exchange = plan.exchanged
+    kept = 2 * _FP32 / cut if exchange.merges else 0.0
+    if exchange.compresses and exchange.feedback:
+        kept += _FP32 / (cut if exchange.merges or plan.replicas > 1 else 1)
+    return kept
 
 
 def state_bytes(plan: Plan, shards: float) -> float:

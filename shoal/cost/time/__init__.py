@@ -2,7 +2,7 @@
 
 from shoal.cost.time.attention import attention_seconds
 from shoal.cost.time.block import BlockCost, block_cost
-from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds, sent_width
+from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds
 from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.crowding import crowded_seconds
 from shoal.cost.time.data_parallel import StageWork
@@ -17,6 +17,7 @@ from shoal.cost.time.products import depth_of, product_seconds
 from shoal.cost.time.step import message_bytes
 from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
+from shoal.cost.time.wire import Sum, Wire
 
 __all__ = [
     "BlockCost",
@@ -25,6 +26,8 @@ __all__ = [
     "Join",
     "Joined",
     "StageWork",
+    "Sum",
+    "Wire",
     "attention_seconds",
     "behind_the_mean",
     "block_cost",
@@ -42,7 +45,6 @@ __all__ = [
     "pass_seconds",
     "product_seconds",
     "reduce_seconds",
-    "sent_width",
     "settled_compile",
     "starts_of",
     "straggler_share",

@@ -14,21 +14,17 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load, collective_seconds
 from shoal.cost.time.buckets import Bucket
 from shoal.cost.time.passes import stream_seconds
-from shoal.plan import Plan
+from shoal.cost.time.wire import SUM_WIDTH, WHOLE, Sum, Wire
 
 __all__ = [
     "NOTHING",
-    "SUM_WIDTH",
     "BucketTimes",
     "bucket_times",
     "copy_seconds",
     "gather_seconds",
     "reduce_seconds",
-    "sent_width",
     "together",
 ]
-
-SUM_WIDTH = 4  # bytes of an element of a sum of gradients on a rank: fp32
 
 
 class BucketTimes(NamedTuple):
@@ -53,29 +49,24 @@ NOTHING = BucketTimes(0.0, 0.0, 0.0, 0.0, 0.0)
 """Times of no bucket."""
 
 
-def sent_width(plan: Plan) -> int:
-    """Return the bytes of a gradient that ranks send each other."""
-    return 2 if plan.reduce == "bf16" else SUM_WIDTH
-
-
-def bucket_times(bucket: Bucket, width: int, cluster: Cluster, sent: int = SUM_WIDTH) -> BucketTimes:
+def bucket_times(bucket: Bucket, width: int, cluster: Cluster, wire: Wire = WHOLE) -> BucketTimes:
     """Return the times of all equal buckets together.
 
     Args:
         bucket: The bucket.
         width: Bytes of a weight, and of its gradient when backward has made it.
         cluster: The machines.
-        sent: Bytes of a gradient that ranks send each other.
+        wire: What ranks send each other of gradients.
     """
     load = collective_load(bucket.family.shards, cluster)
-    scatter, reduce = _sums(bucket, cluster, sent)
+    sums = _sums(bucket, cluster, wire)
     gather = gather_seconds(bucket, width, cluster)
     return BucketTimes(
-        scatter + reduce,
-        load * scatter + collective_load(bucket.family.replicas, cluster) * reduce,
+        bucket.number * sum(each.seconds for each in sums),
+        bucket.number * sum(collective_load(each.group, cluster) * each.seconds for each in sums),
         gather,
         load * gather,
-        copy_seconds(bucket, width, cluster, sent),
+        copy_seconds(bucket, width, cluster, wire),
     )
 
 
@@ -84,12 +75,9 @@ def together(timed: Iterable[tuple[Bucket, BucketTimes]]) -> BucketTimes:
     return BucketTimes(*map(sum, zip(NOTHING, *(times for _, times in timed), strict=True)))
 
 
-def reduce_seconds(bucket: Bucket, cluster: Cluster, sent: int = SUM_WIDTH) -> float:
-    """Return the seconds to sum the gradients of all equal buckets, over shards and then over replicas.
-
-    Each gradient has `sent` bytes on the way.
-    """
-    return sum(_sums(bucket, cluster, sent))
+def reduce_seconds(bucket: Bucket, cluster: Cluster, wire: Wire = WHOLE) -> float:
+    """Return the seconds to sum the gradients of all equal buckets, over shards and then over replicas."""
+    return bucket.number * sum(each.seconds for each in _sums(bucket, cluster, wire))
 
 
 def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
@@ -98,22 +86,20 @@ def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
     return bucket.number * collective_seconds("all_gather", nbytes, bucket.family.shards, cluster)
 
 
-def copy_seconds(bucket: Bucket, width: int, cluster: Cluster, sent: int = SUM_WIDTH) -> float:
+def copy_seconds(bucket: Bucket, width: int, cluster: Cluster, wire: Wire = WHOLE) -> float:
     """Return the seconds of the passes that copy gradients into all equal buckets, and a rank's shard out.
 
-    `width` and `sent` are those of `bucket_times`.
+    `width` and `wire` are those of `bucket_times`.
     """
     shards = bucket.family.shards.size
     if shards * bucket.family.replicas.size == 1:
         return 0.0
+    sent = wire.width
     nbytes = (width + sent + (sent + 2 * SUM_WIDTH) / shards) * bucket.parameters
     return bucket.number * stream_seconds(cluster.device, nbytes, 2)
 
 
-def _sums(bucket: Bucket, cluster: Cluster, sent: int) -> tuple[float, float]:
-    """Return the seconds to sum gradients over the shards, and over the replicas."""
-    family, nbytes = bucket.family, float(sent) * bucket.parameters
-    scatter = collective_seconds("reduce_scatter", nbytes, family.shards, cluster)
-    owned = nbytes / family.shards.size
-    reduce = collective_seconds("all_reduce", owned, family.replicas, cluster)
-    return bucket.number * scatter, bucket.number * reduce
+def _sums(bucket: Bucket, cluster: Cluster, wire: Wire) -> list[Sum]:
+    """Return the collectives that sum one bucket's gradients."""
+    family = bucket.family
+    return wire.sums(bucket.parameters, family.shards, family.replicas, cluster)

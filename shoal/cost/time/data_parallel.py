@@ -42,8 +42,9 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.bucket_times import BucketTimes, bucket_times, sent_width, together
+from shoal.cost.time.bucket_times import BucketTimes, bucket_times, together
 from shoal.cost.time.buckets import Bucket, buckets_of
+from shoal.cost.time.wire import Wire
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
@@ -128,6 +129,7 @@ class DataParallelCosts:
     ) -> None:
         self._cluster = cluster
         self._cost = cost
+        self._workload = workload
         self._ends = {workload.embedding, workload.end}
         self._known: dict[tuple[object, ...], _BucketsOfStage] = {}
         self._times: dict[tuple[object, ...], BucketTimes] = {}
@@ -239,7 +241,7 @@ class DataParallelCosts:
     def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> _BucketsOfStage:
         size = 0 if plan.sharding.cuts_weights else plan.bucket
         mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate, plan.pp, plan.order)
-        key = (stage.runs, mesh, plan.shard, size, width, plan.reduce)
+        key = (stage.runs, mesh, plan.shard, size, width, plan.reduce, plan.compress, plan.exchange)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._of_buckets(plan, stage.runs, width)
@@ -249,7 +251,8 @@ class DataParallelCosts:
         blocks = [block for block, number in runs for _ in range(number)]
         roots = [position for position, block in enumerate(blocks) if block in self._ends]
         filled = buckets_of(blocks, roots, plan, width)
-        timed = [(each, self._of_bucket(each, width, sent_width(plan))) for each in filled]
+        wire = Wire.of(plan, self._workload)
+        timed = [(each, self._of_bucket(each, width, wire)) for each in filled]
         # The positions at which backward completes buckets.
         places = [(first, together(there)) for first, there in groupby(timed, key=lambda each: each[0].first)]
         layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
@@ -279,11 +282,11 @@ class DataParallelCosts:
             copy=every.copy if plan.sharding.cuts_gradients else 0.0,
         )
 
-    def _of_bucket(self, bucket: Bucket, width: int, sent: int) -> BucketTimes:
-        key = bucket.family, bucket.parameters, bucket.number, width, sent
+    def _of_bucket(self, bucket: Bucket, width: int, wire: Wire) -> BucketTimes:
+        key = bucket.family, bucket.parameters, bucket.number, width, wire
         found = self._times.get(key)
         if found is None:
-            found = self._times[key] = bucket_times(bucket, width, self._cluster, sent)
+            found = self._times[key] = bucket_times(bucket, width, self._cluster, wire)
         return found
 
 

@@ -32,14 +32,15 @@ from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.collectives.places import message_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.bucket_times import SUM_WIDTH, sent_width
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
+from shoal.cost.time.merges import Merge, merge_of
 from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.split import pieces_by_stage
+from shoal.cost.time.wire import SUM_WIDTH, Wire
 from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
@@ -145,7 +146,16 @@ class Costs:
     def _alike(self, plan: SettledPlan, works: Sequence[StageWork]) -> dict[int, _Exchange]:
         """Return what gradients and weights add to each stage, by identity: equal stages are one object."""
         mesh = plan.pp, plan.dp, plan.replicate, plan.order
-        key = Layout.of(plan), mesh, plan.shard, plan.bucket, plan.reduce, plan.has_halves
+        key = (
+            Layout.of(plan),
+            mesh,
+            plan.shard,
+            plan.bucket,
+            plan.reduce,
+            plan.has_halves,
+            plan.compress,
+            plan.exchange,
+        )
         known = self._exchanges.setdefault(key, {})
         for work in works:
             if id(work) not in known:
@@ -185,9 +195,10 @@ class Costs:
         return after + self.norm(plan) + self.update_of(plan, count)
 
     def update_of(self, plan: SettledPlan, count: int) -> float:
-        """Return the seconds of the slowest rank's optimizer, and of its sums of gradients."""
+        """Return the seconds of the slowest rank's optimizer, of its sums of gradients, and of its merges."""
         return max(
-            self.after(plan, held, count) for held in {each.parameters for each in self.stages(plan, count)}
+            self.after(plan, held, count) + self.merge(plan, held, count).seconds
+            for held in {each.parameters for each in self.stages(plan, count)}
         )
 
     def least_of_passes(self, plan: SettledPlan, count: int) -> float:
@@ -317,6 +328,14 @@ class Costs:
         waits = count * self._hosts.waits(Layout.of(plan)) / plan.pp
         return seconds - min(seconds, waits)
 
+    def merge(self, plan: SettledPlan, parameters: Parameters, count: int) -> Merge:
+        """Return a step's share of the merges of what workers changed; nothing if they do not."""
+        if not plan.exchanged.merges:
+            return Merge()
+        works = [each.stages for each in self.stages(plan, count)]
+        beside = count * min(sum(work.forward + work.backward for work in each) for each in works)
+        return merge_of(plan, owned_by_rank(parameters, plan), beside, self.workload, self.cluster)
+
     def update(self, plan: SettledPlan, parameters: Parameters) -> float:
         """Return the seconds of the optimizer's passes over the rank's shard of these parameters."""
         nbytes = UPDATE_BYTES
@@ -331,14 +350,15 @@ class Costs:
         ranks reduce at once, there is no pass here. With reduce=bf16 the sums are cast, and cast back.
         """
         dense = Groups.of(plan).dense
-        ranks = dense.shards.size * dense.replicas.size
+        ranks = dense.shards.size * dense.summed.size
         if plan.sharding.cuts_gradients and dense.shards.size > 1:
             return 0.0
         nbytes = 0
         if self._is_torch:
             nbytes = count * (plan.element_bytes + SUM_WIDTH) + (count - 1) * SUM_WIDTH
-        if ranks > 1 and sent_width(plan) != SUM_WIDTH:
-            nbytes += 2 * (SUM_WIDTH + sent_width(plan))
+        sent = Wire.of(plan, self.workload).width
+        if ranks > 1 and sent != SUM_WIDTH:
+            nbytes += 2 * (SUM_WIDTH + sent)
         held = parameters.whole + parameters.divided + parameters.experts
         return stream_seconds(self.cluster.device, float(nbytes * held), 0)
 

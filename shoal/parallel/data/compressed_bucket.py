@@ -5,7 +5,7 @@ A buffer of gradients says at its end which ranks have which gradients. These nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -25,29 +25,50 @@ class CompressedBucket:
 
     Args:
         bucket: The bucket.
+
+    Attributes:
+        sum: The sum over replicas, if it is compressed.
+        scatter: The sum over shards, if it is compressed.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._sum: CompressedSum | None = None
-        self._scatter: CompressedScatter | None = None
         self._step = self._exchanges = 0
+        self.sum: CompressedSum | None = None
+        self.scatter: CompressedScatter | None = None
+        compressing, family = bucket.compressing, bucket.family
+        if compressing is None or not bucket.trains:
+            return
+        compression, feedback = compressing.compression, compressing.feedback
+        if compressing.is_between_workers and family.summed.size > 1:
+            self.sum = sum_over(family.summed, compression, feedback, self._matrices)
+        elif not compressing.is_between_workers and family.reduce.size > 1:
+            self.scatter = CompressedScatter(family.reduce, compression, feedback)
 
     @property
     def compresses_shards(self) -> bool:
         """Whether the sum over the ranks that hold the bucket's shards is compressed in this step."""
-        compressing = self._bucket.compressing
-        if compressing is None or compressing.is_between_workers:
-            return False
-        return compressing.is_on and self._bucket.family.reduce.size > 1
+        return self.scatter is not None and self._is_on
 
     @property
     def compresses_replicas(self) -> bool:
         """Whether the sum over the bucket's replicas is compressed in this step."""
-        compressing = self._bucket.compressing
-        if compressing is None or not compressing.is_between_workers:
-            return False
-        return compressing.is_on and self._bucket.family.summed.size > 1
+        return self.sum is not None and self._is_on
+
+    @property
+    def _is_on(self) -> bool:
+        return self._bucket.compressing is not None and self._bucket.compressing.is_on
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return what the next exchange on this rank depends on, by name."""
+        exchange = self.sum or self.scatter
+        return {} if exchange is None else exchange.kept()
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `kept` returned."""
+        exchange = self.sum or self.scatter
+        if exchange is not None:
+            exchange.restore(kept)
 
     def all_reduce(self, sums: torch.Tensor) -> Pending:
         """Begin to sum a whole buffer, or this rank's rows of one, over the replicas, in place."""
@@ -56,14 +77,9 @@ class CompressedBucket:
         elements = layout.elements if is_whole else layout.packed_elements
         if is_whole:
             layout.clear_gaps(sums)
-        if self._sum is None:
-            compressing = bucket.compressing
-            assert compressing is not None
-            self._sum = sum_over(
-                bucket.family.summed, compressing.compression, compressing.feedback, self._matrices
-            )
+        assert self.sum is not None
         vector, presence = sums[:elements], sums[elements:]
-        pending = self._sum.start(vector, bucket.name, self._number())
+        pending = self.sum.start(vector, bucket.name, self._number())
         return _Both([pending, bucket.family.summed.all_reduce(presence, f"{bucket.name} presence")])
 
     def reduce_scatter(self, buffer: torch.Tensor) -> Pending:
@@ -73,10 +89,7 @@ class CompressedBucket:
         packed = buffer.new_zeros(layout.shards * layout.packed_elements)
         for shard, part in enumerate(packed.chunk(layout.shards)):
             torch._foreach_copy_(layout.packed_parts(part, shard), layout.parts(buffer, shard))
-        if self._scatter is None:
-            compressing = bucket.compressing
-            assert compressing is not None
-            self._scatter = CompressedScatter(reduce, compressing.compression, compressing.feedback)
+        assert self.scatter is not None
         presence = buffer[layout.elements :]
         own = presence.chunk(layout.shards)[reduce.index]
 
@@ -86,7 +99,7 @@ class CompressedBucket:
 
         return _Both(
             [
-                self._scatter.start(packed, bucket.name, self._number()),
+                self.scatter.start(packed, bucket.name, self._number()),
                 reduce.reduce_scatter(own, presence, f"{bucket.name} presence"),
             ],
             finish,

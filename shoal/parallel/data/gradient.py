@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from shoal.errors import LayoutError, TrainingError
 from shoal.parallel.data.block_order import NO_BACKWARD
 from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.data.gradient_sum import GradientSum
 
 __all__ = ["GradientReduction"]
@@ -65,6 +66,10 @@ class GradientReduction:
         for position, gradient_sum in enumerate(self._sums):
             for index, parameter in enumerate(gradient_sum.bucket.parameters):
                 parameter.register_post_accumulate_grad_hook(self._hook(position, index))
+
+    def exchanges(self) -> dict[str, CompressedBucket]:
+        """Return the exchange of each bucket, by the bucket's name."""
+        return {each.bucket.name: each.exchange for each in self._sums}
 
     @property
     def is_paused(self) -> bool:

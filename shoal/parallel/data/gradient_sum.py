@@ -27,6 +27,9 @@ class GradientSum:
 
     Args:
         bucket: The bucket whose gradients are summed.
+
+    Attributes:
+        exchange: The bucket's exchange where it is compressed.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -40,7 +43,7 @@ class GradientSum:
         self._replicated: torch.Tensor | None = None
         self._is_over_replicas = False
         self._pending: Pending | None = None
-        self._exchange = CompressedBucket(bucket)
+        self.exchange = CompressedBucket(bucket)
 
     def add(self, index: int, factor: float = 1.0) -> None:
         """Move the gradient that autograd left at parameter `index` into the sum.
@@ -107,16 +110,16 @@ class GradientSum:
 
     def _over_shards(self, buffer: torch.Tensor) -> Pending:
         bucket = self.bucket
-        if self._exchange.compresses_shards:
-            return self._exchange.reduce_scatter(buffer)
+        if self.exchange.compresses_shards:
+            return self.exchange.reduce_scatter(buffer)
         return self._send(
             buffer, bucket.family.reduce, lambda sums: bucket.gradients.reduce_scatter(sums, bucket.name)
         )
 
     def _over_replicas(self, sums: torch.Tensor) -> Pending:
         bucket = self.bucket
-        if self._exchange.compresses_replicas:
-            return self._exchange.all_reduce(sums)
+        if self.exchange.compresses_replicas:
+            return self.exchange.all_reduce(sums)
         summed = bucket.family.summed
         return self._send(sums, summed, lambda sums: summed.all_reduce(sums, bucket.name))
 

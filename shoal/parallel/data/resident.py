@@ -16,7 +16,7 @@ al., arXiv:1910.02054.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import final
@@ -25,7 +25,7 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.data.blocks import groups_by_size
 from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
-from shoal.parallel.data.strategy import Setup, Strategy
+from shoal.parallel.data.strategy import Exchanging, Setup, Strategy
 from shoal.parallel.data.update import WeightUpdate
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
@@ -80,6 +80,10 @@ class _ResidentWeights(Strategy):
     def stale(self) -> str | None:
         """See `Strategy.stale`."""
         return None if self._update.is_fresh else "may be older than their owners' last change"
+
+    def exchanges(self) -> Mapping[str, Exchanging]:
+        """See `Strategy.exchanges`."""
+        return self._reduction.exchanges()
 
     def start_step(self) -> None:
         """See `Strategy.start_step`."""

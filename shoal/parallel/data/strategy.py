@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.layout import Cut
 from shoal.parallel.owned import Frozen, Owned
 
-__all__ = ["Setup", "Strategy"]
+__all__ = ["Exchanging", "Setup", "Strategy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,16 @@ class Setup:
         return partial if name in self.narrowed else whole
 
 
+class Exchanging(Protocol):
+    """A compressed exchange, which goes on from what it left out before."""
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return what its next result on this rank depends on, by name."""
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `kept` returned."""
+
+
 class Strategy(ABC):
     """A way to share the state of training among data-parallel ranks.
 
@@ -170,6 +181,10 @@ class Strategy(ABC):
         """Count a step, after its last backward."""
         if self.compressing is not None:
             self.compressing.step += 1
+
+    def exchanges(self) -> Mapping[str, Exchanging]:
+        """Return the exchanges whose next result depends on earlier ones, by name."""
+        return {}
 
     def set_step(self, steps: int) -> None:
         """Set the number of steps made."""

@@ -15,7 +15,7 @@ out or lacks gradients of some of its parameters (`block_order.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
@@ -26,7 +26,7 @@ from shoal.parallel.data.blocks import groups_by_block
 from shoal.parallel.data.bucket import Bucket
 from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
-from shoal.parallel.data.strategy import Setup, Strategy
+from shoal.parallel.data.strategy import Exchanging, Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
 
@@ -114,6 +114,10 @@ class _ShardedWeights(Strategy):
         """See `Strategy.unchanged`. Every forward gathers weights nevertheless."""
         return nullcontext()
 
+    def exchanges(self) -> Mapping[str, Exchanging]:
+        """See `Strategy.exchanges`."""
+        return self._reduction.exchanges()
+
     def start_step(self) -> None:
         """See `Strategy.start_step`."""
 
@@ -122,7 +126,7 @@ class _ShardedWeights(Strategy):
         """See `Strategy.accumulate`. Weights are gathered nevertheless."""
         self._accumulating = True
         try:
-            with self._reduction.pause() if self._sums_stay else nullcontext():
+            with nullcontext() if not self._sums_stay else self._reduction.pause():
                 yield
         finally:
             self._accumulating = False

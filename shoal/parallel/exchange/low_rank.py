@@ -26,12 +26,15 @@ class LowRankSum:
     Args:
         axis: The ranks.
         rank: Rank of the factors.
+
+    Attributes:
+        factors: The second factor of each matrix, `[columns, rank]`, by the number of the tensor.
     """
 
     def __init__(self, axis: Axis, rank: int) -> None:
         self._axis = axis
         self._rank = rank
-        self._factors: dict[int, torch.Tensor] = {}
+        self.factors: dict[int, torch.Tensor] = {}
 
     @property
     def size(self) -> int:
@@ -48,10 +51,10 @@ class LowRankSum:
         rows, columns = matrix.shape
         if self._rank * (rows + columns) >= rows * columns:
             return tensor, None
-        if number not in self._factors:  # alike on all ranks
+        if number not in self.factors:  # alike on all ranks
             chance = torch.Generator().manual_seed(number)
-            self._factors[number] = torch.randn(columns, self._rank, generator=chance).to(tensor.device)
-        return tensor, self._factors[number]
+            self.factors[number] = torch.randn(columns, self._rank, generator=chance).to(tensor.device)
+        return tensor, self.factors[number]
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,6 +30,14 @@ class CompressedScatter:
         self._has_fixed_size = compression.has_fixed_size
         self._chooses_alike = compression.kind == "random"  # by the seed of the part, on all ranks
         self.memory = ErrorMemory(feedback)
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """See `CompressedSum.kept`."""
+        return {} if self.memory.left is None else {"error": self.memory.left}
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """See `CompressedSum.restore`."""
+        self.memory.left = kept.get("error")
 
     def start(self, parts: torch.Tensor, name: str, number: int) -> Pending:
         """Begin to sum; once waited for, this rank's part has its sum, and the others are undefined.

@@ -14,7 +14,7 @@ All ranks decode the same payloads in the same order, so that their results are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
 import torch
@@ -41,6 +41,16 @@ class CompressedSum(ABC):
 
         The first memory is of the whole vector.
         """
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """Return what the next exchange on this rank depends on, by name."""
+        lefts = [memory.left for _, memory in self.memories]
+        return {f"error {number}": left for number, left in enumerate(lefts) if left is not None}
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Go on with what `kept` returned."""
+        for number, (_, memory) in enumerate(self.memories):
+            memory.left = kept.get(f"error {number}")
 
     def give_up(self, elements: int) -> torch.Tensor | None:
         """Return the sum of what this rank left out, `[elements]`, and forget it; None if it is nothing."""
@@ -206,6 +216,15 @@ class _LowRank(CompressedSum):
     @property
     def memories(self) -> Sequence[tuple[int, ErrorMemory]]:
         return [(0, self._memory)]
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        factors = {f"factor {number}": factor for number, factor in self._sum.factors.items()}
+        return {**super().kept(), **factors}
+
+    def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
+        super().restore(kept)
+        names = {name: name.removeprefix("factor ") for name in kept if name.startswith("factor ")}
+        self._sum.factors = {int(number): kept[name] for name, number in names.items()}
 
     def start(self, vector: torch.Tensor, name: str, number: int) -> Pending:
         self._memory.add_to(vector)
