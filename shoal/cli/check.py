@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.local import nursery_for
 from shoal.errors import ConfigError, WorkerError
-from shoal.plan import Plan, SettledPlan
+from shoal.plan import SYNCHRONOUS, Plan, SettledPlan
 from shoal.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
@@ -196,6 +196,7 @@ def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
     else:
         if ranks is not None:
             plan = resolve(TrainConfig(plan=args.plan, batch=trial.batch), ranks).plan
+        plan = _synchronous(plan)
         require(plan)
         plans = [SettledPlan.of(plan, trial.batch)]
     if there is not None:
@@ -219,6 +220,19 @@ def _default_batch(unit: int) -> int:
     This is enough for every pipeline schedule.
     """
     return unit * max(2, -(-_LEAST_BATCH // unit))
+
+
+def _synchronous(plan: Plan) -> Plan:
+    """Return the Plan without what is meant to train otherwise than one device."""
+    exchange = plan.exchanged
+    if not (exchange.merges or exchange.compresses):
+        return plan
+    plan = plan.replace(**SYNCHRONOUS)
+    print(
+        f"note: compression and local updates train otherwise than one device does; checked is {plan}",
+        file=sys.stderr,
+    )
+    return plan
 
 
 def _in_two(plan: Plan, batch: int) -> Plan:

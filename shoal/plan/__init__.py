@@ -9,7 +9,7 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
 
 from shoal.plan.boundary import Boundary
 from shoal.plan.compression import BLOCK, CHUNK, Compression
-from shoal.plan.exchange import Exchange
+from shoal.plan.exchange import SYNCHRONOUS, Exchange
 from shoal.plan.group import Group
 from shoal.plan.groups import FamilyGroups, Groups
 from shoal.plan.legal import VARIED, legal_plans
@@ -28,6 +28,7 @@ __all__ = [
     "DEGREES",
     "FULLY_SHARDED",
     "SHARDINGS",
+    "SYNCHRONOUS",
     "UNSHARDED",
     "VARIED",
     "Boundary",

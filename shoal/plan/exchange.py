@@ -19,7 +19,7 @@ from shoal.errors import PlanError
 from shoal.plan.compression import Compression
 from shoal.plan.sharding import UNSHARDED, Sharding
 
-__all__ = ["EXCHANGES", "SETTINGS", "Exchange"]
+__all__ = ["EXCHANGES", "SETTINGS", "SYNCHRONOUS", "Exchange"]
 
 EXCHANGES = ("bucketed", "naive", "local")
 """Values of a Plan's `exchange`."""
@@ -29,6 +29,9 @@ SETTINGS = ("every", "fragments", "delay", "stretch", "feedback", "dense")
 
 _DEFAULTS = {"every": 20, "fragments": 1, "delay": 0, "stretch": 1}
 """Settings that only local updates have, with their defaults."""
+
+SYNCHRONOUS = {"exchange": "bucketed", "compress": "none", "feedback": 1.0, "dense": 0, **_DEFAULTS}
+"""Settings of a Plan that trains as one device does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
