@@ -47,7 +47,8 @@ docs: $(VENV)/.ready-dev
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
 	@echo "open build/docs/index.html"
 
-CORE := setup.py $(foreach folder,csrc csrc/common csrc/transport csrc/algorithms,$(wildcard $(folder)/*.h $(folder)/*.cc))
+FOLDERS := csrc csrc/common csrc/codecs csrc/transport csrc/algorithms
+CORE := setup.py $(foreach folder,$(FOLDERS),$(wildcard $(folder)/*.h $(folder)/*.cc))
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	@echo "installing Shoal and PyTorch into $(VENV) (once, a minute or more)"

@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
 CORE = "shoal/collectives/_core.so"
-FOLDERS = ("csrc", "csrc/common", "csrc/transport", "csrc/algorithms")
+FOLDERS = ("csrc", "csrc/common", "csrc/codecs", "csrc/transport", "csrc/algorithms")
 SOURCES = sorted(source for folder in FOLDERS for source in glob(f"{folder}/*.cc"))
 HEADERS = sorted(header for folder in FOLDERS for header in glob(f"{folder}/*.h"))
 

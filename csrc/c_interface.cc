@@ -13,6 +13,7 @@
 
 #include "algorithms/host.h"
 #include "algorithms/mailbox.h"
+#include "codecs/codec.h"
 #include "common/interruption.h"
 #include "common/reduce.h"
 #include "group.h"
@@ -292,6 +293,30 @@ int shoal_buffer_release(void* data) {
 
 int64_t shoal_buffer_trim(void) {
   return guarded([&] { return static_cast<int64_t>(shared_buffers().trim()); });
+}
+
+int64_t shoal_encode(int kind, uint64_t number, uint64_t seed, const float* values, uint64_t count, void* payload,
+                     uint64_t capacity, float* residual) {
+  return guarded([&] {
+    const Codec codec{static_cast<CodecKind>(kind), number, seed};
+    return static_cast<int64_t>(encode(codec, values, count, payload, capacity, residual));
+  });
+}
+
+int shoal_decode(int kind, uint64_t number, uint64_t seed, const void* payload, uint64_t bytes, float* out,
+                 uint64_t count) {
+  return static_cast<int>(guarded([&] {
+    decode({static_cast<CodecKind>(kind), number, seed}, payload, bytes, out, count);
+    return 0;
+  }));
+}
+
+int shoal_decode_add(int kind, uint64_t number, uint64_t seed, const void* payload, uint64_t bytes, float* out,
+                     uint64_t count, float factor) {
+  return static_cast<int>(guarded([&] {
+    decode_add({static_cast<CodecKind>(kind), number, seed}, payload, bytes, out, count, factor);
+    return 0;
+  }));
 }
 
 #if !defined(SHOAL_BUILD)

@@ -78,6 +78,16 @@ int64_t shoal_buffer_trim(void);
 uint64_t shoal_one_shot_bytes(void);
 uint64_t shoal_eager_bytes(void);
 
+// --- codecs: no group is needed ---
+// The numbers of kinds are those of codecs/codec.h. Returns the bytes written; `residual` may be null.
+int64_t shoal_encode(int kind, uint64_t number, uint64_t seed, const float* values, uint64_t count, void* payload,
+                     uint64_t capacity, float* residual);
+int shoal_decode(int kind, uint64_t number, uint64_t seed, const void* payload, uint64_t bytes, float* out,
+                 uint64_t count);
+// out += factor * decoded
+int shoal_decode_add(int kind, uint64_t number, uint64_t seed, const void* payload, uint64_t bytes, float* out,
+                     uint64_t count, float factor);
+
 // A hash of the sources of the core. Ranks with different hashes may not understand each other.
 const char* shoal_build(void);
 

@@ -104,6 +104,13 @@ class Core:
         self.combine = function(
             releasing, "combine", number, number, number, pointer, pointer, number, size, number
         )
+        self.encode = function(
+            releasing, "encode", ticket, number, size, size, pointer, size, pointer, size, pointer
+        )
+        self.decode = function(releasing, "decode", number, number, size, size, pointer, size, pointer, size)
+        self.decode_add = function(
+            releasing, "decode_add", number, number, size, size, pointer, size, pointer, size, ctypes.c_float
+        )
         self.flag_latency = function(releasing, "flag_latency", real, number, number)
 
     def failure(self, doing: str, code: int = 7) -> CollectiveError:

@@ -140,7 +140,7 @@ def test_reductions_that_a_type_does_not_have_are_refused(name, op):
 
 def test_the_core_tells_the_hash_of_the_sources_that_are_here():
     root = Path(__file__).parents[2] / "csrc"
-    folders = [root, *(root / name for name in ("common", "transport", "algorithms"))]
+    folders = [root, *(root / name for name in ("common", "codecs", "transport", "algorithms"))]
     digest = hashlib.sha256()
     for pattern in ("*.cc", "*.h"):
         for path in sorted(str(path) for folder in folders for path in folder.glob(pattern)):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.collectives.codecs import with_torch
+from shoal.collectives.codecs import native, with_torch
 from shoal.collectives.codecs.sparse import most_threshold_bytes
+from shoal.collectives.core import Core, load_core
 from shoal.errors import PlanError
 from shoal.plan import Compression
 
@@ -43,17 +44,25 @@ class Codec:
         """
         self._require(values, payload)
         assert residual is None or (_is_vector(residual) and residual.shape == values.shape)
+        if (core := _core_for(values)) is not None:
+            return native.encode(core, self.compression, values, payload, seed, residual)
         return with_torch.encode(self.compression, values, payload, seed, residual)
 
     def decode(self, payload: Tensor, out: Tensor, *, seed: int = 0) -> None:
         """Write the decoded vector to `out`, [elements]. random reads the `seed` of `encode`."""
         self._require(out, payload)
-        with_torch.decode(self.compression, payload, out, seed)
+        if (core := _core_for(out)) is not None:
+            native.decode(core, self.compression, payload, out, seed)
+        else:
+            with_torch.decode(self.compression, payload, out, seed)
 
     def decode_add(self, payload: Tensor, out: Tensor, *, factor: float = 1.0, seed: int = 0) -> None:
         """Add `factor` times the decoded vector to `out`, [elements]. random reads the `seed` of `encode`."""
         self._require(out, payload)
-        with_torch.add_decoded(self.compression, payload, out, factor, seed)
+        if (core := _core_for(out)) is not None:
+            native.add_decoded(core, self.compression, payload, out, factor, seed)
+        else:
+            with_torch.add_decoded(self.compression, payload, out, factor, seed)
 
     def _require(self, vector: Tensor, payload: Tensor) -> None:
         assert _is_vector(vector), "a vector is contiguous, in fp32, with one dim"
@@ -79,3 +88,7 @@ def codec_of(compression: Compression) -> Codec:
 
 def _is_vector(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.dim() == 1 and tensor.is_contiguous()
+
+
+def _core_for(vector: Tensor) -> Core | None:
+    return load_core() if vector.device.type == "cpu" else None

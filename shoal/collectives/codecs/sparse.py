@@ -147,9 +147,9 @@ def _two_bits(values: Tensor) -> Tensor:
     larger = magnitudes > (ordered_sum(magnitudes) / kept)[:, None]
     codes = pad((values < 0).int() + 2 * larger.int(), (0, -kept % 4)).view(values.shape[0], -1, 4)
     shifts = torch.arange(0, 8, 2, dtype=torch.int32, device=values.device)
-    means = [_mean(magnitudes, ~larger), _mean(magnitudes, larger)]
-    stacked = torch.where(not_finite(values).any(1)[:, None], torch.nan, torch.stack(means, 1))
-    return torch.cat([(codes << shifts).sum(2).to(torch.uint8), as_bytes(stacked.bfloat16())], 1)
+    means = torch.stack([_mean(magnitudes, ~larger), _mean(magnitudes, larger)], 1).bfloat16()
+    means = torch.where(not_finite(values).any(1)[:, None], torch.nan, means)  # NaN of one bit pattern
+    return torch.cat([(codes << shifts).sum(2).to(torch.uint8), as_bytes(means)], 1)
 
 
 def _mean(magnitudes: Tensor, chosen: Tensor) -> Tensor:

@@ -1,0 +1,264 @@
+// Kinds that send every element in fewer bits. shoal/collectives/codecs/quantised.py describes payloads and rounding.
+//
+// A Format has
+//   bits                          of an element
+//   scale_of(values, count)       of a block
+//   has_zero_codes(scale)         whether the scale is 0 or NaN: all codes are those of 0
+//   codes(values, scale, random)  a vector of codes, in the lowest bits of its lanes
+//   decoded(codes, scale)
+//   write(to, at, codes)          packs the codes of the elements from `at` on, in order
+//   read(from, at)                unpacks them
+#pragma once
+
+#include "codecs/random_bits.h"
+#include "codecs/sums.h"
+
+namespace shoal {
+namespace {
+
+// The largest magnitude of a block; infinity_bits or more where an element is not finite.
+template <class U>
+int32_t peak_of(const float* values, size_t count) {
+  typename U::Int peak[4] = {};
+  for (size_t at = 0; at < count; at += 4 * U::lanes)
+#pragma GCC unroll 4
+    for (size_t p = 0; p < 4; ++p)
+      peak[p] = U::larger(peak[p], U::magnitudes(U::read(values + at + p * U::lanes)));
+  return largest_lane<U>(U::larger(U::larger(peak[0], peak[1]), U::larger(peak[2], peak[3])));
+}
+
+template <class U, int largest>
+struct ScaledByPeak {
+  static float scale_of(const float* values, size_t) {
+    const int32_t peak = peak_of<U>(values, codec_block);
+    return peak >= infinity_bits ? float_of(nan_bits) : float_of(static_cast<uint32_t>(peak)) / largest;
+  }
+  static bool has_zero_codes(float scale) { return !(scale > 0.0f); }
+};
+
+template <class U, int largest, int zero>
+struct Integers : ScaledByPeak<U, largest> {
+  static typename U::Int codes(typename U::Float values, float scale, RandomVectors<U>& random) {
+    const typename U::Int rounded = U::floor(values / scale + uniform<U>(random.next()));
+    return U::smaller(U::larger(rounded, all<typename U::Int>(-largest)), all<typename U::Int>(largest)) + zero;
+  }
+  static typename U::Float decoded(typename U::Int codes, float scale) {
+    return __builtin_convertvector(codes - zero, typename U::Float) * scale;
+  }
+};
+
+template <class U>
+struct Int8 : Integers<U, 127, 0> {
+  static constexpr size_t bits = 8;
+  static void write(std::byte* to, size_t at, typename U::Int codes) { U::write_bytes(to + at, codes); }
+  static typename U::Int read(const std::byte* from, size_t at) {
+    return __builtin_convertvector(load<Vector<int8_t, U::lanes>>(from + at), typename U::Int);
+  }
+};
+
+template <class U>
+struct Int4 : Integers<U, 7, 8> {
+  static constexpr size_t bits = 4;
+  // Two lanes make one of 64 bits, whose lowest byte gets both codes.
+  static void write(std::byte* to, size_t at, typename U::Int codes) {
+    const auto pairs = bits_as<typename U::Long>(codes);
+    U::write_bytes(to + at / 2, pairs | (pairs >> 28));
+  }
+  static typename U::Int read(const std::byte* from, size_t at) {
+    const auto pairs = __builtin_convertvector(load<Vector<uint8_t, U::lanes / 2>>(from + at / 2), typename U::Long);
+    return bits_as<typename U::Int>((pairs | (pairs << 28)) & 0x0000000f0000000f);
+  }
+};
+
+// e4m3: 4 bits of exponent (bias 7), 3 of mantissa, so 20 bits less of mantissa than float32. Random bits are added to
+// those, and carry at random. Below the smallest normal number, 2^-6, numbers are multiples of 2^-9.
+template <class U>
+struct Fp8 : ScaledByPeak<U, 448> {
+  static constexpr size_t bits = 8;
+  static constexpr uint32_t rebias = (127 - 7) << 3;
+
+  static typename U::Int codes(typename U::Float values, float scale, RandomVectors<U>& random) {
+    using Int = typename U::Int;
+    using Bits = typename U::Bits;
+    const auto grid = bits_as<Bits>(values / scale);
+    const Bits magnitude = grid & magnitude_bits;
+    const Bits drawn = random.next();
+    const auto normal = bits_as<Int>(((magnitude + (drawn >> 12)) >> 20) - rebias);
+    const auto size = bits_as<typename U::Float>(magnitude);
+    const Int subnormal = U::floor(size * 0x1p9f + uniform<U>(drawn));
+    const Int code = size < 0x1p-6f ? subnormal : normal;
+    return U::smaller(code, all<Int>(0x7e)) | bits_as<Int>((grid >> 24) & 0x80);
+  }
+  static typename U::Float decoded(typename U::Int codes, float scale) {
+    using Float = typename U::Float;
+    using Bits = typename U::Bits;
+    const typename U::Int magnitude = codes & 0x7f;
+    const auto normal = bits_as<Float>(bits_as<Bits>((magnitude + static_cast<int32_t>(rebias)) << 20));
+    const Float subnormal = __builtin_convertvector(magnitude, Float) * 0x1p-9f;
+    const Bits size = bits_as<Bits>(magnitude < 8 ? subnormal : normal);
+    return bits_as<Float>(size | ((bits_as<Bits>(codes) & 0x80) << 24)) * scale;
+  }
+  static void write(std::byte* to, size_t at, typename U::Int codes) { U::write_bytes(to + at, codes); }
+  static typename U::Int read(const std::byte* from, size_t at) {
+    return __builtin_convertvector(load<Vector<uint8_t, U::lanes>>(from + at), typename U::Int);
+  }
+};
+
+// Its codes have the sign's bit at the top of a lane.
+template <class U>
+struct Sign {
+  static constexpr size_t bits = 1;
+
+  static float scale_of(const float* values, size_t count) {
+    if (peak_of<U>(values, codec_block) >= infinity_bits) return float_of(nan_bits);
+    return static_cast<float>(ordered_sum<U, Magnitude>(values, count) / static_cast<double>(count));
+  }
+  static bool has_zero_codes(float) { return false; }
+  static typename U::Int codes(typename U::Float values, float, RandomVectors<U>&) {
+    return bits_as<typename U::Int>(values < 0.0f) & static_cast<int32_t>(~magnitude_bits);
+  }
+  static typename U::Float decoded(typename U::Int codes, float scale) {
+    return bits_as<typename U::Float>(bits_as<typename U::Bits>(codes) ^ bits_of(scale));
+  }
+  static void write(std::byte* to, size_t at, typename U::Int codes) {
+    const uint32_t packed = U::negatives(codes);
+    if constexpr (U::lanes >= 8)
+      std::memcpy(to + at / 8, &packed, U::lanes / 8);
+    else
+      to[at / 8] = (at % 8 == 0 ? std::byte{} : to[at / 8]) | static_cast<std::byte>(packed << at % 8);
+  }
+  static typename U::Int read(const std::byte* from, size_t at) {
+    uint32_t packed = 0;
+    std::memcpy(&packed, from + at / 8, (U::lanes + 7) / 8);
+    const typename U::Bits is_set = ((packed >> at % 8) >> lane_numbers<U>()) & 1;
+    return bits_as<typename U::Int>(is_set << 31);
+  }
+};
+
+// ---- Vectors
+
+// The next block is fetched from memory while this one is computed.
+template <class U, class Format, bool is_zero, bool streamed>
+void encode_block(const float* values, float scale, RandomKeys keys, size_t index, std::byte* to,
+                  float* residual) {
+  RandomVectors<U> random(keys, index);
+  for (size_t at = 0; at < codec_block; at += U::lanes) {
+    __builtin_prefetch(values + codec_block + at);
+    const typename U::Float vector = U::read(values + at);
+    const typename U::Int codes =
+        is_zero ? Format::codes(typename U::Float{}, 1.0f, random) : Format::codes(vector, scale, random);
+    Format::write(to, at, codes);
+    if (residual == nullptr) continue;
+    const typename U::Float rest = vector - Format::decoded(codes, scale);
+    if constexpr (streamed)
+      U::stream(residual + at, rest);
+    else
+      U::write(residual + at, rest);
+  }
+}
+
+template <class U, class Format, bool streamed>
+float encode_whole_block(const float* values, size_t size, RandomKeys keys, size_t index, std::byte* to,
+                         float* residual) {
+  const float scale = Format::scale_of(values, size);
+  if (Format::has_zero_codes(scale))
+    encode_block<U, Format, true, streamed>(values, scale, keys, index, to, residual);
+  else
+    encode_block<U, Format, false, streamed>(values, scale, keys, index, to, residual);
+  return scale;
+}
+
+// The last block, padded with zeros. Bits of its last byte that have no element are 0.
+template <class U, class Format>
+float encode_last_block(const float* values, size_t size, RandomKeys keys, size_t index, std::byte* to,
+                        float* residual) {
+  float padded[codec_block] = {};
+  std::byte coded[codec_block * Format::bits / 8];
+  std::memcpy(padded, values, size * sizeof(float));
+  float* const rest = residual == nullptr ? nullptr : padded;
+  const float scale = encode_whole_block<U, Format, false>(padded, size, keys, index, coded, rest);
+  const size_t bytes = (size * Format::bits + 7) / 8, used = size * Format::bits % 8;
+  if (used != 0) coded[bytes - 1] &= static_cast<std::byte>((1u << used) - 1);
+  std::memcpy(to, coded, bytes);
+  if (residual != nullptr) std::memcpy(residual, padded, size * sizeof(float));
+  return scale;
+}
+
+template <class U, class Format>
+size_t encode_quantised(const Codec& codec, const float* values, size_t count, std::byte* payload,
+                        float* residual) {
+  const RandomKeys keys = keys_of(codec.seed);
+  const bool streamed = residual != nullptr && residual != values && is_streamed(residual, count);
+  std::byte* scales = payload;
+  std::byte* codes = payload + (count + codec_block - 1) / codec_block * sizeof(float);
+  std::byte* const end = codes + (count * Format::bits + 7) / 8;
+  for (size_t at = 0; at < count; at += codec_block) {
+    const size_t size = lesser(codec_block, count - at);
+    const auto encode = size < codec_block ? encode_last_block<U, Format>
+                        : streamed         ? encode_whole_block<U, Format, true>
+                                           : encode_whole_block<U, Format, false>;
+    const float scale =
+        encode(values + at, size, keys, at, codes, residual == nullptr ? nullptr : residual + at);
+    std::memcpy(scales, &scale, sizeof(float));
+    scales += sizeof(float);
+    codes += codec_block * Format::bits / 8;
+  }
+  if (streamed) U::fence();
+  return static_cast<size_t>(end - payload);
+}
+
+// What is done with a decoded vector.
+template <class U>
+struct Replace {
+  static constexpr bool may_stream = true;
+  typename U::Float operator()(const float*, typename U::Float decoded) const { return decoded; }
+};
+
+template <class U>
+struct Add {
+  static constexpr bool may_stream = false;
+  float factor;
+  typename U::Float operator()(const float* out, typename U::Float decoded) const {
+    return U::read(out) + decoded * factor;
+  }
+};
+
+template <class U, class Format, bool streamed, class Into>
+void decode_block(const std::byte* codes, float scale, float* out, Into into) {
+  for (size_t at = 0; at < codec_block; at += U::lanes) {
+    const auto result = into(out + at, Format::decoded(Format::read(codes, at), scale));
+    if constexpr (streamed)
+      U::stream(out + at, result);
+    else
+      U::write(out + at, result);
+  }
+}
+
+template <class U, class Format, class Into>
+bool decode_quantised(const std::byte* payload, float* out, size_t count, Into into) {
+  const bool streamed = Into::may_stream && is_streamed(out, count);
+  const std::byte* codes = payload + (count + codec_block - 1) / codec_block * sizeof(float);
+  for (size_t at = 0; at < count; at += codec_block, payload += sizeof(float)) {
+    const size_t size = lesser(codec_block, count - at);
+    float scale;
+    std::memcpy(&scale, payload, sizeof(float));
+    if (size < codec_block) {
+      float padded[codec_block] = {};
+      std::byte coded[codec_block * Format::bits / 8] = {};
+      std::memcpy(coded, codes, (size * Format::bits + 7) / 8);
+      std::memcpy(padded, out + at, size * sizeof(float));
+      decode_block<U, Format, false>(coded, scale, padded, into);
+      std::memcpy(out + at, padded, size * sizeof(float));
+    } else if (streamed) {
+      decode_block<U, Format, true>(codes, scale, out + at, into);
+    } else {
+      decode_block<U, Format, false>(codes, scale, out + at, into);
+    }
+    codes += codec_block * Format::bits / 8;
+  }
+  if (streamed) U::fence();
+  return true;
+}
+
+}  // namespace
+}  // namespace shoal
