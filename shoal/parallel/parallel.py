@@ -79,8 +79,7 @@ class Parallel(nn.Module):
             isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
         )
         follow_optimizers(module, self.owned, self.changed)
-        computing = set(module.parameters())
-        if not all(owned.parameter in computing for owned in self.owned):
+        if not {owned.parameter for owned in self.owned} <= set(module.parameters()):
             refuse_copies(module, self._stale)
         self.set_micro_batches(1)
 

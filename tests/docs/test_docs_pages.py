@@ -105,6 +105,6 @@ def test_keys_that_a_page_sets_exist(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_plans_that_a_page_writes_are_plans(path):
-    plans = r"\b(?:dp=\d+|shard=[a-z]+\d?|exchange=\w+)(?:,\w+=\w+(?:-\w+)*)*"
+    plans = r"\b(?:dp=\d+|shard=[a-z]+\d?|exchange=\w+)(?:,\w+=\w+(?:[-:.]\w+)*)*"
     for text in re.findall(plans, path.read_text()):
         Plan.parse(text)

@@ -97,7 +97,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(wrong, meant):
     assert wrong in error.change
 
 
-@pytest.mark.parametrize("wrong", ["optimizer.momentum", "qqq", "data.xyz"])
+@pytest.mark.parametrize("wrong", ["optimizer.nesterov", "qqq", "data.xyz"])
 def test_a_key_that_is_like_none_gets_no_guess(wrong):
     assert "did you mean" not in refusal(f"{wrong}=1").given
 
