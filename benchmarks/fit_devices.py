@@ -27,9 +27,8 @@ from fit_operations import fit_operations, report
 from least_squares import least_squares, softened
 
 from shoal.cluster import Cluster, Device
-from shoal.cost import Costs
+from shoal.cost import Costs, Memories
 from shoal.cost.time import block_cost
-from shoal.planner.bucket import usual_bucket
 from shoal.simulate import played_seconds
 from shoal.validate import (
     Measured,
@@ -41,6 +40,7 @@ from shoal.validate import (
     read_table,
 )
 from shoal.validate.ages import with_attention
+from shoal.validate.fill_blanks import Filled, fill_blanks
 from shoal.workload import workload_of
 
 __all__ = ["CONSTANTS", "Constant", "fit", "main"]
@@ -108,10 +108,7 @@ class Rows:
             )
             for row in steps
         }
-        self._plans = {
-            id(row): [plan.replace(bucket=usual_bucket(self._cluster(row), plan)) for plan in row.plans]
-            for row in steps
-        }
+        self._filled = {id(row): self._fill(row) for row in steps}
 
     def errors(self, devices: Mapping[str, Device]) -> list[float]:
         """Of each step, the logarithm of predicted over measured."""
@@ -138,7 +135,14 @@ class Rows:
         cluster = self._cluster(row)
         device = with_attention(devices[cluster.device.name], row.attention)
         costs = Costs(self._workloads[id(row)], cluster.replace(device=device))
-        return min(played_seconds(costs, plan, row.batch) for plan in self._plans[id(row)])
+        return self._filled[id(row)].mixed(lambda plan: played_seconds(costs, plan, row.batch))
+
+    def _fill(self, row: Measured) -> Filled:
+        """The Plan of a row, with what it leaves open chosen by the constants of now."""
+        cluster = self._cluster(row)
+        cluster = cluster.replace(device=with_attention(cluster.device, row.attention))
+        costs = Costs(self._workloads[id(row)], cluster)
+        return fill_blanks(row, costs, Memories(costs.workload, cluster, costs))
 
     def _cluster(self, row: Measured) -> Cluster:
         return self._clusters[row.device, row.plans[0].ranks, row.devices_per_node, row.network]

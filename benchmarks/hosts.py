@@ -9,6 +9,9 @@ ends.
 The bound of a collective is what has to cross the busiest link one way, at the nominal rate's share for
 payload. A plain TCP stream from each host to the next, all at once, is measured beside it: it says how much
 of the rate the machine itself can carry, as all hosts share its cores.
+
+`in-network` among --algorithms uses an aggregator in the switch. The predicted time is the table's, with the
+link's rate of payload in place of the table's; gloo's is that of a ring of all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from statistics import median
@@ -28,57 +32,24 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from hosts_network import Network
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.bench import COLLECTIVES, describe, parse_sizes
 from shoal.bench.contestants import Buffers
 from shoal.bench.contestants.torch_group import TorchGroup
-from shoal.collectives import Options
+from shoal.collectives import Aggregator, Options
 from shoal.errors import UserError, WorkerError
 from shoal.testing.hosts import Hosts, enter_host
 from shoal.units import format_bytes
 
-_NETWORKS = "2x1@1,3x1@1,2x2@1,2x1@10,3x1@10,2x2@10"
+_NETWORKS = "2x1@1,3x1@1,4x1@1,2x2@1,2x1@10,3x1@10,4x1@10,2x2@10"
 _STREAM_SECONDS = 0.5
 _TURN_SECONDS = 0.2
 _FEWEST = 3  # operations in a turn
 _TIMEOUT = 120.0  # seconds for anything that the ranks do
-_STORE_PORT, _STREAM_PORT = 29500, 29501
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """What is emulated: `hosts` with `ranks_per_host` each, on links of `rate` bits a second."""
-
-    hosts: int
-    ranks_per_host: int
-    rate: float
-
-    @classmethod
-    def parse(cls, text: str) -> Network:
-        """From a text such as "2x4@10": hosts, ranks on each, Gbit/s."""
-        hosts, _, rest = text.partition("x")
-        ranks, _, rate = rest.partition("@")
-        return cls(int(hosts), int(ranks), float(rate) * 1e9)
-
-    def __str__(self) -> str:
-        hosts = f"{self.hosts} hosts of {self.ranks_per_host} rank{'s' * (self.ranks_per_host > 1)}"
-        return f"{hosts}, {self.rate / 1e9:g} Gbit/s"
-
-    @property
-    def ranks(self) -> int:
-        """Of all hosts."""
-        return self.hosts * self.ranks_per_host
-
-    def bytes_across(self, collective: str, size: int) -> float:
-        """What at least has to cross the busiest link one way, in bytes.
-
-        With hosts in the place of ranks it is what the bus factor says, where ranks of a host can share what
-        has come, and combine what is to go; of all-to-all each rank's data is its own.
-        """
-        if collective == "all_to_all":
-            return size * self.ranks_per_host * (self.ranks - self.ranks_per_host) / self.ranks
-        return size * COLLECTIVES[collective].bus_factor(self.hosts)
+_STORE_PORT, _STREAM_PORT, _AGGREGATOR_PORT = 29500, 29501, 29502
+_IN_NETWORK = "in-network"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--networks", default=_NETWORKS, help=f"default {_NETWORKS}")
     parser.add_argument("--collectives", default="all_reduce", help="default all_reduce")
     parser.add_argument("--sizes", default="64MiB", help="of a collective's whole buffer; default 64MiB")
-    parser.add_argument("--algorithms", default="", help="of Shoal, to compare with what it chooses itself")
+    parser.add_argument(
+        "--algorithms",
+        default="ring,in-network",
+        help="of Shoal, beside what it chooses itself; default ring,in-network",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     options = parser.parse_args(arguments)
     collectives, sizes = options.collectives.split(","), parse_sizes(options.sizes)
@@ -195,11 +170,21 @@ def _measure(
 ) -> None:
     """Measures and prints one network's table."""
     contestants: dict[str, Options | None] = {"gloo": None, "shoal": Options()}
+    aggregator = f"{Hosts.switch_address}:{_AGGREGATOR_PORT}"
     for collective in collectives:
         for name in algorithms:
-            contestants[f"shoal {name}"] = Options(algorithms={collective: name})
+            forced = {collective: name}
+            contestants[f"shoal {name}"] = (
+                Options(algorithms=forced, aggregator=aggregator)
+                if name == _IN_NETWORK
+                else Options(algorithms=forced)
+            )
     payload_rate = Hosts.payload_rate(network.rate)
-    with Hosts(network.hosts, network.rate) as hosts, Ranks(hosts, network, contestants) as ranks:
+    with (
+        Hosts(network.hosts, network.rate) as hosts,
+        _aggregating(hosts, aggregator),
+        Ranks(hosts, network, contestants) as ranks,
+    ):
         streams = [ranks.stream_rate()]
         lines = []
         for collective in collectives:
@@ -214,6 +199,25 @@ def _measure(
         f"({min(streams) / 1e6:.1f} to {max(streams) / 1e6:.1f}) MB/s.\n"
     )
     print(_markdown(_HEADER, lines), end="\n\n", flush=True)
+
+
+@contextmanager
+def _aggregating(hosts: Hosts, address: str) -> Iterator[None]:
+    """An aggregator in the switch, for as long as the context lasts."""
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=_aggregate, args=(hosts.switch, address), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def _aggregate(switch: int, address: str) -> None:
+    enter_host(switch)
+    with Aggregator(address) as aggregator:
+        aggregator.serve()
 
 
 def _rounds(
@@ -235,6 +239,7 @@ _HEADER = [
     "size",
     "",
     "ms (range)",
+    "predicted ms",
     "algbw",
     "busbw, MB/s",
     "of the bound",
@@ -248,7 +253,7 @@ def _line(
 ) -> list[str]:
     seconds = [turn.seconds for turn in turns[name]]
     middle = median(seconds)
-    needed = network.bytes_across(collective, size)
+    needed = network.bytes_across(collective, size, is_aggregated=name.endswith(_IN_NETWORK))
     bound = needed / Hosts.payload_rate(network.rate)
     sent = median(max(turn.sent) for turn in turns[name])
     gloo = median(
@@ -259,6 +264,7 @@ def _line(
         format_bytes(size),
         name,
         f"{middle * 1e3:.4g} ({min(seconds) * 1e3:.4g} to {max(seconds) * 1e3:.4g})",
+        f"{network.predicted_seconds(collective, size, name) * 1e3:.4g}",
         f"{size / middle / 1e6:.4g}",
         f"{size / middle / 1e6 * COLLECTIVES[collective].bus_factor(network.ranks):.4g}",
         f"{bound / middle:.3f}",

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <string>
 #include <variant>
 
+#include "aggregator.h"
 #include "algorithms/host.h"
 #include "algorithms/mailbox.h"
 #include "codecs/codec.h"
@@ -84,6 +86,12 @@ int64_t interruptible(const Function& function) {
   return was_interrupted() ? -static_cast<int64_t>(Code::interrupted) : outcome;
 }
 
+int hand_out(const std::string& what, char* text, size_t capacity) {
+  if (what.size() + 1 > capacity) throw Failure(Code::invalid, -1, "a text is longer than its buffer");
+  std::memcpy(text, what.c_str(), what.size() + 1);
+  return 0;
+}
+
 }  // namespace
 
 // A group, and its operations that are not forgotten yet. After it is closed, it stays until no caller can ask for it.
@@ -129,11 +137,11 @@ int shoal_last_failure(int* rank, char* text, size_t capacity) {
 }
 
 shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char* bind_address, int streams,
-                                double heartbeat) {
+                                double heartbeat, const char* aggregator) {
   shoal_group* made = nullptr;
   guarded([&] {
     const std::vector<int> all_hosts(hosts, hosts + size);
-    const GroupOptions options{rank, all_hosts, bind_address, streams, heartbeat};
+    const GroupOptions options{rank, all_hosts, bind_address, streams, heartbeat, aggregator};
     try {
       made = new shoal_group(options);
     } catch (const Failure& failure) {
@@ -156,11 +164,7 @@ int shoal_group_allow_reads(shoal_group* group, const int* peers, int count) {
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity) {
   return static_cast<int>(guarded([&] {
     const std::string introduction = Visit(*group->group)->introduce();
-    if (introduction.size() + 1 > capacity) {
-      throw Failure(Code::invalid, -1, "an introduction is longer than its buffer");
-    }
-    std::memcpy(text, introduction.c_str(), introduction.size() + 1);
-    return 0;
+    return hand_out(introduction, text, capacity);
   }));
 }
 
@@ -274,6 +278,33 @@ void shoal_forget(shoal_group* group, int64_t ticket) {
 }
 
 void shoal_raise(void) { take_interruption(); }
+
+struct shoal_aggregator {
+  Aggregator aggregator;
+};
+
+shoal_aggregator* shoal_aggregator_create(const char* address_and_port) {
+  shoal_aggregator* made = nullptr;
+  guarded([&] {
+    const auto report = [](const std::string& what) { std::fprintf(stderr, "shoal: %s\n", what.c_str()); };
+    made = new shoal_aggregator{{address_and_port, report}};
+    return 0;
+  });
+  return made;
+}
+
+int shoal_aggregator_address(const shoal_aggregator* aggregator, char* text, size_t capacity) {
+  return static_cast<int>(guarded([&] { return hand_out(aggregator->aggregator.address(), text, capacity); }));
+}
+
+int shoal_aggregator_serve(shoal_aggregator* aggregator) {
+  return static_cast<int>(interruptible([&] {
+    aggregator->aggregator.serve();
+    return 0;
+  }));
+}
+
+void shoal_aggregator_free(shoal_aggregator* aggregator) { delete aggregator; }
 
 void* shoal_buffer_allocate(uint64_t bytes) {
   void* data = nullptr;

@@ -11,6 +11,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 typedef struct shoal_group shoal_group;
+typedef struct shoal_aggregator shoal_aggregator;
 
 // The numbers of collectives, algorithms, types and reductions are those of algorithms/operation.h and
 // common/types.h.
@@ -30,7 +31,7 @@ int shoal_last_failure(int* rank, char* text, size_t capacity);
 
 // --- groups ---
 shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char* bind_address, int streams,
-                                double heartbeat);
+                                double heartbeat, const char* aggregator);
 // Lets these processes read this process's memory, where the system needs to know them. Call it before any rank joins.
 int shoal_group_allow_reads(shoal_group* group, const int* peers, int count);
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity);
@@ -66,6 +67,14 @@ int shoal_test(shoal_group* group, int64_t ticket);
 void shoal_forget(shoal_group* group, int64_t ticket);
 // Raises in Python what a signal handler raised during the last call.
 void shoal_raise(void);
+
+// --- the aggregator of in-network reduction, a process of its own ---
+// Listens on "address:port"; null: it cannot. It tells people what happens on the standard error output.
+shoal_aggregator* shoal_aggregator_create(const char* address_and_port);
+int shoal_aggregator_address(const shoal_aggregator* aggregator, char* text, size_t capacity);
+// Serves until a signal handler raises: returns the negative of `interrupted`.
+int shoal_aggregator_serve(shoal_aggregator* aggregator);
+void shoal_aggregator_free(shoal_aggregator* aggregator);
 
 // --- memory that peers on the host can map ---
 void* shoal_buffer_allocate(uint64_t bytes);

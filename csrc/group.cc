@@ -15,8 +15,8 @@ namespace shoal {
 
 namespace {
 
-// Whether a hierarchical operation runs level by level and not as one schedule: where flags within the host save time,
-// and for sums of 16-bit floats, which two-shot can send in 16 bits, because it passes on no partial sums.
+// Whether an operation in two levels runs one level after the other and not as one schedule: where flags within the
+// host save time, and for sums of 16-bit floats, which are rounded once within the host and once between hosts.
 bool goes_level_by_level(const Operation& operation) {
   constexpr size_t large = 512 * 1024;
   if (operation.collective == Collective::barrier) return true;
@@ -122,7 +122,21 @@ Reach Group::join(const std::vector<std::string>& introductions, const Secret& s
   }
   if (board_.size() > 1) watch_neighbours(peers_here);
   if (network_) network_->start(endpoints, remote_ranks, secret, deadline);
+  if (network_ && !options_.aggregator.empty()) meet_aggregator(secret);
   return board_.can_read_peers() ? Reach::reads : Reach::copies;
+}
+
+void Group::meet_aggregator(const Secret& secret) {
+  Greeting greeting;
+  greeting.session = session_of(secret);
+  greeting.slice = index();
+  greeting.host = hierarchy_.host_of(rank());
+  greeting.hosts = hierarchy_.hosts();
+  greeting.streams = options_.streams;
+  greeting.heartbeat = static_cast<int32_t>(options_.heartbeat * 1000);
+  AggregatorPulse::Limits limits{options_.heartbeat, [this] { return operations_waiting_.load() > 0; },
+                                 [this](Code code, const std::string& text) { watch_->tell(code, -1, text); }};
+  aggregator_.emplace(options_.aggregator, greeting, hub_.loop(), std::move(limits), alarm_);
 }
 
 // In one call on the Hub's thread: with many ranks, a call for each rank would take longer than everything else.
@@ -163,6 +177,13 @@ int Group::start(bool can_read_peers) {
     const auto own = std::find(across_ranks_.begin(), across_ranks_.end(), rank()) - across_ranks_.begin();
     over_hosts_.emplace(static_cast<int>(own), Hierarchy(across_ranks_), *across_links_, alarm_);  // a rank on each
   }
+  if (aggregator_) {
+    over_aggregator_.emplace(rank(), hierarchy_, *collective_links_, *aggregator_, alarm_);
+    if (across_links_) {
+      slice_over_aggregator_.emplace(hierarchy_.host_of(rank()), Hierarchy(across_ranks_), *across_links_, *aggregator_,
+                                     alarm_);
+    }
+  }
   const auto read = [this](int peer, const Notice& offered, size_t offset, size_t bytes, void* out) {
     const int index = hierarchy_.index_of(peer);
     PeerBuffers& buffers = offered_buffers_[static_cast<size_t>(index)];
@@ -201,6 +222,9 @@ Group::~Group() {
   if (mailbox_) mailbox_->hand_over(Deadline::after(std::max(farewell, options_.heartbeat)));
   watch_->leave();
   executor_.reset();
+  over_aggregator_.reset();
+  slice_over_aggregator_.reset();
+  aggregator_.reset();
   {
     std::lock_guard lock(wake_mutex_);
     mailbox_.reset();
@@ -284,6 +308,8 @@ void Group::run(Task& task, bool is_background) {
       finish_one_shot(operation, *host_);
     } else if (one_host_ && operation.algorithm == Algorithm::direct) {
       run_direct(operation, *host_);
+    } else if (operation.algorithm == Algorithm::in_network) {
+      run_in_network(operation);
     } else if (operation.algorithm == Algorithm::hierarchical && goes_level_by_level(operation)) {
       run_level_by_level(operation);
     } else {
@@ -339,6 +365,20 @@ void Group::run_level_by_level(const Operation& operation) {
     across.input = across.output = slice;
     across.bytes = bytes;
     over_hosts_->run(across, size());
+  });
+}
+
+void Group::run_in_network(const Operation& operation) {
+  const bool is_possible = operation.collective == Collective::all_reduce && over_aggregator_;
+  if (!is_possible) throw Failure(Code::invalid, -1, "there is no aggregator for this operation");
+  if (hierarchy_.ranks() == hierarchy_.hosts() || !goes_level_by_level(operation)) {
+    return over_aggregator_->run(operation, size());
+  }
+  run_hierarchical_all_reduce(operation, *host_, hierarchy_.smallest(), [&](std::byte* slice, size_t bytes) {
+    Operation across = operation;
+    across.input = across.output = slice;
+    across.bytes = bytes;
+    slice_over_aggregator_->run(across, size());
   });
 }
 

@@ -9,6 +9,7 @@
 
 #include "algorithms/host.h"
 #include "algorithms/mailbox.h"
+#include "algorithms/over_aggregator.h"
 #include "algorithms/over_links.h"
 #include "executor.h"
 #include "transport/allowed_reads.h"
@@ -25,6 +26,7 @@ struct GroupOptions {
   std::string bind_address;   // where to listen for other hosts
   int streams = 2;            // TCP connections per link
   double heartbeat = 5;       // seconds without a sign of life after which a peer has stopped
+  std::string aggregator;     // "address:port" of the aggregator between the hosts; empty: there is none
 };
 
 // How a rank reaches the memory of its peers on the host. The numbers are part of the C interface.
@@ -81,6 +83,8 @@ class Group {
 
   void run(Task& task, bool is_background);
   void run_level_by_level(const Operation& operation);
+  void run_in_network(const Operation& operation);
+  void meet_aggregator(const Secret& secret);
   void watch_neighbours(const std::vector<Introduction>& introductions);
   void wake_sleepers();
   const std::vector<int>& local_ranks() const { return hierarchy_.ranks_on(hierarchy_.host_of(options_.rank)); }
@@ -116,6 +120,8 @@ class Group {
   std::unique_ptr<PeerLinks> collective_links_, message_links_;
   std::unique_ptr<AcrossLinks> across_links_;  // of ranks that have a slice in hierarchical operations
   std::optional<OverLinks> over_links_, over_hosts_;
+  std::optional<AggregatorLink> aggregator_;  // if there is one; connected by ranks that have a slice
+  std::optional<OverAggregator> over_aggregator_, slice_over_aggregator_;
   std::mutex wake_mutex_;  // guards creation and end of the mailbox, and:
   std::vector<std::optional<Parting>> partings_;  // by rank
   std::unique_ptr<Mailbox> mailbox_;

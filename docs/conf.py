@@ -33,7 +33,7 @@ toc_object_entries_show_parents = "hide"
 _SECTION = re.compile(r"^## (?P<caption>.+)\n(?P<links>(?:(?!## ).*\n)*)", re.MULTILINE)
 _PAGE = re.compile(r"\]\((?!https?:|\.\.)(?P<page>[^)#]+)\.md\)")
 _NAMES = re.compile(r"<!-- generated: api: (?P<names>.+?) -->\n.*?<!-- end -->", re.DOTALL)
-_OUTSIDE = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<file>(?:\.\./)+(?:benchmarks/)?[A-Za-z]+\.md)\)")
+_OUTSIDE = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<file>(?:\.\./)+(?:benchmarks/)?[A-Za-z_]+\.md)\)")
 
 
 def contents(index: str) -> str:

@@ -48,6 +48,7 @@ __all__ = ["MODELLED", "ROOT", "pages", "render"]
 ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELLED = (
+    "kinds",
     "collectives.network",
     *("time.products", "time.attention", "time.passes", "time.compute"),
     *("time.block", "time.buckets", "time.crowding", "time.data_parallel", "time.joins"),

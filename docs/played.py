@@ -19,6 +19,7 @@ __all__ = [
     "halving_doubling",
     "hierarchical",
     "hierarchical_all_gather",
+    "in_network",
     "in_order_parents",
     "one_shot",
     "pairwise",
@@ -56,6 +57,7 @@ class Played:
         start: By rank and slice, whose data is in it at first.
         steps: What happens.
         ranks_per_host: Where there are several hosts.
+        has_aggregator: Whether the last of the ranks is an aggregator.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Played:
     start: list[list[set[int]]]
     steps: list[Step]
     ranks_per_host: int = 0
+    has_aggregator: bool = False
 
     def states(self) -> list[list[list[set[int]]]]:
         """By row, rank and slice, whose data is in it: at first, and after each step."""
@@ -190,6 +193,14 @@ def hierarchical_all_gather(hosts: int, ranks_per_host: int) -> list[Step]:
     return [*across, Step("inside: share", inside)]
 
 
+def in_network(hosts: int) -> list[Step]:
+    """Every host sends everything to the aggregator, which is numbered after them, and gets the sum."""
+    return [
+        Step("up: sum", [Message(host, hosts, (0,)) for host in range(hosts)]),
+        Step("down", [Message(hosts, host, (0,)) for host in range(hosts)]),
+    ]
+
+
 def tree(ranks: int) -> list[Step]:
     """In each step, whoever has it sends it half as far as in the one before."""
     distance = 1 << (ranks - 1).bit_length()
@@ -285,6 +296,16 @@ PLAYED = (
         hierarchical_all_gather(2, 2),
         owner=range(4),
         per_host=2,
+    ),
+    Played(
+        name="in-network",
+        title="In-network all-reduce, three hosts and an aggregator",
+        ranks=4,
+        slices=1,
+        whole=3,
+        start=[[{0}], [{1}], [{2}], [set()]],
+        steps=in_network(3),
+        has_aggregator=True,
     ),
     _moved("tree", "Broadcast along a binomial tree, eight ranks", 8, 1, tree(8), owner=[0]),
     _moved("chain", "Broadcast along a chain, four ranks, three chunks", 4, 3, chain(4, 3), owner=[0] * 3),

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trace", "bench"),
     ("probe",),
     ("checkpoint",),
+    ("server",),
     ("parallel",),
     ("launch",),
     ("train",),

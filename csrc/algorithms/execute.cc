@@ -27,6 +27,7 @@ constexpr size_t piece_bytes = 64 * 1024;
 struct Lane {
   int peer = -1;
   int rank = -1;  // of the peer, in the group
+  std::string name;  // the rank as a text
   bool is_sending = false;
   int step = no_step;  // the current one; no_step: all are done
   int last = no_step;
@@ -148,6 +149,7 @@ void Execution::connect(Links& links) {
     const bool is_same_link = before != nullptr && before->peer == lane->peer;
     lane->link = is_same_link ? before->link : &links.to(lane->peer, deadline_);
     lane->rank = links.rank_of(lane->peer);
+    lane->name = links.name_of(lane->peer);
     before = lane;
   }
 }
@@ -268,7 +270,7 @@ void Execution::check_deadline() const {
     std::string& ranks = lane.is_sending ? receivers : senders;
     int& first = lane.is_sending ? first_receiver : first_sender;
     if (first < 0) first = lane.rank;
-    ranks += (ranks.empty() ? " " : ", ") + std::to_string(lane.rank);
+    ranks += (ranks.empty() ? " " : ", ") + lane.name;
   }
   std::string text = "the operation's timeout ran out";
   if (!senders.empty()) text += "; nothing came from" + senders;

@@ -33,6 +33,7 @@ enum class Algorithm : int {
   tree = 6,
   chain = 7,
   pairwise = 8,
+  in_network = 9,        // by an aggregator between the hosts
 };
 
 // Equal parts, one for each rank, one after another in a buffer.

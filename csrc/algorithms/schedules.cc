@@ -12,8 +12,6 @@ namespace shoal {
 
 namespace {
 
-constexpr size_t chunk_limit = 256 * 1024;
-
 std::vector<Extent> extents(const std::vector<size_t>& bytes) {
   std::vector<Extent> all;
   size_t offset = 0;

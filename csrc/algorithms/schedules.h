@@ -7,6 +7,9 @@
 
 namespace shoal {
 
+// The most bytes of a step, where large regions are cut into chunks.
+constexpr size_t chunk_limit = 256 * 1024;
+
 // The schedule of `rank`. For an all-reduce the output holds the input already.
 // Throws Failure(Code::invalid) if the collective has no such algorithm.
 Schedule schedule_of(const Operation& operation, int rank, const Hierarchy& hierarchy);

@@ -21,28 +21,28 @@ size_t encode_with(const Codec& codec, const float* values, size_t count, std::b
   }
 }
 
-template <class U, class Into, class IntoKept, class IntoSampled>
+template <class U, class Into, class IntoKept>
 bool decode_into(const Codec& codec, const std::byte* payload, size_t bytes, float* out, size_t count, Into into,
-                 IntoKept into_kept, IntoSampled into_sampled) {
+                 IntoKept&& into_kept) {
   switch (codec.kind) {
     case CodecKind::int8: return decode_quantised<U, Int8<U>>(payload, out, count, into);
     case CodecKind::int4: return decode_quantised<U, Int4<U>>(payload, out, count, into);
     case CodecKind::fp8: return decode_quantised<U, Fp8<U>>(payload, out, count, into);
     case CodecKind::sign: return decode_quantised<U, Sign<U>>(payload, out, count, into);
-    case CodecKind::random: return decode_sampled(codec, payload, out, count, into_sampled);
-    default: return decode_sparse(codec, payload, bytes, out, count, into_kept);
+    case CodecKind::random: return decode_sampled(codec, payload, out, count, into_kept);
+    default: return decode_sparse<U>(codec, payload, bytes, out, count, into_kept);
   }
 }
 
 template <class U>
 bool decode_with(const Codec& codec, const std::byte* payload, size_t bytes, float* out, size_t count) {
-  return decode_into<U>(codec, payload, bytes, out, count, Replace<U>{}, ReplaceKept{}, ReplaceSampled{});
+  return decode_into<U>(codec, payload, bytes, out, count, Replace<U>{}, ReplaceKept<U>(out, count));
 }
 
 template <class U>
 bool decode_add_with(const Codec& codec, const std::byte* payload, size_t bytes, float* out, size_t count,
                      float factor) {
-  return decode_into<U>(codec, payload, bytes, out, count, Add<U>{factor}, AddKept{factor}, AddSampled{factor});
+  return decode_into<U>(codec, payload, bytes, out, count, Add<U>{factor}, AddKept(factor));
 }
 
 template <class U>

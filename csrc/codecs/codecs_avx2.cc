@@ -31,6 +31,12 @@ struct Avx2 : Lanes<32> {
   static Int floor(Float vector) {
     return bits_as<Int>(_mm256_cvttps_epi32(_mm256_floor_ps(bits_as<__m256>(vector))));
   }
+  static Int read_bytes(const std::byte* from) {
+    return bits_as<Int>(_mm256_cvtepu8_epi32(_mm_loadu_si64(from)));
+  }
+  static Int read_signed_bytes(const std::byte* from) {
+    return bits_as<Int>(_mm256_cvtepi8_epi32(_mm_loadu_si64(from)));
+  }
   static uint32_t negatives(Int vector) {
     return static_cast<uint32_t>(_mm256_movemask_ps(bits_as<__m256>(vector)));
   }

@@ -36,11 +36,23 @@ struct Avx512 : Lanes<64> {
     constexpr int downwards = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
     return bits_as<Int>(_mm512_maskz_cvt_roundps_epi32(every_lane, bits_as<__m512>(vector), downwards));
   }
+  static Double widen(Half vector) {
+    return bits_as<Double>(_mm512_maskz_cvtps_pd(0xff, bits_as<__m256>(vector)));
+  }
+  static Int read_bytes(const std::byte* from) {
+    return bits_as<Int>(_mm512_maskz_cvtepu8_epi32(every_lane, load<__m128i>(from)));
+  }
+  static Long read_long_bytes(const std::byte* from) {
+    return bits_as<Long>(_mm512_maskz_cvtepu8_epi64(0xff, _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
+  static Int read_signed_bytes(const std::byte* from) {
+    return bits_as<Int>(_mm512_maskz_cvtepi8_epi32(every_lane, load<__m128i>(from)));
+  }
   static void write_bytes(std::byte* to, Int vector) {
     store(to, _mm512_maskz_cvtepi32_epi8(every_lane, bits_as<__m512i>(vector)));
   }
   static void write_bytes(std::byte* to, Long vector) {
-    _mm512_mask_cvtepi64_storeu_epi8(to, 0xff, bits_as<__m512i>(vector));
+    store(to, _mm_cvtsi128_si64(_mm512_maskz_cvtepi64_epi8(0xff, bits_as<__m512i>(vector))));
   }
   static uint32_t negatives(Int vector) { return _mm512_movepi32_mask(bits_as<__m512i>(vector)); }
   static uint32_t at_least(Int vector, int32_t least) {

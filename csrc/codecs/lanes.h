@@ -30,6 +30,8 @@ struct Lanes {
   using Int = Vector<int32_t, lanes>;
   using Bits = Vector<uint32_t, lanes>;
   using Long = Vector<uint64_t, lanes / 2>;
+  using Half = Vector<float, lanes / 2>;
+  using Double = Vector<double, lanes / 2>;
 
   static Float read(const float* from) { return load<Float>(reinterpret_cast<const std::byte*>(from)); }
   static void write(float* to, Float vector) { store(reinterpret_cast<std::byte*>(to), vector); }
@@ -44,6 +46,19 @@ struct Lanes {
   static Int floor(Float vector) {
     const Int towards_zero = __builtin_convertvector(vector, Int);
     return towards_zero + (__builtin_convertvector(towards_zero, Float) > vector);
+  }
+
+  static Double widen(Half vector) { return __builtin_convertvector(vector, Double); }
+
+  // A byte into every lane, without its sign or with it.
+  static Int read_bytes(const std::byte* from) {
+    return __builtin_convertvector(load<Vector<uint8_t, lanes>>(from), Int);
+  }
+  static Long read_long_bytes(const std::byte* from) {
+    return __builtin_convertvector(load<Vector<uint8_t, lanes / 2>>(from), Long);
+  }
+  static Int read_signed_bytes(const std::byte* from) {
+    return __builtin_convertvector(load<Vector<int8_t, lanes>>(from), Int);
   }
 
   // The lowest byte of every lane.
@@ -63,12 +78,32 @@ struct Lanes {
   static uint32_t at_least(Int vector, int32_t least) { return negatives(vector >= least); }
 };
 
+// While a part of a vector is computed, a later part is fetched from memory, so that memory always has something to do:
+// by those passes over a part that compute so much that the fetches do not queue.
+constexpr size_t line_elements = 16;
+constexpr size_t block_ahead = 3 * codec_block, chunk_ahead = codec_chunk;
+
+// Fetches a cache line. (Were it not inlined at once, g++ would take it for a function that has no effect.)
+[[gnu::always_inline]] inline void fetch(const float* line) { __builtin_prefetch(line); }
+
 // 0, 1, 2, ...
 template <class U>
 inline typename U::Bits lane_numbers() {
   typename U::Bits numbers{};
   for (size_t lane = 0; lane < U::lanes; ++lane) numbers[lane] = static_cast<uint32_t>(lane);
   return numbers;
+}
+
+template <class U>
+inline bool has_negative(typename U::Int vector) {
+  return U::negatives(vector) != 0;
+}
+
+template <class U>
+inline int32_t smallest_lane(typename U::Int vector) {
+  int32_t smallest = vector[0];
+  for (size_t lane = 1; lane < U::lanes; ++lane) smallest = vector[lane] < smallest ? vector[lane] : smallest;
+  return smallest;
 }
 
 template <class U>

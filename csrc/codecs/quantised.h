@@ -19,11 +19,13 @@ namespace {
 // The largest magnitude of a block; infinity_bits or more where an element is not finite.
 template <class U>
 int32_t peak_of(const float* values, size_t count) {
+  constexpr size_t step = 4 * U::lanes;
   typename U::Int peak[4] = {};
-  for (size_t at = 0; at < count; at += 4 * U::lanes)
+  for (size_t at = 0; at < count; at += step) {
 #pragma GCC unroll 4
     for (size_t p = 0; p < 4; ++p)
       peak[p] = U::larger(peak[p], U::magnitudes(U::read(values + at + p * U::lanes)));
+  }
   return largest_lane<U>(U::larger(U::larger(peak[0], peak[1]), U::larger(peak[2], peak[3])));
 }
 
@@ -52,7 +54,7 @@ struct Int8 : Integers<U, 127, 0> {
   static constexpr size_t bits = 8;
   static void write(std::byte* to, size_t at, typename U::Int codes) { U::write_bytes(to + at, codes); }
   static typename U::Int read(const std::byte* from, size_t at) {
-    return __builtin_convertvector(load<Vector<int8_t, U::lanes>>(from + at), typename U::Int);
+    return U::read_signed_bytes(from + at);
   }
 };
 
@@ -65,7 +67,7 @@ struct Int4 : Integers<U, 7, 8> {
     U::write_bytes(to + at / 2, pairs | (pairs >> 28));
   }
   static typename U::Int read(const std::byte* from, size_t at) {
-    const auto pairs = __builtin_convertvector(load<Vector<uint8_t, U::lanes / 2>>(from + at / 2), typename U::Long);
+    const typename U::Long pairs = U::read_long_bytes(from + at / 2);
     return bits_as<typename U::Int>((pairs | (pairs << 28)) & 0x0000000f0000000f);
   }
 };
@@ -83,24 +85,30 @@ struct Fp8 : ScaledByPeak<U, 448> {
     const auto grid = bits_as<Bits>(values / scale);
     const Bits magnitude = grid & magnitude_bits;
     const Bits drawn = random.next();
-    const auto normal = bits_as<Int>(((magnitude + (drawn >> 12)) >> 20) - rebias);
+    auto code = bits_as<Int>(((magnitude + (drawn >> 12)) >> 20) - rebias);
     const auto size = bits_as<typename U::Float>(magnitude);
-    const Int subnormal = U::floor(size * 0x1p9f + uniform<U>(drawn));
-    const Int code = size < 0x1p-6f ? subnormal : normal;
+    const Int is_subnormal = size < 0x1p-6f;
+    if (has_negative<U>(is_subnormal)) {  // seldom
+      const Int subnormal = U::floor(size * 0x1p9f + uniform<U>(drawn));
+      code = is_subnormal ? subnormal : code;
+    }
     return U::smaller(code, all<Int>(0x7e)) | bits_as<Int>((grid >> 24) & 0x80);
   }
   static typename U::Float decoded(typename U::Int codes, float scale) {
     using Float = typename U::Float;
     using Bits = typename U::Bits;
     const typename U::Int magnitude = codes & 0x7f;
-    const auto normal = bits_as<Float>(bits_as<Bits>((magnitude + static_cast<int32_t>(rebias)) << 20));
-    const Float subnormal = __builtin_convertvector(magnitude, Float) * 0x1p-9f;
-    const Bits size = bits_as<Bits>(magnitude < 8 ? subnormal : normal);
+    Bits size = bits_as<Bits>((magnitude + static_cast<int32_t>(rebias)) << 20);
+    const typename U::Int is_subnormal = magnitude < 8;
+    if (has_negative<U>(is_subnormal)) {
+      const auto subnormal = bits_as<Bits>(__builtin_convertvector(magnitude, Float) * 0x1p-9f);
+      size = is_subnormal ? subnormal : size;
+    }
     return bits_as<Float>(size | ((bits_as<Bits>(codes) & 0x80) << 24)) * scale;
   }
   static void write(std::byte* to, size_t at, typename U::Int codes) { U::write_bytes(to + at, codes); }
   static typename U::Int read(const std::byte* from, size_t at) {
-    return __builtin_convertvector(load<Vector<uint8_t, U::lanes>>(from + at), typename U::Int);
+    return U::read_bytes(from + at);
   }
 };
 
@@ -110,8 +118,9 @@ struct Sign {
   static constexpr size_t bits = 1;
 
   static float scale_of(const float* values, size_t count) {
-    if (peak_of<U>(values, codec_block) >= infinity_bits) return float_of(nan_bits);
-    return static_cast<float>(ordered_sum<U, Magnitude>(values, count) / static_cast<double>(count));
+    const double sum = ordered_sum<U, Magnitude, block_ahead>(values, count);  // finite if all elements are
+    const auto mean = static_cast<float>(sum / static_cast<double>(count));
+    return magnitude_of(mean) >= infinity_bits ? float_of(nan_bits) : mean;
   }
   static bool has_zero_codes(float) { return false; }
   static typename U::Int codes(typename U::Float values, float, RandomVectors<U>&) {
@@ -137,13 +146,14 @@ struct Sign {
 
 // ---- Vectors
 
-// The next block is fetched from memory while this one is computed.
+// Later blocks are fetched from memory while this one is computed.
 template <class U, class Format, bool is_zero, bool streamed>
 void encode_block(const float* values, float scale, RandomKeys keys, size_t index, std::byte* to,
                   float* residual) {
   RandomVectors<U> random(keys, index);
+#pragma GCC unroll 2
   for (size_t at = 0; at < codec_block; at += U::lanes) {
-    __builtin_prefetch(values + codec_block + at);
+    if (at % line_elements == 0) fetch(values + at + block_ahead);
     const typename U::Float vector = U::read(values + at);
     const typename U::Int codes =
         is_zero ? Format::codes(typename U::Float{}, 1.0f, random) : Format::codes(vector, scale, random);

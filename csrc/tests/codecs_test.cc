@@ -4,6 +4,7 @@
 
 #include <bit>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <random>
 #include <string>
@@ -67,7 +68,8 @@ void all_units_give_the_same_bytes() {
   const std::string widest = vector_unit();
   for (const Codec& codec : codecs) {
     for (const size_t count : {0, 1, 7, 100, 1023, 1024, 1025, 4096, 4097, 9001, 1 << 20}) {
-      for (const float special : {0.0f, std::numeric_limits<float>::infinity(), std::nanf("")}) {
+      for (const float special : {0.0f, std::numeric_limits<float>::infinity(), std::nanf(""),
+                                  std::bit_cast<float>(0xffffffff)}) {
         const std::vector<float> values = random_values(count, special);
         force_vector_unit("portable");
         const Coded wanted = code(codec, values);
@@ -94,6 +96,29 @@ void the_residual_may_replace_the_values() {
     const Coded wanted = code(codec, values);
     CHECK(payload == wanted.payload);
     CHECK(bits_of(in_place) == wanted.residual);
+  }
+}
+
+// Large vectors that lie at whole cache lines are written past the caches.
+void where_a_vector_lies_changes_nothing() {
+  const size_t count = (1 << 20) + 4096 + 37;
+  const std::vector<float> values = random_values(count, 0.0f);
+  std::vector<float> memory[2] = {std::vector<float>(count + 32), std::vector<float>(count + 32)};
+  for (const Codec& codec : codecs) {
+    const Coded wanted = code(codec, values);
+    std::vector<std::byte> payload(wanted.payload.size() + payload_bytes(codec, count));
+    for (const size_t offset : {0, 1}) {
+      float* places[2];
+      for (size_t which = 0; which < 2; ++which) {
+        float* const begin = memory[which].data();
+        places[which] = begin + (64 - reinterpret_cast<uintptr_t>(begin) % 64) / sizeof(float) + offset;
+      }
+      const auto [residual, decoded] = places;
+      encode(codec, values.data(), count, payload.data(), payload.size(), residual);
+      decode(codec, wanted.payload.data(), wanted.payload.size(), decoded, count);
+      CHECK(bits_of({residual, residual + count}) == wanted.residual);
+      CHECK(bits_of({decoded, decoded + count}) == wanted.decoded);
+    }
   }
 }
 
@@ -130,6 +155,7 @@ void what_is_no_payload_is_refused() {
 int main() {
   all_units_give_the_same_bytes();
   the_residual_may_replace_the_values();
+  where_a_vector_lies_changes_nothing();
   what_is_no_payload_is_refused();
   return report();
 }

@@ -6,6 +6,7 @@
 #include <poll.h>
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "common/deadline.h"
@@ -47,6 +48,9 @@ class Links {
 
   // The rank of `peer` in the group, for errors: a different number if the links connect only a part of the group.
   virtual int rank_of(int peer) const { return peer; }
+
+  // As `rank_of`, as a text; peers that are no ranks have another name.
+  virtual std::string name_of(int peer) const { return std::to_string(rank_of(peer)); }
 };
 
 }  // namespace shoal

@@ -16,8 +16,11 @@ size_t left_in_stripe(uint64_t position) { return TcpLink::stripe_bytes - positi
 
 }  // namespace
 
-TcpLink::TcpLink(int peer, std::vector<Descriptor> sockets, const Alarm& alarm)
-    : peer_(peer), sockets_(std::move(sockets)), alarm_(alarm) {}
+TcpLink::TcpLink(int peer, std::vector<Descriptor> sockets, const Alarm& alarm, std::string name)
+    : peer_(peer),
+      sockets_(std::move(sockets)),
+      alarm_(alarm),
+      name_(name.empty() ? "rank " + std::to_string(peer) : std::move(name)) {}
 
 size_t TcpLink::send(const void* data, size_t size) {
   const auto* bytes = static_cast<const char*>(data);
@@ -72,7 +75,7 @@ void TcpLink::interrupt() {
 void TcpLink::fail(const std::string& what) const {
   alarm_.check();  // a peer that gave up because of a third rank said so before it closed this connection
   throw Failure(Code::peer_lost, peer_,
-                "the connection with rank " + std::to_string(peer_) + " ended: " + what);
+                "the connection with " + name_ + " ended: " + what);
 }
 
 }  // namespace shoal

@@ -20,7 +20,8 @@ class TcpLink final : public Link {
   static constexpr uint64_t stripe_bytes = 128 * 1024;
 
   // The sockets are connected and do not block; both ends list them in the same order.
-  TcpLink(int peer, std::vector<Descriptor> sockets, const Alarm& alarm);
+  // `name`: the other end's, for errors; "rank" and the peer's number if it is empty.
+  TcpLink(int peer, std::vector<Descriptor> sockets, const Alarm& alarm, std::string name = {});
 
   size_t send(const void* data, size_t size) override;
   size_t receive(void* data, size_t size) override;
@@ -41,6 +42,7 @@ class TcpLink final : public Link {
   const int peer_;
   const std::vector<Descriptor> sockets_;
   const Alarm& alarm_;
+  const std::string name_;
   uint64_t sent_ = 0, received_ = 0;
 };
 

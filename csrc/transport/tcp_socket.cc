@@ -65,11 +65,12 @@ Descriptor make_socket(const addrinfo& address) {
 
 }  // namespace
 
-Descriptor listen_on(const std::string& address) {
-  const Addresses parsed = parse(address, "0");
+Descriptor listen_on(const std::string& address, const std::string& port) {
+  const Addresses parsed = parse(address, port);
   Descriptor socket = make_socket(*parsed);
+  if (port != "0") set(socket, SOL_SOCKET, SO_REUSEADDR, 1);
   if (bind(socket.number(), parsed->ai_addr, parsed->ai_addrlen) != 0) {
-    throw system_failure("cannot listen on " + address, errno);
+    throw system_failure("cannot listen on " + address + (port == "0" ? "" : " port " + port), errno);
   }
   if (listen(socket.number(), backlog) != 0) throw system_failure("listen", errno);
   return socket;
@@ -90,7 +91,7 @@ std::string address_of(const Descriptor& socket) {
   return text + ':' + port;
 }
 
-Descriptor begin_to_connect(const std::string& address_and_port) {
+std::pair<std::string, std::string> split_address(const std::string& address_and_port) {
   const size_t colon = address_and_port.rfind(':');
   if (colon == std::string::npos) {
     throw Failure(Code::invalid, -1, "'" + address_and_port + "' is no address with a port");
@@ -99,7 +100,12 @@ Descriptor begin_to_connect(const std::string& address_and_port) {
   if (address.size() > 2 && address.front() == '[' && address.back() == ']') {
     address = address.substr(1, address.size() - 2);
   }
-  const Addresses parsed = parse(address, address_and_port.substr(colon + 1));
+  return {address, address_and_port.substr(colon + 1)};
+}
+
+Descriptor begin_to_connect(const std::string& address_and_port) {
+  const auto [address, port] = split_address(address_and_port);
+  const Addresses parsed = parse(address, port);
   Descriptor socket = make_socket(*parsed);
   if (connect(socket.number(), parsed->ai_addr, parsed->ai_addrlen) != 0 && errno != EINPROGRESS) {
     throw system_failure("cannot connect to " + address_and_port, errno);

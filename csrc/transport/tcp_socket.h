@@ -4,6 +4,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 
 #include "transport/descriptor.h"
 
@@ -21,9 +22,12 @@ struct KeepAlive {
   static constexpr int probes = 6;
 };
 
-// A socket that listens on this one address of the host, on a port that the system chooses.
+// A socket that listens on this one address of the host, on a port that the system chooses if none is given.
 // Throws Failure: invalid, if it is no address; system, if it is not this host's.
-Descriptor listen_on(const std::string& address);
+Descriptor listen_on(const std::string& address, const std::string& port = "0");
+
+// The parts of "address:port", without the brackets of IPv6. Throws Failure(Code::invalid).
+std::pair<std::string, std::string> split_address(const std::string& address_and_port);
 
 // The address and port that a socket has on this host.
 std::string address_of(const Descriptor& socket);

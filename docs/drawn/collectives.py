@@ -37,7 +37,8 @@ def _rows(played: Played) -> str:
     height = top + ROW * (len(states) - 1) + BOX_HEIGHT + 10
     parts = list(_hosts(played, columns, height))
     for rank, (left, right) in enumerate(columns):
-        parts.append(text((left + right) / 2, top - 10, f"rank {rank}"))
+        is_aggregator = played.has_aggregator and rank == played.ranks - 1
+        parts.append(text((left + right) / 2, top - 10, "aggregator" if is_aggregator else f"rank {rank}"))
     for row, (step, state) in enumerate(zip(played.steps, states, strict=False)):
         below = top + row * ROW + BOX_HEIGHT
         parts.append(text(0, below + (ROW - BOX_HEIGHT) / 2 + 4, f"{row + 1}  {step.label}", anchor="start"))

@@ -52,6 +52,7 @@ class _Group:
         self._one_shot_bytes = core.one_shot_bytes
         self._contestants: dict[tuple[str, str], TorchGroup] = {}
         self.ranks = ranks.count
+        self.aggregated = bool(Options.from_environment().aggregator)
         group = self._form({})
         self.hosts, self.turns = group.hosts, group.turns
         self.level = "shared-memory" if self.hosts == 1 else "network"
@@ -72,6 +73,7 @@ class _Group:
 
     @staticmethod
     def _form(algorithms: dict[str, str]) -> ProcessGroup:
-        group = dist.new_group(backend="shoal", pg_options=Options(algorithms=algorithms))
+        options = Options(algorithms=algorithms, aggregator=Options.from_environment().aggregator)
+        group = dist.new_group(backend="shoal", pg_options=options)
         assert isinstance(group, ProcessGroup)
         return group

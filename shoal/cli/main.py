@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from shoal.cli import (
+    aggregate,
     bench,
     calibrate,
     check,
@@ -40,6 +41,7 @@ _COMMANDS = (
     simulate,
     checkpoint,
     bench,
+    aggregate,
     cluster,
     probe,
     calibrate,

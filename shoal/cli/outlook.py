@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.table import paragraph
@@ -60,12 +59,6 @@ def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
     """
     from shoal.cluster import priced
 
-    if cluster.parts:
-        print(
-            f"warning: the parts of {cluster.name} are not used yet: all devices count as "
-            f"{cluster.device.name} at its usual rate",
-            file=sys.stderr,
-        )
     asked = cluster if args.jitter is None else cluster.replace(jitter=args.jitter)
     return asked if args.price is None else priced(asked, args.price)
 

@@ -20,7 +20,7 @@ from shoal.errors import ModelError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.planner import Candidate, Choice, Explanation
+    from shoal.planner import Candidate, Choice, Explanation, Unequal
 
 __all__ = ["add_parser", "run"]
 
@@ -163,6 +163,7 @@ def _summary(choice: Choice, explanation: Explanation) -> dict[str, Any]:
             ],
             "other_kind": _short(explanation.other),
             "fp8": _short(explanation.coarser),
+            **({} if explanation.unequal is None else {"devices": _devices(explanation.unequal)}),
             "machine": [{"twice": each.name, "best": _short(each.best)} for each in explanation.changes],
         },
     }
@@ -185,6 +186,19 @@ def _row(candidate: Candidate) -> dict[str, Any]:
         "communication": candidate.communication,
         "dollars_per_billion_tokens": candidate.dollars_per_billion_tokens or None,
     }
+
+
+def _devices(unequal: Unequal) -> list[dict[str, Any]]:
+    """Return what slower devices cost."""
+    return [
+        {
+            "slower": each.name,
+            "devices": each.devices,
+            "if_quickest": _short(each.replaced),
+            "without": _short(each.without),
+        }
+        for each in unequal.slower
+    ]
 
 
 def _short(candidate: Candidate | None) -> dict[str, Any] | None:

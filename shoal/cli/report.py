@@ -116,6 +116,7 @@ def summarise(
         **{key: run.description.get(key) for key in _DESCRIBED},
         **_progress(metrics),
         **_speed(metrics, run.description),
+        "servers": _served(run),
         "breakdown": None if breakdown is None else breakdown_summary(breakdown, rank),
         "stages": [asdict(stage) for stage in stages] or None,
     }
@@ -128,6 +129,25 @@ def _progress(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": len(trained),
         "loss": _first_and_last(trained, "loss"),
         "validation_loss": _first_and_last(validated, "validation_loss"),
+    }
+
+
+def _served(run: Run) -> dict[str, Any] | None:
+    """Return what parameter servers applied of each worker, and how stale it was; None without servers."""
+    applied = run.updates()
+    if not applied:
+        return None
+    workers = sorted({each.worker for each in applied})
+    stale = {at: [each.staleness for each in applied if each.worker == at] for at in workers}
+    return {
+        "contributions": len(applied),
+        "staleness": {
+            "mean": fmean(each.staleness for each in applied),
+            "most": max(map(max, stale.values())),
+        },
+        "workers": [
+            {"worker": at, "contributions": len(of), "staleness": fmean(of)} for at, of in stale.items()
+        ],
     }
 
 
@@ -219,6 +239,13 @@ def _heading(summary: Mapping[str, Any]) -> str:
                     f"{first} at step {ends['first']['step']}, {last} at step {ends['last']['step']}",
                 )
             )
+    if (served := summary["servers"]) is not None:
+        of_workers = ", ".join(
+            f"{each['contributions']} of worker {each['worker']}" for each in served["workers"]
+        )
+        rows.append(("servers", f"{served['contributions']} contributions applied: {of_workers}"))
+        mean, most = served["staleness"]["mean"], served["staleness"]["most"]
+        rows.append(("staleness", f"{mean:.2f} updates in the mean, {most} at most"))
     if summary["tokens_per_second"] is not None:
         rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f} in the median step"))
     if summary["tokens_per_second_per_device"] is not None:

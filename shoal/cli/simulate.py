@@ -17,10 +17,11 @@ from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summa
 from shoal.cli.table import paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
 from shoal.cli.workload import MFU, add_arguments, open_workload
-from shoal.errors import PlanError
+from shoal.errors import ConfigError, PlanError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from shoal.cluster import Cluster
     from shoal.cost import RankMemory
     from shoal.simulate import Simulation
 
@@ -66,6 +67,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     add_outlook(parser)
     add_offload(parser)
+    parser.add_argument(
+        "--slow",
+        metavar="WORKER=FACTOR",
+        action="append",
+        default=[],
+        help="also say what it costs if a worker, a replica of the model, computes so many times as long; "
+        "may be given several times",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
@@ -85,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: There is nothing to offload with that name, or no such place.
         UserError: A file cannot be read or written.
     """
-    from shoal.cluster import Cluster
+    from shoal.cluster import Cluster, devices_of
     from shoal.cost import memory_of
     from shoal.plan import Plan
     from shoal.simulate import picture, simulate
@@ -96,8 +105,9 @@ def run(args: argparse.Namespace) -> int:
     if ":" not in args.cluster:
         cluster = cluster.with_devices(plan.ranks)
     workload = open_workload(args.model, args.sequence, cluster)
-    if instead := cluster.device.computes_instead(plan.precision):
-        print(f"warning: {instead}", file=sys.stderr)
+    for told in {device.computes_instead(plan.precision): 0 for device in devices_of(cluster)}:
+        if told:
+            print(f"warning: {told}", file=sys.stderr)
     simulation = simulate(workload, cluster, plan, args.batch)
     memory = memory_of(workload, simulation.plan, args.batch, cluster)
     if args.trace is not None:
@@ -110,12 +120,16 @@ def run(args: argparse.Namespace) -> int:
     summary = _summary(simulation, memory) | (
         {"long_run": long_run_summary(run, cluster)} if run is not None else {}
     )
+    if args.slow:
+        summary["workers"] = _workers_summary(simulation, args.slow)
     if args.offload is not None:
         summary["offload"] = offload_summary(args, simulation, memory)
     if args.json:
         print(json.dumps(summary, indent=2))
     else:
         print(_text(summary) + (f"\n\n{long_run_text(run, cluster)}" if run is not None else ""))
+        if args.slow:
+            print(f"\n{_workers_text(summary['workers'], args.slow)}")
         if args.offload is not None:
             print(f"\n{offload_text(summary['offload'])}")
     if not summary["fits"]:
@@ -123,9 +137,53 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _workers_summary(simulation: Simulation, slow: Sequence[str]) -> dict[str, Any]:
+    """Return what slower workers cost, as an object for JSON."""
+    from shoal.simulate import uneven_course
+
+    slower = {}
+    for text in slow:
+        worker, equals, factor = text.partition("=")
+        try:
+            slower[int(worker)] = float(factor)
+        except ValueError:
+            equals = ""
+        if not equals or not slower[int(worker)] > 0:
+            raise ConfigError(
+                f"--slow {text} cannot be read",
+                possible="a worker and a factor above 0, such as 0=3",
+                change="write, for example, --slow 0=3",
+            )
+    uneven = uneven_course(simulation, slower)
+    length, course = simulation.workload.length, uneven.course
+    return {
+        "tokens_per_second": uneven.uneven * length,
+        "tokens_per_second_if_alike": uneven.even * length,
+        "staleness": {"mean": course.mean_staleness, "most": max(course.staleness)},
+        "workers": [
+            {"worker": worker, "share_of_samples": made / sum(course.shares), "computing": computing}
+            for worker, (made, computing) in enumerate(zip(course.shares, course.computing, strict=True))
+        ],
+    }
+
+
+def _workers_text(summary: Mapping[str, Any], slow: Sequence[str]) -> str:
+    now, alike = summary["tokens_per_second"], summary["tokens_per_second_if_alike"]
+    mean, most = summary["staleness"]["mean"], summary["staleness"]["most"]
+    heading = (
+        f"with --slow {' '.join(slow)}: {now:,.0f} tokens/s, {now / alike:.0%} of {alike:,.0f} with workers "
+        f"that are alike; staleness {mean:.1f} updates in the mean, {most} at most"
+    )
+    rows = [
+        [str(each["worker"]), f"{each['share_of_samples']:.1%}", f"{each['computing']:.1%}"]
+        for each in summary["workers"]
+    ]
+    return f"{paragraph(heading)}\n{table_of(['worker', 'of the samples', 'computing'], rows)}"
+
+
 def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanError:
-    fullest = max(summary["memory"], key=lambda each: each["peak_bytes"])
-    needed, there = (format_bytes(round(size)) for size in (fullest["peak_bytes"], summary["device_memory"]))
+    fullest, of_device = _fullest(summary)
+    needed, there = (format_bytes(round(size)) for size in (fullest["peak_bytes"], of_device))
     largest = max(fullest["parts"], key=lambda part: fullest["parts"][part])
     words = f"--model {args.model} --cluster {args.cluster} --batch {args.batch}"
     return PlanError(
@@ -137,6 +195,7 @@ def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanE
 
 
 def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, Any]:
+    from shoal.cluster import counts_of
     from shoal.simulate import traffic_of
 
     workload, cluster, plan = simulation.workload, simulation.cluster, simulation.plan
@@ -147,6 +206,7 @@ def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, 
         "plan": str(plan),
         "cluster": cluster.name,
         "devices": plan.ranks,
+        **({"kinds": kinds} if len(kinds := counts_of(cluster)) > 1 else {}),
         "batch": simulation.batch,
         "sequence": workload.length,
         "step_seconds": simulation.seconds,
@@ -162,6 +222,7 @@ def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, 
                 "moment": each.moment,
                 "parts": dict(each.parts),
                 "fits": each.fits(cluster),
+                **_of_device(each, cluster),
             }
             for each in memory
         ],
@@ -170,6 +231,21 @@ def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, 
         "breakdown": breakdown_summary(simulation.breakdown, None),
         "exchanges": traffic_summary(traffic, simulation.exposed(traffic.rank)),
     }
+
+
+def _of_device(memory: RankMemory, cluster: Cluster) -> dict[str, float]:
+    """Return the bytes of the smallest device that a rank sits on, where it is not the Cluster's."""
+    return {} if memory.tightness == 1 else {"device_memory": cluster.device.memory / memory.tightness}
+
+
+def _fullest(summary: Mapping[str, Any]) -> tuple[Mapping[str, Any], float]:
+    """Return the rank that takes the largest share of its device, and the bytes of that."""
+
+    def of_device(each: Mapping[str, Any]) -> float:
+        return float(each.get("device_memory", summary["device_memory"]))
+
+    fullest = max(summary["memory"], key=lambda each: each["peak_bytes"] / of_device(each))
+    return fullest, of_device(fullest)
 
 
 def _text(summary: Mapping[str, Any]) -> str:
@@ -186,13 +262,19 @@ def _text(summary: Mapping[str, Any]) -> str:
     return "\n\n".join(paragraphs)
 
 
+def _kinds_text(summary: Mapping[str, Any]) -> str:
+    """Return the kinds of devices; nothing if all are equal."""
+    each = [f"{number:,} x {name}" for name, number in summary.get("kinds", {}).items()]
+    return f": {', '.join(each)}" if each else ""
+
+
 def _heading(summary: Mapping[str, Any]) -> str:
-    fullest = max(summary["memory"], key=lambda each: each["peak_bytes"])
+    fullest, of_device = _fullest(summary)
     fits = "fits" if summary["fits"] else "DOES NOT FIT"
     rows = [
         ("model", f"{summary['model']}, {format_count(summary['parameters'])} parameters"),
         ("plan", summary["plan"]),
-        ("cluster", f"{summary['cluster']}, {summary['devices']} devices"),
+        ("cluster", f"{summary['cluster']}, {summary['devices']} devices{_kinds_text(summary)}"),
         ("batch", f"{summary['batch']} x {summary['sequence']} tokens"),
         ("step", f"{format_seconds(summary['step_seconds'])}, {band_text(summary)}"),
         ("tokens/s", f"{summary['tokens_per_second']:,.0f}"),
@@ -200,8 +282,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
         ("MFU", f"{summary['mfu']:.1%}"),
         (
             "memory",
-            f"{format_bytes(round(fullest['peak_bytes']))} of {format_bytes(round(summary['device_memory']))}"
-            f", {fits}",
+            f"{format_bytes(round(fullest['peak_bytes']))} of {format_bytes(round(of_device))}, {fits}",
         ),
     ]
     width = max(len(label) for label, _ in rows)

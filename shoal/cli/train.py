@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
-from shoal.errors import WorkerError
+from shoal.errors import RunError, WorkerError
 
 if TYPE_CHECKING:
     from shoal.launch import Nursery, World
@@ -67,6 +67,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="continue a run: its directory, one of its checkpoints, or auto for the run of --run, else for "
         "the newest",
     )
+    parser.add_argument(
+        "--join",
+        metavar="RUN",
+        type=Path,
+        help="add a worker to a run with parameter servers that goes on; it takes the run's configuration",
+    )
     parser.set_defaults(run=run)
 
 
@@ -96,7 +102,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
         return 0
     check(job)
     choose_device(job.config.device, 0)
-    if job.plan.ranks == 1:
+    if job.processes == 1:
         with keep_output(RankLog(job.path / "log", 0, 1)):
             return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
     return _on_local_ranks(job, nursery)
@@ -127,7 +133,7 @@ def _on_local_ranks(job: Job, nursery: Nursery | None) -> int:
         file.flush()
         try:
             command = [sys.executable, "-m", "shoal.train", file.name]
-            return launch(command, job.plan.ranks, logs=job.path / "log", nursery=nursery)
+            return launch(command, job.processes, logs=job.path / "log", nursery=nursery, units=job.units)
         except WorkerError as error:
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()
@@ -150,10 +156,39 @@ def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
     return job
 
 
+def _joining_job(path: Path) -> Job:
+    """Return the job of one more worker of a run with parameter servers."""
+    from shoal.plan import Plan, SettledPlan
+    from shoal.run import Run
+    from shoal.train import Job, load_config, located
+
+    described = Run.open(path).description
+    config = located(load_config(base=described["config"]), described["config"])
+    plan = SettledPlan.of(Plan.parse(described["plan"]), config.batch)
+    if not plan.exchanged.is_served:
+        raise RunError(
+            f"--join {path} was given, and its Plan {plan} has no parameter servers",
+            possible="a run with exchange=server, or with exchange=local,servers=1",
+            change="give such a run, or start a new one",
+        )
+    return Job(config=config, plan=plan, path=path, resume=None, joins=True)
+
+
 def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     """Return the job of the command line, for the ranks that are there; None if ranks must be started."""
-    from shoal.train import Job, choose_path, choose_ranks, find_resume, load_config, located, resolve
+    from shoal.train import (
+        Job,
+        choose_path,
+        choose_ranks,
+        find_resume,
+        load_config,
+        located,
+        resolve,
+        servers_of,
+    )
 
+    if args.join is not None:
+        return _joining_job(args.join)
     resume = find_resume(args.resume, args.directory)
     before = resume.run.description if resume is not None else {}
     named = {"plan": args.plan, "cluster": args.cluster}
@@ -162,6 +197,8 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     if ranks is None:
         as_before = before.get("world_size") if config.plan == before.get("config", {}).get("plan") else None
         ranks = choose_ranks(config, args.nproc if args.nproc is not None else as_before)
+    else:
+        ranks -= servers_of(config)
     resolved = resolve(config, ranks, None if resume is None else resume.run)
     return Job(
         config=config,

@@ -9,6 +9,7 @@ in this directory. The cost model, the planner and the probe call this package.
 from shoal.cluster.calibrated import Calibrated
 from shoal.cluster.cluster import PRESETS, Cluster
 from shoal.cluster.device import Device, known_device, peak_flops
+from shoal.cluster.every_device import counts_of, devices_of, every_device, peak_of_all
 from shoal.cluster.host import Host
 from shoal.cluster.level import Level
 from shoal.cluster.money import dollars, kilowatt_hours, price_of, priced
@@ -26,10 +27,14 @@ __all__ = [
     "Part",
     "Power",
     "Prices",
+    "counts_of",
+    "devices_of",
     "dollars",
+    "every_device",
     "kilowatt_hours",
     "known_device",
     "peak_flops",
+    "peak_of_all",
     "price_of",
     "priced",
 ]

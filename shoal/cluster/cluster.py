@@ -8,8 +8,9 @@ device; memory is in bytes, time in seconds.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,14 @@ class Cluster:
     calibrated: Calibrated = field(default_factory=Calibrated)
     source: str = ""
 
+    def __hash__(self) -> int:
+        """Hash the rates that differ most, once: costs are looked up by cluster."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.device, *((level.devices, level.bandwidth) for level in self.levels)))
+
     def __post_init__(self) -> None:
         require_nested(self.name, self.levels)
         nodes = self.levels[-1].devices // self.devices_per_node
@@ -103,20 +112,10 @@ class Cluster:
             require(
                 value >= 0, self.name, name, value, "0 or more, for one device and hour; 0 if it is not known"
             )
-        require(
-            0 <= self.jitter < 1,
-            self.name,
-            "jitter",
-            self.jitter,
-            "a share of a step, 0 or more and below 1, such as 0.02",
-        )
-        require(
-            0 <= self.noise < 1,
-            self.name,
-            "noise",
-            self.noise,
-            "seconds in a second, 0 or more and below 1, such as 0.005",
-        )
+        of_a_step = "a share of a step, 0 or more and below 1, such as 0.02"
+        require(0 <= self.jitter < 1, self.name, "jitter", self.jitter, of_a_step)
+        of_a_second = "seconds in a second, 0 or more and below 1, such as 0.005"
+        require(0 <= self.noise < 1, self.name, "noise", self.noise, of_a_second)
         require(
             self.cores >= 0,
             self.name,
@@ -124,12 +123,13 @@ class Cluster:
             self.cores,
             "the number of cores in a node; 0 if devices are not cores",
         )
+        memory = min([self.device.memory, *(part.device.memory for part in self.parts)])
         require(
-            0 <= self.reserved < self.device.memory,
+            0 <= self.reserved < memory,
             self.name,
             "reserved",
             self.reserved,
-            f"bytes: 0 or more, and less than the device's memory of {self.device.memory:g}",
+            f"bytes: 0 or more, and less than the device's memory of {memory:g}",
         )
 
     @classmethod
@@ -288,18 +288,14 @@ class Cluster:
         )
         failed, spare = (self.failed, self.spare) if devices >= self.devices_per_node else (0, 0)
         levels = resized(self.name, self.levels, devices, beside=failed + spare)
-        memory = self.device.memory
-        if self.cores:
-            memory *= self.devices_per_node / levels[0].devices
         found = replace(
-            self,
-            levels=levels,
-            device=replace(self.device, memory=memory),
-            parts=first_devices(self.parts, devices),
-            failed=failed,
-            spare=spare,
+            self, levels=levels, parts=first_devices(self.parts, devices), failed=failed, spare=spare
         )
-        return found._slowed(found.crowding / self.crowding)
+        slower = found.crowding / self.crowding
+        if self.cores:
+            share = self.devices_per_node / levels[0].devices
+            found = found.with_each_device(lambda each: replace(each, memory=each.memory * share))
+        return found if slower == 1 else found.with_each_device(lambda each: each.slowed(slower))
 
     def device_of(self, ranks: range, precision: str = "bf16") -> Device:
         """Return the device that some ranks wait for: the slowest of them, with the least memory of them all.
@@ -350,10 +346,12 @@ class Cluster:
         """
         require(cores >= 1, self.name, "cores", cores, "1 or more")
         found = replace(self, cores=cores)
-        return found._slowed(found.crowding / self.crowding)
+        return found.with_each_device(lambda each: each.slowed(found.crowding / self.crowding))
 
-    def _slowed(self, factor: float) -> Cluster:
-        return self if factor == 1 else replace(self, device=self.device.slowed(factor))
+    def with_each_device(self, change: Callable[[Device], Device]) -> Cluster:
+        """Return a Cluster in which a function has changed the device, of each part too."""
+        parts = tuple(replace(part, device=change(part.device)) for part in self.parts)
+        return replace(self, device=change(self.device), parts=parts)
 
     @classmethod
     def of(cls, described: Mapping[str, Any], where: str) -> Cluster:

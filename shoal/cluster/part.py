@@ -38,6 +38,16 @@ class Part:
             "a share of the usual rate, above 0 and at most 1, such as 0.9",
         )
 
+    @property
+    def title(self) -> str:
+        """The name of the device, with its pace if that is not the usual one."""
+        return self.device.name + ("" if self.pace == 1 else f" at {self.pace:g} of the usual rate")
+
+    @property
+    def at_pace(self) -> Device:
+        """The device at the pace of this part."""
+        return self.device if self.pace == 1 else self.device.slowed(1 / self.pace)
+
     def rate(self, precision: str) -> float:
         """Return the FLOP/s of products at this pace.
 
@@ -76,8 +86,7 @@ def slowest_device(parts: Sequence[Part], ranks: range, precision: str) -> Devic
             used.append(part)
         begin += part.devices
     slowest = min(used, key=lambda part: part.rate(precision))
-    device = slowest.device if slowest.pace == 1 else slowest.device.slowed(1 / slowest.pace)
-    return replace(device, memory=min(part.device.memory for part in used))
+    return replace(slowest.at_pace, memory=min(part.device.memory for part in used))
 
 
 def device_described(described: str | Mapping[str, Any], where: str) -> Device:

@@ -9,6 +9,7 @@ that all ranks share.
 A `Codec` encodes a vector in fewer bytes. `elastic`, `parallel` and the benchmarks call it.
 """
 
+from shoal.collectives.aggregator import Aggregator
 from shoal.collectives.allocator import keep_freed_memory
 from shoal.collectives.buffers import empty, trim
 from shoal.collectives.codecs import Codec, codec_of
@@ -24,6 +25,7 @@ from shoal.collectives.table_file import built_in_table, load_table, save_table
 from shoal.collectives.work import Done, Work
 
 __all__ = [
+    "Aggregator",
     "Codec",
     "Done",
     "Options",

@@ -37,6 +37,11 @@ class TimedGroup(Protocol):
         """Number of ranks that share a core: 1 if each has a core of its own."""
         ...
 
+    @property
+    def aggregated(self) -> bool:
+        """Whether an aggregator stands between the hosts."""
+        ...
+
     def run(self, collective: str, algorithm: str, nbytes: int) -> float | None:
         """Return the median seconds of a call, equal on every rank.
 
@@ -73,7 +78,14 @@ def calibrate(
     """
     entries = {}
     for collective in collectives:
-        call = Call(collective, group.level, group.ranks, group.hosts, turns=group.turns)
+        call = Call(
+            collective,
+            group.level,
+            group.ranks,
+            group.hosts,
+            turns=group.turns,
+            aggregated=group.aggregated,
+        )
         for name in table.candidates(call):
             timed = {nbytes: group.run(collective, name, nbytes) for nbytes in sizes}
             times = {nbytes: seconds for nbytes, seconds in timed.items() if seconds is not None}

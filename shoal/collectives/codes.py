@@ -48,6 +48,7 @@ ALGORITHM_NUMBERS = {
     "tree": 6,
     "chain": 7,
     "pairwise": 8,
+    "in-network": 9,
 }
 
 _DTYPES = {
@@ -163,9 +164,12 @@ class Chooser:
     def _envelope(self, collective: str, widening: int) -> tuple[tuple[float, ...], tuple[str, ...]]:
         level = "shared-memory" if self._hosts == 1 else "network"
         forced = self._options.algorithms.get(collective)
-        # Within a host the core also has the network algorithms, through byte rings in shared memory.
-        if forced is not None and (self._hosts == 1 or (collective, forced, level) in ALGORITHMS):
+        # Within a host the core also has the network algorithms, through byte rings in shared memory; but no
+        # aggregator stands between its ranks.
+        possible = (collective, forced, level) in ALGORITHMS or (self._hosts == 1 and forced != "in-network")
+        if forced is not None and possible:
             return (), (forced,)
-        call = Call(collective, level, self._ranks, self._hosts, widening, self._turns)
+        aggregated = bool(self._options.aggregator)
+        call = Call(collective, level, self._ranks, self._hosts, widening, self._turns, aggregated)
         choices = self._options.table.choices(call)
         return choices.bounds, choices.names

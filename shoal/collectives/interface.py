@@ -10,9 +10,10 @@ from pathlib import Path
 
 from shoal.errors import ConfigError, nearest
 
-__all__ = ["address_towards", "find_interface_address"]
+__all__ = ["address_towards", "find_interface_address", "numeric_address", "split_address"]
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_LARGEST_PORT = 65535
 
 
 def address_towards(host: str) -> str:
@@ -59,6 +60,45 @@ def find_interface_address(name: str) -> str:
             change="set SHOAL_INTERFACE to another one",
         )
     return address
+
+
+def split_address(address: str, name: str) -> tuple[str, int]:
+    """Return the host and the port of "HOST:PORT", or of "[HOST]:PORT" with an address of IPv6.
+
+    Args:
+        address: The text.
+        name: The setting that holds it, for the error.
+
+    Raises:
+        ConfigError: It has no host, or no port.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or int(port) > _LARGEST_PORT:
+        raise ConfigError(
+            f"{name}={address!r} is no address with a port",
+            possible="HOST:PORT, such as 192.0.2.1:4100 or [2001:db8::1]:4100",
+            change=f"set {name} to one",
+        )
+    return host, int(port)
+
+
+def numeric_address(address: str, name: str) -> str:
+    """Return "HOST:PORT" with the host's name looked up; the arguments are those of `split_address`.
+
+    Raises:
+        ConfigError: It is no address with a port, or the host's name has no address.
+    """
+    host, port = split_address(address, name)
+    try:
+        found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={address!r} has no address: {error}",
+            possible="a name that this machine can look up, or a numeric address",
+            change=f"correct {name}",
+        ) from None
+    return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
 
 
 def _ipv4_address(name: str) -> str | None:

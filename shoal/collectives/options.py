@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.collectives.interface import split_address
 from shoal.collectives.table import Table
 from shoal.collectives.table_file import built_in_table, load_table
 from shoal.cost import ALGORITHMS, COLLECTIVES, require_name
@@ -28,6 +29,8 @@ class Options:
         heartbeat: Seconds without a sign of life after which a peer counts as stopped.
         direct_reads: Whether ranks of a host read each other's memory where the system allows it. Otherwise
             they copy tensors that are not in shared buffers, and tensors on a GPU go by way of the host.
+        aggregator: HOST:PORT of a running `shoal aggregate`, which adds up what hosts send, for the algorithm
+            in-network; empty if there is none.
         debug: Whether ranks compare their calls first, so that a mismatch raises an error and does not hang.
     """
 
@@ -36,6 +39,7 @@ class Options:
     streams: int = 2
     heartbeat: float = 5.0
     direct_reads: bool = True
+    aggregator: str = ""
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -48,13 +52,22 @@ class Options:
                 raise ConfigError(
                     f"{name}={value} cannot work", possible="more than 0", change=f"set another {name}"
                 )
+        if self.aggregator:
+            split_address(self.aggregator, "aggregator")
+        elif self.algorithms.get("all_reduce") == "in-network":
+            raise ConfigError(
+                "all_reduce=in-network has no aggregator",
+                possible="the address of a running `shoal aggregate`, as HOST:PORT",
+                change="set SHOAL_AGGREGATOR (or Options.aggregator) to it, or choose another algorithm",
+            )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Options:
         """Return the options that the environment sets.
 
         SHOAL_ALGORITHMS (all_reduce=ring,broadcast=chain), SHOAL_TABLE (a file that `shoal bench --calibrate`
-        wrote), SHOAL_STREAMS, SHOAL_HEARTBEAT (seconds), SHOAL_DIRECT_READS (0) and SHOAL_DEBUG (1).
+        wrote), SHOAL_STREAMS, SHOAL_HEARTBEAT (seconds), SHOAL_DIRECT_READS (0), SHOAL_AGGREGATOR
+        (HOST:PORT) and SHOAL_DEBUG (1).
 
         Raises:
             ConfigError: One of these cannot be used.
@@ -69,6 +82,7 @@ class Options:
             streams=int(_number(environment, "SHOAL_STREAMS", cls.streams)),
             heartbeat=_number(environment, "SHOAL_HEARTBEAT", cls.heartbeat),
             direct_reads=environment.get("SHOAL_DIRECT_READS", "1") != "0",
+            aggregator=environment.get("SHOAL_AGGREGATOR", ""),
             debug=environment.get("SHOAL_DEBUG", "0") not in ("", "0"),
         )
 
@@ -82,6 +96,7 @@ class Options:
             sorted(self.algorithms.items()),
             sorted(self.table.entries.items()),
             self.streams,
+            bool(self.aggregator),  # hosts may know it by different addresses
             self.debug,
         )
         return f"{build}/{hashlib.sha256(repr(shared).encode()).hexdigest()[:16]}"
@@ -111,7 +126,7 @@ def require_same(fingerprints: Sequence[str], rank: int) -> None:
         if fingerprint != fingerprints[rank]:
             raise CollectiveError(
                 f"the group did not form: rank {other} has other options than rank {rank} "
-                "(SHOAL_ALGORITHMS, SHOAL_TABLE, SHOAL_STREAMS, SHOAL_DEBUG, or Options)",
+                "(SHOAL_ALGORITHMS, SHOAL_TABLE, SHOAL_STREAMS, SHOAL_AGGREGATOR, SHOAL_DEBUG, or Options)",
                 rank=other,
                 fault="mismatch",
             )

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.assembly import Assembly
 from shoal.collectives.core import Core
-from shoal.collectives.interface import address_towards, find_interface_address
+from shoal.collectives.interface import address_towards, find_interface_address, numeric_address
 from shoal.collectives.options import Options, require_same
 from shoal.errors import ConfigError
 
@@ -220,7 +220,10 @@ class _Forming:
 
     def _create(self, members: Sequence[Member]) -> None:
         hosts = [member.host for member in members]
-        address = _own_address(self._store) if len(set(hosts)) > 1 else ""
+        has_several_hosts = len(set(hosts)) > 1
+        address = _own_address(self._store) if has_several_hosts else ""
+        named = self._options.aggregator if has_several_hosts else ""
+        aggregator = numeric_address(named, "SHOAL_AGGREGATOR") if named else ""
         self._group = self._core.group_create(
             self._rank,
             self._size,
@@ -228,6 +231,7 @@ class _Forming:
             address.encode(),
             self._options.streams,
             self._options.heartbeat,
+            aggregator.encode(),
         )
         if not self._group:
             raise self._core.failure("forming a group")

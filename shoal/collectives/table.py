@@ -32,6 +32,7 @@ class Call(NamedTuple):
         hosts: Number of hosts that they are on, with equally many ranks on each.
         widening: Bytes in which partial sums travel, over those of the tensor: 2 for sums of 16-bit floats.
         turns: Number of ranks that share a core, in shared memory: 1 if each has a core of its own.
+        aggregated: Whether an aggregator stands between the hosts, for the algorithm in-network.
     """
 
     collective: str
@@ -40,6 +41,7 @@ class Call(NamedTuple):
     hosts: int = 1
     widening: int = 1
     turns: int = 1
+    aggregated: bool = False
 
     @property
     def waiting(self) -> float:
@@ -116,16 +118,19 @@ class Table:
     def candidates(self, call: Call) -> tuple[str, ...]:
         """Return the algorithms that the table has for a call.
 
-        They include hierarchical if there are several hosts with several ranks each.
+        They include hierarchical if there are several hosts with several ranks each, and in-network if an
+        aggregator stands between several hosts.
 
         Raises:
             ConfigError: The table has no algorithm for this call.
         """
         levelled = 1 < call.hosts < call.ranks and call.ranks % call.hosts == 0
+        aggregated = call.aggregated and call.hosts > 1
         names = tuple(
             each.name
             for each in algorithms_of(call.collective, call.level)
-            if (each.collective, each.name, each.level) in self.entries and (levelled or not each.inside)
+            if (each.collective, each.name, each.level) in self.entries
+            and (aggregated if each.aggregated else levelled or not each.inside)
         )
         if not names:
             known = sorted({f"{collective} on {level}" for collective, _, level in self.entries})

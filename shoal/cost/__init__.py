@@ -18,6 +18,7 @@ from shoal.cost.collectives.algorithms import (
     require_name,
 )
 from shoal.cost.collectives.fit import fit_alpha_beta
+from shoal.cost.kinds import Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.memory.memory import Memories, RankMemory, memory_of
 from shoal.cost.memory.offload import Offload
@@ -32,6 +33,7 @@ __all__ = [
     "AlphaBeta",
     "Calibration",
     "Costs",
+    "Kinds",
     "Layout",
     "Memories",
     "Offload",
@@ -42,4 +44,5 @@ __all__ = [
     "fit_alpha_beta",
     "memory_of",
     "require_name",
+    "views_of",
 ]

@@ -73,6 +73,10 @@ class Layout(NamedTuple):
         """Bytes of an element in the type of the compute."""
         return element_bytes(self.precision)
 
+    def experts(self, copies: int) -> int:
+        """Return one rank's number of experts, if a layer has `copies` of them; 1 of a plain operation."""
+        return max(1, copies // self.ep) if copies > 1 else 1
+
     def share(self, part: Part) -> float:
         """Return one rank's part of a sample's elements or rows, times the samples of a micro-batch."""
         if part is Part.POSITIONS:

@@ -11,7 +11,7 @@ from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output
 from shoal.launch.worker import StopSignal, run_rank
-from shoal.launch.world import World, find_world, join
+from shoal.launch.world import World, find_world, join, meet
 
 __all__ = [
     "EXIT_STOPPED",
@@ -26,6 +26,7 @@ __all__ = [
     "join",
     "keep_output",
     "launch",
+    "meet",
     "open_nursery",
     "root_cause",
     "run_rank",

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -49,6 +49,7 @@ def launch(
     *,
     logs: Path | None = None,
     nursery: Nursery | None = None,
+    units: Sequence[Collection[int]] = (),
 ) -> int:
     """Run a command as each of some ranks on this machine, with torchrun's environment.
 
@@ -62,6 +63,8 @@ def launch(
         environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
         logs: Directory in which each rank's output is kept, once the directory exists.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
+        units: Ranks that fail together. If a unit fails the others go on, and the run fails with the last of
+            them. Ranks in no unit, such as parameter servers, only help. By default all ranks are one unit.
 
     Returns:
         The exit code: 0, or `EXIT_STOPPED` after a signal if all ranks saved their state.
@@ -83,12 +86,15 @@ def launch(
             for rank in range(ranks)
         ]
         with LocalRanks(command, environments, logs, nursery) as processes:
-            end = _wait_for_end(processes, signals)
+            end = _wait_for_end(processes, signals, folder, units)
         outcomes = Outcome.read_all(Path(folder))
+    present = set(range(ranks)) - end.lost
     if end.signal is not None:
-        return _exit_code_after_signal(outcomes, ranks, end.signal.name)
-    if set(end.exit_codes.values()) <= {0, EXIT_STOPPED}:
-        return max(end.exit_codes.values())
+        left = [outcome for outcome in outcomes if outcome.rank in present]
+        return _exit_code_after_signal(left, present, end.signal.name)
+    codes = {rank: code for rank, code in end.exit_codes.items() if rank in present}
+    if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
+        return max(codes.values())
     raise root_cause(outcomes, {rank: code for rank, code in end.exit_codes.items() if code}, end.stopped)
 
 
@@ -101,17 +107,23 @@ class _End:
             the cause of a failure.
         stopped: Ranks that were stopped when the first rank failed.
         signal: Signal that this process got before any rank failed, if any.
+        lost: Ranks of units without which the others went on.
     """
 
     exit_codes: Mapping[int, int]
     stopped: Sequence[int] = ()
     signal: signal.Signals | None = None
+    lost: frozenset[int] = frozenset()
 
 
-def _wait_for_end(processes: LocalRanks, signals: list[signal.Signals]) -> _End:
+def _wait_for_end(
+    processes: LocalRanks, signals: list[signal.Signals], folder: str, units: Sequence[Collection[int]]
+) -> _End:
     """Wait until all ranks have ended, or have been told to end and had the time for it."""
     first: signal.Signals | None = None
     deadline = math.inf
+    lost: set[int] = set()
+    in_units = {rank for unit in units for rank in unit}
     while processes.running() and time.monotonic() < deadline:
         processes.listen(_LOOK)
         while signals:
@@ -123,10 +135,23 @@ def _wait_for_end(processes: LocalRanks, signals: list[signal.Signals]) -> _End:
             processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
             if first is None:
                 first, deadline = number, time.monotonic() + _SAVE
-        if any(code not in (0, EXIT_STOPPED) for code in processes.exit_codes().values()):
+        failed = {rank for rank, code in processes.exit_codes().items() if code not in (0, EXIT_STOPPED)}
+        if in_units:
+            for unit in [each for each in units if not failed.isdisjoint(each) and not lost.issuperset(each)]:
+                _give_up(unit, processes, folder)
+                lost.update(unit)
+            for rank in failed - lost:
+                _give_up([rank], processes, folder)
+            lost |= failed
+            if in_units <= lost:
+                break
+            if in_units.isdisjoint(processes.running()):
+                deadline = min(deadline, time.monotonic() + _END)
+        elif failed:
             break
     _listen_for(processes, _SETTLE)
-    end = _End(processes.exit_codes(), processes.stopped(), first)
+    helping = set(processes.running()) - in_units if in_units else set()
+    end = _End(processes.exit_codes(), processes.stopped(), first, frozenset(lost | helping))
     processes.signal(signal.SIGTERM)
     _listen_for(processes, _END)
     return end
@@ -146,10 +171,20 @@ def _stop_until_continued(processes: LocalRanks) -> None:
     processes.signal(signal.SIGCONT)
 
 
-def _exit_code_after_signal(outcomes: Sequence[Outcome], ranks: int, signal_name: str) -> int:
+def _give_up(unit: Collection[int], processes: LocalRanks, folder: str) -> None:
+    """End what is left of a unit that has failed, and say why it did."""
+    processes.signal(signal.SIGKILL, unit)
+    _listen_for(processes, _LOOK)
+    codes = {rank: code for rank, code in processes.exit_codes().items() if rank in unit and code}
+    told = [outcome for outcome in Outcome.read_all(Path(folder)) if outcome.rank in unit]
+    reason = root_cause(told, codes)
+    print(f"shoal: {reason}; the others go on, if they can", file=sys.stderr)
+
+
+def _exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], signal_name: str) -> int:
     """Return the exit code after a signal to the ranks; raise WorkerError if one could not save its state."""
     failed = [outcome for outcome in outcomes if outcome.error]
-    ended = set(range(ranks)) - {outcome.rank for outcome in outcomes}
+    ended = set(ranks) - {outcome.rank for outcome in outcomes}
     if ended and all(outcome.in_collective for outcome in failed):
         reason = f"ended by {signal_name} before its state was saved"
         raise WorkerError(min(ended), reason, exit_code=130)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import final
@@ -84,9 +84,11 @@ class LocalRanks:
         """Return the ranks whose processes are stopped, such as by SIGSTOP or a debugger (Linux)."""
         return [rank for rank in self.running() if _state_of(self._processes[rank].pid) in ("T", "t")]
 
-    def signal(self, number: int) -> None:
-        """Send a signal to every rank that has not ended."""
+    def signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to those of some ranks that have not ended; by default to all."""
         for rank in self.running():
+            if ranks is not None and rank not in ranks:
+                continue
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._processes[rank].pid, number)
 

@@ -19,7 +19,7 @@ from shoal.collectives.assembly import Assembly
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.devices import backend_for, identity_of, sharing
 
-__all__ = ["World", "find_world", "join"]
+__all__ = ["World", "find_world", "join", "meet"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +88,7 @@ def join(
     *,
     timeout: float,
     environment: MutableMapping[str, str] = os.environ,
+    store: Store | None = None,
 ) -> None:
     """Form the default process group of all ranks: NCCL between GPUs, Shoal's backend between CPUs.
 
@@ -99,6 +100,7 @@ def join(
         device: The device of this rank.
         timeout: Seconds after which a collective fails if not all ranks called it.
         environment: Environment that gets MASTER_ADDR and MASTER_PORT, which torch reads.
+        store: The store in which these ranks meet, if `meet` made it.
 
     Raises:
         CommunicationError: The ranks did not all meet.
@@ -106,10 +108,10 @@ def join(
     """
     if world.ranks == 1:
         return
-    environment["MASTER_ADDR"], environment["MASTER_PORT"] = world.master[0], str(world.master[1])
     limit = timedelta(seconds=timeout)
+    if store is None:
+        store = meet(world, timeout=timeout, environment=environment)
     try:
-        store, _, _ = next(rendezvous("env://", world.rank, world.ranks, timeout=limit))
         backend = _backend(world, device, store, limit)
         dist.init_process_group(
             backend,
@@ -121,8 +123,32 @@ def join(
             device_id=device if "nccl" in backend else None,
         )
     except RuntimeError as error:
-        host, port = world.master
-        raise CommunicationError(f"the {world.ranks} ranks did not meet at {host}:{port}: {error}") from error
+        raise _not_met(world, error) from error
+
+
+def meet(world: World, *, timeout: float, environment: MutableMapping[str, str] = os.environ) -> Store:
+    """Return the store in which processes tell each other how to connect; all of them call it.
+
+    Args:
+        world: The processes: the ranks, and parameter servers if there are any.
+        timeout: Seconds to wait for the others.
+        environment: Environment that gets MASTER_ADDR and MASTER_PORT, which torch reads.
+
+    Raises:
+        CommunicationError: They did not all meet.
+    """
+    environment["MASTER_ADDR"], environment["MASTER_PORT"] = world.master[0], str(world.master[1])
+    limit = timedelta(seconds=timeout)
+    try:
+        store: Store = next(rendezvous("env://", world.rank, world.ranks, timeout=limit))[0]
+    except RuntimeError as error:
+        raise _not_met(world, error) from error
+    return store
+
+
+def _not_met(world: World, error: RuntimeError) -> CommunicationError:
+    host, port = world.master
+    return CommunicationError(f"the {world.ranks} ranks did not meet at {host}:{port}: {error}")
 
 
 def _backend(world: World, device: torch.device, store: Store, limit: timedelta) -> str:

@@ -12,6 +12,7 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.exchange.local_updates import LocalUpdates
 from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.exchange.served import ServedUpdates
 from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
 from shoal.parallel.optimizer.norm import GradientNorm
 from shoal.parallel.optimizer.together import Together
@@ -36,6 +37,7 @@ __all__ = [
     "Owned",
     "Parallel",
     "Pending",
+    "ServedUpdates",
     "Split",
     "SplitLogits",
     "StageLayout",

@@ -8,6 +8,7 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
 """
 
 from shoal.plan.boundary import Boundary
+from shoal.plan.choices import CHOICES, DEGREES
 from shoal.plan.compression import BLOCK, CHUNK, Compression
 from shoal.plan.exchange import SYNCHRONOUS, Exchange
 from shoal.plan.group import Group
@@ -15,7 +16,7 @@ from shoal.plan.groups import FamilyGroups, Groups
 from shoal.plan.legal import VARIED, legal_plans
 from shoal.plan.mesh import Mesh
 from shoal.plan.order import AXES, DEFAULT_ORDER
-from shoal.plan.plan import CHOICES, DEGREES, Plan, divisors, element_bytes, parse_settings
+from shoal.plan.plan import Plan, divisors, element_bytes, parse_settings
 from shoal.plan.settled import SettledPlan
 from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding
 

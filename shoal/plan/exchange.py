@@ -7,13 +7,19 @@ worker, ranks reduce gradients and gather weights as its sharding says.
     naive      workers average each parameter's gradient after backward: the reference
     local      workers make `every` steps by themselves, and then average what these changed (DiLoCo:
                Douillard et al., arXiv:2311.08105)
+    server     workers send gradients to parameter servers, which make the optimizer's step, and take values
+               from them (Li et al., OSDI 2014). With `staleness` they do not wait for each other (Ho et al.,
+               NIPS 2013)
 
 With `compress` they send fewer bytes (`compression.py`).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.errors import PlanError
 from shoal.plan.compression import Compression
@@ -21,16 +27,38 @@ from shoal.plan.sharding import UNSHARDED, Sharding
 
 __all__ = ["EXCHANGES", "SETTINGS", "SYNCHRONOUS", "Exchange"]
 
-EXCHANGES = ("bucketed", "naive", "local")
+EXCHANGES = ("bucketed", "naive", "local", "server")
 """Values of a Plan's `exchange`."""
 
-SETTINGS = ("every", "fragments", "delay", "stretch", "feedback", "dense")
+SETTINGS = (
+    "every",
+    "fragments",
+    "delay",
+    "stretch",
+    "feedback",
+    "dense",
+    "servers",
+    "staleness",
+    "quorum",
+    "grace",
+    "mirror",
+)
 """Settings of an Exchange that a Plan has under the same names."""
 
 _DEFAULTS = {"every": 20, "fragments": 1, "delay": 0, "stretch": 1}
 """Settings that only local updates have, with their defaults."""
 
-SYNCHRONOUS = {"exchange": "bucketed", "compress": "none", "feedback": 1.0, "dense": 0, **_DEFAULTS}
+_OF_SERVERS = {"servers": 0, "staleness": 0, "quorum": 0, "grace": 0.0, "mirror": 0}
+"""Settings that only exchanges through servers have, with their defaults."""
+
+SYNCHRONOUS: Mapping[str, Any] = {
+    "exchange": "bucketed",
+    "compress": "none",
+    "feedback": 1.0,
+    "dense": 0,
+    **_DEFAULTS,
+    **_OF_SERVERS,
+}
 """Settings of a Plan that trains as one device does."""
 
 
@@ -47,6 +75,11 @@ class Exchange:
         compression: What is sent in place of a vector.
         feedback: Share of what was left out of one exchange that is added to the next.
         dense: First steps of training, in which every step is exchanged whole.
+        servers: Parameter servers, as the Plan gives them; see `processes`.
+        staleness: Steps that a worker may be ahead of the slowest.
+        quorum: Workers whose arrival closes a round; 0 for all.
+        grace: Seconds that a round with a quorum waits for others.
+        mirror: Whether each server's part is copied to the next.
     """
 
     kind: str
@@ -57,6 +90,21 @@ class Exchange:
     compression: Compression
     feedback: float
     dense: int
+    servers: int
+    staleness: float
+    quorum: int
+    grace: float
+    mirror: int
+
+    @property
+    def is_served(self) -> bool:
+        """Whether workers exchange through parameter servers."""
+        return self.kind == "server" or self.servers > 0
+
+    @property
+    def processes(self) -> int:
+        """Number of parameter servers: at least one for exchange=server."""
+        return max(self.servers, 1) if self.is_served else 0
 
     @property
     def merges(self) -> bool:
@@ -68,13 +116,14 @@ class Exchange:
         """Whether less is sent than the vectors themselves."""
         return self.compression.kind != "none"
 
-    def require(self, sharding: Sharding, *, dp: int, cp: int, ep: int, replicas: int) -> None:
+    def require(self, sharding: Sharding, *, dp: int, cp: int, ep: int, replicas: int, copies: int) -> None:
         """Check that the settings fit each other and a Plan's degrees.
 
         Raises:
             PlanError: A setting is out of range, or needs another one.
         """
         self._require_local()
+        self._require_servers(replicas, copies * ep)
         self._require_compression()
         if self.dense and not (self.merges or self.compresses):
             raise PlanError(
@@ -82,7 +131,7 @@ class Exchange:
                 possible="dense with compress, or with exchange=local",
                 change="leave out dense",
             )
-        if self.merges or self.compresses:
+        if (self.merges or self.compresses) and not self.is_served:
             self._require_workers(sharding, dp, cp, ep, replicas)
 
     def _require_compression(self) -> None:
@@ -127,6 +176,64 @@ class Exchange:
                 f"delay={self.delay} was given, and the next merge begins {most + 1} steps after the last",
                 possible=f"delay from 0 to {most} with every={self.every}, fragments={self.fragments}",
                 change=f"write delay={most}, or a larger every",
+            )
+
+    def _require_servers(self, workers: int, copies: int) -> None:
+        """Check the settings of servers; `copies` are the ranks of a worker that may hold equal values."""
+        if not self.is_served:
+            for name, default in _OF_SERVERS.items():
+                if (value := getattr(self, name)) != default:
+                    raise PlanError(
+                        f"{name}={value:g} was given without parameter servers",
+                        possible=f"{name} with exchange=server, or with exchange=local,servers=1",
+                        change=f"add exchange=server, or leave out {name}",
+                    )
+            return
+        if self.kind not in ("server", "local"):
+            raise PlanError(
+                f"servers={self.servers} was given with exchange={self.kind}",
+                possible="servers with exchange=server or local",
+                change="add exchange=server, or leave out servers",
+            )
+        given = f"exchange={self.kind},servers={self.processes}"
+        if self.compresses or self.fragments > 1 or self.delay or self.stretch > 1 or self.dense:
+            raise PlanError(
+                f"{given} was given with compress, fragments, delay, stretch or dense",
+                possible="these settings where workers exchange without servers",
+                change="leave them out, or leave out servers",
+            )
+        whole = math.isinf(self.staleness) or float(self.staleness).is_integer()
+        if not whole or self.staleness < 0 or (self.staleness and self.kind != "server"):
+            raise PlanError(
+                f"staleness={self.staleness:g} was given with {given}",
+                possible="with exchange=server, 0 (workers step together), a whole number of steps, or inf",
+                change="write, for example, exchange=server,staleness=4",
+            )
+        if self.staleness and copies > 1:
+            raise PlanError(
+                f"staleness={self.staleness:g} was given with tp, pp or ep, and then ranks of a worker hold "
+                "copies that servers would update in different orders",
+                possible="staleness=0 with any Plan, and more with dp, cp and shard",
+                change="leave out staleness",
+            )
+        if self.quorum > workers or (self.quorum and self.staleness) or (self.grace and not self.quorum):
+            raise PlanError(
+                f"quorum={self.quorum}, grace={self.grace:g}, staleness={self.staleness:g} were given for "
+                f"{workers} workers",
+                possible=f"quorum up to {workers} without staleness, and grace, in seconds, with a quorum",
+                change="leave out quorum and grace",
+            )
+        if self.grace < 0 or not math.isfinite(self.grace):
+            raise PlanError(
+                f"grace={self.grace:g} is not a time",
+                possible="seconds from 0",
+                change="write, for example, grace=2",
+            )
+        if self.mirror > 1 or (self.mirror and self.processes < 2):
+            raise PlanError(
+                f"mirror={self.mirror} was given with servers={self.processes}",
+                possible="mirror=1 with two servers or more: each keeps a copy for the one before it",
+                change="write servers=2,mirror=1, or leave out mirror",
             )
 
     def _require_workers(self, sharding: Sharding, dp: int, cp: int, ep: int, replicas: int) -> None:

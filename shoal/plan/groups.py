@@ -111,7 +111,7 @@ class Groups:
             plan.sharding.cuts_optimizer,
             plan.tensor != "plain",
             plan.order,
-            are_apart=plan.exchange == "local",
+            are_apart=plan.exchange in ("local", "server"),
         )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.errors import PlanError, UserError
-from shoal.plan.plan import CHOICES, Plan, divisors
+from shoal.plan.choices import CHOICES
+from shoal.plan.plan import Plan, divisors
 
 __all__ = ["VARIED", "legal_plans"]
 

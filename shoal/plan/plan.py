@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
-from shoal.errors import PlanError, nearest
+from shoal.errors import PlanError
+from shoal.plan.choices import CHOICES, DEGREES, require_choice, require_whole
 from shoal.plan.compression import Compression
-from shoal.plan.exchange import EXCHANGES, SETTINGS, Exchange
+from shoal.plan.exchange import SETTINGS, SYNCHRONOUS, Exchange
 from shoal.plan.group import split_dims
 from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, require_order, strides_of
 from shoal.plan.schedules import (
     FOUND,
-    NAMES,
     Schedule,
     Times,
     kind_of,
@@ -28,22 +28,6 @@ from shoal.plan.text import read_number, settings_of
 from shoal.units import format_bytes
 
 __all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "element_bytes", "parse_settings"]
-
-DEGREES = ("dp", "tp", "pp", "cp", "ep")
-"""Names of the degrees, in the order of the text form."""
-
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "shard": tuple(SHARDINGS),
-    "tensor": ("sequence", "async", "plain"),
-    "context": ("ring", "ulysses"),
-    "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b"), FOUND),
-    "exchange": EXCHANGES,
-    "recompute": ("none", "selective", "full"),
-    "precision": ("fp32", "tf32", "bf16", "fp8"),
-    "reduce": ("fp32", "bf16"),
-    "compile": ("auto", "none", "blocks"),
-}
-"""The values that each named choice of a Plan can take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +64,8 @@ class Plan:
             for the largest that makes four micro-batches for each stage, or as many as possible.
         exchange: How workers exchange what they learn; a worker is one replica of the model. They average
             gradients in buckets that overlap with backward (bucketed), or one by one after it (naive, the
-            reference); or they make steps by themselves, and then average what these changed (local).
+            reference); they make steps by themselves, and then average what these changed (local); or they
+            send gradients to parameter servers and take values from them (server).
         every: With exchange=local, the steps between two merges of a parameter.
         fragments: With exchange=local, the parts of the model that are merged in different steps.
         delay: With exchange=local, the steps that a merge may take while workers go on.
@@ -91,6 +76,13 @@ class Plan:
             sharding and one worker, what its ranks send in place of gradients.
         feedback: The share of what compression left out of one exchange that is added to the next.
         dense: The first steps of training, in which nothing is compressed, and workers average gradients.
+        servers: Processes beside the ranks that hold the values and the optimizer, for exchange=server; with
+            exchange=local, those that merge.
+        staleness: With exchange=server, the steps that a worker may be ahead of the slowest one: none, and
+            then all average in each step; a number; or inf.
+        quorum: With servers, the workers whose arrival closes a round; 0 for all that are present.
+        grace: Seconds that a round with a quorum waits for others.
+        mirror: Whether each server's part is copied to the next server, so that one may die: 0 or 1.
         bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 and zero3-once each block
             is a bucket.
         recompute: What a block's backward computes again instead of keeping it: nothing, all but matrix
@@ -127,6 +119,11 @@ class Plan:
     compress: str = "none"
     feedback: float = 1.0
     dense: int = 0
+    servers: int = 0
+    staleness: float = 0
+    quorum: int = 0
+    grace: float = 0.0
+    mirror: int = 0
     bucket: int = 25 << 20
     recompute: str = "none"
     precision: str = "fp32"
@@ -136,20 +133,14 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in (*DEGREES, "replicate", "bucket", "every", "fragments", "stretch"):
-            _require_whole(name, getattr(self, name))
-        for name in ("delay", "dense"):
-            _require_whole(name, getattr(self, name), least=0)
+            require_whole(name, getattr(self, name))
+        for name in ("delay", "dense", "servers", "quorum", "mirror"):
+            require_whole(name, getattr(self, name), least=0)
         for name in ("microbatch", "virtual", "activations"):
             if getattr(self, name) is not None:
-                _require_whole(name, getattr(self, name))
-        for name, values in CHOICES.items():
-            value = getattr(self, name)
-            if value not in values:
-                raise PlanError(
-                    f"{name}={value} does not exist{nearest(str(value), values)}",
-                    possible=f"{name} is one of {', '.join(values)}",
-                    change=f"write {name}={values[0]}, or another of these",
-                )
+                require_whole(name, getattr(self, name))
+        for name in CHOICES:
+            require_choice(name, getattr(self, name))
         if self.replicate > 1 and not self.sharding.cuts_optimizer:
             raise PlanError(
                 f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
@@ -203,7 +194,8 @@ class Plan:
                 change="leave out exchange=naive",
             )
 
-        self.exchanged.require(self.sharding, dp=self.dp, cp=self.cp, ep=self.ep, replicas=self.replicas)
+        degrees = {"dp": self.dp, "cp": self.cp, "ep": self.ep, "copies": self.tp * self.pp}
+        self.exchanged.require(self.sharding, replicas=self.replicas, **degrees)
 
     def _require_order(self) -> None:
         """Check `order`, and that the ranks with other experts are a nested pattern in it."""
@@ -300,10 +292,19 @@ class Plan:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def processes(self) -> int:
+        """Number of processes: the ranks and the parameter servers."""
+        return self.ranks + self.exchanged.processes
+
+    def of_worker(self) -> Self:
+        """Return the Plan by which the ranks of one worker make their steps, if servers join the workers."""
+        alone = {name: value for name, value in SYNCHRONOUS.items() if name != "dense"}
+        return self.replace(dp=self.dp // self.replicas, replicate=1, **alone)
+
+    @property
     def exchanged(self) -> Exchange:
         """How workers exchange what they learn."""
-        settings = {name: getattr(self, name) for name in SETTINGS}
-        return Exchange(kind=self.exchange, compression=Compression.parse(self.compress), **settings)
+        return _exchange_of(self.exchange, self.compress, tuple([getattr(self, name) for name in SETTINGS]))
 
     @property
     def shards(self) -> int:
@@ -362,6 +363,13 @@ class Plan:
         return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
 
 
+@lru_cache(maxsize=1 << 8)
+def _exchange_of(kind: str, compress: str, settings: tuple[Any, ...]) -> Exchange:
+    """Return the Exchange with these values of SETTINGS."""
+    named = dict(zip(SETTINGS, settings, strict=True))
+    return Exchange(kind=kind, compression=Compression.parse(compress), **named)
+
+
 _FIELDS = tuple(field.name for field in dataclasses.fields(Plan))
 
 
@@ -386,12 +394,3 @@ def divisors(number: int) -> list[int]:
 
 def _read(name: str, value: str) -> int | float | str:
     return value if name in CHOICES or name in ("split", "order", "compress") else read_number(name, value)
-
-
-def _require_whole(name: str, value: int, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(
-            f"{name}={value!r} is not a whole number of at least {least}",
-            possible=f"{name} is {least} or more",
-            change=f"write {name}={max(least, 1)}, or leave it out",
-        )

@@ -18,26 +18,35 @@ class Amounts:
         each: Fixed amount of each piece.
         kept: Amount of each piece that is added as often as `held` says.
         held: By stage, the factor on `kept`; None for 0 everywhere.
+        factors: By stage, the factor on `each`; None for 1 everywhere.
     """
 
     def __init__(
-        self, each: Sequence[float], kept: Sequence[float] = (), held: Sequence[float] | None = None
+        self,
+        each: Sequence[float],
+        kept: Sequence[float] = (),
+        held: Sequence[float] | None = None,
+        factors: Sequence[float] | None = None,
     ) -> None:
         self.pieces = len(each)
         self._held = held
+        self._factors = factors
+        self._least = 1.0 if factors is None else min(factors)
         self._before = _sums_before(each)
         self._kept_before = _sums_before(kept)
 
     def of(self, stage: int, start: int, stop: int) -> float:
         """Return the amount of this stage, made of the pieces from `start` to before `stop`."""
-        amount = self.least(start, stop)
+        amount = self._before[stop] - self._before[start]
+        if self._factors is not None:
+            amount *= self._factors[stage]
         if self._held is not None:
             amount += self._held[stage] * (self._kept_before[stop] - self._kept_before[start])
         return amount
 
     def least(self, start: int, stop: int) -> float:
         """Return the least amount of these pieces, over all stages that they may be in."""
-        return self._before[stop] - self._before[start]
+        return self._least * (self._before[stop] - self._before[start])
 
 
 class Load:

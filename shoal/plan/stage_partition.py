@@ -1,8 +1,10 @@
 """The best split into stages on one rank each: the linear partition problem, solved exactly.
 
-First the least possible largest stage L. A bound can be kept exactly if it is kept when every stage takes all
-that it may, since this leaves least for the rest. So L is found by bisection, between a bound that cannot be
-kept and the largest stage of a known split.
+First the least possible largest stage L. If a bound is kept when every stage takes all that it may, it can be
+kept; if pieces are left over then, it cannot, since this leaves least for the rest. A third case is rare: a
+stage cannot take even one piece, because stages weigh pieces differently, and a stage before it could leave
+it another one. Then all places where stages can end decide. So L is found by bisection, between a bound that
+cannot be kept and the largest stage of a known split.
 
 Then, of the splits with no stage above L, the one with the least sum of squares, by dynamic programming over
 stages (PipeDream, Narayanan et al. 2019, doi:10.1145/3341301.3359646, section 3.1). A stage ends no later
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 from shoal.plan.stage_load import Amounts
 
@@ -40,26 +43,48 @@ def partition(times: Amounts, memory: Amounts, stages: int, limit: float) -> tup
     Returns:
         The number of pieces of each stage; None if no split keeps within the limit.
     """
-    ends = _furthest(times, memory, stages, limit, math.inf)
-    if ends is None:
+    found = _within(times, memory, stages, limit, math.inf)
+    if found is None:
         return None
-    low, high = 0.0, _largest(times, ends)
+    low, high = 0.0, _largest(times, found.ends)
     while high - low > _EQUAL * high:
         middle = (low + high) / 2
-        shorter = _furthest(times, memory, stages, limit, middle)
+        shorter = _within(times, memory, stages, limit, middle)
         if shorter is None:
             low = middle
         else:
-            ends, high = shorter, _largest(times, shorter)
-    return _most_even(times, memory, limit, high, ends)
+            found, high = shorter, _largest(times, shorter.ends)
+    return _most_even(times, memory, limit, high, found.furthest)
 
 
-def _furthest(times: Amounts, memory: Amounts, stages: int, limit: float, bound: float) -> list[int] | None:
-    """Return the end of each stage if each takes all it may and leaves one piece per later stage."""
+class _Found(NamedTuple):
+    """A split within a bound.
+
+    Attributes:
+        ends: The end of each stage.
+        furthest: For each stage, a place after which it ends in no split within the bound.
+    """
+
+    ends: list[int]
+    furthest: list[int]
+
+
+def _within(times: Amounts, memory: Amounts, stages: int, limit: float, bound: float) -> _Found | None:
+    """Return a split within a bound; None if there is none."""
+    ends = _furthest(times, memory, stages, limit, bound)
+    if len(ends) == stages:
+        return _Found(ends, ends) if ends[-1] == times.pieces else None
+    return _among_all(times, memory, stages, limit, bound)
+
+
+def _furthest(times: Amounts, memory: Amounts, stages: int, limit: float, bound: float) -> list[int]:
+    """Return the end of each stage if each takes all it may and leaves one piece per later stage.
+
+    The list ends before the first stage that cannot take any piece.
+    """
     ends, start = [], 0
     for stage in range(stages):
-        last, stop = times.pieces - (stages - stage - 1), start
-        low, high = start, last
+        low, high = start, times.pieces - (stages - stage - 1)
         while low < high:
             stop = (low + high + 1) // 2
             if times.of(stage, start, stop) <= bound and memory.of(stage, start, stop) <= limit:
@@ -67,10 +92,31 @@ def _furthest(times: Amounts, memory: Amounts, stages: int, limit: float, bound:
             else:
                 high = stop - 1
         if low == start:
-            return None
+            break
         start = low
         ends.append(start)
-    return ends if start == times.pieces else None
+    return ends
+
+
+def _among_all(times: Amounts, memory: Amounts, stages: int, limit: float, bound: float) -> _Found | None:
+    """Return a split within a bound, found among all places where stages can end; None if there is none."""
+    starts: list[dict[int, int]] = []  # by stage: where it can end, and one start for each
+    reached = [0]
+    for stage in range(stages):
+        last, here = times.pieces - (stages - stage - 1), dict[int, int]()
+        for start in reached:
+            for end in range(start + 1, last + 1):
+                if times.of(stage, start, end) > bound or memory.of(stage, start, end) > limit:
+                    break
+                here.setdefault(end, start)
+        starts.append(here)
+        reached = sorted(here)
+    if times.pieces not in starts[-1]:
+        return None
+    ends = [times.pieces]
+    for here in reversed(starts[1:]):
+        ends.append(here[ends[-1]])
+    return _Found(ends[::-1], [max(here) for here in starts])
 
 
 def _earliest(times: Amounts, memory: Amounts, limit: float, bound: float, stages: int) -> list[int]:

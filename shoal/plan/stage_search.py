@@ -33,10 +33,7 @@ def search_split(load: Load) -> tuple[int, ...] | None:
     """Return the best split that is found, or None if none is found within the memory limit."""
     stages = len(load.placement)
     if len(set(load.placement)) == stages:
-        split = partition(load.times, load.memory, stages, load.limit)
-        # Each stage there takes as much as it can; this misses splits whose later stages hold less.
-        if split is not None or load.limit == math.inf:
-            return split
+        return partition(load.times, load.memory, stages, load.limit)
     best = min((descend(load, first) for first in _first_splits(load)), key=load.score)
     best = _Exhaustive(load, best).run()
     return None if load.score(best)[0] > 0 else best
@@ -70,44 +67,47 @@ class _Exhaustive:
         self._later = [
             [rank for rank, final in last.items() if final >= stage] for stage in range(len(load.placement))
         ]
+        # The stages so far, and the ranks' load up to there.
+        self._split: list[int] = []
+        self._times = [0.0] * (max(load.placement) + 1)
+        self._held = list(self._times)
 
     def run(self) -> tuple[int, ...]:
         """Return the best split."""
-        zeros = dict.fromkeys(self._load.placement, 0.0)
-        self._place((), 0, 0.0, zeros, zeros)
+        self._place(0, 0.0)
         return self._best
 
-    def _place(
-        self,
-        split: tuple[int, ...],
-        start: int,
-        largest: float,
-        times: dict[int, float],
-        held: dict[int, float],
-    ) -> None:
-        """Try all ends of the next stage, given the ends before it and the ranks' load up to there."""
-        load, stage, pieces = self._load, len(split), self._load.times.pieces
-        if stage == len(load.placement):
-            score = load.score(split)
+    def _place(self, start: int, largest: float) -> None:
+        """Try all ends of the next stage, given the ends before it, of which the largest takes so long."""
+        load, times, held = self._load, self._times, self._held
+        stage, stages, pieces = len(self._split), len(load.placement), load.times.pieces
+        if stage == stages:
+            score = load.score(self._split)
             if score < self._score:
-                self._best, self._score = split, score
+                self._best, self._score = tuple(self._split), score
             return
-        left = load.times.least(start, pieces)
-        if left * _CLOSE > sum(self._most(largest) - times[rank] for rank in self._later[stage]):
+        most = self._most(largest)
+        if load.times.least(start, pieces) * _CLOSE > sum(
+            [most - times[rank] for rank in self._later[stage]]
+        ):
             return  # the ranks of the later stages cannot take the rest
-        rank, behind = load.placement[stage], len(load.placement) - stage - 1
+        rank, behind = load.placement[stage], stages - stage - 1
+        time, memory = times[rank], held[rank]
         for stop in range(start + 1 if behind else pieces, pieces - behind + 1):
             added = load.times.of(stage, start, stop)
-            time, most = times[rank] + added, max(largest, added)
-            memory = held[rank] + load.memory.of(stage, start, stop)
+            times[rank], longest = time + added, added if added > largest else largest
+            held[rank] = memory + load.memory.of(stage, start, stop)
             self._steps += 1
             if (
-                self._steps * len(load.placement) > _STEPS
-                or time * _CLOSE > self._most(most)
-                or memory * _CLOSE > load.limit
+                self._steps * stages > _STEPS
+                or times[rank] * _CLOSE > self._most(longest)
+                or held[rank] * _CLOSE > load.limit
             ):
-                return  # a longer stage has more of each
-            self._place((*split, stop - start), stop, most, times | {rank: time}, held | {rank: memory})
+                break  # a longer stage has more of each
+            self._split.append(stop - start)
+            self._place(stop, longest)
+            self._split.pop()
+        times[rank], held[rank] = time, memory
 
     def _most(self, largest: float) -> float:
         """Return the most work of a rank in a split with such a largest stage that may be the best."""

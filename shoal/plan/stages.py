@@ -50,6 +50,7 @@ def split_by_cost(
     limit: float | None = None,
     microbatches: int | None = None,
     held: Sequence[int] | None = None,
+    factors: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Split a model so that a step takes as little time as possible.
 
@@ -67,6 +68,7 @@ def split_by_cost(
             rank.
         held: By stage, the number of micro-batches whose activations it holds, as in
             `Schedule.held_by_stage`; None for 0.
+        factors: By stage, how many times its pieces' costs it takes, where devices differ; None for 1.
 
     Returns:
         The number of pieces of each stage.
@@ -85,7 +87,7 @@ def split_by_cost(
             possible="one rank for each stage",
             change="give the placement of the schedule that runs",
         )
-    times = Amounts([cost.forward + cost.backward for cost in costs])
+    times = Amounts([cost.forward + cost.backward for cost in costs], factors=factors)
     memory = Amounts([cost.memory for cost in costs], [cost.activations for cost in costs], held)
     bound = math.inf if limit is None else limit
     size = len(set(ranks))

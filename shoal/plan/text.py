@@ -12,6 +12,7 @@ __all__ = ["read_number", "settings_of"]
 
 _SIZES = ("bucket",)
 _SHARES = ("feedback",)
+_REAL = ("staleness", "grace")
 
 
 def settings_of(text: str, names: Sequence[str], read: Callable[[str, str], Any]) -> dict[str, Any]:
@@ -53,11 +54,15 @@ def read_number(name: str, value: str) -> int | float:
     try:
         if name in _SIZES:
             return parse_bytes(value)
+        if name in _REAL and not value.isdecimal():
+            return float(value)
         return float(value) if name in _SHARES else int(value)
     except ValueError:
         kind, example = "a whole number", "2"
         if name in _SIZES:
             kind, example = "a size such as 25MiB, at least 1", "1MiB"
+        elif name in _REAL:
+            kind, example = "a number, or inf", "4"
         elif name in _SHARES:
             kind, example = "a number from 0 to 1", "0.95"
         raise PlanError(

@@ -12,6 +12,7 @@ from shoal.planner.explanation import Explanation
 from shoal.planner.scale import Point, Scaling, scale
 from shoal.planner.search import Ranking, Search
 from shoal.planner.space import Degrees, Space
+from shoal.planner.unequal import Slower, Unequal
 
 __all__ = [
     "OBJECTIVES",
@@ -23,7 +24,9 @@ __all__ = [
     "Ranking",
     "Scaling",
     "Search",
+    "Slower",
     "Space",
+    "Unequal",
     "choose",
     "configuration",
     "scale",

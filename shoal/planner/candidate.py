@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shoal.cluster import Cluster, dollars
+from shoal.cluster import Cluster, dollars, peak_of_all
 from shoal.cost import Costs, RankMemory
 from shoal.plan import SettledPlan
 from shoal.planner.space import Degrees
@@ -75,7 +75,7 @@ class Candidate:
     @property
     def mfu(self) -> float:
         """Model FLOP, with the whole square of positions in attention, as a share of the devices' peak."""
-        peak = self.cluster.device.flops(self.plan.precision) * self.devices
+        peak = peak_of_all(self.cluster, self.plan.precision)
         return self.batch * self.workload.training_flop / (self.seconds * peak)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, devices_of
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import CHOICES
 from shoal.planner.candidate import Candidate
@@ -87,14 +87,14 @@ def choose(
     _require(limit >= 1, "limit", limit, "1 or more")
     if precision is not None:
         _require(precision in CHOICES["precision"], "precision", precision, ", ".join(CHOICES["precision"]))
-        peak = cluster.device.peak
-        if precision == "fp8" and "fp8" not in peak:
-            raise ClusterError(
-                f"precision=fp8 was asked for, and {cluster.device.name} has no rate in it",
-                possible=f"its types are {', '.join(peak)}",
-                change="leave out the precision, or choose devices with fp8",
-            )
-        cluster.device.flops(precision)  # raises
+        for device in devices_of(cluster):
+            if precision == "fp8" and "fp8" not in device.peak:
+                raise ClusterError(
+                    f"precision=fp8 was asked for, and {device.name} has no rate in it",
+                    possible=f"its types are {', '.join(device.peak)}",
+                    change="leave out the precision, or choose devices with fp8",
+                )
+            device.flops(precision)  # raises
     if batch < 1:
         raise PlanError(
             f"a batch of {batch} has no samples", possible="1 or more", change="give a larger batch"

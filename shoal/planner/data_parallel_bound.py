@@ -9,7 +9,8 @@ forward and backward on a rank. Then a micro-batch takes at least
                                               stay from forward to backward
     zero3        max(F, G) + max(B, R + G)    gathered in both, and reduced in every backward
 
-and some rank has n = ceil(layers / pp).
+and some rank has n = ceil(layers / pp). Where gradients are reduced in every backward, B has their copies to
+buckets too. Otherwise stages reduce them after all passes.
 
 Where weights are gathered for every pass, each layer is a bucket. Otherwise all layers of a stage count as
 one bucket: the larger a bucket is, the less time each byte takes. If layers are unlike, each counts as the
@@ -26,6 +27,7 @@ from shoal.cluster import Cluster
 from shoal.cost.time import (
     Bucket,
     Family,
+    copy_seconds,
     families_of,
     gather_seconds,
     parameters_on_rank,
@@ -65,6 +67,7 @@ class LeastDataParallel:
         self._families: dict[tuple[Degrees, HybridSharding], list[tuple[Family, int]]] = {}
         self._passes: dict[tuple[Degrees, HybridSharding], Passes] = {}
         self._reduced: dict[tuple[Degrees, HybridSharding, int], float] = {}
+        self._copied: dict[tuple[Degrees, HybridSharding], float] = {}
         self._gathered: dict[tuple[Degrees, HybridSharding, int], float] = {}
 
     def of_micro_batch(self, degrees: Degrees, sharding: HybridSharding, layer: Passes) -> float:
@@ -79,7 +82,32 @@ class LeastDataParallel:
         if passes is None:
             passes = self._passes[degrees, sharding] = self._in_passes(degrees, sharding)
         layers = math.ceil(self._layers / degrees.pp)
-        return max(layers * layer.forward, passes.forward) + max(layers * layer.backward, passes.backward)
+        backward = layers * layer.backward + self._copies(degrees, sharding, layers)
+        return max(layers * layer.forward, passes.forward) + max(backward, passes.backward)
+
+    def after_passes(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
+        """Return the least seconds in which the gradients of a stage's layers are reduced after all passes.
+
+        Args:
+            degrees: The parallel degrees.
+            sharding: The sharding of the state.
+            layers: Number of layers that each stage has at least.
+        """
+        if degrees.pp == 1 or degrees.dp * degrees.cp == 1 or sharding.kind.reduces_each_micro_batch:
+            return 0.0
+        return self._reduce(degrees, sharding, layers)
+
+    def _copies(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
+        """Return the seconds in which this many layers' gradients are copied to a bucket in each backward."""
+        if not sharding.kind.reduces_each_micro_batch or self._cluster.parts:
+            return 0.0
+        key = degrees, sharding
+        found = self._copied.get(key)
+        if found is None:
+            buckets = self._buckets(degrees, sharding, layers)
+            found = sum(copy_seconds(bucket, self._width, self._cluster) for bucket in buckets)
+            self._copied[key] = found
+        return found
 
     def _in_passes(self, degrees: Degrees, sharding: HybridSharding) -> Passes:
         """Return the seconds of only the gradients' and weights' communication."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, devices_of
 from shoal.cost import Layout
 from shoal.cost.outlook import band_between
 from shoal.cost.time import compute_parts
@@ -25,6 +25,7 @@ from shoal.planner.search import LOOSE, Search
 from shoal.planner.sizes import sizes_of
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Fitted
+from shoal.planner.unequal import unequal
 from shoal.simulate import traffic_of
 from shoal.workload import Block
 
@@ -61,6 +62,7 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
         _coarser(search, winner),
         _compute(search, winner),
         traffic_of(winner.workload, winner.cluster, winner.plan, winner.batch),
+        unequal(search, winner),
     )
 
 
@@ -72,7 +74,9 @@ def _compute(search: Search, winner: Candidate) -> Mapping[str, float]:
     placement = plan.placement if plan.pp > 1 else (0,)
     for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
         held[place] += blocks
-    each = [compute_parts(costs, blocks, Layout.of(plan)) for blocks in held]
+    each = [
+        compute_parts(costs.at(plan, place), blocks, Layout.of(plan)) for place, blocks in enumerate(held)
+    ]
     totals = [sum(parts.values()) for parts in each]
     busiest, mean = max(range(len(each)), key=totals.__getitem__), sum(totals) / len(totals)
     parts = {name: count * seconds for name, seconds in each[busiest].items()}
@@ -85,13 +89,15 @@ def _compute(search: Search, winner: Candidate) -> Mapping[str, float]:
 
 def _coarser(search: Search, winner: Candidate) -> Candidate | None:
     """Return the best of the Plans that were played with precision=fp8, which splits no products."""
-    if search.precision is not None or "fp8" not in search.cluster.device.peak:
+    if search.precision is not None or any("fp8" not in device.peak for device in devices_of(search.cluster)):
         return None
     shared, batch = search.shared, search.batch
     pool = (winner.plan, *shared.known, *moved(shared.space, winner.plan, "tp"))
     plans = {plan.replace(precision="fp8", split=plan.split) for plan in pool if plan.tp == 1}
     bounded = sorted((shared.costs.least(plan, batch), str(plan), plan) for plan in plans)
-    fitting = [plan for _, _, plan in bounded[: 4 * _MOST_PLAYED] if shared.fullest(plan).peak <= search.room]
+    fitting = [
+        plan for _, _, plan in bounded[: 4 * _MOST_PLAYED] if shared.fullest(plan).required <= search.room
+    ]
     best = min(fitting[:_MOST_PLAYED], key=shared.played, default=None)
     if best is None or shared.played(best) >= winner.seconds:
         return None
@@ -117,7 +123,7 @@ def _changes(search: Search, winner: Candidate) -> list[Change]:
     # A split by the cost of every block is slow to find, and hardly better than one by their mean.
     near = (plan for plan in neighbours(space, winner.plan) if plan.pp == 1 or plan.split != "cost")
     pool = dict.fromkeys((winner.plan, *shared.known, *near))
-    fitting = [plan for plan in pool if shared.fullest(plan).peak <= search.room]
+    fitting = [plan for plan in pool if shared.fullest(plan).required <= search.room]
     changes = [Change(name, _best_on(search, cluster, fitting)) for name, cluster in _doubled(search.cluster)]
     changes.append(Change("the memory", _roomier(search, winner, 2 * search.room)))
     return sorted(changes, key=lambda change: change.best.seconds)
@@ -148,7 +154,7 @@ def _best_on(search: Search, cluster: Cluster, plans: Sequence[SettledPlan]) -> 
 
 def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     """Yield the machine with one property doubled, except memory, which a search takes directly."""
-    device, (inner, *outer) = cluster.device, cluster.levels
+    inner, *outer = cluster.levels
     twice = [replace(level, bandwidth=2 * level.bandwidth) for level in outer]
     if outer:
         yield "the network's rate", cluster.replace(levels=(inner, *twice))
@@ -156,13 +162,19 @@ def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
         faster = replace(inner, bandwidth=2 * inner.bandwidth)
         yield "the rate of the links in a node", cluster.replace(levels=(faster, *outer))
     is_whole = all(level.devices % (2 * inner.devices) == 0 for level in outer)
-    if outer and is_whole and not (cluster.failed or cluster.spare or cluster.parts):
+    if outer and is_whole and not (cluster.failed or cluster.spare):
         wider = replace(inner, devices=2 * inner.devices)
         yield "the devices in a node", cluster.replace(levels=(wider, *outer))
-    peak = {name: 2 * rate for name, rate in device.peak.items()}
-    yield "the FLOP/s", cluster.replace(device=replace(device, peak=peak))
-    bandwidth = replace(device, bandwidth=2 * device.bandwidth)
-    yield "the memory's rate", cluster.replace(device=bandwidth)
+    yield (
+        "the FLOP/s",
+        cluster.with_each_device(
+            lambda device: replace(device, peak={name: 2 * rate for name, rate in device.peak.items()})
+        ),
+    )
+    yield (
+        "the memory's rate",
+        cluster.with_each_device(lambda device: replace(device, bandwidth=2 * device.bandwidth)),
+    )
 
 
 def _kind(degrees: Degrees) -> frozenset[str]:

@@ -9,6 +9,7 @@ from shoal.cost.outlook import Band
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.sizes import Size
+from shoal.planner.unequal import Unequal
 from shoal.simulate import Traffic
 from shoal.units import format_bytes, format_seconds
 
@@ -87,6 +88,7 @@ class Explanation:
         compute: What its compute is made of: see `shoal.cost.time.losses`; and "imbalance", by which the rank
             that waits least computes longer than the mean one.
         traffic: The communication of one rank.
+        unequal: What slower devices cost; None where all are equal.
     """
 
     winner: Candidate
@@ -103,12 +105,15 @@ class Explanation:
     coarser: Candidate | None
     compute: Mapping[str, float]
     traffic: Traffic
+    unequal: Unequal | None = None
 
     def sentences(self) -> Iterator[str]:
         """Yield the explanation, in sentences."""
         yield _bounds(self)
         yield _compute(self)
         yield _memory(self)
+        if self.unequal is not None:
+            yield from self.unequal.sentences(self.winner)
         yield from _degrees(self)
         yield from _sizes(self)
         yield _other_kind(self)
@@ -137,7 +142,8 @@ def _compute(told: Explanation) -> str:
 
 def _memory(told: Explanation) -> str:
     winner, free = told.winner, told.unlimited
-    held, room = (format_bytes(round(each)) for each in (winner.memory.peak, told.room))
+    of_device = told.room / winner.memory.tightness
+    held, room = (format_bytes(round(each)) for each in (winner.memory.peak, of_device))
     held = f"A device holds at most {held} of {room}"
     if free.plan == winner.plan or free.seconds > (1 - _LEAST) * winner.seconds:
         return f"{held}; more memory would gain nothing."
@@ -160,14 +166,14 @@ def _degrees(told: Explanation) -> Iterator[str]:
 
 def _sizes(told: Explanation) -> Iterator[str]:
     for name in dict.fromkeys(each.setting for each in told.sizes):
-        said = [_size(each, told.room) for each in told.sizes if each.setting == name]
+        said = [_size(each) for each in told.sizes if each.setting == name]
         yield f"{name}={_size_text(name, told.winner.plan)}: {', '.join(said)}."
 
 
-def _size(size: Size, room: float) -> str:
+def _size(size: Size) -> str:
     value = _size_text(size.setting, size.plan)
     if not size.fits:
-        over = format_bytes(round(size.memory - room))
+        over = format_bytes(round(size.memory - size.room))
         return f"with {value} the same Plan needs {over} too much memory"
     if abs(size.slower) < 0.0005:
         return f"with {value} the same Plan takes as long"

@@ -4,6 +4,9 @@ The first rank along `pp` holds the states of its layers, and their activations 
 
     (1 + FRAGMENTS) (states of its layers + sum over its stages of held x what these keep) + reserved
 
+These are bytes of its own devices. Where devices differ, they count in proportion to the memory of the
+Cluster's `device`, as `RankMemory.required` does.
+
 Before the model is cut its layers are not known. But some rank has ceil(layers / pp) of them, and keeps the
 activations of at least one micro-batch. If layers are unlike, some rank has at least the mean over ranks.
 
@@ -14,21 +17,23 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost import Layout
-from shoal.cost.memory import FRAGMENTS, activation_peaks, block_memory, state_bytes
+from shoal.cost import Kinds, Layout
+from shoal.cost.memory import FRAGMENTS, WORKSPACES, activation_peaks, block_memory, state_bytes
 from shoal.plan import Plan
 from shoal.plan.schedules import kind_of
 from shoal.planner.space import Degrees, HybridSharding, Variant
 from shoal.workload import Block, Workload
 
 __all__ = ["LeastMemory", "Share", "StateBytes"]
+
+_ROUNDING = 1.0  # a byte, by which rounding cannot make a bound of some GB too large
 
 
 class Share(NamedTuple):
@@ -37,11 +42,13 @@ class Share(NamedTuple):
     Attributes:
         dense, experts: Parameters of its layers after tensor and expert parallelism.
         kept: Bytes that its layers keep from forward to backward, for all micro-batches.
+        tightness: See `shoal.cost.RankMemory`; a lower bound on the rank's.
     """
 
     dense: float
     experts: float
     kept: float
+    tightness: float = 1.0
 
 
 class StateBytes(NamedTuple):
@@ -62,8 +69,10 @@ class LeastMemory:
     def __init__(self, workload: Workload, cluster: Cluster) -> None:
         self._workload = workload
         self._reserved = cluster.reserved
-        self._kinds = tuple(Counter(workload.layers).items())
-        self._before = [_counts_before(workload, block) for block, _ in self._kinds]
+        self._workspaces = 0.0 if cluster.cores else WORKSPACES
+        self._kinds = Kinds(cluster) if cluster.parts else None
+        self._blocks = tuple(Counter(workload.layers).items())
+        self._before = [_counts_before(workload, block) for block, _ in self._blocks]
         self._layers: dict[Layout, list[Share]] = {}
 
     def share(self, variant: Variant, split: Sequence[int]) -> Share:
@@ -86,7 +95,15 @@ class LeastMemory:
             dense += sum(counts) * layer.dense
             experts += sum(counts) * layer.experts
             kept += sum(map(mul, counts, held)) * layer.kept
-        return Share(dense, experts, kept)
+        return Share(dense, experts, kept, self._tightness(variant.degrees)[0])
+
+    def shares(self, beside_states: Iterable[tuple[float, float, float, float]]) -> list[Share]:
+        """Return the shares of ranks from what `Memories.beside_states` says of them; `kept` is all of it."""
+        more = self._workspaces / (1 + FRAGMENTS) - _ROUNDING
+        return [
+            Share(dense, experts, nbytes + more, tightness)
+            for dense, experts, nbytes, tightness in beside_states
+        ]
 
     def share_of_degrees(self, degrees: Degrees, layout: Layout) -> Share:
         """Return a share that some rank has at least, under any schedule and split.
@@ -98,11 +115,14 @@ class LeastMemory:
         layers = self._layers_of(layout)
         if len(layers) == 1:
             number = math.ceil(len(self._workload.layers) / degrees.pp)
-            return Share(*(number * each for each in layers[0]))
-        of_kinds = [
-            [number * each for each in layer] for layer, (_, number) in zip(layers, self._kinds, strict=True)
-        ]
-        return Share(*(sum(each) / degrees.pp for each in zip(*of_kinds, strict=True)))
+            dense, experts, kept = (number * each for each in layers[0][:3])
+        else:
+            of_blocks = [
+                [number * each for each in layer[:3]]
+                for layer, (_, number) in zip(layers, self._blocks, strict=True)
+            ]
+            dense, experts, kept = (sum(each) / degrees.pp for each in zip(*of_blocks, strict=True))
+        return Share(dense, experts, kept, min(self._tightness(degrees)))
 
     def states(self, degrees: Degrees, sharding: HybridSharding, precision: str) -> StateBytes:
         """Return the bytes of each parameter's states on a rank."""
@@ -113,17 +133,25 @@ class LeastMemory:
     def peak(self, share: Share, states: StateBytes) -> float:
         """Return the peak bytes of a rank with this share."""
         tensors = share.dense * states.dense + share.experts * states.experts + share.kept
-        return (1 + FRAGMENTS) * tensors + self._reserved
+        return ((1 + FRAGMENTS) * tensors + self._reserved) * share.tightness
 
     def for_states(self, share: Share, room: float) -> float:
         """Return the bytes, out of `room`, that a rank with this share has for its states."""
-        return (room - self._reserved) / (1 + FRAGMENTS) - share.kept
+        return (room / share.tightness - self._reserved) / (1 + FRAGMENTS) - share.kept
+
+    def _tightness(self, degrees: Degrees) -> Sequence[float]:
+        """Return the tightness of each place along the pipeline, in the default order of axes."""
+        if self._kinds is None:
+            return (1.0,) * degrees.pp
+        stage = degrees.dp * degrees.cp * degrees.tp
+        places = self._kinds.of_pipeline(degrees.pp, stage, stage * degrees.pp)
+        return [self._kinds.tightness(each) for each in places]
 
     def _layers_of(self, layout: Layout) -> list[Share]:
         """Return the share of one layer of each kind, for one micro-batch."""
         found = self._layers.get(layout)
         if found is None:
-            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._kinds]
+            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._blocks]
             found = self._layers[layout] = [Share(one.dense, one.experts, one.kept) for one in each]
         return found
 

@@ -66,7 +66,7 @@ def simplest(search: Search, best: Fitted, within: float = SIMPLER) -> Fitted:
         if _complexity(plan) >= _complexity(best.plan):
             break
         memory = search.shared.fullest(plan)
-        if memory.peak <= search.room:
+        if memory.required <= search.room:
             return Fitted(plan, memory, search.shared.played(plan))
     return best
 
@@ -84,7 +84,7 @@ def _better(search: Search, best: Fitted, plan: SettledPlan) -> Fitted:
     if seconds >= best.seconds:
         return best
     memory = search.shared.fullest(plan)
-    return Fitted(plan, memory, seconds) if memory.peak <= search.room else best
+    return Fitted(plan, memory, seconds) if memory.required <= search.room else best
 
 
 def _complexity(plan: SettledPlan) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def _roomiest(search: Search, plan: SettledPlan, virtual: int, count: int) -> Fi
     shared = search.shared
 
     def peak(activations: int) -> float:
-        return shared.fullest(plan.replace(activations=activations)).peak
+        return shared.fullest(plan.replace(activations=activations)).required
 
     low, high = virtual - 1, virtual * count
     while low < high:

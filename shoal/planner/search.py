@@ -104,7 +104,7 @@ class Search:
 
     @property
     def room(self) -> float:
-        """Bytes of a device's memory that a Plan may fill."""
+        """Bytes of the Cluster's `device` that a Plan may fill; compared with `RankMemory.required`."""
         return self.cluster.device.memory * (1 - self.margin)
 
     def best(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout, Memories, RankMemory
+from shoal.cost import Costs, Kinds, Layout, Memories, RankMemory
 from shoal.cost.time import BlockCost
-from shoal.plan import SettledPlan, element_bytes
+from shoal.plan import UNSHARDED, SettledPlan, element_bytes
 from shoal.plan.schedules import kind_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
@@ -22,9 +22,13 @@ from shoal.workload import Workload
 
 __all__ = ["Shared", "Work"]
 
+_PassesOf = Callable[[BlockCost], Passes]
+
 
 class Work(NamedTuple):
     """Seconds of a micro-batch on the ranks of one replica, forward and backward.
+
+    Where devices differ, each block counts on those that are quickest with it: these are lower bounds.
 
     Attributes:
         total: Seconds of all blocks.
@@ -72,6 +76,8 @@ class Shared:
         self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
         self.least_data_parallel = LeastDataParallel(workload, cluster, element_bytes(self.space.precision))
         self._kinds = tuple(Counter(workload.pieces).items())
+        self._kinds_of_devices = Kinds(cluster)
+        self._ranks: dict[tuple[int, Layout, bool], float] = {}
         self._computes: dict[Layout, Work] = {}
         self._works: dict[Layout, Work] = {}
         self._states: dict[Degrees, Sequence[tuple[HybridSharding, StateBytes]]] = {}
@@ -84,18 +90,47 @@ class Shared:
         """Return the times of blocks without the communication within them."""
         work = self._computes.get(layout)
         if work is None:
-            costs = [each.compute for each in self._blocks(layout)]
-            work = self._work([Passes(each.forward, each.backward) for each in costs])
-            self._computes[layout] = work
+            work = self._computes[layout] = self._work(_least(self._passes_of(layout, _compute)))
         return work
 
     def work(self, layout: Layout) -> Work:
         """Return the times of blocks."""
         work = self._works.get(layout)
         if work is None:
-            work = self._work([Passes(each.forward, each.backward) for each in self._blocks(layout)])
-            self._works[layout] = work
+            work = self._works[layout] = self._work(_least(self._passes_of(layout, _whole)))
         return work
+
+    def ranks(self, degrees: Degrees, layout: Layout, *, only_compute: bool) -> float:
+        """Return how many ranks of the quickest devices the places along the pipeline make, at most.
+
+        Some place takes at least the total of `work` or `compute` over this number, however the model is cut.
+        Let r be the least of the times of one kind's blocks over those of the quickest. A place of this kind
+        that has x seconds of work takes r x or longer; so if all take T, the total is at most the sum of T /
+        r. Without a pipeline the place has all blocks.
+        """
+        if self._kinds_of_devices.number == 1:
+            return degrees.pp
+        key = degrees.pp, layout, only_compute
+        found = self._ranks.get(key)
+        if found is None:
+            found = self._ranks[key] = self._ranks_of(
+                degrees.pp, layout, _compute if only_compute else _whole
+            )
+        return found
+
+    def _ranks_of(self, pp: int, layout: Layout, passes: _PassesOf) -> float:
+        each = self._passes_of(layout, passes)
+        least = [sum(block) for block in _least(each)]
+        ratios = [
+            [sum(block) / quickest for block, quickest in zip(kind, least, strict=True) if quickest]
+            for kind in each
+        ]
+        ranks = self.space.cluster.devices
+        places = self._kinds_of_devices.of_pipeline(pp, ranks // pp, ranks)
+        if pp > 1:
+            return sum(1 / min(min(ratios[kind]) for kind in place) for place in places)
+        totals = [self._total(kind) for kind in each]
+        return self._total(_least(each)) / max(totals[kind] for kind in places[0])
 
     def states(self, degrees: Degrees) -> Sequence[tuple[HybridSharding, StateBytes]]:
         """Return the shardings, each with the bytes of a parameter's states on a rank."""
@@ -110,7 +145,7 @@ class Shared:
         """Return the shardings under which ranks with these shares may fit."""
         fitting = self.states(degrees)
         for share in shares:
-            dense, experts, _ = share
+            dense, experts, *_ = share
             left = self.least_memory.for_states(share, room)
             fitting = [each for each in fitting if dense * each[1].dense + experts * each[1].experts <= left]
         return [sharding for sharding, _ in fitting]
@@ -130,9 +165,17 @@ class Shared:
         layers = len(self.space.workload.layers)
         if variant.degrees.pp == 1:
             return (layers,)
-        work = self.work(variant.layout)
+        if self._kinds_of_devices.number == 1:
+            work, paces = self.work(variant.layout), tuple[float, ...]()
+        else:
+            work = self._work(self._passes_of(variant.layout, _whole)[0])
+            paces = tuple(self.costs.paces(variant.plan(HybridSharding(UNSHARDED, 1))))
         placement = kind_of(variant.schedule).placement(variant.degrees.pp, variant.virtual)
-        return balanced_split(work.embedding, work.layer, work.end, layers, placement)
+        return balanced_split(work.embedding, work.layer, work.end, layers, placement, paces)
+
+    def shares(self, plan: SettledPlan) -> list[Share]:
+        """Return the shares of the ranks of an unsharded Plan that may be fullest."""
+        return self.least_memory.shares(self.memories.beside_states(plan, self.space.batch))
 
     def fullest(self, plan: SettledPlan) -> RankMemory:
         """Return the memory of a Plan's fullest rank."""
@@ -164,26 +207,53 @@ class Shared:
         """The Plans that were played, with their seconds."""
         return self._played
 
-    def plan(self, variant: Variant, sharding: HybridSharding, split: Sequence[int]) -> SettledPlan:
-        """Return the Plan with these layers in its stages, and with buckets that suit the links."""
-        key = variant.degrees, sharding
-        bucket = self._buckets.get(key)
+    def plan(
+        self, variant: Variant, sharding: HybridSharding, split: Sequence[int], bucket: int | None = None
+    ) -> SettledPlan:
+        """Return the Plan with these layers in its stages; buckets that are not given suit the links."""
+        text = "cost" if len(split) == 1 else _split_text(tuple(split))
         if bucket is None:
-            bucket = self._buckets[key] = usual_bucket(self.space.cluster, variant.plan(sharding))
-        if len(split) == 1:
-            return variant.plan(sharding, bucket=bucket)
-        return variant.plan(sharding, _split_text(tuple(split)), bucket)
+            key = variant.degrees, sharding
+            bucket = self._buckets.get(key)
+            if bucket is None:
+                bucket = self._buckets[key] = usual_bucket(self.space.cluster, variant.plan(sharding))
+        return variant.plan(sharding, text, bucket)
 
-    def _blocks(self, layout: Layout) -> list[BlockCost]:
-        """Return the costs of each kind of block: the embedding, layers, the end."""
-        return [self.costs.block(block, layout) for block, _ in self._kinds]
+    def _passes_of(self, layout: Layout, passes: _PassesOf) -> list[list[Passes]]:
+        """Return, by kind of device, the times of each kind of block: the embedding, layers, the end."""
+        return [
+            [passes(costs.block(block, layout)) for block, _ in self._kinds] for costs in self.costs.all_at()
+        ]
+
+    def _total(self, each: Sequence[Passes]) -> float:
+        return sum(sum(passes) * number for passes, (_, number) in zip(each, self._kinds, strict=True))
 
     def _work(self, each: Sequence[Passes]) -> Work:
-        total = sum(sum(passes) * number for passes, (_, number) in zip(each, self._kinds, strict=True))
+        total = self._total(each)
         first, *layers, last = each
         mean = (total - sum(first) - sum(last)) / len(self.space.workload.layers)
         least = Passes(min(layer.forward for layer in layers), min(layer.backward for layer in layers))
         return Work(total, sum(first), mean, sum(last), least)
+
+
+def _compute(cost: BlockCost) -> Passes:
+    """Return the times of a block without the communication within it."""
+    return Passes(cost.compute.forward, cost.compute.backward)
+
+
+def _whole(cost: BlockCost) -> Passes:
+    """Return the times of a block."""
+    return Passes(cost.forward, cost.backward)
+
+
+def _least(each: Sequence[list[Passes]]) -> list[Passes]:
+    """Return the least times of each block over all kinds of devices."""
+    if len(each) == 1:
+        return each[0]
+    return [
+        Passes(min(one.forward for one in block), min(one.backward for one in block))
+        for block in zip(*each, strict=True)
+    ]
 
 
 @lru_cache(maxsize=1 << 12)

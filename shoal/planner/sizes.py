@@ -22,6 +22,7 @@ class Size:
         plan: The Plan.
         slower: Its played step's time relative to the chosen one's, minus 1.
         memory: Bytes of the rank that holds most.
+        room: Bytes of its device that a Plan may fill.
         fits: Whether this memory fits.
     """
 
@@ -29,6 +30,7 @@ class Size:
     plan: SettledPlan
     slower: float
     memory: float
+    room: float
     fits: bool
 
 
@@ -45,6 +47,7 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
         for other in half_and_twice(value):
             plan = changed(winner.plan, winner.batch, **{setting: other})
             if plan is not None:
-                memory = search.shared.fullest(plan).peak
+                memory = search.shared.fullest(plan)
                 slower = search.shared.played(plan) / winner.seconds - 1
-                yield Size(setting, plan, slower, memory, memory <= search.room)
+                room = search.room / memory.tightness
+                yield Size(setting, plan, slower, memory.peak, room, memory.required <= search.room)

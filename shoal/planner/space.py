@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, devices_of
 from shoal.cost import Layout
 from shoal.plan import FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, Sharding, divisors
 from shoal.plan.schedules import KINDS, NAMES, kind_of
@@ -200,8 +200,8 @@ class Space:
         """The type in which Plans compute."""
         if self.asked is not None:
             return self.asked
-        peak = self.cluster.device.peak
-        return max(("fp32", "bf16"), key=lambda name: peak.get(name, 0.0))
+        peaks = [device.peak for device in devices_of(self.cluster)]
+        return max(("fp32", "bf16"), key=lambda name: min(peak.get(name, 0.0) for peak in peaks))
 
     def layout(self, degrees: Degrees, microbatch: int, recompute: str) -> Layout:
         """Return the layout that keeps least and computes least, among those with this recompute."""

@@ -3,7 +3,8 @@
     portion     degrees, a micro-batch and a recompute policy, with a lower bound on compute
     laid        a portion and a layout of blocks, with their costs, including communication within them
     cut         a layout and a schedule, with the layers of its stages
-    sharded     a Plan for any size of buckets
+    sharded     a sharding, whose communication is bounded without a Plan
+    timed       a Plan for any size of buckets
     sized       a Plan, with sizes of buckets
     piped       a Plan that fits, with the best size and its forwards and backwards played
 
@@ -15,8 +16,8 @@ searches of one tree share what they have computed. Tests check the bounds again
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple, Protocol
 
 from shoal.cost import Layout, RankMemory
@@ -90,7 +91,8 @@ class _Portion:
         if not shardings or not self._has_schedule:
             return math.inf
         work = self._shared.compute(self._leanest)
-        least = self._count * work.total / self.degrees.pp  # of the rank with most work
+        ranks = self._shared.ranks(self.degrees, self._leanest, only_compute=True)
+        least = self._count * work.total / ranks  # of the rank with most work
         return max(least, self._count * self._shared.exchanging(self.degrees, shardings, work))
 
     @cached_property
@@ -125,7 +127,8 @@ class _Laid:
             return math.inf
         work = self._shared.work(self._layout)
         exchanging = self._count * self._shared.exchanging(self.degrees, shardings, work)
-        return max(exchanging, self._count * work.total / self.degrees.pp)
+        ranks = self._shared.ranks(self.degrees, self._layout, only_compute=False)
+        return max(exchanging, self._count * work.total / ranks)
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
@@ -148,10 +151,12 @@ class _Cut:
         self._shared = shared
         self._variant = variant
         self._split = shared.split(variant)
-        self._shares = (*shares, shared.least_memory.share(variant, self._split))
+        self._least_shares = (*shares, shared.least_memory.share(variant, self._split))
 
     def seconds(self, room: float) -> float:
-        shardings = self._shared.fitting(self.degrees, self._shares, room)
+        shardings = self._shared.fitting(self.degrees, self._least_shares, room)
+        if shardings and room < math.inf:
+            shardings = self._shared.fitting(self.degrees, self._shares, room)
         if not shardings:
             return math.inf
         variant = self._variant
@@ -163,16 +168,24 @@ class _Cut:
     def branches(self) -> Sequence[Branch]:
         shared, variant, split = self._shared, self._variant, self._split
         return [
-            _Sharded(shared, variant, sharding, split, self._memory(states), self._least)
+            _Sharded(shared, variant, sharding, split, partial(self._memory, states), self._least)
             for sharding, states in shared.states(self.degrees)
         ]
 
     @cached_property
     def _least(self) -> float:
         """Return the seconds of forwards and backwards."""
-        shared, variant = self._shared, self._variant
-        plan = shared.plan(variant, shared.states(self.degrees)[0][0], self._split)
-        return shared.costs.least_of_passes(plan, variant.microbatches)
+        return self._shared.costs.least_of_passes(self._unsharded, self._variant.microbatches)
+
+    @cached_property
+    def _shares(self) -> Sequence[Share]:
+        """Return the shares of the ranks that may be fullest."""
+        return self._shared.shares(self._unsharded)
+
+    @cached_property
+    def _unsharded(self) -> SettledPlan:
+        shared = self._shared
+        return shared.plan(self._variant, shared.states(self.degrees)[0][0], self._split)
 
     def _memory(self, states: StateBytes) -> float:
         """Return a lower bound on the bytes of a rank."""
@@ -180,7 +193,7 @@ class _Cut:
 
 
 class _Sharded:
-    """A Plan for any size of buckets."""
+    """A sharding of a cut model."""
 
     def __init__(
         self,
@@ -188,7 +201,7 @@ class _Sharded:
         variant: Variant,
         sharding: HybridSharding,
         split: Sequence[int],
-        memory: float,
+        memory: Callable[[], float],
         passes: float,
     ) -> None:
         self.degrees = variant.degrees
@@ -196,30 +209,77 @@ class _Sharded:
         self._variant = variant
         self._sharding = sharding
         self._split = split
-        self._memory = memory
+        self._least_memory = memory
         self._passes = passes
 
     def seconds(self, room: float) -> float:
-        return self._least if self._memory <= room else math.inf
+        return math.inf if room < math.inf and self._memory > room else self._least
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        return [_Sized(self._shared, self.degrees, self._memory, self._plan)]
+        return [_Timed(self._shared, self._variant, self._sharding, self._split)]
 
     @cached_property
-    def _plan(self) -> SettledPlan:
-        return self._shared.plan(self._variant, self._sharding, self._split)
+    def _memory(self) -> float:
+        """Return a lower bound on the bytes of a rank."""
+        return self._least_memory()
 
     @cached_property
     def _least(self) -> float:
-        """Return the seconds with a lower bound on communication."""
-        variant = self._variant
-        layer = self._shared.work(variant.layout).least
-        exchange = self._shared.least_data_parallel
-        each = exchange.of_micro_batch(self.degrees, self._sharding, layer)
-        largest = self._plan.replace(bucket=SIZES[-1])  # all others take longer to reduce
-        after = self._shared.costs.least_after(largest, variant.microbatches)
-        return max(self._passes + after, variant.microbatches * each)
+        """Return the seconds with what is known of communication before the Plan is made."""
+        least, count = self._shared.least_data_parallel, self._variant.microbatches
+        each = least.of_micro_batch(
+            self.degrees, self._sharding, self._shared.work(self._variant.layout).least
+        )
+        after = least.after_passes(self.degrees, self._sharding, min(self._split))
+        return max(self._passes + after, count * each)
+
+
+class _Timed:
+    """A Plan for any size of buckets."""
+
+    def __init__(
+        self, shared: Shared, variant: Variant, sharding: HybridSharding, split: Sequence[int]
+    ) -> None:
+        self.degrees = variant.degrees
+        self._shared = shared
+        self._variant = variant
+        self._sharding = sharding
+        self._split = split
+
+    def seconds(self, room: float) -> float:
+        return math.inf if room < math.inf and self._cut_weights() > room else self._least
+
+    def _cut_weights(self) -> float:
+        """Return the bytes of the fullest rank if weights are cut, where the bound is less; otherwise 0."""
+        cuts = self._sharding.kind.cuts_weights
+        return self._shared.fullest(self._plan).required if cuts else 0.0
+
+    @cached_property
+    def branches(self) -> Sequence[Branch]:
+        return [_Sized(self._shared, self._plan, None if self._has_sizes else self._least)]
+
+    @cached_property
+    def _has_sizes(self) -> bool:
+        """Whether several sizes of buckets are tried."""
+        degrees, kind = self.degrees, self._sharding.kind
+        if degrees.dp * degrees.cp == 1 or kind.cuts_weights:
+            return False
+        # In a pipeline nothing hides small buckets' reductions, and only gathers begin earlier with them.
+        return degrees.pp == 1 or kind.bucket_is_memory or kind.gathers_each_step
+
+    @cached_property
+    def _plan(self) -> SettledPlan:
+        """Return the Plan with the largest buckets; if each block is a bucket, with those of its own."""
+        is_own = self.degrees.dp * self.degrees.cp == 1 or self._sharding.kind.cuts_weights
+        size = None if is_own else SIZES[-1]
+        return self._shared.plan(self._variant, self._sharding, self._split, size)
+
+    @cached_property
+    def _least(self) -> float:
+        """Return a lower bound for all sizes of buckets."""
+        costs, batch = self._shared.costs, self._shared.space.batch
+        return costs.least_of_sizes(self._plan, batch) if self._has_sizes else costs.least(self._plan, batch)
 
 
 class Fitted(NamedTuple):
@@ -237,16 +297,16 @@ class Fitted(NamedTuple):
 
 
 class _Sized:
-    """A Plan, and the sizes of buckets that are tried with it."""
+    """A Plan, and the sizes of buckets that are tried with it; `least` is its bound if only its own is."""
 
-    def __init__(self, shared: Shared, degrees: Degrees, memory: float, plan: SettledPlan) -> None:
-        self.degrees = degrees
+    def __init__(self, shared: Shared, plan: SettledPlan, least: float | None) -> None:
+        self.degrees = Degrees.of(plan)
         self._plan = plan
+        self._least = least
         self._shared = shared
-        self._memory = memory
 
     def seconds(self, room: float) -> float:
-        return self._sizes[0][0] if self._memory <= room else math.inf
+        return self._sizes[0][0]
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
@@ -254,14 +314,11 @@ class _Sized:
 
     @cached_property
     def _sizes(self) -> Sequence[tuple[float, SettledPlan]]:
-        """Return the Plan with each size that matters, and its lower bound, least first."""
-        costs, plan, batch = self._shared.costs, self._plan, self._shared.space.batch
-        if plan.dp * plan.cp == 1 or plan.sharding.cuts_weights:
-            return [(costs.least(plan, batch), plan)]
-        # In a pipeline nothing hides small buckets' reductions, and only gathers begin earlier with them.
-        is_first = plan.pp == 1 or plan.sharding.bucket_is_memory or plan.sharding.gathers_each_step
-        sizes = SIZES if is_first else SIZES[-1:]
-        plans = [plan.replace(bucket=size) for size in sizes]
+        """Return the Plan with each size, and its lower bound, least first."""
+        if self._least is not None:
+            return [(self._least, self._plan)]
+        costs, batch = self._shared.costs, self._shared.space.batch
+        plans = [self._plan.replace(bucket=size) for size in SIZES]
         return sorted([(costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
 
 
@@ -302,7 +359,7 @@ class Piped:
         Memory depends on this size only with zero2; otherwise a Plan that does not fit gets no other size.
         """
         for _, plan in self._sizes:
-            if self._shared.fullest(plan).peak <= room:
+            if self._shared.fullest(plan).required <= room:
                 return plan
             if not plan.sharding.bucket_is_memory:
                 break

@@ -5,14 +5,17 @@ Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). T
     chooses the recorder of a device: by the host's clock, or by events on the device's streams.
 """
 
+from shoal.record.append import AppendFile
 from shoal.record.device import DeviceEvents
 from shoal.record.device_recorder import DeviceRecorder
 from shoal.record.device_span import SpanBeside
 from shoal.record.metrics import Logger, Loggers, MetricsWriter, TensorBoardLogger
 from shoal.record.opening import open_recorder
 from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
+from shoal.record.shifted import ShiftedRecorder
 
 __all__ = [
+    "AppendFile",
     "DeviceEvents",
     "DeviceRecorder",
     "Logger",
@@ -21,6 +24,7 @@ __all__ = [
     "NullRecorder",
     "OpenSpan",
     "Recorder",
+    "ShiftedRecorder",
     "SpanBeside",
     "SpanRecorder",
     "TensorBoardLogger",

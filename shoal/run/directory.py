@@ -4,6 +4,7 @@ run.json                what ran: configuration, Plan, model, versions, seed; th
 metrics.jsonl           one object a step
 timeline/rank-*.jsonl   the Timeline of each rank
 checkpoints/step-*/     saved states
+servers/server-*.jsonl  what each parameter server applied, with its staleness
 log/                    what each rank of a local run printed, and what loggers write
 """
 
@@ -20,6 +21,7 @@ from typing import Any, Self
 
 from shoal.errors import RunError, ShoalError, nearest
 from shoal.run.metrics import read_metrics
+from shoal.run.updates import Applied, read_updates
 
 __all__ = ["Run", "default_path"]
 
@@ -148,6 +150,14 @@ class Run:
     def timeline_file(self, rank: int) -> Path:
         """Return the timeline file of a rank."""
         return self.timeline / f"rank-{rank:05d}.jsonl"
+
+    def server_file(self, server: int) -> Path:
+        """Return the file of what a parameter server applied."""
+        return self.path / "servers" / f"server-{server}.jsonl"
+
+    def updates(self) -> list[Applied]:
+        """Return what parameter servers applied; empty for a run without them."""
+        return read_updates(sorted((self.path / "servers").glob("server-*.jsonl")))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the values of each step, by ascending step; see `read_metrics`."""

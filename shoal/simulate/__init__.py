@@ -4,6 +4,7 @@
 `Simulation`, which has a Timeline like that of a recorded run. `traffic_of` lists what a rank communicates,
 and by which algorithm. `measured_timeline` reads the Timeline of a run, `mark_bubbles` marks the idle time
 that its pipeline schedule forced, `stage_times` says how long each stage works, and `picture` draws a step.
+`course_of` simulates workers that are not equally fast.
 Imports no torch.
 """
 
@@ -15,15 +16,22 @@ from shoal.simulate.played import played_parts, played_passes, played_seconds
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.simulate.stage_times import StageTimes, stage_times
 from shoal.simulate.traffic import Communication, Traffic, traffic_of
+from shoal.simulate.uneven import Uneven, meeting_of, uneven_course
+from shoal.simulate.workers import Course, Meeting, course_of
 
 __all__ = [
     "BUBBLE",
     "Communication",
+    "Course",
+    "Meeting",
     "Simulation",
     "StageTimes",
     "Traffic",
+    "Uneven",
+    "course_of",
     "mark_bubbles",
     "measured_timeline",
+    "meeting_of",
     "picture",
     "played_parts",
     "played_passes",
@@ -32,4 +40,5 @@ __all__ = [
     "simulate",
     "stage_times",
     "traffic_of",
+    "uneven_course",
 ]

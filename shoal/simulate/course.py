@@ -7,10 +7,9 @@ all of it, once for each table, so that a step is played in a few microseconds f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.plan.schedules import Action, Payload, Receive, Schedule, Send, Work, make, transfers
+from shoal.plan.schedules import Action, Payload, Receive, Schedule, Send, Work, transfers
 
 __all__ = [
     "ACT",
@@ -22,7 +21,6 @@ __all__ = [
     "Op",
     "Slot",
     "course_of",
-    "made_course",
 ]
 
 ACT, RECEIVE, SEND = range(3)
@@ -89,11 +87,10 @@ class Course(NamedTuple):
     slots: tuple[Slot, ...]
     messages: tuple[Message, ...]
 
-
-@lru_cache(maxsize=128)
-def made_course(name: str, ranks: int, virtual: int, microbatches: int) -> Course:
-    """Return the Course of a named schedule; the arguments are those of `make`."""
-    return course_of(make(name, ranks, virtual, microbatches))
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """The places that send to one another: each pair of a sender and a receiver."""
+        return {(each.sender, each.receiver) for each in self.messages}
 
 
 def course_of(schedule: Schedule) -> Course:

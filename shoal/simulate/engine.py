@@ -14,8 +14,7 @@ So communication over the other axes takes just its seconds. Ranks wait for one 
 at the end of the step, when the norm of all gradients is computed. There they also wait for the slowest rank:
 `lateness` times what the step took until then.
 
-A planner plays many steps and asks only for the end. Without a Journal nothing is noted, and a passage that
-begins while no communication travels takes what it took the time before.
+A planner plays many steps and asks only for the end: see `shoal.simulate.in_order`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ def play_steps(
     programs: Sequence[RankProgram],
     links: Mapping[tuple[int, int], Link],
     *,
-    contention: float,
     lateness: float,
     steps: int = 1,
     journal: Journal | None = None,
@@ -64,13 +62,12 @@ def play_steps(
         course: The lists of all ranks along the pipeline.
         programs: The program of each rank, by place along the pipeline.
         links: By places of sender and receiver, the link between them.
-        contention: See `shoal.cluster.Device`.
         lateness: How long all ranks wait for the slowest at the step's end, as a share of the time until
             then.
         steps: Number of steps.
         journal: Where to note what ranks do; None to note nothing.
     """
-    engine = _Engine(Common(course, programs, links, contention, journal), programs, lateness)
+    engine = _Engine(Common(course, programs, links, journal), programs, lateness)
     actions = [engine.step(str(index)) for index in range(steps)]
     return Play(engine.end, actions, engine.waits)
 

@@ -16,9 +16,9 @@ from functools import partial
 from shoal.cost import Costs
 from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
-from shoal.plan.schedules import FOUND, Work
-from shoal.simulate.course import Course, course_of, made_course
-from shoal.simulate.engine import Play, play_steps
+from shoal.plan.schedules import FOUND
+from shoal.simulate.common_order import CommonOrder, common_order_of, made_order
+from shoal.simulate.in_order import PlayInOrder, play_in_order
 from shoal.simulate.programs import (
     alike_programs,
     links_of,
@@ -86,9 +86,9 @@ class _Played:
     """
 
     seconds: float
-    play: Play
+    play: PlayInOrder
     rounds: int
-    longer: Callable[[], tuple[Course, Play]]
+    longer: Callable[[], tuple[CommonOrder, PlayInOrder]]
 
     def waits(self) -> list[dict[str, float]]:
         """Return the waits of the whole step by place."""
@@ -108,13 +108,13 @@ def _played(
 ) -> _Played:
     """Play the shortest table whose middle repeats; `ends` as in `_play`."""
 
-    def play(microbatches: int) -> tuple[Course, Play]:
+    def play(microbatches: int) -> tuple[CommonOrder, PlayInOrder]:
         return _play(costs, plan, stages, microbatches, ends=ends)
 
     late = straggler_share(costs.cluster) if ends else 0.0
     for short in _short(plan, count):
-        course, shorter = play(short)
-        every = _repeats(course, shorter, plan.pp)
+        order, shorter = play(short)
+        every = _repeats(order, shorter)
         if every is not None:
             rounds = (count - short) // plan.pp
             seconds = shorter.end + rounds * every * (1 + late)
@@ -128,7 +128,7 @@ def _updates(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], co
     held = [Parameters()] * plan.pp
     for stage, place in zip(stages, placement, strict=True):
         held[place] += stage.data_parallel.parameters
-    return [costs.after(plan, each, count) for each in held]
+    return [costs.after_at(plan, place, each, count) for place, each in enumerate(held)]
 
 
 def _short(plan: SettledPlan, count: int) -> Iterator[int]:
@@ -141,42 +141,37 @@ def _short(plan: SettledPlan, count: int) -> Iterator[int]:
 
 def _play(
     costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int, *, ends: bool = True
-) -> tuple[Course, Play]:
+) -> tuple[CommonOrder, PlayInOrder]:
     """Play a step; without `ends` only its forwards and backwards, up to the wait for the slowest rank."""
-    course = _course(costs, plan, stages, count)
-    programs = rank_programs(plan, costs, course.schedule, stages, is_named=False)
+    order = _order(costs, plan, stages, count)
+    programs = rank_programs(plan, costs, order.schedule, stages, is_named=False)
     if not ends:
         programs = [replace(each, finish=(), norm=None, merge=None, update=0.0) for each in programs]
-    return course, play_steps(
-        course,
+    return order, play_in_order(
+        order,
         programs,
-        links_of(plan, costs, course),
-        contention=costs.cluster.device.contention,
+        links_of(plan, costs, order.pairs),
         lateness=straggler_share(costs.cluster),
     )
 
 
-def _repeats(course: Course, play: Play, ranks: int) -> float | None:
+def _repeats(order: CommonOrder, play: PlayInOrder) -> float | None:
     """Return the seconds of a round of as many micro-batches as ranks; None if the middle does not repeat."""
-    middle = course.schedule.microbatches // 2
-    least, most = math.inf, -math.inf
-    for row, times in zip(course.schedule.table, play.actions[0], strict=True):
-        first: dict[tuple[Work, int, int], float] = {}
-        for action, (start, _) in zip(row, times, strict=True):
-            if middle - ranks <= action.microbatch < middle:
-                first[action.work, action.stage, action.microbatch + ranks] = start
-            elif middle <= action.microbatch < middle + ranks:
-                before = first.get((action.work, action.stage, action.microbatch))
-                if before is None:
-                    return None
-                least, most = min(least, start - before), max(most, start - before)
+    if order.rounds is None:
+        return None
+    later = [
+        starts[other] - starts[one]
+        for starts, pairs in zip(play.starts, order.rounds, strict=True)
+        for one, other in pairs
+    ]
+    least, most = min(later, default=math.inf), max(later, default=-math.inf)
     return most if most - least <= _EQUAL * play.end else None
 
 
-def _course(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> Course:
+def _order(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> CommonOrder:
     if plan.pp == 1:
-        return made_course("1f1b", 1, 1, count)
+        return made_order("1f1b", 1, 1, count)
     if plan.schedule != FOUND:
-        return made_course(plan.schedule, plan.pp, plan.stages // plan.pp, count)
+        return made_order(plan.schedule, plan.pp, plan.stages // plan.pp, count)
     times = undisturbed_times(stages, costs.sends(plan))
-    return course_of(plan.schedule_for(count, times))
+    return common_order_of(plan.schedule_for(count, times))

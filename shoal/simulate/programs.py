@@ -11,7 +11,6 @@ from shoal.cost.time import message_bytes, parameters_on_rank
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group, Groups
 from shoal.plan.schedules import Schedule, Times, Work
-from shoal.simulate.course import Course
 from shoal.simulate.engine import Link, RankProgram
 from shoal.simulate.passage import Collective
 from shoal.simulate.stage_program import StageProgram
@@ -34,7 +33,9 @@ def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StagePro
     placement = plan.placement if plan.pp > 1 else (0,)
     first = Groups.of(plan).pp.ranks(0)
     return [
-        StageProgram(plan, costs, stage, blocks, cache(partial(Group.ranks, first=first[place])))
+        StageProgram(
+            plan, costs.at(plan, place), stage, blocks, cache(partial(Group.ranks, first=first[place]))
+        )
         for stage, (place, blocks) in enumerate(zip(placement, costs.blocks_of(plan, count), strict=True))
     ]
 
@@ -66,14 +67,14 @@ def alike_programs(
     """
     placement = plan.placement if plan.pp > 1 else (0,)
     turns = [0] * plan.pp
-    made: dict[tuple[int, tuple[Block, ...]], StageProgram] = {}
+    made: dict[tuple[int, Costs, tuple[Block, ...]], StageProgram] = {}
     found = []
     for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
-        key = turns[place], tuple(blocks)
+        key = turns[place], costs.at(plan, place), tuple(blocks)
         turns[place] += 1
         if key not in made:
             made[key] = StageProgram(
-                plan, costs, key[0], blocks, _nobody, is_named=False, exchanges=exchanges
+                plan, key[1], key[0], blocks, _nobody, is_named=False, exchanges=exchanges
             )
         found.append(made[key])
     return found
@@ -113,17 +114,19 @@ def rank_programs(
             stages={number: stages[number] for number in schedule.stages_of(place)},
             finish=finish_of(plan, costs, schedule, place),
             norm=norm,
-            merge=_merge(plan, costs, held[place], count, is_named=is_named),
-            update=costs.after(plan, held[place], count),
+            merge=_merge(plan, costs.at(plan, place), held[place], count, is_named=is_named),
+            update=costs.after_at(plan, place, held[place], count),
+            contention=costs.at(plan, place).cluster.device.contention,
         )
         for place in range(schedule.ranks)
     ]
 
 
-def links_of(plan: SettledPlan, costs: Costs, course: Course) -> dict[tuple[int, int], Link]:
-    """Return, by sender and receiver along the pipeline, the link between them."""
+def links_of(
+    plan: SettledPlan, costs: Costs, pairs: Iterable[tuple[int, int]]
+) -> dict[tuple[int, int], Link]:
+    """Return the link of each pair of a sender and a receiver along the pipeline."""
     nbytes = round(message_bytes(Layout.of(plan), costs.workload))
-    pairs = {(each.sender, each.receiver) for each in course.messages}
     return {pair: Link(costs.send(plan, *pair), nbytes) for pair in pairs}
 
 
@@ -164,6 +167,5 @@ def _merge(
     if merge.seconds == 0:
         return None
     ranks = Groups.of(plan).workers.ranks(0) if is_named else ()
-    return Collective(
-        f"merge:1 in {plan.every} steps", merge.seconds, round(merge.nbytes), ranks, Purpose.DATA
-    )
+    name = "push and pull:values" if plan.exchange == "server" else f"merge:1 in {plan.every} steps"
+    return Collective(name, merge.seconds, round(merge.nbytes), ranks, Purpose.DATA)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class RankProgram:
         norm: The collective in which all ranks compute the gradients' norm; None if it needs none.
         merge: A step's share of the exchange in which workers merge what they changed; None if they do not.
         update: Seconds of the optimizer's step.
+        contention: See `shoal.cluster.Device`.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class RankProgram:
     norm: Collective | None
     merge: Collective | None
     update: float
+    contention: float
 
 
 class Common:
@@ -63,7 +66,6 @@ class Common:
         course: The lists of all ranks.
         programs: The program of each rank, by place.
         links: By places of sender and receiver, the link between them.
-        contention: See `shoal.cluster.Device`.
         journal: Where to note what ranks do; None to note nothing.
     """
 
@@ -72,12 +74,10 @@ class Common:
         course: Course,
         programs: Sequence[RankProgram],
         links: Mapping[tuple[int, int], Link],
-        contention: float,
         journal: Journal | None,
     ) -> None:
         self.course = course
         self.journal = journal
-        self.contention = contention
         self.numbers = [program.rank for program in programs]
         self.links = [links[each.sender, each.receiver] for each in course.messages]
         self.seconds = [link.seconds for link in self.links]
@@ -87,6 +87,7 @@ class Common:
         self.waiting: dict[int, int] = {}  # by message, the place of the rank that waits for it
         self.able: list[int] = []
         self.alone: dict[int, tuple[float, dict[str, float]]] = {}  # by passage: its seconds and its waits
+        self.times = [0] * len(course.slots)  # by slot: how often its passage was not run again
 
     def begin(self) -> None:
         """Begin a step, in which no message was sent and every rank can go on."""
@@ -118,7 +119,6 @@ class Rank:
         self._alone: dict[int, float] = {}  # by slot: seconds of a passage with no communication before it
         self._waits: dict[str, float] = {}  # by what it waited for, without passages that were not run again
         self._waits_of: dict[int, dict[str, float]] = {}  # by slot: waits of a passage with none before it
-        self._times = [0] * len(common.course.slots)  # by slot: how often its passage was not run again
 
     def begin(self) -> None:
         """Begin a step."""
@@ -128,7 +128,7 @@ class Rank:
 
     def go_on(self) -> None:
         """Go through the list until a message is missing, or to its end."""
-        common, ops, journal = self._common, self._ops, self._journal
+        common, ops = self._common, self._ops
         sent, waiting = common.sent, common.waiting
         for position in range(self._next, len(ops)):
             kind, message, slot, action = ops[position]
@@ -140,15 +140,7 @@ class Rank:
                     self._next = position
                     return
                 start = self.now
-                alone = self._alone.get(slot) if journal is None and self._free <= start else None
-                if alone is None:
-                    self._act(slot, str(action))
-                else:
-                    self.now = start + alone
-                    self._times[slot] += 1
-                    where = common.course.slots[slot]
-                    if where.is_last:
-                        self._complete(where)
+                self._act(slot, str(action))
                 self.actions.append((start, self.now))
             elif kind == RECEIVE:
                 common.begun[message] = self.now
@@ -158,11 +150,44 @@ class Rank:
                 if message in waiting:
                     common.able.append(waiting.pop(message))
         self._next = len(ops)
-        self._reduce_due()
-        self._end()
+        self.end()
 
-    def _end(self) -> None:
+    @property
+    def busy_until(self) -> float:
+        """When all work beside compute has ended; infinite if more begins before the next action."""
+        return math.inf if self._due else self._free
+
+    def act(self, slot: int, before: float, start: float) -> float:
+        """Do an action and return when it ends.
+
+        Args:
+            slot: Number of its slot.
+            before: When the action before it ended.
+            start: When what it waits for has come.
+        """
+        self.now = before
+        self._reduce_due()
+        self.now = start
+        alone = self._alone.get(slot) if self._free <= start else None
+        if alone is None:
+            self._act(slot, "")
+        else:
+            self.now += alone
+            self._common.times[slot] += 1
+        return self.now
+
+    def alone(self, slot: int) -> float:
+        """Return the seconds of a passage with no communication before it; infinite if not known."""
+        return self._alone.get(slot, math.inf)
+
+    def add_waits(self, bubble: float, transfer: float) -> None:
+        """Add waits for ranks that have not sent yet, and for messages on their way."""
+        self._wait_for(BUBBLE, bubble)
+        self._wait_for(Purpose.PIPELINE, transfer)
+
+    def end(self) -> None:
         """Wait for reductions that run beside compute; then do what comes after the last action."""
+        self._reduce_due()
         if len(self._common.numbers) > 1:
             for stage in self._program.stages.values():
                 if stage.keeps_sums:
@@ -201,7 +226,7 @@ class Rank:
         waits = dict(self._waits)
         for slot, once in self._waits_of.items():
             for what, seconds in once.items():
-                waits[what] = waits.get(what, 0.0) + self._times[slot] * seconds
+                waits[what] = waits.get(what, 0.0) + self._common.times[slot] * seconds
         return waits
 
     def _wait_in(self, collective: Collective, seconds: float) -> None:
@@ -336,7 +361,7 @@ class Rank:
         while begun and begun[0][0] <= now:
             begun.popleft()
         for stop, start in begun:
-            rate = 1 - self._common.contention * start.load
+            rate = 1 - self._program.contention * start.load
             done = rate * (stop - now)
             if seconds < done:
                 return now + seconds / rate

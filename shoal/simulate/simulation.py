@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, peak_of_all
 from shoal.cost import Costs
 from shoal.cost.time import crowded_seconds, straggler_share
 from shoal.plan import Groups, Plan, SettledPlan
@@ -75,7 +75,7 @@ class Simulation:
         The model's FLOP are three times those of forward's products and attention. Attention counts the whole
         square of positions even where it is causal. Recompute does not count.
         """
-        peak = self.cluster.device.flops(self.plan.precision) * self.plan.ranks
+        peak = peak_of_all(self.cluster, self.plan.precision)
         return self.batch * self.workload.training_flop / self.seconds / peak
 
     @cached_property
@@ -142,7 +142,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     """
     plan.require_ranks(cluster.devices)
     plan = SettledPlan.of(plan, batch)
-    cluster.device.flops(plan.precision)  # raises
+    peak_of_all(cluster, plan.precision)  # raises
     costs = Costs(workload, cluster)
     count = plan.microbatches_of(batch)
     stages = stage_programs(plan, costs, count)
@@ -152,8 +152,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     play = play_steps(
         course,
         rank_programs(plan, costs, schedule, stages),
-        links_of(plan, costs, course),
-        contention=cluster.device.contention,
+        links_of(plan, costs, course.pairs),
         lateness=straggler_share(cluster),
         steps=steps,
         journal=journal,

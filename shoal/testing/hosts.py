@@ -75,6 +75,9 @@ def why_no_hosts() -> str:
 class Hosts:
     """A number of hosts at one switch. A context manager.
 
+    A process in the switch itself (`switch`, for `enter_host`) has the address `switch_address`, and sends
+    and receives over all cables at once.
+
     Args:
         count: Number of hosts.
         rate: Bits/s of every cable, each way; None for as fast as the machine can.
@@ -84,6 +87,7 @@ class Hosts:
     """
 
     interface = "eth0"
+    switch_address = "10.77.0.254"
 
     def __init__(self, count: int, rate: float | None = None) -> None:
         reason = why_no_hosts()
@@ -140,9 +144,10 @@ class Hosts:
     def _lay_cables(self, rate: float | None) -> None:
         for _ in self.addresses:
             self._start()
-        switch = self._start()
+        self.switch = switch = self._start()
         _run_in(switch, ["ip", "link", "add", "switch", "type", "bridge"])
         _run_in(switch, ["ip", "link", "set", "switch", "up"])
+        _run_in(switch, f"ip address add {self.switch_address}/24 dev switch".split())
         for index, address in enumerate(self.addresses):
             host, port = self.process(index), f"port{index}"
             peer = ["type", "veth", "peer", "name", self.interface, "netns", str(host)]

@@ -23,6 +23,7 @@ from shoal.train.job import (
     find_resume,
     nothing_left_to_do,
     resolve,
+    servers_of,
 )
 from shoal.train.learning_rate import learning_rate
 from shoal.train.located import located
@@ -54,4 +55,5 @@ __all__ = [
     "nothing_left_to_do",
     "resolve",
     "save",
+    "servers_of",
 ]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import Store
 
 from shoal.checkpoint import (
     Coordinator,
@@ -34,21 +33,30 @@ from shoal.errors import (
     TrainingError,
 )
 from shoal.launch import EXIT_STOPPED, StopSignal, World, choose_device, join
-from shoal.models import Transformer
 from shoal.parallel import own_device
-from shoal.record import Loggers, MetricsWriter, NullRecorder, Recorder, TensorBoardLogger, open_recorder
+from shoal.plan import Plan
+from shoal.record import (
+    Loggers,
+    MetricsWriter,
+    NullRecorder,
+    Recorder,
+    ShiftedRecorder,
+    TensorBoardLogger,
+    open_recorder,
+)
 from shoal.run import Run
-from shoal.train.automatic import PassedOver
 from shoal.train.compiling import Compiling
 from shoal.train.config import TrainConfig, describe_config
+from shoal.train.describe import describe, passed_over_text, since_step
 from shoal.train.job import Job, Resume, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import build_model
 from shoal.train.randomness import compute_deterministically, nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
-from shoal.train.run_record import describe_device, describe_versions
+from shoal.train.roles import Role, joined_role, serve, take_role
 from shoal.train.trainer import Trainer
+from shoal.train.workers import Workers
 from shoal.units import format_count
 
 __all__ = ["execute"]
@@ -66,10 +74,10 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
         The exit code: 0, or `EXIT_STOPPED` if a signal stopped the run and its state is saved.
     """
     first_choice = choose()
-    device = own_device(choose_device(first_choice.config.device, world.local_rank))
-    if first_choice.config.deterministic:
-        compute_deterministically()
-    join(world, device, timeout=first_choice.config.timeout)
+    if first_choice.is_served:
+        role = joined_role(world, first_choice) if first_choice.joins else take_role(world, first_choice)
+        return serve(role, stop) if role.server is not None else _execute_as_worker(role, stop)
+    device = _begin(first_choice, world)
     coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
     try:
         job: Job = coordinator.all_gather_object(first_choice)[0]
@@ -84,17 +92,51 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
             dist.destroy_process_group()
 
 
+def _execute_as_worker(role: Role, stop: StopSignal) -> int:
+    """Train as a rank of one worker of several that servers join; return the exit code."""
+    if role.done:
+        if role.is_first:
+            print(role.done, file=sys.stderr)
+        return 0
+    device = _begin(role.job, role.world, role.ranks_meet)
+    coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+    try:
+        return _Execution(role.job, role.world, device, coordinator, role).run(stop)
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
+
+
+def _begin(job: Job, world: World, store: Store | None = None) -> torch.device:
+    """Return this rank's device, once it has joined the others."""
+    device = own_device(choose_device(job.config.device, world.local_rank))
+    if job.config.deterministic:
+        compute_deterministically()
+    join(world, device, timeout=job.config.timeout, store=store)
+    return device
+
+
 @final
 class _Execution:
     """The execution of a job on one rank, from its first step here to its last."""
 
-    def __init__(self, job: Job, world: World, device: torch.device, coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        device: torch.device,
+        coordinator: Coordinator,
+        role: Role | None = None,
+    ) -> None:
         self._job = job
         self._config = job.config
         self._world = world
+        self._role = role
+        self._servers = None if role is None else role.servers()
+        self._workers: Workers | None = None  # until the Trainer is made
+        self._looked_at = 0  # the step after which was last looked what is due
         self._device = device
         self._coordinator = coordinator
-        self._is_first = world.rank == 0
         self._is_stopped = False  # whether a rank asked to stop
         self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
@@ -102,9 +144,11 @@ class _Execution:
         corpus = self._prepare_data()
         model = _build_model(self._config, device)
         loss_unit = "nats a byte" if corpus.tokenizer.name == "bytes" else "nats a token"
-        self._described = _describe(job, world, model, device, loss_unit)
+        self._described = describe(job, model, device, loss_unit)
         if self._is_first and not job.goes_on:
             Run.create(job.path, self._described)
+        if role is not None:
+            role.wait_for_run()
         self._meet()
         self._run = Run.open(job.path)
         recorder = self._open_recorder(device)
@@ -121,7 +165,9 @@ class _Execution:
             recorder=recorder,
             sequence=self._config.sequence,
             on_step=self._take_result,
+            servers=self._servers,
         )
+        self._workers = self._trainer.workers
         self._validation = corpus.samples("validation", self._config.sequence)
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
         self._data = {
@@ -136,16 +182,19 @@ class _Execution:
         """Train to the last step, or until stopped; return the exit code."""
         try:
             self._take_up()
+            self._looked_at = self._trainer.step_count
             stop.heed()
             self._say(self._opening())
             while self._trainer.step_count < self._config.steps:
                 self._step(stop)
                 if self._is_stopped and self._trainer.step_count < self._config.steps:
-                    path = self._save()
-                    self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
+                    if self._trainer.workers.leads:
+                        path = self._save()
+                        self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
             self._trainer.settle()
+            self._trainer.workers.leave()
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
@@ -161,6 +210,8 @@ class _Execution:
             self._recorder.close()
             self._loggers.close()
             self._compiling.close()
+            if self._servers is not None:
+                self._servers.close()
 
     def _step(self, stop: StopSignal) -> None:
         """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
@@ -196,14 +247,20 @@ class _Execution:
         self._live.show(result)
 
     def _do_what_is_due(self) -> None:
-        step, last = self._trainer.step_count, self._config.steps
-        if step == last or _is_due(step, self._config.validation.every):
+        workers, before = self._trainer.workers, self._looked_at
+        if not workers.has_merged:
+            return
+        step = self._looked_at = self._trainer.step_count
+        last = self._config.steps
+        if not workers.leads:
+            return
+        if step == last or _is_due(before, step, self._config.validation.every):
             loss = self._trainer.validate(self._validation, self._config.validation.samples)
             self._loggers.log(step, {"validation_loss": loss})
             self._say(f"step {step}/{last}  validation loss {loss:.3f}")
         if step == last:
             self._save()
-        elif _is_due(step, self._config.checkpoint.every):
+        elif _is_due(before, step, self._config.checkpoint.every):
             try:
                 self._save()
             except CheckpointError as error:
@@ -225,11 +282,11 @@ class _Execution:
 
     def _resolved(self) -> dict[str, Any]:
         """Return the run's description, with the stages that the model was cut into."""
-        now = {**self._described, "plan": str(self._trainer.parallel.plan)}
+        now = {**self._described, "plan": str(self._plan)}
         if not self._job.goes_on:
             return now
         before = self._run.description
-        since = _since_step(before, now, self._trainer.step_count + 1)
+        since = since_step(before, now, self._trainer.step_count + 1)
         return {**now, "created": before["created"], "since_step": since}
 
     def _load_newest(self, resume: Resume) -> None:
@@ -274,13 +331,17 @@ class _Execution:
 
     def _opening(self) -> str:
         model, device = self._described["model"], self._described["device"]
-        plan = self._trainer.parallel.plan
         return (
             f"run {self._run.path}: {model['name']} with "
-            f"{format_count(model['parameters'])} parameters on {self._world.ranks} "
-            f"{device['type']} rank{'s' if self._world.ranks > 1 else ''}, Plan {plan}\n"
-            f"{describe_config(self._config)}{_passed_over_text(self._job.passed_over)}"
+            f"{format_count(model['parameters'])} parameters on {self._job.plan.ranks} "
+            f"{device['type']} rank{'s' if self._job.plan.ranks > 1 else ''}, Plan {self._plan}\n"
+            f"{describe_config(self._config)}{passed_over_text(self._job.passed_over)}"
         )
+
+    @property
+    def _plan(self) -> Plan:
+        """The Plan, with the stages that the model was cut into if all ranks share a process group."""
+        return self._trainer.parallel.plan if self._role is None else self._job.plan
 
     def _prepare_data(self) -> Corpus:
         """Tokenize once per host: the first rank there does it, the others find it done."""
@@ -294,16 +355,25 @@ class _Execution:
     def _open_recorder(self, device: torch.device) -> Recorder:
         if not self._config.record.timeline:
             return NullRecorder()
-        rank = self._world.rank
-        return open_recorder(self._run.timeline_file(rank), rank, device, say=self._live.say)
+        first = 0 if self._role is None else self._role.first_rank
+        rank = first + self._world.rank
+        recorder = open_recorder(self._run.timeline_file(rank), rank, device, say=self._live.say)
+        return ShiftedRecorder(recorder, first) if first else recorder
 
     def _open_loggers(self) -> Loggers:
-        if not self._is_first:
+        if self._world.rank != 0:
             return Loggers([])
         writers = [MetricsWriter(self._run.metrics_file, say=self._live.say)]
         if self._config.record.tensorboard:
             return Loggers([*writers, TensorBoardLogger(self._run.log / "tensorboard")], say=self._live.say)
         return Loggers(writers, say=self._live.say)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the rank that reports and writes what all share."""
+        if self._role is not None and (self._workers is None or self._workers.is_alone):
+            return self._role.is_first
+        return self._world.rank == 0 and (self._workers is None or self._workers.leads)
 
     def _meet(self) -> None:
         """Return once all ranks have come here."""
@@ -314,25 +384,9 @@ class _Execution:
             self._live.say(text)
 
 
-def _since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
-    """Return the first step under the present layout, from which a report counts; None for all steps."""
-    settings = ("plan", "world_size", "tokens_per_step", "device")
-    is_same = all(before.get(name) == now[name] for name in settings)
-    since: int | None = before.get("since_step")
-    return since if is_same else step
-
-
-def _passed_over_text(passed_over: Sequence[PassedOver]) -> str:
-    """Return the Plans that plan = "auto" passed over, each reason once."""
-    first = {each.reason: each for each in reversed(passed_over)}
-    lines = [f"\nnot used, though predicted to be faster: {each}" for each in reversed(first.values())]
-    if len(passed_over) > len(first):
-        lines.append(f"\n{len(passed_over) - len(first)} others for the same reasons; run.json has all")
-    return "".join(lines)
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _is_due(before: int, step: int, every: int) -> bool:
+    """Return whether a multiple of `every` is among the steps after `before`, up to `step`."""
+    return every > 0 and step // every > before // every
 
 
 def _build_model(config: TrainConfig, device: torch.device) -> nn.Module:
@@ -341,28 +395,3 @@ def _build_model(config: TrainConfig, device: torch.device) -> nn.Module:
         torch.manual_seed(config.seed)
         return build_model(config, device)
     return build_model(config, "meta")
-
-
-def _describe(
-    job: Job, world: World, model: nn.Module, device: torch.device, loss_unit: str
-) -> dict[str, Any]:
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if isinstance(model, Transformer):
-        flops = model.config.flops_per_token(job.config.sequence)
-    else:
-        flops = 6.0 * parameters
-    return {
-        "name": job.path.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "plan": str(job.plan),
-        "passed_over": [{"plan": str(each.plan), "reason": each.reason} for each in job.passed_over],
-        "cluster": None if job.cluster is None else asdict(job.cluster),
-        "world_size": world.ranks,
-        "seed": job.config.seed,
-        "config": job.config.model_dump(mode="json"),
-        "model": {"name": job.config.model, "parameters": parameters, "flops_per_token": flops},
-        "device": describe_device(device, job.plan),
-        "tokens_per_step": job.config.batch * job.config.sequence,
-        "loss_unit": loss_unit,
-        "versions": describe_versions(),
-    }

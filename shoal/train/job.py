@@ -34,6 +34,7 @@ __all__ = [
     "find_resume",
     "nothing_left_to_do",
     "resolve",
+    "servers_of",
 ]
 
 
@@ -61,6 +62,7 @@ class Job:
         resume: The state from which it continues; None for a run that begins anew.
         cluster: The machines for its predictions; None if nothing names them.
         passed_over: Plans that would have been quicker, but cannot be trained.
+        joins: Whether this is another worker of a run that goes on.
     """
 
     config: TrainConfig
@@ -69,11 +71,31 @@ class Job:
     resume: Resume | None
     cluster: Cluster | None = None
     passed_over: tuple[PassedOver, ...] = ()
+    joins: bool = False
 
     @property
     def goes_on(self) -> bool:
         """Whether the run existed before."""
-        return self.resume is not None and self.resume.run.path == self.path
+        return self.joins or (self.resume is not None and self.resume.run.path == self.path)
+
+    @property
+    def processes(self) -> int:
+        """Number of processes to start: ranks and parameter servers, or the ranks of a worker that joins."""
+        return self.plan.of_worker().ranks if self.joins else self.plan.processes
+
+    @property
+    def units(self) -> list[range]:
+        """The ranks of each worker, if servers join workers, of which some may be lost; else empty."""
+        if not self.is_served:
+            return []
+        size = self.plan.of_worker().ranks
+        ranks = size if self.joins else self.plan.ranks
+        return [range(first, first + size) for first in range(0, ranks, size)]
+
+    @property
+    def is_served(self) -> bool:
+        """Whether workers exchange through parameter servers."""
+        return self.plan.exchanged.is_served
 
 
 def choose_ranks(config: TrainConfig, asked: int | None) -> int:
@@ -103,6 +125,13 @@ def choose_ranks(config: TrainConfig, asked: int | None) -> int:
     most = (gpus or len(os.sched_getaffinity(0))) // others
     fitting = (dp for dp in range(most, 0, -1) if dp % replicas == 0 and config.batch % dp == 0)
     return next(fitting, replicas) * others
+
+
+def servers_of(config: TrainConfig) -> int:
+    """Return the number of parameter servers that the configuration's Plan has."""
+    settings = {} if config.plan == AUTOMATIC else parse_settings(config.plan)
+    named = {name: settings[name] for name in ("exchange", "servers") if name in settings}
+    return Plan(**named).exchanged.processes
 
 
 def resolve(config: TrainConfig, ranks: int, before: Run | None = None) -> Resolved:

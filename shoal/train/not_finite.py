@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from shoal.checkpoint import Coordinator
 from shoal.data import Loader
 from shoal.errors import TrainingError
 from shoal.models.nested import tensors_in
-from shoal.parallel import Parallel, local_part
+from shoal.parallel import GradientNorm, Parallel, local_part
 from shoal.train.result import StepResult
 
-__all__ = ["Skips", "explain_not_finite", "not_finite_gradients"]
+__all__ = ["Skips", "Unsettled", "explain_not_finite"]
 
 _MOST_NAMED = 8
 
@@ -62,48 +62,58 @@ class Skips:
         )
 
 
-def not_finite_gradients(parallel: Parallel) -> list[str]:
-    """Return the names of this rank's parts of parameters whose gradient is not finite, while it is there."""
-    return [
-        owned.name
-        for owned in parallel.owned
-        if owned.parameter.grad is not None and not _is_finite(owned.parameter.grad)
-    ]
+class Unsettled(NamedTuple):
+    """A step whose values the host has not read yet.
+
+    Attributes:
+        result: Its result.
+        position: Position of its first sample in all data.
+        losses: For each micro-batch that counts, its mean loss, if this rank computed it.
+        norm: Norms of its gradient.
+    """
+
+    result: StepResult
+    position: int
+    losses: Mapping[int, torch.Tensor]
+    norm: GradientNorm
 
 
 def explain_not_finite(
+    step: Unsettled,
     parallel: Parallel,
-    result: StepResult,
-    losses: Mapping[int, torch.Tensor],
-    gradients: Sequence[str],
     loader: Loader[Any],
-    position: int,
     names: Sequence[str],
     microbatch: int,
     coordinator: Coordinator,
+    *,
+    has_gradients: bool,
 ) -> str:
     """Return what was not finite in a step; all ranks call it together.
 
     Args:
+        step: The step.
         parallel: The model.
-        result: The step's result.
-        losses: For each micro-batch that counts, its mean loss, if this rank computed it.
-        gradients: Names of the parameters of which this rank's part has a gradient that is not finite.
         loader: Loader that knows which samples the step had.
-        position: Position of the batch's first sample in all data.
         names: Names of all parameters, in the model's order.
         microbatch: Samples of one forward of one rank.
         coordinator: All ranks.
+        has_gradients: Whether the gradients are still there; they are forgotten then.
     """
+    if has_gradients:
+        gradients = _not_finite_gradients(parallel)
+        parallel.zero_grad()
+    else:
+        finite = torch.isfinite(step.norm.parts).tolist()
+        gradients = [name for name, held in zip(step.norm.names, finite, strict=True) if not held]
     dp = parallel.axes.dp
     suspects: list[int] = []
-    for number, loss in losses.items():
+    for number, loss in step.losses.items():
         if not torch.isfinite(loss).all():
             suspects += _suspects(
-                loader, loader.start(position, number, dp.index, dp.size, microbatch), microbatch
+                loader, loader.start(step.position, number, dp.index, dp.size, microbatch), microbatch
             )
     weights = [owned.name for owned in parallel.owned if not _is_finite(owned.parameter)]
-    told = coordinator.all_gather_object((suspects, list(gradients), weights))
+    told = coordinator.all_gather_object((suspects, gradients, weights))
     place = {name: number for number, name in enumerate(names)}
 
     def of_all(which: int) -> list[Any]:
@@ -111,7 +121,16 @@ def explain_not_finite(
 
     samples = sorted(of_all(0))
     graded, weighed = (sorted(of_all(which), key=lambda name: place.get(name, -1)) for which in (1, 2))
-    return _sentence(result.loss, result.gradient_norm, samples, graded, weighed)
+    return _sentence(step.result.loss, step.result.gradient_norm, samples, graded, weighed)
+
+
+def _not_finite_gradients(parallel: Parallel) -> list[str]:
+    """Return the names of this rank's parts of parameters whose gradient is not finite."""
+    return [
+        owned.name
+        for owned in parallel.owned
+        if owned.parameter.grad is not None and not _is_finite(owned.parameter.grad)
+    ]
 
 
 def _sentence(loss: float, norm: float, samples: list[int], graded: list[str], weighed: list[str]) -> str:

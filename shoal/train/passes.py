@@ -78,17 +78,20 @@ class Passes:
         self._count = loader.accumulation(parallel.axes.dp.size, self._microbatch)
         self._all_count = all_targets_count(loader.samples)
         self._feed: Feed[Any] | None = None
+        self._follows: int | None = None  # position after the last batch
         parallel.set_micro_batches(self._count)
 
     def run(self, position: int, *, stop: bool) -> Passed:
         """Leave the gradient of a batch at the ranks' owned parameters.
 
         Args:
-            position: Position of the batch's first sample in all data. It must follow the batch before,
-                unless `close` was called between.
+            position: Position of the batch's first sample in all data.
             stop: Whether this rank was asked to stop.
         """
         passed = Passed()
+        if position != self._follows:
+            self.close()
+        self._follows = position + self._loader.batch_size
         micro_batches, weights = self._take(self._open_feed(position), passed)
         total = self._with_pipeline if self._parallel.plan.pp > 1 else self._one_by_one
         report = total(micro_batches, weights, passed, position, stop)

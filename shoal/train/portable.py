@@ -30,7 +30,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint import load as read_pieces
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
-from shoal.parallel import LocalUpdates, Parallel, title_of
+from shoal.parallel import LocalUpdates, Parallel, ServedUpdates, title_of
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
 from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
 
@@ -136,7 +136,7 @@ def save_training(
     Raises:
         CheckpointError: It could not be written; training can go on.
     """
-    if isinstance(optimizer, LocalUpdates):
+    if isinstance(optimizer, (LocalUpdates, ServedUpdates)):
         optimizer.settle()
     pieces: list[Piece] = []
     attempt_together(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,12 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, GradientNorm, LocalUpdates, Parallel, own_device, parallelize
+from shoal.parallel import Batch, Parallel, own_device, parallelize
 from shoal.parallel.compiled import compiled
 from shoal.parallel.device_memory import largest_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
+from shoal.server import Servers
 from shoal.timeline import Kind
 from shoal.train.buffers import ChangingBuffers
 from shoal.train.compiling import with_compile
@@ -28,14 +29,16 @@ from shoal.train.evaluate import Evaluation, evaluate
 from shoal.train.learning_rate import RateCourse, Schedule
 from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
-from shoal.train.not_finite import Skips, explain_not_finite, not_finite_gradients
+from shoal.train.not_finite import Skips, Unsettled, explain_not_finite
 from shoal.train.optimizer import OptimizerFactory, build_optimizer
 from shoal.train.passes import Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
 from shoal.train.saved import SavedTraining
+from shoal.train.served import plan_of_ranks, serve_optimizer
 from shoal.train.update import Update
+from shoal.train.workers import Workers
 
 __all__ = ["Trainer"]
 
@@ -77,6 +80,7 @@ class Trainer:
         sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
         workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
+        servers: The parameter servers of the Plan. The ranks are then those of one worker.
         run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
         on_step: Called with each step's result; `on_validation` with the steps made and the values of each
             validation, `on_save` with the path of each checkpoint.
@@ -87,6 +91,7 @@ class Trainer:
         step_count: Number of optimizer steps made, including skipped ones.
         position: Samples consumed, over all ranks: the state of the data.
         skips: Counts of skipped steps, in total and in a row.
+        workers: The course of the training, of which this rank's worker makes its part.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
@@ -114,6 +119,7 @@ class Trainer:
         sequence: int | None = None,
         workers: int = 0,
         synchronise_buffers: bool = False,
+        servers: Servers | None = None,
         run: Path | str | None = None,
         on_step: Callable[[StepResult], object] | None = None,
         on_validation: Callable[[int, Mapping[str, float]], object] | None = None,
@@ -122,7 +128,9 @@ class Trainer:
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self._device = own_device(device)
-        self.plan = with_compile(SettledPlan.of(plan, batch), model, sequence, self._device)
+        whole, of_all = SettledPlan.of(plan, batch), batch
+        own, batch = plan_of_ranks(whole, batch, servers)
+        self.plan = with_compile(own, model, sequence, self._device)
         self.config = optimizer if optimizer is not None else OptimizerConfig()
         self.steps = steps
         self.step_count = 0
@@ -157,11 +165,27 @@ class Trainer:
             model.most_logits = None if self.plan.has_halves else largest_logits(model, self._device)
         if record is not None:
             record.settle(self.parallel.plan)
-        self.optimizer = build_optimizer(self.parallel, self.config, batch, make_optimizer)
+        self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
+        if servers is not None:
+            self.optimizer = serve_optimizer(
+                self.parallel,
+                self.optimizer,
+                self.config,
+                whole,
+                steps,
+                servers,
+                self.coordinator,
+                self._recorder,
+            )
+        self.workers = Workers(self.optimizer, of_all // batch, steps, batch)
         self._saved = SavedTraining(
-            self.parallel, self.optimizer, plan=str(self.plan), seed=seed, coordinator=self.coordinator
+            self.parallel,
+            self.optimizer,
+            plan=str(self.plan if servers is None else whole),
+            seed=seed,
+            coordinator=self.coordinator,
         )
-        self._rates = RateCourse(self.optimizer, self.config, steps=steps, batch=batch, schedule=schedule)
+        self._rates = RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=schedule)
         self._buffers = ChangingBuffers(self.parallel.module)
         self._passes = Passes(
             self.parallel,
@@ -172,10 +196,9 @@ class Trainer:
             workers=workers,
             device=self._device,
         )
-        self._local = self.optimizer if isinstance(self.optimizer, LocalUpdates) else None
         self._update = Update(self.parallel, self.optimizer, self.config.clip)
         self._defers = self._device.type != "cpu" and self._update.is_on_device
-        self._unsettled: _Unsettled | None = None
+        self._unsettled: Unsettled | None = None
         begin_anew(seed, 0, self.parallel.axes.data.index)
 
     @property
@@ -206,35 +229,31 @@ class Trainer:
         """
         self._listeners.begin_step()
         began = time.perf_counter()
-        rate = self._rates.set(self.step_count)
+        turn = self.workers.begin(self.step_count, self.position)
+        rate = self._rates.set(turn.step)
         self._buffers.begin_step()
-        self.parallel.set_step(self.step_count)
-        with self._recorder.step(self.step_count + 1):
-            passed = self._passes.run(self.position, stop=stop)
-            if self._local is not None and self._local.is_dense:
-                self._local.average_gradients()
+        self.parallel.set_step(turn.step)
+        with self._recorder.step(turn.step + 1):
+            passed = self._passes.run(turn.position, stop=stop)
+            self.workers.average()
             with self._recorder.span(Kind.OPTIMIZER):
                 norm = self.parallel.measure_gradient()
                 is_finite = self._update.make(passed.loss, norm.whole)
             self._buffers.end_step(is_finite)
             if self._synchronise_buffers:
                 self._buffers.average(self.parallel.axes.averaged)
-        self.step_count += 1
-        if self._local is not None:
-            if self.step_count == self.steps:
-                self._local.settle()
-            passed.stop = self._local.agree(passed.stop)
+        progress = self.workers.end(turn, passed)
         result = StepResult(
-            self.step_count,
+            turn.step + 1,
             passed.loss,
             norm.whole,
             passed.stop,
             learning_rate=rate,
-            tokens=passed.tokens * self.parallel.axes.data.size,
+            tokens=passed.tokens * self.parallel.axes.data.size * progress.shares,
             seconds=time.perf_counter() - began,
         )
-        before, self._unsettled = self._unsettled, _Unsettled(result, self.position, passed.losses, norm)
-        self.position += self._loader.batch_size
+        before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, norm)
+        self.step_count, self.position = progress.steps, progress.position
         if self._defers:
             self.optimizer.zero_grad()
             if before is not None:
@@ -332,7 +351,6 @@ class Trainer:
         state = self._saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
         self.skips.total, self.skips.in_a_row = state["skipped"]
-        self._passes.close()
         self._listeners.loaded(self.step_count)
         return state
 
@@ -343,7 +361,7 @@ class Trainer:
         self._passes.close()
         self._listeners.close()
 
-    def _report(self, step: _Unsettled) -> None:
+    def _report(self, step: Unsettled) -> None:
         """Read the values of a step, find the reason if it was left out, and report it."""
         result = step.result
         if result.is_finite:
@@ -351,42 +369,15 @@ class Trainer:
             if not self._defers:
                 self.optimizer.zero_grad()
         else:
-            result.explain(self._reason(step))
+            reason = explain_not_finite(
+                step,
+                self.parallel,
+                self._loader,
+                self._names,
+                self.plan.microbatch,
+                self._in_step,
+                has_gradients=not self._defers,
+            )
+            result.explain(reason)
         self.skips.note(result.step, result.skipped)
         self._listeners.stepped(result)
-
-    def _reason(self, step: _Unsettled) -> str:
-        """Return why a step was left out; forget its gradients."""
-        if self._defers:
-            finite = torch.isfinite(step.norm.parts).tolist()
-            gradients = [name for name, held in zip(step.norm.names, finite, strict=True) if not held]
-        else:
-            gradients = not_finite_gradients(self.parallel)
-            self.parallel.zero_grad()
-        return explain_not_finite(
-            self.parallel,
-            step.result,
-            step.losses,
-            gradients,
-            self._loader,
-            step.position,
-            self._names,
-            self.plan.microbatch,
-            self._in_step,
-        )
-
-
-class _Unsettled(NamedTuple):
-    """A step whose values the host has not read yet.
-
-    Attributes:
-        result: Its result.
-        position: Position of its first sample in all data.
-        losses: For each micro-batch that counts, its mean loss, if this rank computed it.
-        norm: Norms of its gradient.
-    """
-
-    result: StepResult
-    position: int
-    losses: Mapping[int, torch.Tensor]
-    norm: GradientNorm

@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from shoal.parallel import LocalUpdates, Parallel
+from shoal.parallel import LocalUpdates, Parallel, ServedUpdates
 from shoal.parallel.optimizer.norm import limit_gradients
 
 __all__ = ["Update"]
@@ -50,7 +50,7 @@ class Update:
                 if self._clip is not None:
                     limit_gradients(self._parallel.owned, norm, self._clip)
                 self._optimizer.step()
-            elif isinstance(self._optimizer, LocalUpdates):
+            elif isinstance(self._optimizer, (LocalUpdates, ServedUpdates)):
                 self._optimizer.pass_over()
             return is_finite
         self._optimizer.found_inf = is_finite.logical_not().float()

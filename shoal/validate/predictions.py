@@ -15,6 +15,7 @@ from shoal.cost.collectives import algorithm_seconds
 from shoal.cost.memory import every_second_product
 from shoal.cost.time import block_cost
 from shoal.errors import UserError
+from shoal.plan import SettledPlan
 from shoal.plan.groups import Group
 from shoal.simulate import played_seconds
 from shoal.units import format_bytes
@@ -154,7 +155,8 @@ def _each(
 
 
 def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[Comparison]:
-    plan = fill_blanks(row, costs, memories)
+    filled = fill_blanks(row, costs, memories)
+    plan = filled.plan
     compared = partial(
         Comparison,
         line=row.line,
@@ -164,12 +166,16 @@ def _compare_step(row: Measured, costs: Costs, memories: Memories) -> Iterator[C
         fitted=is_fitted(row),
     )
     if row.seconds is not None:
-        seconds = played_seconds(costs, plan, row.batch)
+        seconds = filled.mixed(lambda plan: played_seconds(costs, plan, row.batch))
         yield compared(quantity="step", measured=row.seconds, predicted=seconds)
     if row.memory is not None:
-        fullest = memories.fullest(plan, row.batch)
-        predicted = fullest.allocated if _is_shoal(row) else fullest.held
-        yield compared(quantity="memory", measured=row.memory, predicted=predicted)
+        is_shoal = _is_shoal(row)
+
+        def held(plan: SettledPlan) -> float:
+            fullest = memories.fullest(plan, row.batch)
+            return fullest.allocated if is_shoal else fullest.held
+
+        yield compared(quantity="memory", measured=row.memory, predicted=filled.mixed(held))
 
 
 def _compare_layer(row: MeasuredLayer) -> Iterator[Comparison]:
@@ -208,7 +214,7 @@ def published_workload(row: Measured) -> Workload:
 
     Programs that shard by FSDP recompute by torch's own function; others recompute the whole block.
     """
-    workload = program_workload(row.shape, row.program)
+    workload = program_workload(row.shape, row.program, row.casts)
     if not _is_fsdp(row) and row.program is None:
         workload = workload.with_layers(lambda layer: replace(layer, stops_early=False))
     return every_second_product(workload) if _is_per_operator(row) else workload

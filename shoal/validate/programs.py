@@ -10,15 +10,17 @@ the device before the optimizer's update.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shoal.validate.cells import Row
 from shoal.workload import (
     Block,
     ModelShape,
+    Operation,
     Part,
     Pass,
+    Product,
     Saved,
     Workload,
     compilable_workload_of,
@@ -27,7 +29,7 @@ from shoal.workload import (
     workload_of,
 )
 
-__all__ = ["COMPILED", "Program", "as_trained", "program_of", "program_workload"]
+__all__ = ["COMPILED", "Program", "as_trained", "kernels_of_cast", "program_of", "program_workload"]
 
 COMPILED: Mapping[str, tuple[str, ...]] = {
     "none": ("no", "off", "false", "0", "eager"),
@@ -43,6 +45,11 @@ _OF_TORCH = re.compile(r"torchtitan|fms-fsdp", re.IGNORECASE)
 """Sources of programs that call torch's kernels, and say where they compile blocks."""
 
 _EARLIER = "6e03e49"
+
+_CAST_BYTES = 4.0
+
+_SCALES_BLOCKS = re.compile(r"\bG?B[23]00", re.IGNORECASE)
+"""Devices whose tensor cores scale blocks of 8-bit elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +91,70 @@ def as_trained(found: ModelShape, program: Program | None, tied: bool | None) ->
     return found.replace(tied=tied, is_own=program is not None and program.is_shoal and found.rotary)
 
 
-def program_workload(found: ModelShape, program: Program | None) -> Workload:
-    """Return the workload of a shape as the program runs it."""
+def program_workload(found: ModelShape, program: Program | None, casts: int = 0) -> Workload:
+    """Return the workload of a shape as the program runs it.
+
+    Args:
+        found: The shape that the row's sizes describe.
+        program: The result of `program_of`.
+        casts: Number of kernels that cast one operand of a product, of `kernels_of_cast`.
+    """
     if program is None:
-        return workload_of(found)
+        return _as_fused(workload_of(found), found, casts)
     workload = compilable_workload_of(found)
     if program.compiled == "layers" and workload.end.eager is not None:
         workload = replace(workload, end=workload.end.eager)
     return _earlier(workload, found) if program.is_earlier else workload
+
+
+def kernels_of_cast(row: Row) -> int:
+    """Return the number of kernels that cast an operand to the row's type of products; 0 if it has 16 bits.
+
+    Tensor cores of Blackwell scale blocks of 32 elements, and one kernel casts them (MXFP8). Before, a kernel
+    finds the largest element of the whole operand, and one makes a scale of it.
+    """
+    if row["precision"] != "fp8":
+        return 0
+    return 1 if _SCALES_BLOCKS.search(row["device"]) else 3
+
+
+def _as_fused(workload: Workload, found: ModelShape, casts: int) -> Workload:
+    """Return the workload of a program with fused kernels of its own, such as Megatron-Core.
+
+    A token is sent once to each node that has some of its experts (DeepEP, deepseek-ai/DeepEP). In fp8 what
+    products read is cast (Transformer Engine): in forward the inputs that no norm writes, in backward the
+    gradients of results. 16 bits are read, and 8 written by rows and 8 by columns. For experts, kernels of
+    their own cast the rows of each.
+    """
+
+    def changed(block: Block) -> Block:
+        operations = block.operations
+        if casts:
+            operations = tuple(each for one in operations for each in (one, *_casts_of(one, casts)))
+        return replace(
+            block, operations=operations, once_to_node=found.experts_per_token if block.routed else 0
+        )
+
+    return workload.with_layers(changed)
+
+
+def _casts_of(operation: Operation, casts: int) -> Iterator[Pass]:
+    """Yield the casts of a product of a layer."""
+    if not isinstance(operation, Product) or operation.name == "router":
+        return
+    is_of_experts = operation.copies > 1
+    is_from_norm = operation.part is not Part.ROWS and not is_of_experts
+    yield Pass(
+        f"casts of {operation.name}",
+        float(operation.rows),
+        0.0 if is_from_norm else _CAST_BYTES * operation.inputs,
+        _CAST_BYTES * operation.outputs,
+        Part.COLUMNS if operation.is_divided else operation.part,
+        kernels=(0 if is_from_norm else 1) * (casts if is_of_experts else 1),
+        backward_kernels=casts if is_of_experts else 1,
+        copies=operation.copies,
+        again=False,
+    )
 
 
 def _earlier(workload: Workload, found: ModelShape) -> Workload:

@@ -14,7 +14,7 @@ from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, Settl
 from shoal.plan.stages import split_by_count
 from shoal.validate.ages import attention_of, year_of
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
-from shoal.validate.programs import COMPILED, Program, as_trained, program_of
+from shoal.validate.programs import COMPILED, Program, as_trained, kernels_of_cast, program_of
 from shoal.validate.shapes import EXPERT_COLUMNS, SHAPE_COLUMNS, flag, shape_of
 from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.workload import ModelShape
@@ -104,6 +104,7 @@ class Measured:
         network: Bytes/s of a node's network interfaces together, one direction; None if not stated.
         program: The program of torch's kernels; None for one with fused kernels of its own.
         products: Type that products compute in: bf16, for any 16 bits; fp32, tf32 or fp8.
+        casts: Number of kernels that cast an operand of a product to that type; 0 for none.
         attention: The program's fused attention, of `ages.attention_of`.
         plans: Every Plan that the row's settings allow, with the least recompute of these. There is one,
             unless some settings are blank. All have equally many ranks.
@@ -123,6 +124,7 @@ class Measured:
     network: float | None
     program: Program | None
     products: str
+    casts: int
     attention: str
     plans: Sequence[SettledPlan]
     recomputes: Sequence[str]
@@ -165,6 +167,7 @@ def _measured(row: Row) -> Measured:
         _network(row),
         program,
         _products(row),
+        kernels_of_cast(row),
         attention_of(year_of(row), is_torch=is_sharded or program is not None),
         plans,
         recomputes,

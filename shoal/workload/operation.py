@@ -63,6 +63,7 @@ class Product:
             product.
         matrices: Number of weights side by side whose products torch computes one by one: 3 for queries, keys
             and values. The device's seconds are those of one product.
+        grouped: Whether the host starts the products of all copies together, or else one by one.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Product:
     part: Part = Part.WHOLE
     copies: int = 1
     matrices: int = 1
+    grouped: bool = True
 
     @property
     def flop(self) -> int:
@@ -128,6 +130,8 @@ class Pass:
         backward_kernels: Number of its backward kernels; None for as many as in forward. in_fp32: `forward`
             and `backward` if fp32 computes; None for twice as many. An operator that computes in fp32
             whatever the model does reads and writes casts besides.
+        copies: Number of experts, each of which has these kernels for its own share of the elements.
+        again: Whether a selective recompute repeats it.
     """
 
     name: str
@@ -138,6 +142,8 @@ class Pass:
     kernels: int = 1
     backward_kernels: int | None = None
     in_fp32: tuple[float, float] | None = None
+    copies: int = 1
+    again: bool = True
 
     def nbytes(self, width: int) -> tuple[float, float]:
         """Return the bytes of one sample's forward and backward, if an element that computes has `width`."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from shoal.workload.ends import embedding_of, end_of
 from shoal.workload.kept import kept_by_layer
@@ -195,8 +196,9 @@ def _experts(shape: ModelShape) -> Iterator[Operation]:
     yield from dispatch_passes(shape, rows)
     gates = 2 if shape.gated else 1
     name = "gate, up" if shape.gated else "up"
-    yield Product(name, rows, shape.hidden, width * gates, Part.STREAM, copies=shape.experts)
+    experts = partial(Product, part=Part.STREAM, copies=shape.experts, grouped=not shape.fused_passes)
+    yield experts(name, rows, shape.hidden, width * gates)
     yield activation_pass(shape, float(rows * width), Part.STREAM)
-    yield Product("down", rows, width, shape.hidden, Part.STREAM, copies=shape.experts)
+    yield experts("down", rows, width, shape.hidden)
     if shape.shared_experts:
         yield from _feed_forward(shape, shape.shared_experts * width)

@@ -53,6 +53,8 @@ class Block(_Hashed):
         parameters: Parameters of this block; a tied weight counts in the first block that has it.
         saved: Tensors that forward keeps for backward.
         routed: Elements that one sample's tokens send to experts, and get back: choices x hidden.
+        once_to_node: Number of experts that a token goes to, if it is sent once to each node that has some of
+            them; 0 if it is sent to each expert.
         joins: Number of times that forward adds up over the ranks of tp, with the stream whole or divided.
         tables: Number of parameters that are looked up and not multiplied.
         remade: Share of the products that a selective recompute computes again; 0 for Shoal's.
@@ -69,6 +71,7 @@ class Block(_Hashed):
     parameters: Parameters
     saved: tuple[Saved, ...] = ()
     routed: int = 0
+    once_to_node: int = 0
     joins: int = 0
     tables: int = 0
     remade: float = 0.0

@@ -59,21 +59,19 @@ def test_failed_spare_and_slow_nodes_are_shown(capsys, tmp_path):
         assert told in shown
 
 
-def test_plans_say_that_they_do_not_use_parts_yet(capsys, tmp_path):
+def test_a_step_is_simulated_on_the_devices_of_its_parts(capsys, tmp_path):
     path = tmp_path / "mine.toml"
-    path.write_text(printed(capsys, "export", "dgx-a100:16").out + "\n[[parts]]\nnodes = 2\npace = 0.5\n")
-    words = [
-        "--plan",
-        "dp=16,precision=bf16",
-        "--model",
-        "gpt3-125m",
-        "--cluster",
-        str(path),
-        "--batch",
-        "16",
-    ]
-    assert main(["simulate", *words, "--json"]) == 0
-    assert "warning: the parts of dgx-a100 are not used yet" in capsys.readouterr().err
+    text = printed(capsys, "export", "dgx-a100:16").out
+    told = {}
+    for pace in (1, 0.5):
+        path.write_text(f"{text}\n[[parts]]\nnodes = 1\n[[parts]]\nnodes = 1\npace = {pace}\n")
+        words = ["--model", "gpt3-125m", "--cluster", str(path), "--batch", "16", "--json"]
+        assert main(["simulate", "--plan", "dp=16,precision=bf16", *words]) == 0
+        told[pace] = json.loads(capsys.readouterr().out)
+    assert told[0.5]["step_seconds"] > 1.5 * told[1]["step_seconds"]
+    assert "kinds" not in told[1]
+    assert list(told[0.5]["kinds"].values()) == [8, 8]
+    assert "devices that differ" in str(told[0.5])
 
 
 def test_an_exported_file_is_checked_read_and_planned_with(capsys, tmp_path):

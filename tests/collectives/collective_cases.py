@@ -87,6 +87,7 @@ def run_cases(
     ranks_per_host: int | None = None,
     direct_reads: bool = True,
     backend: str | None = None,
+    aggregator: str = "",
 ) -> None:
     """Every collective `cases` times, with random sizes, types, reductions, offsets and roots.
 
@@ -99,9 +100,8 @@ def run_cases(
         else {"SHOAL_HOST_ID": f"host {rank // ranks_per_host}", "MASTER_ADDR": "127.0.0.1"}
     )
     with mock.patch.dict(os.environ, hosts):
-        group = dist.new_group(
-            backend=backend, pg_options=Options(algorithms=algorithms or {}, direct_reads=direct_reads)
-        )
+        options = Options(algorithms=algorithms or {}, direct_reads=direct_reads, aggregator=aggregator)
+        group = dist.new_group(backend=backend, pg_options=options)
     choose = random.Random(seed)
     for case in range(cases):
         dtype = choose.choice(DTYPES)

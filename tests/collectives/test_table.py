@@ -25,7 +25,8 @@ def calls(draw):
         st.sampled_from([("shared-memory", 1), *(("network", hosts) for hosts in range(1, 6))])
     )
     ranks = hosts * draw(st.integers(1, 6))
-    return Call(draw(st.sampled_from(COLLECTIVES)), level, ranks, hosts, draw(st.sampled_from([1, 2])))
+    widening, aggregated = draw(st.sampled_from([1, 2])), draw(st.booleans())
+    return Call(draw(st.sampled_from(COLLECTIVES)), level, ranks, hosts, widening, 1, aggregated)
 
 
 def plain_time(table, name, call, nbytes):
@@ -35,7 +36,7 @@ def plain_time(table, name, call, nbytes):
     per_host = call.ranks // call.hosts if call.hosts > 1 else 1
     carried = nbytes * (call.widening if algorithm.forwards_sums else 1)
     seconds = algorithm.time(cost, call.ranks, carried, per_host)
-    if name == "hierarchical":
+    if name in ("hierarchical", "in-network"):
         halves = ("reduce_scatter", "all_gather")
         for inner in halves if call.collective == "all_reduce" else (call.collective,):
             key = (inner, "direct", "shared-memory")
@@ -45,7 +46,7 @@ def plain_time(table, name, call, nbytes):
 
 @given(tables, calls(), st.integers(0, 1 << 34))
 def test_the_choice_is_the_least_of_all_predicted_times(table, call, nbytes):
-    chosen = table.choose(*call[:4], nbytes, call.widening)
+    chosen = table.choices(call).choose(nbytes)
     names = table.candidates(call)
     assert chosen in names
     least = min(plain_time(table, name, call, nbytes) for name in names)
@@ -101,6 +102,17 @@ def test_hierarchical_is_for_several_ranks_on_each_of_several_hosts():
         for collective in ("all_reduce", "all_gather", "reduce_scatter"):
             names = table.candidates(Call(collective, "network", ranks, hosts))
             assert ("hierarchical" in names) == offered
+
+
+def test_in_network_is_for_hosts_with_an_aggregator_between_them():
+    table = built_in_table()
+    for ranks, hosts, aggregated in ((4, 4, True), (4, 2, True), (5, 2, True), (4, 4, False), (4, 1, True)):
+        level = "network" if hosts > 1 else "shared-memory"
+        names = table.candidates(Call("all_reduce", level, ranks, hosts, aggregated=aggregated))
+        assert ("in-network" in names) == (aggregated and hosts > 1)
+    # A ring takes 2 (n - 1)/n as long for the bytes of a large buffer, and more steps.
+    call = Call("all_reduce", "network", 4, 4, aggregated=True)
+    assert table.choices(call).choose(1 << 30) == "in-network"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -195,19 +207,28 @@ class SimulatedGroup:
     ranks: int
     hosts: int
     turns: int = 1
+    aggregated: bool = False
 
     def run(self, collective, algorithm, nbytes):
         if algorithm == "one-shot" and nbytes > 1 << 18:
             return None  # as one-shot has a slot of a fixed size
-        call = Call(collective, self.level, self.ranks, self.hosts, turns=self.turns)
+        call = Call(
+            collective, self.level, self.ranks, self.hosts, turns=self.turns, aggregated=self.aggregated
+        )
         return self.truth.predict(algorithm, call, nbytes)
 
 
 @pytest.mark.parametrize(
-    ("level", "ranks", "hosts", "turns"),
-    [("shared-memory", 4, 1, 1), ("shared-memory", 8, 1, 4), ("network", 3, 3, 1), ("network", 6, 2, 1)],
+    ("level", "ranks", "hosts", "turns", "aggregated"),
+    [
+        ("shared-memory", 4, 1, 1, False),
+        ("shared-memory", 8, 1, 4, True),
+        ("network", 3, 3, 1, True),
+        ("network", 6, 2, 1, False),
+        ("network", 6, 2, 1, True),
+    ],
 )
-def test_calibration_finds_what_a_machine_costs(level, ranks, hosts, turns):
+def test_calibration_finds_what_a_machine_costs(level, ranks, hosts, turns, aggregated):
     built_in = built_in_table()
     inside = {("reduce_scatter", "direct", "shared-memory"), ("all_gather", "direct", "shared-memory")}
     truth = Table(
@@ -216,11 +237,11 @@ def test_calibration_finds_what_a_machine_costs(level, ranks, hosts, turns):
             for key, cost in built_in.entries.items()
         }
     )
-    found = calibrate(SimulatedGroup(truth, level, ranks, hosts, turns), built_in).entries
+    found = calibrate(SimulatedGroup(truth, level, ranks, hosts, turns, aggregated), built_in).entries
     levelled = 1 < hosts < ranks
-    assert set(found) == {
-        key for key in ALGORITHMS if key[2] == level and (levelled or key[1] != "hierarchical")
-    }
+    left_out = {"hierarchical"} if not levelled else set()
+    left_out |= {"in-network"} if not aggregated else set()
+    assert set(found) == {key for key in ALGORITHMS if key[2] == level and key[1] not in left_out}
     for key, cost in found.items():
         assert cost == pytest.approx(truth.entries[key], rel=1e-6), key
 

@@ -10,7 +10,7 @@ from shoal.cost import ALGORITHMS, COLLECTIVES, LEVELS, AlphaBeta, algorithms_of
 from shoal.errors import ConfigError
 
 PIPELINED = {"chain", "double-tree"}
-PLAYED = sorted(key for key in ALGORITHMS if key[1] not in PIPELINED | {"hierarchical"})
+PLAYED = sorted(key for key in ALGORITHMS if key[1] not in PIPELINED | {"hierarchical", "in-network"})
 RANKS = [*range(1, 10), 16, 23]
 
 
@@ -87,6 +87,18 @@ def test_hierarchical_is_a_reduce_scatter_inside_an_all_reduce_across_and_an_all
     assert algorithm.inside == (("reduce_scatter", "direct"), ("all_gather", "direct"))
     sent = 2 * (hosts - 1) / hosts * nbytes / per_host
     assert algorithm.bytes_sent(hosts * per_host, nbytes, per_host) == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 8, 500])
+def test_in_network_takes_each_byte_over_a_hosts_link_once_each_way(hosts):
+    alpha, beta, per_host, nbytes = 2e-5, 1e-9, 4, 1_000_000
+    algorithm, ranks = find_algorithm("all_reduce", "in-network", "network"), hosts * per_host
+    # A message up and a message down wait for each other; up and down are busy at once.
+    assert algorithm.time(AlphaBeta(alpha, beta), ranks, nbytes, per_host) == 2 * alpha + nbytes * beta
+    assert algorithm.bytes_sent(ranks, nbytes, per_host) == nbytes / per_host
+    assert algorithm.inside == (("reduce_scatter", "direct"), ("all_gather", "direct"))
+    ring = find_algorithm("all_reduce", "hierarchical", "network").bytes_on_path(ranks, nbytes, per_host)
+    assert ring / algorithm.bytes_on_path(ranks, nbytes, per_host) == pytest.approx(2 * (hosts - 1) / hosts)
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter"])

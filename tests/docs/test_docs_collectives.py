@@ -109,9 +109,12 @@ def bytes_of(played, rank, side):
     return sum(Fraction(len(message.slices), played.slices) for message in messages if message[side] == rank)
 
 
+PLAYED_APART = ("chain", "hierarchical", "hierarchical-all-gather", "in-network")
+
+
 @pytest.mark.parametrize(
     "played",
-    [each for each in PLAYED if each.name not in ("chain", "hierarchical", "hierarchical-all-gather")],
+    [each for each in PLAYED if each.name not in PLAYED_APART],
     ids=lambda each: each.name,
 )
 def test_an_algorithm_is_drawn_with_the_steps_and_bytes_of_the_cost_model(played):
@@ -120,6 +123,14 @@ def test_an_algorithm_is_drawn_with_the_steps_and_bytes_of_the_cost_model(played
     busiest = max(bytes_of(played, rank, side) for rank in range(played.ranks))
     assert len(played.steps) == algorithm.steps(played.ranks)
     assert float(busiest) == pytest.approx(algorithm.bytes_sent(played.ranks, 1))
+
+
+def test_in_network_is_drawn_with_the_buffer_once_each_way_for_every_host():
+    (played,) = (each for each in PLAYED if each.name == "in-network")
+    algorithm = ALGORITHMS[key_of(played.name)]
+    assert len(played.steps) == algorithm.steps(3)
+    for host in range(3):
+        assert bytes_of(played, host, 0) == bytes_of(played, host, 1) == algorithm.bytes_sent(3, 1)
 
 
 def test_the_chain_is_drawn_with_a_step_more_for_every_further_chunk():

@@ -61,6 +61,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "schedules compared",
         "shoal cluster export dgx-h100:64",
         "shoal cluster show examples/12_cluster.toml",
+        "shoal plan --model 1b --cluster examples/13_parts.toml --batch 256 --top 3",
         "shoal plan --model llama3-8b --cluster dgx-h100:64 --batch 256 --top 3",
         "shoal scale --model 1b --cluster dgx-a100 --batch 256 --devices 8..256",
         "slowest of many",

@@ -83,6 +83,11 @@ def test_the_best_plan_is_chosen_and_explained(monkeypatch, capsys):
     assert "takes the largest share" in printed
 
 
+def test_the_file_of_devices_that_differ_has_them_all():
+    cluster = Cluster.read(EXAMPLES / "13_parts.toml")
+    assert [(part.devices, part.pace) for part in cluster.parts] == [(16, 1.0), (8, 0.8), (8, 1.0)]
+
+
 def test_the_file_of_a_cluster_is_one():
     cluster = Cluster.read(EXAMPLES / "12_cluster.toml")
     assert (cluster.devices, cluster.devices_per_node) == (8, 4)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from shoal.errors import PlanError
 from shoal.plan.stage_load import Amounts, Load
 from shoal.plan.stage_moves import moves
+from shoal.plan.stage_partition import partition
 from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
 
 WORK = st.lists(st.integers(0, 9), min_size=3, max_size=9)
@@ -237,3 +238,12 @@ def test_what_is_no_cost_and_no_placement_is_refused():
         split_by_cost([Cost(1, 1), Cost(float("nan"), 1), Cost(1, 1)], 1)
     with pytest.raises(PlanError, match="is for 3 stages, and there are 2"):
         split_by_cost(costs_of([1] * 6), 2, (0, 1, 0))
+
+
+def test_a_stage_leaves_a_piece_to_one_that_holds_it_less_often():
+    """The first stage could take five pieces, and the second could then take none of those that are left."""
+    pieces = Amounts([0] * 6, kept=[0, 0, 0, 1, 2, 4], held=[0, 4, 1])
+    split = partition(pieces, pieces, 3, 6)
+    assert split is not None
+    ends = [0, *itertools.accumulate(split)]
+    assert max(pieces.of(stage, *pair) for stage, pair in enumerate(itertools.pairwise(ends))) == 6

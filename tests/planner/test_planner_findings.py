@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, Device, Level
 from shoal.cost import Costs
+from shoal.cost.collectives import algorithm_seconds
 from shoal.cost.time import workload_on
-from shoal.plan import SettledPlan
+from shoal.plan import Group, SettledPlan
 from shoal.planner import Search, choose
 from shoal.planner.polish import SIMPLER
 from shoal.planner.search import SLACK
 from shoal.simulate import played_seconds, simulate
-from shoal.workload import shape
+from shoal.workload import ModelShape, shape, workload_of
 
 
 def with_rate(cluster, level, factor):
@@ -53,6 +54,29 @@ def test_the_number_of_rows_changes_neither_the_winner_nor_its_time():
         assert each.best.plan == one.best.plan
         assert each.best.seconds == one.best.seconds
         assert each.explain().winner.plan == one.best.plan
+
+
+@pytest.mark.parametrize(("network", "batch"), [(1e9, 256), (1e10, 64)])
+def test_where_the_network_adds_up_gradients_are_summed_whole(network, batch):
+    """An all-reduce in the network sends each byte once; the two halves of a sharded one send 2(k-1)/k."""
+    device = Device(name="made-up", memory=1e12, bandwidth=1e12, peak={"bf16": 1e14, "fp32": 2e13}, units=64)
+    links = Level(name="network", devices=4, bandwidth=network)
+    plain = Cluster(
+        name="made-up", device=device, levels=(Level(name="node", devices=1, bandwidth=1e11), links)
+    )
+    adds_up = plain.replace(levels=(plain.levels[0], replace(links, reduces=True, reduction_share=0.8)))
+    workload = workload_of(
+        ModelShape(layers=2, hidden=1024, ffn=4096, heads=8, kv_heads=4, vocab=32000, seq=1024)
+    )
+    (before,), (after,) = (Search(workload, each, batch).best(1).candidates for each in (plain, adds_up))
+    assert before.plan.sharding.name != "none"
+    assert after.plan.sharding.name == "none"
+    assert after.plan.dp == before.plan.dp == 4
+    assert after.seconds < 0.97 * before.seconds
+    group, nbytes = Group(4), 256e6
+    seconds = algorithm_seconds("all_reduce", nbytes, group, adds_up)
+    assert seconds["switch"] == pytest.approx(nbytes / (0.8 * network) + links.latency, rel=1e-3)
+    assert min(seconds, key=seconds.__getitem__) == "switch"
 
 
 BY_HAND = "dp=2048,tp=4,cp=2,replicate=256,shard=zero1,tensor=async,microbatch=1,bucket=256MiB,precision=bf16"

@@ -24,12 +24,10 @@ def stage(seconds):
 
 def play(first, second, takes):
     """Starts and stops by rank, where two ranks do these steps and actions of stage s take `takes[s]`."""
-    rest = {"finish": (), "norm": None, "merge": None, "update": 0.0}
+    rest = {"finish": (), "norm": None, "merge": None, "update": 0.0, "contention": 0.0}
     programs = [RankProgram(rank=rank, stages={rank: stage(takes[rank])}, **rest) for rank in range(2)]
     course = made_of(first, second)
-    played = play_steps(
-        course, programs, {(0, 1): Link(LINK, 8)}, contention=0.0, lateness=0.0, journal=Journal()
-    )
+    played = play_steps(course, programs, {(0, 1): Link(LINK, 8)}, lateness=0.0, journal=Journal())
     return played.actions[0]
 
 

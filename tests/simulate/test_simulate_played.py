@@ -53,6 +53,8 @@ def test_no_step_is_played_in_less_than_its_bound(case):
     passes = played_passes(costs, plan, plan.microbatches_of(batch))
     assert costs.least_of_passes(plan, plan.microbatches_of(batch)) <= passes * (1 + ROUNDING)
     assert costs.least(plan, batch, passes) <= seconds * (1 + ROUNDING)
+    larger = plan.replace(bucket=max(plan.bucket, 128 << 20))
+    assert costs.least_of_sizes(larger, batch) <= seconds * (1 + ROUNDING)
 
 
 @given(cases())

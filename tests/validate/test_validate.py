@@ -227,3 +227,20 @@ def test_a_layer_on_a_device_that_is_not_known_does_not_end_the_others(tmp_path)
     refused = []
     assert {each.line for each in validate(path, refused.append)} == {3}
     assert "line 2" in refused[0].given
+
+
+def test_memory_decides_how_many_layers_a_fused_program_recomputes_whole(tmp_path):
+    line = SMALL.format(size=4, s=1).replace(",12,1024,4096,", ",34,6144,24576,")
+    path = table(tmp_path, line.replace(",none,none,0,", ",none,,0,"))
+    (row,) = read_table(path)
+    costs = Costs(workload_of(row.shape), Cluster.assemble("A100-80GB", 8, 8, 200e9))
+    memories = Memories(costs.workload, costs.cluster, costs)
+    plan = row.plans[0].replace(bucket=usual_bucket(costs.cluster, row.plans[0]))
+    lighter, whole = (plan.replace(recompute=kind) for kind in ("selective", "full"))
+    over, under = (memories.fullest(each, 32).peak for each in (lighter, whole))
+    limit = costs.cluster.device.memory
+    assert under < limit < over
+    quick, slow = (played_seconds(costs, each, 32) for each in (lighter, whole))
+    (found,) = validate(path)
+    assert found.predicted == pytest.approx(quick + (slow - quick) * (over - limit) / (over - under))
+    assert "recompute=full" in found.plan

@@ -38,6 +38,7 @@ class Algorithm:
             floats.
         inside: Collectives inside each host, before and after, as (collective, algorithm) in shared memory.
             The peers are then hosts, and each rank of a host carries an equal part of the bytes to others.
+        aggregated: Whether it needs an aggregator between the hosts.
     """
 
     collective: str
@@ -49,6 +50,7 @@ class Algorithm:
     crowds: bool = False
     forwards_sums: bool = False
     inside: tuple[tuple[str, str], ...] = ()
+    aggregated: bool = False
 
     def steps(self, ranks: int, ranks_per_host: int = 1) -> int:
         """Return the number of messages that wait for one another.
@@ -86,4 +88,4 @@ class Algorithm:
         return cost.alpha * self.steps(ranks, ranks_per_host) + cost.beta * path
 
     def _peers(self, ranks: int, ranks_per_host: int) -> int:
-        return ranks // ranks_per_host if self.inside else ranks
+        return -(-ranks // ranks_per_host) if self.inside else ranks

@@ -36,6 +36,7 @@ receives from one. The counts of pipelined algorithms (double-tree, chain) are t
 |                | halving-doubling | 2 ceil(log2 n)        | 2(n-1)/n *                            |
 |                | double-tree      | 2 floor(log2 n)       | 2                                     |
 |                | hierarchical     | 2(k-1)                | 2(k-1)/k, and S/g each inside hosts   |
+|                | in-network       | 2                     | 1, and S/g each inside hosts          |
 | all_gather     | direct           | n-1                   | (n-1)/n *                             |
 |                | ring             | n-1                   | (n-1)/n                               |
 |                | recursive        | ceil(log2 n)          | (n-1)/n *                             |
@@ -50,9 +51,11 @@ receives from one. The counts of pipelined algorithms (double-tree, chain) are t
 
 * Every rank of a host sends to other hosts at once, so g(n-g)/(n-1) times as many bytes go through the host's
 interface. With the other algorithms one flow leaves a host, because ranks are numbered host by host. Ring
-all-reduce moves nearly 2S through every rank: its bytes do not shrink with more ranks. Halving-doubling here
-works with any number of ranks. The variant for powers of two, in which each rank beyond the power first hands
-its buffer to another rank, would take 2 steps and 2S more.
+all-reduce moves nearly 2S through every rank: its bytes do not shrink with more ranks. With in-network an
+aggregator, which stands where the switch is, adds up what the hosts send: each byte crosses a host's link
+once up and once down, and both directions are busy at once. Halving-doubling here works with any number of
+ranks. The variant for powers of two, in which each rank beyond the power first hands its buffer to another
+rank, would take 2 steps and 2S more.
 
 Sources: Thakur, Rabenseifner and Gropp, 2005 (ring, recursive, pairwise, tree); Träff, 2024, arXiv:2410.14234
 (halving-doubling of any number of ranks); Sanders, Speck and Träff, 2009 (double tree).
@@ -166,10 +169,13 @@ def _network(
     crowds: bool = False,
     forwards_sums: bool = False,
     inside: tuple[tuple[str, str], ...] = (),
+    aggregated: bool = False,
 ) -> Algorithm:
     """Make a network algorithm; without `sent`, one rank sends all bytes on the path."""
     sent = sent or path
-    return Algorithm(collective, name, "network", steps, path, sent, crowds, forwards_sums, inside)
+    return Algorithm(
+        collective, name, "network", steps, path, sent, crowds, forwards_sums, inside, aggregated
+    )
 
 
 _DEFINED = (
@@ -205,6 +211,14 @@ _DEFINED = (
         _others_twice,
         _rest_twice,
         inside=(("reduce_scatter", "direct"), ("all_gather", "direct")),
+    ),
+    _network(
+        "all_reduce",
+        "in-network",
+        _twice,
+        _once,
+        inside=(("reduce_scatter", "direct"), ("all_gather", "direct")),
+        aggregated=True,
     ),
     _network("all_gather", "direct", _others, _rest, crowds=True),
     _network("all_gather", "ring", _others, _rest),

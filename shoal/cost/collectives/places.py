@@ -6,12 +6,14 @@ Ranks fill the groups of each level in order: rank r is in group r // devices of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from shoal.cluster import Cluster, Level
-from shoal.plan import Boundary
+from shoal.plan import Boundary, Plan
 
-__all__ = ["joining_level", "message_seconds"]
+__all__ = ["alike_boundaries", "joining_level", "message_seconds"]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -28,8 +30,32 @@ def message_seconds(nbytes: float, boundary: Boundary, cluster: Cluster) -> floa
 
     Over rails, bytes for a device at another place of its node pass the links in the sender's node first.
     """
-    level, inside = joining_level(boundary, cluster), cluster.levels[0]
+    (level, is_displaced), inside = _way_of(boundary, cluster), cluster.levels[0]
     seconds = inside.setup + level.latency + nbytes / level.rate(2)
-    if level.rails and boundary.distance % inside.devices:
+    if is_displaced:
         seconds += inside.latency + nbytes / inside.rate(2)
     return seconds
+
+
+def alike_boundaries(plan: Plan, placement: Sequence[int], cluster: Cluster) -> tuple[Boundary | None, ...]:
+    """Return, for each stage but the last, a boundary whose messages take as long as those to the next stage.
+
+    Args:
+        plan: The Plan.
+        placement: The place of each stage along the pipeline. Where two stages are at one place, the result
+            has None.
+        cluster: The machines.
+    """
+    alike: dict[tuple[Level, bool], Boundary] = {}
+    found: dict[tuple[int, int], Boundary | None] = {}
+    pairs = list(pairwise(placement))
+    for pair in set(pairs):
+        boundary = Boundary.of(plan, *pair)
+        found[pair] = None if pair[0] == pair[1] else alike.setdefault(_way_of(boundary, cluster), boundary)
+    return tuple([found[pair] for pair in pairs])
+
+
+def _way_of(boundary: Boundary, cluster: Cluster) -> tuple[Level, bool]:
+    """Return the links that join the ranks, and whether bytes pass those in the sender's node before."""
+    level = joining_level(boundary, cluster)
+    return level, level.rails and boundary.distance % cluster.levels[0].devices > 0

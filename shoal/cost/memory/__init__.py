@@ -2,13 +2,14 @@
 
 from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import block_memory, stream_bytes
-from shoal.cost.memory.memory import FRAGMENTS
+from shoal.cost.memory.memory import FRAGMENTS, WORKSPACES
 from shoal.cost.memory.smallest_fit import smallest_fit, too_large
 from shoal.cost.memory.states import state_bytes
 from shoal.cost.memory.torchtitan_recompute import every_second_product
 
 __all__ = [
     "FRAGMENTS",
+    "WORKSPACES",
     "activation_peaks",
     "block_memory",
     "every_second_product",

@@ -17,10 +17,12 @@ The memory that one kernel takes for itself, and that of the batch, are not coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shoal.cluster import Cluster
+from shoal.cost.kinds import Kinds
 from shoal.cost.layout import Layout
 from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import stream_bytes
@@ -34,7 +36,7 @@ from shoal.plan.schedules import Held
 from shoal.plan.stages import Cost
 from shoal.workload import Workload
 
-__all__ = ["FRAGMENTS", "Memories", "RankMemory", "memory_of"]
+__all__ = ["FRAGMENTS", "WORKSPACES", "Memories", "RankMemory", "memory_of"]
 
 FRAGMENTS = 0.08
 """Bytes that an allocator holds in gaps which no tensor fits, as a share of the tensors' bytes."""
@@ -57,6 +59,8 @@ class RankMemory:
             messages, workspaces, fragments, reserved.
         states: Bytes of weights, gradients and optimizer between two steps.
         kept: Bytes that forwards keep for backward, with gathered weights if these are cut.
+        tightness: Memory of the Cluster's `device` over the least memory of the devices that it sits on; 1
+            where devices are equal.
     """
 
     rank: int
@@ -64,11 +68,17 @@ class RankMemory:
     parts: Mapping[str, float]
     states: float
     kept: float
+    tightness: float = 1.0
 
     @property
     def peak(self) -> float:
         """Bytes of all parts together."""
         return sum(self.parts.values())
+
+    @property
+    def required(self) -> float:
+        """Bytes of the Cluster's `device` of which the peak would be as large a share as it is of its own."""
+        return self.peak * self.tightness
 
     @property
     def allocated(self) -> float:
@@ -87,7 +97,7 @@ class RankMemory:
 
     def fits(self, cluster: Cluster, margin: float = 0.0) -> bool:
         """Return whether the peak fits in a device's memory when the share `margin` of it stays free."""
-        return self.peak <= cluster.device.memory * (1 - margin)
+        return self.required <= cluster.device.memory * (1 - margin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,7 @@ class _Rank:
     kept: float
     moments: tuple[Moment, ...]
     highest: Moment
+    tightness: float
 
 
 class Memories:
@@ -122,6 +133,7 @@ class Memories:
     ) -> None:
         self.workload = workload
         self.cluster = cluster
+        self._kinds = None if cluster is None or not cluster.parts else Kinds(cluster)
         self._costs = Costs(workload, cluster) if costs is None and cluster is not None else costs
         self._copies = copies
         self._pieces: dict[Layout, Pieces] = {}
@@ -142,6 +154,8 @@ class Memories:
     def fullest(self, plan: SettledPlan, batch: int) -> RankMemory:
         """Return the memory of the rank with the highest peak; skip ranks that cannot have it.
 
+        Where devices differ, it is the rank whose peak is the largest share of its device.
+
         Args:
             plan: The Plan, with its micro-batch settled. It is not checked, since callers try many Plans.
             batch: Samples of a step.
@@ -153,12 +167,15 @@ class Memories:
         cut: tuple[object, ...] = (layout,)
         if plan.pp > 1:
             cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
+        if self._kinds is not None:
+            cut = *cut, plan.dp, plan.order
         key = (*cut, plan.shard, plan.bucket) if plan.sharding.communicates_each_micro_batch else cut
         ranks = self._largest.get(key)
         if ranks is None:
             outlines = self._uncovered.get(cut)
             if outlines is None:
-                outlines = self._uncovered[cut] = _uncovered(self._outlines(plan, layout, batch))
+                every, tightness = self._outlines(plan, layout, batch), self._tightness(plan)
+                outlines = self._uncovered[cut] = _uncovered(every, tightness)
             ranks = tuple(self._rank(plan, layout, outline) for outline in outlines)
             self._largest[key] = ranks
         fullest = ranks[0]
@@ -166,10 +183,29 @@ class Memories:
             fullest = max(ranks, key=lambda rank: self._tensors(plan, batch, rank))
         return self._memory(plan, batch, fullest)
 
+    def beside_states(self, plan: SettledPlan, batch: int) -> list[tuple[float, float, float, float]]:
+        """Return what ranks at both ends of the pipeline hold beside their states, if nothing is sharded.
+
+        With a sharding they hold as much, or more. Mostly one of these ranks is the fullest of all. The
+        arguments are those of `fullest`.
+
+        Returns:
+            For each rank its dense parameters, those of its experts, bytes of tensors at its peak, and its
+            tightness.
+        """
+        layout, tightness = self._layout(plan), self._tightness(plan)
+        places = {0, 1, plan.pp - 2, plan.pp - 1}
+        outlines = _uncovered(self._outlines(plan, layout, batch, places), tightness)
+        return [
+            (each.dense, each.experts, rank.highest.whole + rank.messages, tightness[each.index])
+            for each, rank in ((each, self._rank(plan, layout, each)) for each in outlines)
+        ]
+
     def _tensors(self, plan: SettledPlan, batch: int, rank: _Rank) -> float:
-        """Return the bytes of a rank's tensors at its peak."""
+        """Return the bytes of a rank's tensors at its peak; as `required` where devices differ."""
         states, moment = self._at_peak(plan, batch, rank, self._states(plan, rank.outline))
-        return sum(states) + moment.whole + rank.messages
+        tensors = sum(states) + moment.whole + rank.messages
+        return tensors if self._kinds is None else self._memory(plan, batch, rank).required
 
     def _memory(self, plan: SettledPlan, batch: int, rank: _Rank) -> RankMemory:
         """Return the memory of a rank at its peak."""
@@ -189,7 +225,7 @@ class Memories:
             parts["fragments"] = FRAGMENTS * sum(parts.values())
             parts["workspaces"] = 0.0 if self.cluster.cores else WORKSPACES
             parts["reserved"] = self.cluster.reserved
-        return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept)
+        return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept, rank.tightness)
 
     def _at_peak(self, plan: SettledPlan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
         """Return the states at a rank's peak, and its moment; `states` are those between two steps."""
@@ -213,18 +249,22 @@ class Memories:
             dense * optimizer + experts * of_expert.optimizer,
         )
 
-    def _outlines(self, plan: SettledPlan, layout: Layout, batch: int) -> Iterator[Outline]:
-        """Yield the outline of each rank along `pp`."""
+    def _outlines(
+        self, plan: SettledPlan, layout: Layout, batch: int, places: Container[int] | None = None
+    ) -> Iterator[Outline]:
+        """Yield the outline of each rank along `pp`, or of those at these places."""
         pieces = self._pieces.get(layout)
         if pieces is None:
             pieces = self._pieces[layout] = Pieces(self.workload, layout)
         microbatches = batch // plan.dp // layout.microbatch
-        stages = pieces_by_stage(self.workload, plan, microbatches, lambda: self._piece_costs(layout))
+        paces = tuple if self._costs is None else partial(self._costs.paces, plan)
+        costs = partial(self._piece_costs, layout)
+        stages = pieces_by_stage(self.workload, plan, microbatches, costs, paces)
         if plan.pp == 1:
-            return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),))
+            return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),), places)
         virtual = plan.stages // plan.pp
         held = activation_peaks(plan.schedule, plan.pp, virtual, microbatches, plan.activations)
-        return pieces.outlines(stages, plan.placement, held)
+        return pieces.outlines(stages, plan.placement, held, places)
 
     def _rank(self, plan: SettledPlan, layout: Layout, outline: Outline) -> _Rank:
         stack, ends, activations = outline.stack, outline.ends, outline.activations
@@ -236,7 +276,14 @@ class Memories:
             activations + gathered_bytes(plan, layout, stack, ends),
             moments,
             max(moments, key=lambda moment: moment.whole),
+            self._tightness(plan)[outline.index],
         )
+
+    def _tightness(self, plan: SettledPlan) -> Sequence[float]:
+        """Return the tightness of each place along the pipeline: see `RankMemory`."""
+        if self._kinds is None:
+            return (1.0,) * plan.pp
+        return [self._kinds.tightness(kinds) for kinds in self._kinds.by_place(plan)]
 
     def _layout(self, plan: SettledPlan) -> Layout:
         """Return the layout of a Plan, with compile=auto settled if the machines are known."""
@@ -266,10 +313,13 @@ def memory_of(
     return Memories(workload, cluster).of(plan, batch)
 
 
-def _uncovered(outlines: Iterable[Outline]) -> list[Outline]:
-    """Return the outlines that no other covers; of equal ones, the first."""
+def _uncovered(outlines: Iterable[Outline], tightness: Sequence[float]) -> list[Outline]:
+    """Return the outlines that no other on devices with as little memory covers; of equal ones, the first."""
     left: list[Outline] = []
     for outline in outlines:
-        if not any(other.covers(outline) for other in left):
-            left = [other for other in left if not outline.covers(other)] + [outline]
+        here = tightness[outline.index]
+        if not any(tightness[other.index] >= here and other.covers(outline) for other in left):
+            covered = [tightness[other.index] <= here and outline.covers(other) for other in left]
+            left = [other for other, is_covered in zip(left, covered, strict=True) if not is_covered]
+            left.append(outline)
     return left

@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from shoal.cost.layout import Layout
 from shoal.cost.memory.memory import FRAGMENTS, RankMemory
 from shoal.cost.time.buckets import owned_by_rank
-from shoal.cost.time.step import UPDATE_BYTES, Costs, StageCost
+from shoal.cost.time.step import Costs, StageCost
+from shoal.cost.time.update import UPDATE_BYTES
 from shoal.errors import ClusterError, ConfigError, PlanError, nearest
 from shoal.plan import SettledPlan
 from shoal.units import format_bytes

@@ -5,7 +5,7 @@ This part of the memory is the same for every sharding of the states, so it is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import mul
@@ -83,7 +83,11 @@ class Pieces:
         self._ends = {each: self._ends_of(workload, layout, *each) for each in has}
 
     def outlines(
-        self, stages: Sequence[range], placement: Sequence[int], held: Sequence[Sequence[Held]]
+        self,
+        stages: Sequence[range],
+        placement: Sequence[int],
+        held: Sequence[Sequence[Held]],
+        places: Container[int] | None = None,
     ) -> Iterator[Outline]:
         """Yield the outline of each rank, in order.
 
@@ -91,12 +95,14 @@ class Pieces:
             stages: The pieces of each stage.
             placement: The rank of each stage.
             held: For each rank, the moments at which it may hold most.
+            places: The ranks that are asked for; None for all.
         """
         mine: list[list[range]] = [[] for _ in held]
         for stage, rank in zip(stages, placement, strict=True):
             mine[rank].append(stage)
         for index, (ranges, moments) in enumerate(zip(mine, held, strict=True)):
-            yield self._outline(index, ranges, moments)
+            if places is None or index in places:
+                yield self._outline(index, ranges, moments)
 
     def _ends_of(
         self, workload: Workload, layout: Layout, has_embedding: bool, has_end: bool

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
+from shoal.cost.kinds import views_of
 from shoal.cost.memory.memory import Memories, RankMemory
 from shoal.errors import PlanError
 from shoal.plan import FULLY_SHARDED, SettledPlan
@@ -41,11 +42,12 @@ def too_large(memory: RankMemory, cluster: Cluster, margin: float = 0.0) -> str:
         cluster: The Cluster with the devices that it does not fit.
         margin: Share of a device's memory that stays free.
     """
-    limit = cluster.device.memory * (1 - margin)
+    limit = cluster.device.memory / memory.tightness * (1 - margin)
+    name = cluster.device.name if memory.tightness == 1 else "the smallest of its devices"
     left = f" with {margin:.0%} left free" if margin else ""
     return (
         f"rank {memory.rank} of the pipeline needs {_gib(memory.peak)} at its peak ({memory.moment}), "
-        f"{_gib(memory.peak - limit)} more than the {_gib(limit)} of {cluster.device.name}{left}; "
+        f"{_gib(memory.peak - limit)} more than the {_gib(limit)} of {name}{left}; "
         f"the largest part is {memory.largest}, {_gib(memory.parts[memory.largest])}"
     )
 
@@ -60,13 +62,15 @@ def smallest_fit(workload: Workload, cluster: Cluster, batch: int, margin: float
 
     Args:
         workload: The work of the model that is trained.
-        cluster: The kind of devices and nodes; their number does not matter.
+        cluster: The kind of devices and nodes; their number does not matter. Where devices differ, those of
+            its first part count.
         batch: Samples of a step.
         margin: Share of a device's memory that stays free.
 
     Returns:
         None if no number of devices is enough.
     """
+    cluster = views_of(cluster)[0]
     memories = Memories(workload, cluster)
 
     def at(devices: int) -> SmallestFit | None:

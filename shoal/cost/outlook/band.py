@@ -22,7 +22,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, devices_of
 from shoal.plan import Plan
 from shoal.workload import Workload
 
@@ -167,6 +167,8 @@ def _unseen(kind: tuple[str, str, str, str], cluster: Cluster, plan: Plan) -> It
             yield f"{precision} on {family}"
     if kind[:2] not in _bands() and kind[0] == "experts" and family in seen["precisions"]:
         yield f"experts on {family}"
+    if len(devices_of(cluster)) > 1:
+        yield "devices that differ"
     if plan.ranks > _FAR * seen["most"]:
         yield f"{plan.ranks} devices, where the most were {seen['most']}"
     yield from _unseen_layouts(plan)

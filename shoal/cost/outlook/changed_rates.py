@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, Device
 
 __all__ = [
     "with_all_rates",
@@ -25,32 +25,41 @@ _STEADY = 0.05  # jitter for the factor if the Cluster has none
 
 def with_all_rates(cluster: Cluster, factor: float) -> Cluster:
     """Return the Cluster with all rates of the device times a factor."""
-    return cluster.replace(device=cluster.device.slowed(1 / factor))
+    return cluster.with_each_device(lambda device: device.slowed(1 / factor))
 
 
 def with_stream_rate(cluster: Cluster, factor: float) -> Cluster:
     """Return the Cluster with the rate of streams times a factor."""
-    device = cluster.device
-    share = _share((device.stream_share or device.bandwidth_share) * factor)
-    return cluster.replace(device=replace(device, stream_share=share))
+
+    def changed(device: Device) -> Device:
+        share = _share((device.stream_share or device.bandwidth_share) * factor)
+        return replace(device, stream_share=share)
+
+    return cluster.with_each_device(changed)
 
 
 def with_memory_rate(cluster: Cluster, factor: float) -> Cluster:
     """Return the Cluster with the rates of passes over memory and of streams times a factor."""
-    device = cluster.device
-    changes = {name: getattr(device, name) for name in ("bandwidth_share", "stream_share")}
-    shares: dict[str, Any] = {name: _share(value * factor) for name, value in changes.items() if value}
-    return cluster.replace(device=replace(device, **shares))
+
+    def changed(device: Device) -> Device:
+        changes = {name: getattr(device, name) for name in ("bandwidth_share", "stream_share")}
+        shares: dict[str, Any] = {name: _share(value * factor) for name, value in changes.items() if value}
+        return replace(device, **shares)
+
+    return cluster.with_each_device(changed)
 
 
 def with_product_rates(cluster: Cluster, factor: float) -> Cluster:
     """Return the Cluster with the rates of products and attention times a factor."""
-    device = cluster.device
-    sustained = device.sustained * factor
-    changes: dict[str, Any] = {"sustained": _share(sustained)}
-    if sustained > 1:
-        changes |= {name: _share(getattr(device, name) * sustained) for name in _PRODUCT_SHARES}
-    return cluster.replace(device=replace(device, **changes))
+
+    def changed(device: Device) -> Device:
+        sustained = device.sustained * factor
+        changes: dict[str, Any] = {"sustained": _share(sustained)}
+        if sustained > 1:
+            changes |= {name: _share(getattr(device, name) * sustained) for name in _PRODUCT_SHARES}
+        return replace(device, **changes)
+
+    return cluster.with_each_device(changed)
 
 
 def with_steadiness(cluster: Cluster, factor: float) -> Cluster:

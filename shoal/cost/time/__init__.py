@@ -14,6 +14,7 @@ from shoal.cost.time.losses import compute_parts
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
 from shoal.cost.time.passes import pass_seconds, stream_seconds
 from shoal.cost.time.products import depth_of, product_seconds
+from shoal.cost.time.served import ServedTimes, served_times
 from shoal.cost.time.step import message_bytes
 from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
@@ -25,6 +26,7 @@ __all__ = [
     "Family",
     "Join",
     "Joined",
+    "ServedTimes",
     "StageWork",
     "Sum",
     "Wire",
@@ -45,6 +47,7 @@ __all__ = [
     "pass_seconds",
     "product_seconds",
     "reduce_seconds",
+    "served_times",
     "settled_compile",
     "starts_of",
     "straggler_share",

@@ -14,6 +14,8 @@ With precision=fp8 the products of layers compute in 8 bits, and those of embedd
 
 `host.py` says how long the host takes to start a block's operations, and when the device waits for it.
 
+Programs that send a token once to each node move fewer bytes between nodes for experts (`_sent_across`).
+
 At each communication that no compute runs beside, ranks also wait for late ranks: see `synchronisations.py`.
 """
 
@@ -23,14 +25,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster, Device
+from shoal.cost.collectives.crossings import crossings
 from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.layout import Layout
 from shoal.cost.time.attention import attention_seconds
 from shoal.cost.time.compute import Seconds, casting_seconds, host_seconds, operation_seconds
-from shoal.cost.time.host import starting_seconds
+from shoal.cost.time.host import repeats, starting_seconds, waits_for_experts
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late
-from shoal.workload import Block, Part, Pass, Product
+from shoal.plan import Group
+from shoal.workload import Block, Part, Product
 
 __all__ = ["BlockCost", "block_cost"]
 
@@ -113,13 +117,15 @@ def _compute(block: Block, cluster: Cluster, layout: Layout, recompute: str) -> 
         total += seconds
         if layout.precision == "fp8" and block.sums and isinstance(operation, Product):
             total += casting_seconds(operation, device, layout)
-        if isinstance(operation, Pass):
+        if repeats(operation):
             passes += seconds.forward
         elif isinstance(operation, Product):
             products += seconds.forward
     for attention in block.attentions:
         if not attention.fused:
             scores += attention_seconds(attention, device, layout)[0]
+    waits = waits_for_experts(block, device, layout)
+    total += Seconds(waits[0], waits[1], 0.0)
     repeated = 0.0
     if recompute == "full":
         repeated = total.forward - _unread(block, device, layout)
@@ -162,9 +168,25 @@ def _expert(block: Block, cluster: Cluster, layout: Layout) -> tuple[float, floa
     if layout.ep == 1 or not block.routed:
         return 0.0, 0.0
     nbytes = float(layout.width) * block.routed * layout.share(Part.STREAM)
-    each = collective_seconds("all_to_all", nbytes, layout.expert_group, cluster)
-    each += host_seconds(cluster)
+    group = layout.expert_group
+    sent = nbytes * _sent_across(block, group, cluster)
+    each = host_seconds(cluster) + collective_seconds("all_to_all", sent, group, cluster)
     return 2 * each, 2 * each * (2 if layout.recompute == "full" else 1)
+
+
+def _sent_across(block: Block, group: Group, cluster: Cluster) -> float:
+    """Return the share of the rows that ranks exchange if a token goes once to each node with its experts.
+
+    With k experts, drawn evenly over n nodes, a token goes to `n (1 - (1 - 1/n)^k)` nodes. Links inside a
+    node spread it there, which takes less time than the network needs.
+    """
+    sizes = tuple(level.devices for level in cluster.levels)
+    outer = [lain[-1] for lain in crossings(group, sizes)]
+    nodes = max(group.size // each.inside if each.level else 1 for each in outer)
+    if nodes == 1 or not block.once_to_node:
+        return 1.0
+    reached = nodes * (1 - (1 - 1 / nodes) ** block.once_to_node)
+    return min(1.0, reached / block.once_to_node)
 
 
 def _late(

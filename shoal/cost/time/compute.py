@@ -52,7 +52,7 @@ def operation_seconds(operation: Operation, device: Device, layout: Layout) -> S
         return _attention(operation, device, layout)
     share = layout.share(operation.part)
     forward, backward = operation.nbytes(layout.width)
-    first, second = operation.launches
+    first, second = (layout.experts(operation.copies) * each for each in operation.launches)
     return Seconds(
         pass_seconds(device, forward * share, first), pass_seconds(device, backward * share, second), 0.0
     )
@@ -107,7 +107,7 @@ def _sizes(product: Product, layout: Layout) -> tuple[int, int, int, int]:
     if product.part is Part.STREAM:
         rows *= layout.share(Part.STREAM) / layout.share(Part.WHOLE)
     if product.copies > 1:
-        copies = max(1, product.copies // layout.ep)
+        copies = layout.experts(product.copies)
         rows = rows * layout.ep / product.copies
     elif product.part is Part.COLUMNS:
         outputs = math.ceil(outputs / layout.tp)

@@ -34,7 +34,7 @@ gradients, each may fill the gaps of the other, so that only their sum or the gr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -122,17 +122,25 @@ class DataParallelCosts:
         workload: The work of the model that is trained.
         cluster: The machines that it runs on.
         cost: Function that gives the cost of a block under a layout.
+        bounds_smaller: Whether buckets that are smaller than the Plan's have to be bounded too.
     """
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, cost: Callable[[Block, Layout], BlockCost]
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        cost: Callable[[Block, Layout], BlockCost],
+        *,
+        bounds_smaller: bool = False,
     ) -> None:
+        self._bounds_smaller = bounds_smaller
         self._cluster = cluster
         self._cost = cost
         self._workload = workload
         self._ends = {workload.embedding, workload.end}
         self._known: dict[tuple[object, ...], _BucketsOfStage] = {}
         self._times: dict[tuple[object, ...], BucketTimes] = {}
+        self._last: tuple[SettledPlan, Runs, _BucketsOfStage] | None = None  # asked for several times
 
     def in_passes(self, plan: SettledPlan, stage: StageWork) -> tuple[float, float]:
         """Return the least exposed seconds in every forward and every backward of a stage."""
@@ -239,12 +247,15 @@ class DataParallelCosts:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
 
     def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> _BucketsOfStage:
+        if (last := self._last) is not None and plan is last[0] and stage.runs is last[1]:
+            return last[2]
         size = 0 if plan.sharding.cuts_weights else plan.bucket
         mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate, plan.pp, plan.order)
         key = (stage.runs, mesh, plan.shard, size, width, plan.reduce, plan.compress, plan.exchange)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = self._of_buckets(plan, stage.runs, width)
+        self._last = plan, stage.runs, found
         return found
 
     def _of_buckets(self, plan: SettledPlan, runs: Runs, width: int) -> _BucketsOfStage:
@@ -262,7 +273,7 @@ class DataParallelCosts:
         lowest_last = min((each.last for each, _ in layers), default=0)
         every, of_layers = together(timed), together(layers)
         first = together(each for each in layers if each[0].first == lowest)
-        return _BucketsOfStage(
+        found = _BucketsOfStage(
             reduce=every.reduce,
             last=last.reduce,
             meets=_meets(blocks, places, copies=plan.sharding.cuts_gradients),
@@ -281,6 +292,9 @@ class DataParallelCosts:
             most_load=max((_most_load(each, self._cluster) for each, _ in timed), default=0.0),
             copy=every.copy if plan.sharding.cuts_gradients else 0.0,
         )
+        if not self._bounds_smaller or plan.sharding.cuts_weights:
+            return found
+        return _or_smaller(found, begins=0 in roots, ends=len(blocks) - 1 in roots)
 
     def _of_bucket(self, bucket: Bucket, width: int, wire: Wire) -> BucketTimes:
         key = bucket.family, bucket.parameters, bucket.number, width, wire
@@ -288,6 +302,29 @@ class DataParallelCosts:
         if found is None:
             found = self._times[key] = bucket_times(bucket, width, self._cluster, wire)
         return found
+
+
+def _or_smaller(found: _BucketsOfStage, *, begins: bool, ends: bool) -> _BucketsOfStage:
+    """Return lower bounds on the seconds of these buckets, and of smaller ones, whose bytes take longer.
+
+    Smaller ones can be hidden but for those of the embedding and the end, which are equal in any size.
+
+    Args:
+        found: The buckets.
+        begins: Whether the first block is the embedding or the end.
+        ends: Whether the last block is one of these.
+    """
+    hidden = found.gather - found.first
+    return replace(
+        found,
+        last=found.last if begins else 0.0,
+        reduce_load=found.reduce_load if begins else _mean(found.reduce_loaded, found.reduce),
+        meets=found.meets[:1] if ends else (((), 0.0, found.reduce),),
+        first=0.0,
+        gather_load=_mean(found.gather_load * hidden, found.gather),
+        front=(),
+        after=(),
+    )
 
 
 def _meets(

@@ -18,6 +18,10 @@ product is one kernel for each of its weights, and twice as many in backward; fu
 three. A gradient that torch adds to its sum in fp32 is one. The call of a compiled graph takes `graph`
 seconds beside its kernels: guards, autograd's function, the outputs. An eager block with recompute=selective
 is such a graph, whose operators run one by one.
+
+Programs with fused kernels start the products and casts of each expert by themselves. The host starts none of
+these ahead: it first reads how many rows each expert got. So the device waits for what the host takes beyond
+the device's own seconds for all experts of a rank, in forward and in backward (`waits_for_experts`).
 """
 
 from __future__ import annotations
@@ -27,9 +31,10 @@ from typing import NamedTuple
 
 from shoal.cluster import Device
 from shoal.cost.layout import Layout
-from shoal.workload import Attention, Block, Pass, Product
+from shoal.cost.time.compute import operation_seconds
+from shoal.workload import Attention, Block, Operation, Pass, Product
 
-__all__ = ["Stretch", "starting_seconds", "starts_of", "waits_of"]
+__all__ = ["Stretch", "repeats", "starting_seconds", "starts_of", "waits_for_experts", "waits_of"]
 
 _OF_ATTENTION = (1, 3)  # kernels of fused attention, forward and backward
 _OF_UNFUSED = (4, 8)  # two products, softmax and dropout
@@ -77,17 +82,48 @@ def starts_of(block: Block, layout: Layout, recompute: str = "none") -> tuple[in
     forward, backward = 0, block.sums
     again = 0
     for operation in block.operations:
-        if isinstance(operation, Product):
-            started = operation.matrices, 2 * operation.matrices
-        elif isinstance(operation, Attention):
-            started = _OF_ATTENTION if operation.fused else _OF_UNFUSED
-        else:
-            started = operation.launches
+        started = _starts(operation, layout)
         forward += started[0]
         backward += started[1]
-        if recompute == "full" or (recompute == "selective" and isinstance(operation, Pass)):
+        if recompute == "full" or (recompute == "selective" and repeats(operation)):
             again += started[0]
     return forward, backward + again
+
+
+def repeats(operation: Operation) -> bool:
+    """Return whether a selective recompute makes an operation again: a pass, unless it says otherwise."""
+    return isinstance(operation, Pass) and operation.again
+
+
+def waits_for_experts(block: Block, device: Device, layout: Layout) -> tuple[float, float]:
+    """Return the seconds of forward and backward in which a device waits for its experts' kernels to start.
+
+    This is what the host takes to start them one by one, beyond what the device takes for them. It starts
+    none ahead: it first reads how many rows each expert got.
+    """
+    waits = [0.0, 0.0]
+    for operation in block.operations:
+        if isinstance(operation, Attention) or not _is_started_by_expert(operation):
+            continue
+        seconds = operation_seconds(operation, device, layout)
+        for index, started in enumerate(_starts(operation, layout)):
+            waits[index] += started * device.dispatch - (seconds.backward if index else seconds.forward)
+    return max(0.0, waits[0]), max(0.0, waits[1])
+
+
+def _is_started_by_expert(operation: Product | Pass) -> bool:
+    return operation.copies > 1 and not (isinstance(operation, Product) and operation.grouped)
+
+
+def _starts(operation: Operation, layout: Layout) -> tuple[int, int]:
+    """Return how many kernels the host starts for an operation's forward and backward."""
+    if isinstance(operation, Attention):
+        return _OF_ATTENTION if operation.fused else _OF_UNFUSED
+    times = layout.experts(operation.copies) if _is_started_by_expert(operation) else 1
+    if isinstance(operation, Product):
+        return times * operation.matrices, 2 * times * operation.matrices
+    forward, backward = operation.launches
+    return times * forward, times * backward
 
 
 def waits_of(stretches: Sequence[Stretch]) -> float:

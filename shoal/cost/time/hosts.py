@@ -2,6 +2,8 @@
 
 The waits of a micro-batch follow from all blocks together (`host.py`). They are shared out to the blocks
 whose start takes the host longer than the device needs, in proportion to the difference.
+
+Where devices differ, all ranks compile the same: what is quicker on the devices that take longest.
 """
 
 from __future__ import annotations
@@ -11,26 +13,31 @@ from dataclasses import replace
 from itertools import groupby
 
 from shoal.cluster import Cluster
+from shoal.cost.kinds import views_of
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.host import Stretch, waits_of
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
-__all__ = ["HostCosts", "settled_compile"]
+__all__ = ["HostCosts", "host_costs", "settled_compile"]
 
 
 class HostCosts:
-    """Computes and caches the costs of a Workload's blocks on a Cluster.
+    """Computes and caches the costs of a Workload's blocks on a Cluster of equal devices.
 
     Args:
         workload: The work of the model that is trained.
         cluster: The machines that it runs on.
+        together: Costs on all kinds of devices of a Cluster, which settle what is compiled; this one is added
+            to them. None if all devices are equal.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, together: list[HostCosts] | None = None) -> None:
         self._workload = workload
         self._cluster = cluster
+        self._together = [] if together is None else together
+        self._together.append(self)
         self._runs = [(block, sum(1 for _ in alike)) for block, alike in groupby(workload.pieces)]
         self._is_open = not cluster.cores and any(block.eager is not None for block, _ in self._runs)
         self._alone: dict[tuple[Block, Layout], BlockCost] = {}
@@ -59,7 +66,7 @@ class HostCosts:
         if found is None:
             found = layout._replace(compile="none")
             if self._is_open:
-                found = min((layout._replace(compile="blocks"), found), key=self._micro_batch)
+                found = min((layout._replace(compile="blocks"), found), key=self._longest)
             self._settled[layout] = found
         return found
 
@@ -76,8 +83,16 @@ class HostCosts:
             return waits_of(stretches)
         return max(0.0, sum(each.number * (each.host - each.device) for each in stretches))
 
-    def _micro_batch(self, layout: Layout) -> float:
-        """Return the seconds of all blocks for one micro-batch on one rank after another."""
+    def _longest(self, layout: Layout) -> float:
+        """Return the seconds of a micro-batch on the kind of devices that takes longest."""
+        return max(each.micro_batch(layout) for each in self._together)
+
+    def micro_batch(self, layout: Layout) -> float:
+        """Return the seconds of all blocks for one micro-batch on one rank after another.
+
+        Args:
+            layout: The layout, with its `compile` settled.
+        """
         return self.waits(layout) + sum(each.number * each.device for each in self._stretches(layout))
 
     def _share(self, layout: Layout) -> float:
@@ -113,6 +128,14 @@ class HostCosts:
         return found
 
 
+def host_costs(workload: Workload, cluster: Cluster) -> tuple[HostCosts, ...]:
+    """Return the costs on each kind of a Cluster's devices (`shoal.cost.kinds.views_of`)."""
+    together: list[HostCosts] = []
+    for view in views_of(cluster):
+        HostCosts(workload, view, together)
+    return tuple(together)
+
+
 def settled_compile(workload: Workload, cluster: Cluster, plan: SettledPlan) -> str:
     """Return what a Plan's `compile` means on these machines: "blocks" or "none".
 
@@ -124,7 +147,7 @@ def settled_compile(workload: Workload, cluster: Cluster, plan: SettledPlan) -> 
         cluster: The machines that it runs on.
         plan: The Plan, with its micro-batch settled. If its `compile` is not auto, that is the result.
     """
-    return HostCosts(workload, cluster).settled(Layout.of(plan)).compile
+    return host_costs(workload, cluster)[0].settled(Layout.of(plan)).compile
 
 
 def _waiting(cost: BlockCost, share: float) -> BlockCost:

@@ -12,7 +12,11 @@ __all__ = ["flop_costs", "pieces_by_stage"]
 
 
 def pieces_by_stage(
-    workload: Workload, plan: SettledPlan, microbatches: int, costs: Callable[[], Sequence[Cost]]
+    workload: Workload,
+    plan: SettledPlan,
+    microbatches: int,
+    costs: Callable[[], Sequence[Cost]],
+    paces: Callable[[], Sequence[float]] = tuple,
 ) -> tuple[range, ...]:
     """Return the pieces of each stage.
 
@@ -21,6 +25,8 @@ def pieces_by_stage(
         plan: The Plan, which says the stages and the split.
         microbatches: Number of micro-batches in a step.
         costs: Function that gives each piece's cost; called only if the split is by cost.
+        paces: Function that gives, by place along the pipeline, how many times these costs a piece has there;
+            an empty sequence if all are equal.
 
     Raises:
         PlanError: The model has fewer blocks than there are stages, or the split does not fit this model.
@@ -32,7 +38,10 @@ def pieces_by_stage(
         return ranges_of(split_by_count(layers, plan.stages))
     if plan.split != "cost":
         return ranges_of(parse_split(plan.split, layers))
-    return ranges_of(split_by_cost(costs(), plan.stages, plan.placement, microbatches=microbatches))
+    by_place = paces()
+    factors = [by_place[place] for place in plan.placement] if by_place else None
+    split = split_by_cost(costs(), plan.stages, plan.placement, microbatches=microbatches, factors=factors)
+    return ranges_of(split)
 
 
 def flop_costs(workload: Workload) -> list[Cost]:

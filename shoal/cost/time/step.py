@@ -18,41 +18,38 @@ micro-batches, and x the seconds of a message between stages:
 
 The bound is the largest of begin + work or laps + drain over all ranks, with data, update and the wait for
 the slowest rank. Communication beside compute slows the compute by `contention` times its own seconds.
+
+Where devices differ, each rank along the pipeline costs what it costs on those of its devices that take
+longest: `at` gives the costs there, which are those of a uniform Cluster.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.collectives.places import message_seconds
+from shoal.cost.collectives.places import alike_boundaries, message_seconds
+from shoal.cost.kinds import ByKind, Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
-from shoal.cost.time.hosts import HostCosts
+from shoal.cost.time.hosts import HostCosts, host_costs
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
 from shoal.cost.time.merges import Merge, merge_of
 from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.split import pieces_by_stage
-from shoal.cost.time.wire import SUM_WIDTH, Wire
+from shoal.cost.time.update import gradient_sum_bytes, update_bytes
 from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
-__all__ = ["UPDATE_BYTES", "Costs", "StageCost", "message_bytes"]
-
-UPDATE_BYTES = (
-    30  # Adam reads gradient, master weight, two moments; it writes the last three and a 16-bit weight
-)
-_NORM_BYTES = 4  # reads the sums of gradients
-_ADAM_BYTES = 28  # reads gradient, weight and two moments in fp32, writes the last three
-_COPY_BYTES = 6  # reads the weight in fp32, writes the 16-bit weight that computes
+__all__ = ["Costs", "StageCost", "message_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +101,47 @@ class Costs:
     Args:
         workload: The work of the model that is trained.
         cluster: The machines that it runs on.
+        hosts: The costs of its blocks; None to compute them.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, hosts: HostCosts | None = None) -> None:
+        views = views_of(cluster)
         self.workload = workload
-        self.cluster = cluster
-        self._hosts = HostCosts(workload, cluster)
+        self.cluster = cluster = views[0] if len(views) == 1 else cluster
+        every = host_costs(workload, cluster) if hosts is None else (hosts,)
+        self._hosts = every[0]
+        self._by_kind: ByKind[Costs] | None = None
+        if len(views) > 1:
+            each = [Costs(workload, *of_kind) for of_kind in zip(views, every, strict=True)]
+            self._by_kind = ByKind(Kinds(cluster), each, Costs._micro_batch)
         self._is_torch = any(piece.sums for piece in (*workload.layers[:1], workload.end))
         self._stages: dict[tuple[object, ...], tuple[StageCost, ...]] = {}
         self._cuts: dict[tuple[object, ...], list[_Held]] = {}
         self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
         self._sends: dict[tuple[object, ...], list[float]] = {}
+        self._alike_boundaries: dict[tuple[object, ...], Sequence[Boundary | None]] = {}
+        self._updates: dict[tuple[object, ...], float] = {}
         self._works: dict[StageWork, StageWork] = {}
         self._exchanges: dict[tuple[object, ...], dict[int, _Exchange]] = {}
-        self._data_parallel = DataParallelCosts(workload, cluster, self.block)
+        self._data_parallel = [  # with buckets of a Plan's size; with these or smaller ones
+            DataParallelCosts(workload, cluster, self.block, bounds_smaller=each) for each in (False, True)
+        ]
+
+    def at(self, plan: SettledPlan, place: int) -> Costs:
+        """Return the costs on the devices that a place along the pipeline waits for."""
+        return self if self._by_kind is None else self._by_kind.at(plan, place)
+
+    def all_at(self, plan: SettledPlan | None = None, place: int = 0) -> tuple[Costs, ...]:
+        """Return the costs on each kind of device, of all or of those at a place along the pipeline."""
+        return (self,) if self._by_kind is None else self._by_kind.all_at(plan, place)
+
+    def paces(self, plan: SettledPlan) -> Sequence[float]:
+        """Return, by place, how many times `piece_costs` a piece takes there; empty if devices are equal."""
+        return () if self._by_kind is None else self._by_kind.paces(plan)
+
+    def _micro_batch(self, layout: Layout) -> float:
+        """Return the seconds of a micro-batch of all blocks."""
+        return self._hosts.micro_batch(self.settled(layout))
 
     def least(self, plan: SettledPlan, batch: int, passes: float = 0.0) -> float:
         """Return a lower bound on the seconds of a step.
@@ -127,12 +151,19 @@ class Costs:
             batch: Samples of the step.
             passes: A lower bound on the seconds until the slowest rank has done its forwards and backwards.
         """
+        return self._least(plan, batch, passes)
+
+    def least_of_sizes(self, plan: SettledPlan, batch: int) -> float:
+        """Return a lower bound on the seconds of a step, with buckets of the Plan's size or smaller ones."""
+        return self._least(plan, batch, smaller=True)
+
+    def _least(self, plan: SettledPlan, batch: int, passes: float = 0.0, *, smaller: bool = False) -> float:
         count = plan.microbatches_of(batch)
         stages = self.stages(plan, count)
         works = _by_stage(plan, stages)
-        alike = self._alike(plan, works)
+        alike = self._alike(plan, works, smaller)
         exchanges = [alike[id(work)] for work in works]
-        gathered, before = [0.0] * plan.pp, []  # a rank gathers the weights of its stages one after another
+        gathered, before = [0.0] * plan.pp, []  # a rank gathers its stages' weights one after another
         for place, each in zip(plan.placement if plan.pp > 1 else (0,), exchanges, strict=True):
             before.append(gathered[place] + each.before)
             gathered[place] += each.gathered
@@ -143,28 +174,19 @@ class Costs:
         end = max(end * (1 + straggler_share(self.cluster)), passes + (min(after) if plan.pp > 1 else 0.0))
         return end + self.norm(plan) + self.update_of(plan, count)
 
-    def _alike(self, plan: SettledPlan, works: Sequence[StageWork]) -> dict[int, _Exchange]:
+    def _alike(self, plan: SettledPlan, works: Sequence[StageWork], smaller: bool) -> dict[int, _Exchange]:
         """Return what gradients and weights add to each stage, by identity: equal stages are one object."""
-        mesh = plan.pp, plan.dp, plan.replicate, plan.order
-        key = (
-            Layout.of(plan),
-            mesh,
-            plan.shard,
-            plan.bucket,
-            plan.reduce,
-            plan.has_halves,
-            plan.compress,
-            plan.exchange,
-        )
-        known = self._exchanges.setdefault(key, {})
-        for work in works:
+        mesh = Layout.of(plan), plan.pp, plan.dp, plan.replicate, plan.order
+        sent = plan.shard, plan.bucket, plan.reduce, plan.compress, plan.exchange
+        known = self._exchanges.setdefault((mesh, sent, plan.has_halves, smaller), {})
+        for place, work in zip(plan.placement if plan.pp > 1 else (0,), works, strict=True):
             if id(work) not in known:
-                known[id(work)] = self._exchange(plan, work)
+                known[id(work)] = self.at(plan, place)._exchange(plan, work, smaller)
         return known
 
-    def _exchange(self, plan: SettledPlan, work: StageWork) -> _Exchange:
-        """Return what gradients and weights add to a stage, at least."""
-        exchange = self._data_parallel
+    def _exchange(self, plan: SettledPlan, work: StageWork, smaller: bool) -> _Exchange:
+        """Return what gradients and weights add to a stage, at least; also with `smaller` buckets."""
+        exchange = self._data_parallel[smaller]
         forward, backward = exchange.in_passes(plan, work)
         back = _back(plan, work) if plan.has_halves else work.backward + backward
         return _Exchange(
@@ -185,38 +207,44 @@ class Costs:
         stops = count * sum(sum(work.stops) for work in stage.stages)
         return Beside(sum(each for each, _ in slowing), max(most for _, most in slowing), stops)
 
-    def least_after(self, plan: SettledPlan, count: int) -> float:
-        """Return the least seconds of a step after all passes, with buckets of the Plan's size or smaller."""
-        after = 0.0
-        if plan.pp > 1:
-            works = _by_stage(plan, self.stages(plan, count))
-            alike = self._alike(plan, works)
-            after = min(alike[id(work)].after for work in works)
-        return after + self.norm(plan) + self.update_of(plan, count)
-
     def update_of(self, plan: SettledPlan, count: int) -> float:
         """Return the seconds of the slowest rank's optimizer, of its sums of gradients, and of its merges."""
-        return max(
-            self.after(plan, held, count) + self.merge(plan, held, count).seconds
-            for held in {each.parameters for each in self.stages(plan, count)}
-        )
+        stages = self.stages(plan, count)
+        mesh = plan.dp, plan.replicate, plan.order
+        key = id(stages), mesh, plan.shard, count, plan.reduce, plan.compress, plan.exchanged
+        found = self._updates.get(key)
+        if found is None:
+            ranks = enumerate(stages)
+            places = {(each.parameters, self.all_at(plan, place)): place for place, each in ranks}
+            found = self._updates[key] = max(
+                self.after_at(plan, place, held, count)
+                + self.at(plan, place).merge(plan, held, count).seconds
+                for (held, _), place in places.items()
+            )
+        return found
+
+    def after_at(self, plan: SettledPlan, place: int, parameters: Parameters, count: int) -> float:
+        """Return the seconds of `after` on those devices at a place along the pipeline that take longest."""
+        return max(each.after(plan, parameters, count) for each in self.all_at(plan, place))
 
     def least_of_passes(self, plan: SettledPlan, count: int) -> float:
         """Return a lower bound on the seconds of `count` micro-batches, for any sharding of the state."""
-        stages = self.stages(plan, count)
-        unsharded = [
-            Passes(each.forward, each.backward, _back(plan, each)) for each in _by_stage(plan, stages)
-        ]
+        works = _by_stage(plan, self.stages(plan, count))
+        unsharded = [Passes(each.forward, each.backward, _back(plan, each)) for each in works]
         return least_end(plan, unsharded, self.sends(plan), count)
 
     def sends(self, plan: SettledPlan) -> list[float]:
         """Return the seconds of a message from each stage to the next; 0 where both are on one rank."""
-        key = Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.order
+        groups, placement = Groups.of(plan), plan.placement if plan.pp > 1 else (0,)
+        nbytes = message_bytes(Layout.of(plan), self.workload)
+        key = nbytes, groups.pp, groups.stage, placement
         found = self._sends.get(key)
         if found is None:
-            pairs = list(itertools.pairwise(plan.placement if plan.pp > 1 else (0,)))
-            known = {pair: 0.0 if pair[0] == pair[1] else self.send(plan, *pair) for pair in set(pairs)}
-            found = self._sends[key] = [known[pair] for pair in pairs]
+            known = self._alike_boundaries.get(key[1:])
+            if known is None:
+                known = self._alike_boundaries[key[1:]] = alike_boundaries(plan, placement, self.cluster)
+            seconds = {each: message_seconds(nbytes, each, self.cluster) for each in set(known) if each}
+            found = self._sends[key] = [seconds[each] if each else 0.0 for each in known]
         return found
 
     def norm(self, plan: SettledPlan) -> float:
@@ -224,7 +252,9 @@ class Costs:
         return collective_seconds("all_reduce", 8, Groups.of(plan).parts, self.cluster)
 
     def block(self, block: Block, layout: Layout) -> BlockCost:
-        """Return the cost of a block on a rank for one micro-batch, with the device's waits for the host."""
+        """Return the cost of a block with waits for the host; where devices differ, of the longest."""
+        if self._by_kind is not None:
+            return self._by_kind.longest(layout).block(block, layout)
         return self._hosts.block(block, layout)
 
     def settled(self, layout: Layout) -> Layout:
@@ -234,24 +264,30 @@ class Costs:
     def stages(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
         """Return, by rank along pp, the cost of its stages together for one micro-batch."""
         layout = Layout.of(plan)
-        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, count if plan.split == "cost" else 0
+        where = () if self._by_kind is None else (plan.dp, plan.order)
+        by_cost = count if plan.split == "cost" else 0
+        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, where
         found = self._stages.get(key)
         if found is None:
             held = self._cut(plan, count) if plan.split == "cost" else self._cuts.get(key[1:])
             if held is None:
                 held = self._cuts[key[1:]] = self._cut(plan, count)
-            found = self._stages[key] = tuple([self._rank(blocks, layout) for blocks in held])
+            ranks = [self.at(plan, place)._rank(blocks, layout) for place, blocks in enumerate(held)]
+            found = self._stages[key] = tuple(ranks)
         return found
 
     def piece_costs(self, layout: Layout) -> list[Cost]:
-        """Return the cost of each block, for splitting stages."""
+        """Return the cost of each block, for splitting stages; where devices differ, on the first of them."""
+        if self._by_kind is not None:
+            return self.all_at()[0].piece_costs(layout)
         costs = [self.block(piece, layout) for piece in self.workload.pieces]
         return [Cost(each.forward, each.backward) for each in costs]
 
     def blocks_of(self, plan: SettledPlan, count: int) -> list[Sequence[Block]]:
         """Return the blocks of each stage of the whole pipeline; one stage without a pipeline."""
         pieces = self.workload.pieces
-        ranges = pieces_by_stage(self.workload, plan, count, lambda: self.piece_costs(Layout.of(plan)))
+        costs, paces = partial(self.piece_costs, Layout.of(plan)), partial(self.paces, plan)
+        ranges = pieces_by_stage(self.workload, plan, count, costs, paces)
         return [pieces[each.start : each.stop] for each in ranges]
 
     def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:
@@ -330,7 +366,7 @@ class Costs:
 
     def merge(self, plan: SettledPlan, parameters: Parameters, count: int) -> Merge:
         """Return a step's share of the merges of what workers changed; nothing if they do not."""
-        if not plan.exchanged.merges:
+        if not (plan.exchanged.merges or plan.exchanged.is_served):
             return Merge()
         works = [each.stages for each in self.stages(plan, count)]
         beside = count * min(sum(work.forward + work.backward for work in each) for each in works)
@@ -338,29 +374,12 @@ class Costs:
 
     def update(self, plan: SettledPlan, parameters: Parameters) -> float:
         """Return the seconds of the optimizer's passes over the rank's shard of these parameters."""
-        nbytes = UPDATE_BYTES
-        if self._is_torch:
-            nbytes = _NORM_BYTES + _ADAM_BYTES + (_COPY_BYTES if plan.element_bytes == 2 else 0)
-        return stream_seconds(self.cluster.device, nbytes * owned_by_rank(parameters, plan), 4)
+        return stream_seconds(self.cluster.device, update_bytes(plan, parameters, is_torch=self._is_torch), 4)
 
     def gradient_sums(self, plan: SettledPlan, parameters: Parameters, count: int) -> float:
-        """Return the seconds in which torch adds the gradients of `count` micro-batches to sums in fp32.
-
-        The first gradient is copied. Products may add them without a pass. If each is copied to a bucket that
-        ranks reduce at once, there is no pass here. With reduce=bf16 the sums are cast, and cast back.
-        """
-        dense = Groups.of(plan).dense
-        ranks = dense.shards.size * dense.summed.size
-        if plan.sharding.cuts_gradients and dense.shards.size > 1:
-            return 0.0
-        nbytes = 0
-        if self._is_torch:
-            nbytes = count * (plan.element_bytes + SUM_WIDTH) + (count - 1) * SUM_WIDTH
-        sent = Wire.of(plan, self.workload).width
-        if ranks > 1 and sent != SUM_WIDTH:
-            nbytes += 2 * (SUM_WIDTH + sent)
-        held = parameters.whole + parameters.divided + parameters.experts
-        return stream_seconds(self.cluster.device, float(nbytes * held), 0)
+        """Return the seconds in which torch adds the gradients of `count` micro-batches to sums in fp32."""
+        nbytes = gradient_sum_bytes(plan, parameters, count, self.workload, is_torch=self._is_torch)
+        return stream_seconds(self.cluster.device, nbytes, 0)
 
 
 def _by_stage(plan: SettledPlan, stages: Sequence[StageCost]) -> list[StageWork]:

@@ -159,16 +159,23 @@ def payload_bytes(compression: Compression, elements: float) -> float:
 
 
 def low_rank_share(compression: Compression, workload: Workload) -> float:
-    """Return the elements of factors for each element of the workload's matrices; 0 but for powersgd."""
+    """Return the elements sent for each element of the workload's parameters; 0 but for powersgd.
+
+    A table that is looked up counts as the other matrices do. Vectors, such as norms, are sent whole.
+    """
     if compression.kind != "powersgd":
         return 0.0
     rank, held, sent = compression.number, 0, 0
-    for block in (workload.embedding, *workload.layers, workload.end):
+    for block in (*workload.layers, workload.end):
+        matrices = 0
         for each in block.operations:
             if isinstance(each, Product):
                 elements = each.inputs * each.outputs
-                held += elements
-                sent += min(rank * (each.inputs + each.outputs), elements)
+                matrices += each.copies * elements
+                sent += each.copies * min(rank * (each.matrices * each.inputs + each.outputs), elements)
+        others = block.parameters.total
+        vectors = others if others < matrices else others - matrices  # a tied head is not the end's own
+        held, sent = held + matrices + vectors, sent + vectors
     return sent / held if held else 1.0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
+from torch.nn.functional import linear
 
 from shoal.parallel.communication import Axis, Pending, new_buffer
 
@@ -59,7 +60,11 @@ class LowRankSum:
 
 @final
 class _Summing:
-    """The two all-reduces of one exchange; the second begins when the first is waited for."""
+    """The two all-reduces of one exchange; the second begins when the first is waited for.
+
+    Products with factors are written with the factor's few rows first: on a core M^T P of 3.3 million
+    elements takes 5.5 ms, and (P^T M)^T 0.6 ms.
+    """
 
     def __init__(
         self, axis: Axis, tensors: Sequence[tuple[torch.Tensor, torch.Tensor | None]], name: str
@@ -68,7 +73,7 @@ class _Summing:
         self._name = name
         self._whole = [tensor for tensor, factor in tensors if factor is None]
         self._pairs = [(tensor, factor) for tensor, factor in tensors if factor is not None]
-        left = [tensor.flatten(1) @ factor for tensor, factor in self._pairs]
+        left = [linear(factor.T.contiguous(), tensor.flatten(1)).T for tensor, factor in self._pairs]
         self._sent = self._packed([*left, *self._whole])
         self._pending = axis.all_reduce(self._sent, name)
 
@@ -82,7 +87,7 @@ class _Summing:
         if not self._pairs:
             return
         left = [torch.linalg.qr(each).Q for each in summed[: len(shapes)]]
-        right = [tensor.flatten(1).T @ each for (tensor, _), each in zip(self._pairs, left, strict=True)]
+        right = [(each.T @ tensor.flatten(1)).T for (tensor, _), each in zip(self._pairs, left, strict=True)]
         sent = self._packed(right)
         self._axis.all_reduce(sent, self._name).wait()
         sums = self._unpacked(sent, [tuple(factor.shape) for _, factor in self._pairs])

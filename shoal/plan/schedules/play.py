@@ -137,12 +137,13 @@ def play(schedule: Schedule, times: Times) -> Played:
     """
     require_times_of(times, schedule.stages)
     precedence = Precedence.of(schedule.placement, schedule.microbatches, times.transfer)
-    rows = [[precedence.number(action) for action in row] for row in schedule.table]
+    rows = [precedence.numbers(row) for row in schedule.table]
     durations = precedence.durations(times.forward, times.input, times.weight)
+    wholes = [input + weight for input, weight in zip(times.input, times.weight, strict=True)]
     for row, numbers in zip(schedule.table, rows, strict=True):
         for action, number in zip(row, numbers, strict=True):
             if action.work is Work.BACKWARD:
-                durations[number] = times.of(action)
+                durations[number] = wholes[action.stage]
     starts, stops, positions = precedence.play(rows, durations)
     if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
         raise PlanError(

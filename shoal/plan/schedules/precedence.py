@@ -64,6 +64,16 @@ class Precedence:
         """Return the action's number; I and B share one."""
         return _KIND[action.work] * self.size + action.stage * self.microbatches + action.microbatch
 
+    def numbers(self, row: Sequence[Action]) -> list[int]:
+        """Return the numbers of a rank's actions."""
+        firsts = 0, self.size, 2 * self.size
+        return [
+            firsts[0 if (work := action.work) is Work.FORWARD else 2 if work is Work.WEIGHT else 1]
+            + action.stage * self.microbatches
+            + action.microbatch
+            for action in row
+        ]
+
     def action(self, number: int) -> Action:
         """Return the action with a number; I if I and B share it."""
         kind, rest = divmod(number, self.size)

@@ -1,0 +1,187 @@
+"""Training with a worker that is slower than the others, or absent for a while: measured beside predicted.
+
+    python benchmarks/slow_worker.py [--rounds 5] [--slower 3]
+
+Four workers train a small model, one process each. A worker's loss waits for the time of a share, as a host
+waits for its device, so that this machine's cores are not the limit. Measured first, with one worker each:
+the seconds of a share, and of an exchange with a server. From these `shoal.simulate.course_of` predicts the
+shares a second of every way of exchange. Ways are measured in turns; prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal.bench.machine import describe
+from shoal.plan import Plan
+from shoal.server import Server, Servers
+from shoal.simulate import Meeting, course_of
+from shoal.train import OptimizerConfig, Trainer
+
+__all__ = ["main"]
+
+WORKERS = 4
+SHARE = 0.04  # seconds of a share of a worker that is not slow
+WIDTH = 256
+EVERY = 10
+
+WAYS = {
+    "in each step": "dp=4",
+    "merges": f"dp=4,exchange=local,every={EVERY}",
+    "servers, in rounds": "dp=4,exchange=server",
+    "servers, staleness=4": "dp=4,exchange=server,staleness=4",
+    "servers, staleness=inf": "dp=4,exchange=server,staleness=inf",
+    "servers, merges, quorum=3": f"dp=4,exchange=local,every={EVERY},servers=1,quorum=3,grace=0.05",
+}
+
+
+class Data(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Random samples."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        sample = torch.full((WIDTH,), 0.01 * index)
+        return sample, sample
+
+
+class Waiting:
+    """A loss that takes a time, as if a device computed."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def __call__(self, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        time.sleep(self._seconds)
+        return nn.functional.mse_loss(output, targets)
+
+
+def work(
+    plan: str, number: int, steps: int, seconds: float, address: Any, port: int, ready: Any, told: Any
+) -> None:
+    """Train as one worker; tell when it began and ended, and its shares."""
+    torch.set_num_threads(1)
+    workers = Plan.parse(plan).dp
+    if address is None and workers > 1:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+        dist.init_process_group("shoal", rank=number, world_size=workers)
+    servers = None if address is None else Servers([address], "word")
+    torch.manual_seed(0)
+    trainer = Trainer(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+        Data(),
+        plan,
+        batch=2 * workers,
+        steps=steps,
+        loss=Waiting(seconds),
+        optimizer=OptimizerConfig(learning_rate=1e-4, clip=None),
+        servers=servers,
+    )
+    ready.wait()
+    began, shares = time.time(), 0
+    while trainer.step_count < steps:
+        trainer.step()
+        shares += 1
+    told.put((number, began, time.time(), shares))
+    trainer.workers.leave()
+    trainer.close()
+
+
+def serve(told: Any) -> None:
+    """Serve as the parameter server."""
+    server = Server(0, "word")
+    told.put(server.address)
+    server.run()
+
+
+def measured(plan: str, speeds: Sequence[float], steps: int) -> float:
+    """Return the shares a second of workers that take these seconds for a share."""
+    context = multiprocessing.get_context("fork")
+    told, addresses = context.Queue(), context.Queue()
+    ready = context.Barrier(len(speeds))
+    processes, address = [], None
+    if Plan.parse(plan).exchanged.is_served:
+        processes.append(context.Process(target=serve, args=(addresses,)))
+        processes[0].start()
+        address = addresses.get()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for number, each in enumerate(speeds):
+        arguments = (plan, number, steps, each, address, port, ready, told)
+        processes.append(context.Process(target=work, args=arguments))
+        processes[-1].start()
+    came: list[tuple[int, float, float, int]] = [told.get(timeout=300) for _ in speeds]
+    for process in processes:
+        process.join(30)
+    seconds = max(end for _, _, end, _ in came) - min(begin for _, begin, _, _ in came)
+    return sum(shares for _, _, _, shares in came) / seconds
+
+
+def meeting_under(plan: str, exchange: float, average: float) -> Meeting:
+    """Return how workers meet, with the measured seconds of an exchange with a server and of an average."""
+    exchanged = Plan.parse(plan).exchanged
+    every = exchanged.every if exchanged.merges else 1
+    if not exchanged.is_served:
+        return Meeting(every=every, alone=average / 2)
+    return Meeting(
+        every=every,
+        staleness=exchanged.staleness,
+        quorum=exchanged.quorum,
+        grace=exchanged.grace,
+        alone=exchange / 2,
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5, help="default 5")
+    parser.add_argument("--slower", type=float, default=3.0, help="factor of worker 0; default 3")
+    parser.add_argument("--steps", type=int, default=60, help="steps of a training; default 60")
+    options = parser.parse_args(arguments)
+    alone = partial(measured, speeds=[SHARE], steps=options.steps)
+    share = 1 / alone("dp=1")
+    exchange = 1 / alone("dp=1,exchange=server") - share
+    average = WORKERS / measured("dp=4", [SHARE] * WORKERS, options.steps) - share
+    extra = share - SHARE
+    speeds = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)]
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(options.rounds):
+        for way in WAYS if turn % 2 == 0 else reversed(WAYS):
+            found[way].append(measured(WAYS[way], speeds, options.steps))
+    print(
+        f"{describe()}\n\nA share takes {share * 1e3:.1f} ms, an exchange with a server "
+        f"{exchange * 1e3:.1f} ms, an average {average * 1e3:.1f} ms. {WORKERS} workers, one of which takes "
+        f"{options.slower:g} times as long for what is waited for in a share; {options.steps} steps; "
+        f"median and range of {options.rounds} rounds.\n\n| way | shares/s | predicted | error | "
+        "against each step, measured | predicted |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    base: tuple[float, float] | None = None
+    for way, rates in found.items():
+        meeting = meeting_under(WAYS[way], exchange, average)
+        each = [seconds + extra for seconds in speeds]
+        predicted = course_of(meeting, each, WORKERS * options.steps).rate
+        rate = median(rates)
+        base = base or (rate, predicted)
+        print(
+            f"| {way} | {rate:.1f} ({min(rates):.1f} to {max(rates):.1f}) | {predicted:.1f} | "
+            f"{predicted / rate - 1:+.1%} | {rate / base[0]:.2f} | {predicted / base[1]:.2f} |"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The kinds of devices on which each stage of a Plan sits, where a Cluster has several.
+
+Ranks fill a Cluster's parts in order. The ranks of place p along a pipeline of `pp` places, whose neighbours
+are `stride` ranks apart, are those r with (r // stride) mod pp = p. All ranks of a place do the same work,
+and wait for one another at each collective. So the devices of a place that take longest for a micro-batch of
+all blocks bound it, and those with the least memory limit it. The optimizer waits for the devices that are
+slowest with it. Each place costs what it would cost on a Cluster of such devices alone.
+
+Links are those of the Cluster's levels, whichever parts they join. Each replica of the model counts as if it
+had the slowest devices of every place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from shoal.cluster import Cluster, devices_of, every_device
+from shoal.cost.layout import Layout
+from shoal.plan import Plan, SettledPlan
+from shoal.plan.order import AXES, DEFAULT_ORDER, strides_of
+
+__all__ = ["ByKind", "Kinds", "views_of"]
+
+T = TypeVar("T")
+
+
+def views_of(cluster: Cluster) -> tuple[Cluster, ...]:
+    """Return a uniform Cluster for each kind of device; a uniform Cluster alone is its own view."""
+    if not cluster.parts:
+        return (cluster,)
+    return tuple(every_device(cluster, device) for device in devices_of(cluster))
+
+
+class Kinds:
+    """Where the kinds of a Cluster's devices are; kinds have the numbers that they have in `views_of`.
+
+    Args:
+        cluster: The Cluster.
+
+    Attributes:
+        number: Number of kinds.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        devices = devices_of(cluster)
+        self.number = len(devices)
+        self._tightness = tuple(cluster.device.memory / device.memory for device in devices)
+        self._is_plain = not cluster.parts
+        self._bounds: list[tuple[int, int, int]] = []  # kind, first rank, rank after the last
+        begin = 0
+        for part in cluster.parts:
+            self._bounds.append((devices.index(part.at_pace), begin, begin + part.devices))
+            begin += part.devices
+        self._known: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
+
+    def by_place(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
+        """Return the kinds of each place along the pipeline of a Plan."""
+        stride = plan.ranks // plan.pp
+        if plan.order != DEFAULT_ORDER and plan.pp > 1:
+            sizes = plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp
+            stride = strides_of(plan.order, dict(zip(AXES, sizes, strict=True)))["pp"]
+        return self.of_pipeline(plan.pp, stride, plan.ranks)
+
+    def of_pipeline(self, pp: int, stride: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+        """Return the kinds of each place along a pipeline.
+
+        Args:
+            pp: Number of places.
+            stride: Ranks from one place to the next.
+            ranks: Number of all ranks. If they are more than the Cluster has, the last part has the rest.
+        """
+        key = pp, stride, ranks
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = tuple(self._of_place(place, *key) for place in range(pp))
+        return found
+
+    def tightness(self, kinds: Sequence[int]) -> float:
+        """Return the memory of the Cluster's `device` over the least memory of these kinds; 1 if uniform."""
+        return 1.0 if self._is_plain else max(self._tightness[kind] for kind in kinds)
+
+    def _of_place(self, place: int, pp: int, stride: int, ranks: int) -> tuple[int, ...]:
+        """Return the kinds of one place, in the order of `views_of`."""
+        found = set()
+        for number, (kind, begin, end) in enumerate(self._bounds):
+            stop = ranks if number == len(self._bounds) - 1 else min(end, ranks)
+            into = (begin - place * stride) % (pp * stride)  # from the start of the place's ranks
+            first = begin if into < stride else begin + pp * stride - into
+            if first < stop:
+                found.add(kind)
+        return tuple(sorted(found)) if found else (0,)
+
+
+class ByKind(Generic[T]):
+    """The costs on each kind of device, and those that bound each place along a pipeline.
+
+    Of the kinds at a place, the one that takes longest for a micro-batch of all blocks bounds it.
+
+    Args:
+        kinds: Where the kinds are.
+        costs: The costs on each kind.
+        seconds: Function that gives the seconds of a micro-batch of all blocks, by these costs.
+    """
+
+    def __init__(self, kinds: Kinds, costs: Sequence[T], seconds: Callable[[T, Layout], float]) -> None:
+        self._kinds = kinds
+        self._costs = tuple(costs)
+        self._seconds = seconds
+        self._known: dict[Layout, list[float]] = {}
+
+    def all_at(self, plan: Plan | None = None, place: int = 0) -> tuple[T, ...]:
+        """Return the costs on each kind of device, of all or of those at a place."""
+        return (
+            self._costs
+            if plan is None
+            else tuple(self._costs[kind] for kind in self._kinds.by_place(plan)[place])
+        )
+
+    def at(self, plan: SettledPlan, place: int) -> T:
+        """Return the costs on those devices at a place that take longest."""
+        return self.longest(Layout.of(plan), self._kinds.by_place(plan)[place])
+
+    def longest(self, layout: Layout, kinds: tuple[int, ...] | None = None) -> T:
+        """Return the costs on the kind, of these or of all, that takes longest under a layout."""
+        seconds = self._seconds_of(layout)
+        return self._costs[max(range(len(seconds)) if kinds is None else kinds, key=seconds.__getitem__)]
+
+    def paces(self, plan: SettledPlan) -> list[float]:
+        """Return, by place, the seconds of a micro-batch there over those on the first kind."""
+        seconds = self._seconds_of(Layout.of(plan))
+        return [max(seconds[kind] for kind in kinds) / seconds[0] for kinds in self._kinds.by_place(plan)]
+
+    def _seconds_of(self, layout: Layout) -> list[float]:
+        """Return the seconds of a micro-batch of all blocks on each kind."""
+        found = self._known.get(layout)
+        if found is None:
+            found = self._known[layout] = [self._seconds(each, layout) for each in self._costs]
+        return found

@@ -1,0 +1,311 @@
+"""Updates on parameter servers: a worker sends what it learnt, and takes the values that all workers share.
+
+With `exchange=server` a worker sends the gradient of each step, and the optimizer's step is made on the
+servers (Li et al., OSDI 2014). With `exchange=local` and servers it makes `every` steps by itself, and sends
+what these changed; the servers make the outer step (`local_updates.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from shoal.checkpoint import Coordinator
+from shoal.errors import LayoutError
+from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.exchange.served_state import give_state, take_state
+from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
+from shoal.parallel.owned import Owned, local_part
+from shoal.parallel.parallel import Parallel
+from shoal.record import NullRecorder, Recorder
+from shoal.server import Blueprint, Decision, Servers, Terms
+from shoal.timeline import Kind, Lane, Purpose
+
+__all__ = ["ServedUpdates"]
+
+
+@final
+class ServedUpdates(Composed):
+    """Step the optimizer of a model on parameter servers, as one worker of several.
+
+        parallel = shoal.parallelize(model, plan.of_worker())
+        optimizer = ServedUpdates(parallel, torch.optim.AdamW(parallel.parameters()), servers, terms, ranks)
+        while (share := optimizer.share()) is not None:
+            ...  # backward of the share-th part of the data
+            optimizer.step()
+
+    Args:
+        parallel: The model as the ranks of this worker have it.
+        optimizer: The optimizer. Its update of an element must depend on no other element.
+        servers: The servers.
+        terms: What the workers go by.
+        ranks: The ranks of this worker.
+        outer: Learning rate and Nesterov momentum of the outer gradient, for workers that make steps by
+            themselves; None for workers that send each gradient.
+        first: The first share of the training.
+        recorder: Recorder of spans.
+
+    Attributes:
+        decision: What the servers answered last; None before the first answer.
+        worker: This worker's number; -1 before it has joined.
+        staleness: Updates that others made between this worker's last values and its last contribution; the
+            largest over the servers.
+        leads: Whether this worker is the one that validates and saves.
+        first: The first share of the training, before this worker has joined.
+        finished: Shares that all workers have finished.
+        complete: Shares from the first one on that are all finished.
+        counted: Those of `finished` that this worker's caller has taken note of.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        optimizer: Optimizer,
+        servers: Servers,
+        terms: Terms,
+        ranks: Coordinator,
+        *,
+        outer: tuple[float, float] | None = None,
+        first: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(optimizer.param_groups, {})
+        if isinstance(optimizer, Composed):
+            raise LayoutError(
+                f"parameter servers were given {title_of(optimizer)}, whose update of an element depends on "
+                "others",
+                possible="optimizers that update each element by itself: adamw, sgd, lion",
+                change="choose one of these, or exchange=local without servers",
+            )
+        self._parallel, self._inner, self._servers, self._terms, self._ranks = (
+            parallel,
+            optimizer,
+            servers,
+            terms,
+            ranks,
+        )
+        self._recorder = recorder if recorder is not None else NullRecorder()
+        self._is_local = outer is not None
+        self._outer = OuterState(parallel.owned)
+        self._rates_of_outer = outer
+        stepped: Optimizer = optimizer
+        if outer is not None:
+            rate, momentum = outer
+            parameters = [each.parameter for each in parallel.owned]
+            stepped = SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
+        self._stepped = stepped  # what the servers step
+        places = [(each.parameter, each.local.numel()) for each in parallel.owned]
+        self._blueprint = Blueprint.of(stepped, places)
+        self._sent = torch.zeros(self._blueprint.elements)
+        self._values = torch.zeros(self._blueprint.elements)
+        self._versions: list[int] = []
+        self._shares: list[int] = []
+        self._clock = 0
+        self._made = 0  # steps since the last contribution, without those that were left out
+        self.first = first
+        self.worker = -1
+        self.staleness = 0
+        self.finished = self.complete = self.counted = first
+        self.leads = False
+        self.decision: Decision | None = None
+
+    @property
+    def title(self) -> str:
+        """See `Composed.title`."""
+        return title_of(self._inner)
+
+    @property
+    def has_merged(self) -> bool:
+        """Whether this worker has just taken the servers' values."""
+        return self.decision is not None and tuple(self._shares) == self.decision.shares
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no share is left for this worker."""
+        return self.worker >= 0 and not self._shares
+
+    def share(self) -> int | None:
+        """Return the share of the data to train on next; None if none is left. Joins at the first call."""
+        if self.worker < 0:
+            self._join()
+        return self._shares[0] if self._shares else None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step: on the servers, or by this worker; exchange when it is due."""
+        loss = loss_of(closure)
+        copy_settings(self.param_groups, self._inner.param_groups)
+        self._made += 1
+        if self._is_local:
+            self._inner.step()
+        self._advance()
+        return loss
+
+    @torch.no_grad()
+    def pass_over(self) -> None:
+        """Count a step that this worker leaves out; exchange when it is due."""
+        self._advance()
+        self._parallel.changed()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Take the values and the optimizer's state from the servers, to be saved."""
+        if self.worker < 0:
+            return
+        fetched = self._servers.fetch(self._ranks.rank, self._values)
+        windows = self._servers.windows(self._blueprint.elements)
+        take_state(self._stepped, self._parallel.owned, self._blueprint, windows, fetched)
+        self._unpack(self._values)
+        if self._is_local:
+            for owned in self._parallel.owned:
+                state = self._stepped.state.get(owned.parameter, {})
+                if (momentum := state.get("momentum_buffer")) is not None:
+                    self._outer.momentum(owned).copy_(local_part(momentum))
+        self._parallel.changed()
+        self.show()
+
+    def leave(self) -> None:
+        """Leave the training. The last worker ends the servers, after it has saved."""
+        if self.worker >= 0 and self._ranks.rank == 0:
+            self._servers.leave(self.worker, is_last=self.leads and not self._shares)
+        self._servers.close()
+
+    def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
+        """See `Composed.parts`."""
+        return [(self._inner, owned), *([(self._outer, owned)] if self._is_local else [])]
+
+    def show(self) -> None:
+        """See `Composed.show`."""
+        self.state = defaultdict(
+            dict,
+            {
+                each.parameter: {
+                    **self._inner.state.get(each.parameter, {}),
+                    **(self._outer.state[each.parameter] if self._is_local else {}),
+                }
+                for each in self._parallel.owned
+            },
+        )
+
+    def take(self) -> None:
+        """See `Composed.take`."""
+        copy_settings(self.param_groups, self._inner.param_groups)
+        outer: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for parameter, state in self.state.items():
+            for key, value in state.items():
+                (outer if key.startswith(OuterState.PREFIX) else inner)[parameter][key] = value
+        self._outer.state, self._inner.state = outer, inner
+
+    def _join(self) -> None:
+        """Join the training, give the servers the first values, and take theirs."""
+        ticket = self._servers.join(self._terms, self.first) if self._ranks.rank == 0 else None
+        ticket = self._ranks.all_gather_object(ticket)[0]
+        assert ticket is not None
+        self.worker, self._clock, self._shares = ticket.worker, ticket.clock, list(ticket.shares)
+        self.leads, self.finished, self.counted = ticket.leads, ticket.finished, ticket.finished
+        self._pack([each.local for each in self._parallel.owned], self._values)
+        windows = self._servers.windows(self._blueprint.elements)
+        states = self._states_to_give(windows)
+        self._versions = self._servers.begin(self._ranks.rank, self._blueprint, self._values, states)
+        nothing = Decision(ticket.shares, 0, 0, self.leads)
+        self._versions = self._servers.pull(self._ranks.rank, self._values, nothing, self._terms.patience)
+        self._unpack(self._values)
+
+    def _states_to_give(self, windows: Sequence[slice]) -> Any:
+        if self._is_local:
+            for owned in self._parallel.owned:
+                if "outer_momentum" in self._outer.state[owned.parameter]:
+                    self._stepped.state[owned.parameter]["momentum_buffer"] = self._outer.momentum(owned)
+        return give_state(self._stepped, self._parallel.owned, self._blueprint, windows)
+
+    def _advance(self) -> None:
+        """Finish a share, and exchange if it was the last of those that this worker was given."""
+        self._shares.pop(0)
+        if self._shares:
+            return
+        self._push()
+        decision = None
+        told = self._ranks.all_gather_object(self.staleness)  # all ranks have pushed
+        if self._ranks.rank == 0:
+            with self._talking("arrive", 0):
+                decision = self._servers.arrive(self.worker, self._clock, float(self._made))
+        decision = self._ranks.all_gather_object(decision)[0]
+        assert decision is not None
+        self._note(decision, max(told))
+        with self._talking("pull:values", self._values.nbytes):
+            self._versions = self._servers.pull(
+                self._ranks.rank, self._values, decision, self._terms.patience
+            )
+        self._unpack(self._values)
+
+    def _push(self) -> None:
+        """Send the servers what this worker has learnt, if it has."""
+        if not self._made:
+            return
+        owned = self._parallel.owned
+        if self._is_local:
+            self._pack([each.local for each in owned], self._sent)
+            torch.sub(self._values, self._sent, out=self._sent)
+            rates = [group["lr"] for group in self._stepped.param_groups]
+        else:
+            gradients = [each.gradient for each in owned]
+            zeros = [
+                torch.zeros_like(each.local) if one is None else one
+                for each, one in zip(owned, gradients, strict=True)
+            ]
+            self._pack(zeros, self._sent)
+            rates = [group["lr"] for group in self.param_groups]
+        with self._talking("push:gradients", self._sent.nbytes):
+            stale = self._servers.push(
+                self._ranks.rank,
+                self._sent,
+                rates,
+                worker=self.worker,
+                clock=self._clock,
+                base=None if self._terms.has_rounds else self._versions,
+            )
+        self.staleness = max(stale, default=0)
+
+    def _note(self, decision: Decision, staleness: int) -> None:
+        """Take note of what the servers answered."""
+        workers = [worker for worker, _ in decision.members]
+        if self.worker in workers:
+            staleness = decision.staleness[workers.index(self.worker)]
+        self.staleness = staleness
+        self.decision, self.leads = decision, decision.leads
+        self.finished, self.complete = decision.finished, decision.complete
+        self._shares = list(decision.shares)
+        self._clock += 1
+        self._made = 0
+
+    def _pack(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+        torch._foreach_copy_(self._views(vector), list(tensors))
+
+    def _unpack(self, vector: torch.Tensor) -> None:
+        locals_ = [each.local for each in self._parallel.owned]
+        torch._foreach_copy_(locals_, self._views(vector))
+        if self._is_local:
+            for owned in self._parallel.owned:
+                self._outer.anchor(owned).copy_(owned.local)
+
+    def _views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        parts = vector.split([each.local.numel() for each in self._parallel.owned])
+        return [part.view(each.local.shape) for part, each in zip(parts, self._parallel.owned, strict=True)]
+
+    @contextmanager
+    def _talking(self, name: str, bytes: int) -> Iterator[None]:
+        """Record a conversation with the servers, for which compute waits."""
+        group = (self._parallel.axes.world.members[self._parallel.axes.world.index],)
+        with (
+            self._recorder.span(
+                Kind.COLLECTIVE, name, lane=Lane.COMMUNICATION, bytes=bytes, group=group, purpose=Purpose.DATA
+            ),
+            self._recorder.span(Kind.WAIT, name, bytes=bytes, group=group, purpose=Purpose.DATA),
+        ):
+            yield

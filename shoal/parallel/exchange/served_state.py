@@ -1,0 +1,122 @@
+"""The state of an optimizer, by parameter as a rank has it, and by run as servers have it.
+
+An optimizer on a server updates long runs of a vector in which several parameters lie one after another. Its
+state has the same keys: tensors with an element for each of the run, and tensors of one element.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shoal.parallel.owned import Owned, local_part
+from shoal.server import Blueprint
+
+__all__ = ["give_state", "take_state"]
+
+_OfServer = tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]
+
+
+def give_state(
+    optimizer: Optimizer, owned: Sequence[Owned], blueprint: Blueprint, windows: Sequence[slice]
+) -> list[_OfServer]:
+    """Return the state of a rank's optimizer for each server; an empty list if it has none.
+
+    Args:
+        optimizer: The optimizer.
+        owned: The parameters in the vector, in order.
+        blueprint: The runs of the whole vector.
+        windows: The elements of each server.
+    """
+    states = [optimizer.state.get(each.parameter, {}) for each in owned]
+    if not any(states):
+        return []
+    ends = list(itertools.accumulate(each.local.numel() for each in owned))
+    flat: dict[str, list[torch.Tensor]] = {}
+    for key in states[0]:
+        if isinstance(states[0][key], torch.Tensor):
+            flat[key] = [local_part(state[key]).detach().cpu() for state in states]
+    given: list[_OfServer] = []
+    for window in windows:
+        described: list[dict[str, Any]] = []
+        tensors: list[torch.Tensor] = []
+        first = window.start
+        for _, elements in blueprint.window(window.start, window.stop).runs:
+            here: dict[str, Any] = {}
+            for key, parts in flat.items():
+                if all(part.numel() == each.local.numel() for part, each in zip(parts, owned, strict=True)):
+                    tensor = torch.cat([part.reshape(-1) for part in parts])[first : first + elements]
+                else:
+                    tensor = parts[next(at for at, end in enumerate(ends) if end > first)]
+                here[key] = [str(tensor.dtype), list(tensor.shape)]
+                tensors.append(tensor.contiguous())
+            described.append(here)
+            first += elements
+        given.append((described, tensors))
+    return given
+
+
+def take_state(
+    optimizer: Optimizer,
+    owned: Sequence[Owned],
+    blueprint: Blueprint,
+    windows: Sequence[slice],
+    fetched: Sequence[tuple[Sequence[Mapping[str, Any]], torch.Tensor]],
+) -> None:
+    """Make the state that servers gave the state of a rank's optimizer.
+
+    Args:
+        optimizer: The optimizer; its state is replaced.
+        owned: The parameters in the vector, in order.
+        blueprint: The runs of the whole vector.
+        windows: The elements of each server.
+        fetched: What `Servers.fetch` returned.
+    """
+    runs = [
+        (first, elements, tensors)
+        for window, (described, body) in zip(windows, fetched, strict=True)
+        for first, elements, tensors in _runs(blueprint, window, described, body)
+    ]
+    optimizer.state.clear()
+    start = 0
+    for each in owned:
+        stop = start + each.local.numel()
+        state: dict[str, Any] = {}
+        for first, elements, tensors in runs:
+            low, high = max(start, first), min(stop, first + elements)
+            if low >= high:
+                continue
+            for key, tensor in tensors.items():
+                if tensor.dim():
+                    if key not in state:
+                        state[key] = torch.zeros_like(each.parameter, dtype=tensor.dtype, requires_grad=False)
+                    local = local_part(state[key]).view(-1)
+                    local[low - start : high - start].copy_(tensor[low - first : high - first])
+                else:
+                    state[key] = tensor.clone()
+        if state:
+            optimizer.state[each.parameter] = state
+        start = stop
+
+
+def _runs(
+    blueprint: Blueprint, window: slice, described: Sequence[Mapping[str, Any]], body: torch.Tensor
+) -> list[tuple[int, int, dict[str, torch.Tensor]]]:
+    """Return each run's first element, length and tensors."""
+    first, at, found = window.start, 0, []
+    runs = blueprint.window(window.start, window.stop).runs
+    for (_, elements), here in zip(runs, described, strict=True):
+        tensors: dict[str, torch.Tensor] = {}
+        for key, (name, shape) in here.items():
+            tensor = torch.empty(shape, dtype=getattr(torch, name.removeprefix("torch.")))
+            bytes = tensor.numel() * tensor.element_size()
+            tensor.view(-1).view(torch.uint8).copy_(body[at : at + bytes])
+            at += bytes
+            tensors[key] = tensor
+        found.append((first, elements, tensors))
+        first += elements
+    return found

@@ -1,0 +1,58 @@
+"""The settings of a Plan that name one of a few things, and checks of single settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.errors import PlanError, nearest
+from shoal.plan.exchange import EXCHANGES
+from shoal.plan.schedules import FOUND, NAMES
+from shoal.plan.sharding import SHARDINGS
+
+__all__ = ["CHOICES", "DEGREES", "require_choice", "require_whole"]
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep")
+"""Names of the degrees, in the order of the text form."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "shard": tuple(SHARDINGS),
+    "tensor": ("sequence", "async", "plain"),
+    "context": ("ring", "ulysses"),
+    "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b"), FOUND),
+    "exchange": EXCHANGES,
+    "recompute": ("none", "selective", "full"),
+    "precision": ("fp32", "tf32", "bf16", "fp8"),
+    "reduce": ("fp32", "bf16"),
+    "compile": ("auto", "none", "blocks"),
+}
+"""The values that each named choice of a Plan can take."""
+
+
+def require_choice(name: str, value: Any) -> None:
+    """Check that a value is one of those that a setting can take.
+
+    Raises:
+        PlanError: It is not.
+    """
+    values = CHOICES[name]
+    if value not in values:
+        raise PlanError(
+            f"{name}={value} does not exist{nearest(str(value), values)}",
+            possible=f"{name} is one of {', '.join(values)}",
+            change=f"write {name}={values[0]}, or another of these",
+        )
+
+
+def require_whole(name: str, value: Any, least: int = 1) -> None:
+    """Check that a value is a whole number of at least `least`.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(
+            f"{name}={value!r} is not a whole number of at least {least}",
+            possible=f"{name} is {least} or more",
+            change=f"write {name}={max(least, 1)}, or leave it out",
+        )

@@ -1,0 +1,177 @@
+"""What devices that differ cost: the best Plans if the slower ones were as quick, and without them.
+
+Each figure is one of a Plan that a search found for the changed machine, and played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from shoal.cluster import Cluster, Device, counts_of, devices_of
+from shoal.cost import Costs, Kinds
+from shoal.errors import ClusterError
+from shoal.plan import SettledPlan
+from shoal.planner.candidate import Candidate
+from shoal.planner.polish import polished
+from shoal.planner.search import Search
+from shoal.planner.tree import Fitted
+
+__all__ = ["Slower", "Unequal", "unequal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slower:
+    """Devices of one kind that are slower than others.
+
+    Attributes:
+        name: Name of the device, with its pace.
+        devices: Number of these devices.
+        replaced: The best Plan if they were the quickest kind; None if it does not fit these.
+        without: The best Plan on the other devices alone; None if no Plan is legal and fits there.
+    """
+
+    name: str
+    devices: int
+    replaced: Candidate | None
+    without: Candidate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unequal:
+    """Devices that differ, and how a Plan uses them.
+
+    Attributes:
+        counts: Number of devices of each kind, by name, in the order of ranks.
+        quickest: Name of the kind that is quickest under the Plan.
+        slower: The other kinds, in the order of ranks.
+        layers: By place along the pipeline, the kinds that are there and the number of layers.
+        waits: The kinds that others at their place wait for: all get equal work.
+    """
+
+    counts: dict[str, int]
+    quickest: str
+    slower: tuple[Slower, ...]
+    layers: tuple[tuple[tuple[str, ...], int], ...]
+    waits: tuple[str, ...]
+
+    def sentences(self, winner: Candidate) -> Iterator[str]:
+        """Yield what is to be said about devices that differ, under the best Plan."""
+        yield f"Devices differ: {_listed([f'{number:,} x {name}' for name, number in self.counts.items()])}."
+        for each in self.slower:
+            yield _cost(each, self.quickest, winner)
+        if winner.plan.pp > 1:
+            yield f"Stages have layers by the devices that they sit on: {_listed(list(self._places()))}."
+        if self.waits:
+            yield (
+                f"Ranks of one stage get equal work, also along dp: where they differ, "
+                f"{_listed(list(self.waits))} bounds the step, and quicker devices wait."
+            )
+
+    def _places(self) -> Iterator[str]:
+        """Yield the layers of places in a row that are on the same kinds."""
+        for kinds, alike in groupby(self.layers, key=lambda each: each[0]):
+            numbers = [number for _, number in alike]
+            least, most = min(numbers), max(numbers)
+            layers = str(most) if least == most else f"{least} to {most}"
+            yield f"{len(numbers)} x {layers} on {_listed(list(kinds))}"
+
+
+def unequal(search: Search, winner: Candidate) -> Unequal | None:
+    """Return what the slower devices of a Cluster cost; None if all are equal.
+
+    Args:
+        search: The search that found the best Plan.
+        winner: The best Plan.
+    """
+    cluster, costs, plan = winner.cluster, winner.costs, winner.plan
+    kinds, counts = devices_of(cluster), counts_of(cluster)
+    if len(kinds) == 1:
+        return None
+    names = list(counts)
+    seconds = [_seconds(each, plan) for each in costs.all_at()]
+    quickest = min(range(len(kinds)), key=seconds.__getitem__)
+    slower = tuple(
+        Slower(
+            names[kind],
+            counts[names[kind]],
+            _best(search, _replaced(cluster, kinds[kind], kinds[quickest]), (plan,)),
+            _best(search, _without(cluster, kinds[kind])),
+        )
+        for kind in range(len(kinds))
+        if seconds[kind] > seconds[quickest]
+    )
+    places = Kinds(cluster).by_place(plan)
+    layers = [0] * plan.pp
+    placement = plan.placement if plan.pp > 1 else (0,)
+    ends = (winner.workload.embedding, winner.workload.end)
+    blocks = costs.blocks_of(plan, plan.microbatches_of(winner.batch))
+    for place, held in zip(placement, blocks, strict=True):
+        layers[place] += sum(block not in ends for block in held)
+    waited = {max(kinds, key=seconds.__getitem__) for kinds in places if len(kinds) > 1}
+    return Unequal(
+        counts,
+        names[quickest],
+        slower,
+        tuple((tuple(names[kind] for kind in at), number) for at, number in zip(places, layers, strict=True)),
+        tuple(names[kind] for kind in sorted(waited)),
+    )
+
+
+def _seconds(costs: Costs, plan: SettledPlan) -> float:
+    """Return the seconds of a micro-batch of the whole model, as if all devices were of these costs."""
+    return sum(stage.total for stage in costs.stages(plan, 1))
+
+
+def _best(search: Search, cluster: Cluster | None, known: Sequence[SettledPlan] = ()) -> Candidate | None:
+    """Return the best Plan on another Cluster, of those that a search finds and those that are known."""
+    if cluster is None:
+        return None
+    other = Search(
+        search.workload, cluster, search.batch, margin=search.margin, precision=search.shared.space.precision
+    )
+    found = [polished(other, each) for each in other.best(1).found]
+    memories = ((plan, other.shared.fullest(plan)) for plan in known)
+    found += [
+        Fitted(plan, memory, other.shared.played(plan))
+        for plan, memory in memories
+        if memory.required <= other.room
+    ]
+    return other.candidate(min(found, key=lambda each: each.seconds)) if found else None
+
+
+def _replaced(cluster: Cluster, old: Device, new: Device) -> Cluster:
+    """Return the Cluster with another kind in the place of one, at its own pace."""
+    parts = (replace(part, device=new, pace=1.0) if part.at_pace == old else part for part in cluster.parts)
+    return cluster.replace(parts=tuple(parts))
+
+
+def _without(cluster: Cluster, kind: Device) -> Cluster | None:
+    """Return the Cluster without a kind of devices; None if the others are not whole nodes."""
+    parts = tuple(part for part in cluster.parts if part.at_pace != kind)
+    try:
+        fewer = cluster.replace(parts=()).with_devices(sum(part.devices for part in parts))
+        return fewer.replace(parts=parts)
+    except ClusterError:
+        return None
+
+
+def _cost(slower: Slower, quickest: str, winner: Candidate) -> str:
+    """Say what slower devices cost, and whether they are worth having."""
+    said = f"The {slower.devices:,} x {slower.name}"
+    if slower.replaced is None:
+        said += f" cannot be compared with {quickest}, on which no Plan fits"
+    else:
+        cost = max(0.0, winner.seconds / slower.replaced.seconds - 1)
+        best = slower.replaced.degrees_text
+        said += f" cost at least {cost:.1%}: if they were {quickest}, {best} would be that much faster"
+    if slower.without is None:
+        return f"{said}. Without them no Plan is legal and fits."
+    pace = slower.without.seconds / winner.seconds - 1
+    told = f"{abs(pace):.1%} {'slower' if pace >= 0 else 'faster'} ({slower.without.degrees_text})"
+    return f"{said}. Without them, on {slower.without.devices:,} devices, it would be {told}."
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

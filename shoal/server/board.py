@@ -1,0 +1,336 @@
+"""The board: knows the workers, hands out samples, and says who may go on.
+
+The samples of a training are cut into shares, one worker's part of a batch each. A worker that has sent what
+it made of its share arrives at the board, waits until it may go on, and gets its next share. So each share is
+trained on once, however many workers there are and however fast each is; the share of a worker that is lost
+is handed out again.
+
+    rounds    all present workers arrive, and what they sent is averaged: one update. With a quorum, a round
+    is
+              closed `grace` seconds after that many have arrived; who comes later is in the next round
+    bound s   what a worker sends is applied at once. It may be s clocks ahead of the slowest worker (stale
+              synchronous: Ho et al., NIPS 2013); with s infinite it never waits
+
+A worker's clock counts the shares that it has finished.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, final
+
+from shoal.server.channel import ServerError
+from shoal.server.terms import Decision, Terms, Ticket
+
+__all__ = ["Board"]
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker that is present.
+
+    Attributes:
+        clock: Arrivals that it has made.
+        base: The round that it was last told of; its contribution is computed from that round's values.
+        shares: The shares that it trains on.
+        weight: Weight of what it sent, while it waits for its round to close; otherwise None.
+    """
+
+    clock: int
+    base: int
+    shares: list[int]
+    weight: float | None = None
+
+
+@dataclass(slots=True)
+class _State:
+    """What a copy of a board needs to go on.
+
+    Attributes:
+        next: The first share that was never handed out.
+        complete: The first share that is not finished.
+        round: Rounds closed.
+        joined: Workers that ever joined.
+        again: Shares of lost workers.
+        ahead: Finished shares after `complete`.
+        members: The workers that are present.
+        idle: Workers that wait for others to finish the last shares, and get them if one is lost.
+        answers: The last Decision of each worker, and the clock with which it arrived for it.
+    """
+
+    next: int
+    complete: int
+    round: int = 0
+    joined: int = 0
+    again: list[int] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+    members: dict[int, _Member] = field(default_factory=dict)
+    idle: dict[int, _Member] = field(default_factory=dict)
+    answers: dict[int, tuple[int, Decision]] = field(default_factory=dict)
+
+
+@final
+class Board:
+    """The members of a training; threads call it for the workers that they serve.
+
+    Args:
+        terms: What it goes by.
+        first: The first share to hand out.
+        keep: Called under the lock with a JSON object of the state after each change, before anyone is told.
+    """
+
+    def __init__(
+        self, terms: Terms, first: int = 0, keep: Callable[[dict[str, Any]], object] = lambda state: None
+    ) -> None:
+        self.terms = terms
+        self._state = _State(first, first)
+        self._keep = keep
+        self._changed = threading.Condition()
+        self._quorum_since = math.inf
+        self._contents: dict[int, tuple[Any, ...]] = {}  # of idle workers: their last round
+        self._leaving: set[int] = set()  # workers that were told that no share is left
+
+    def join(self) -> Ticket:
+        """Make a new worker a member, and give it its first shares."""
+        with self._changed:
+            state = self._state
+            worker = state.joined
+            state.joined += 1
+            clock = min((each.clock for each in state.members.values()), default=0)
+            shares = self._hand_out()
+            if shares:
+                state.members[worker] = _Member(clock, state.round, shares)
+            self._note()
+            leads = worker == min(state.members, default=worker)
+            return Ticket(worker, clock, tuple(shares), self._finished, leads)
+
+    def leave(self, worker: int, *, is_last: bool = False) -> None:
+        """Let a worker go; the shares that it has not finished are handed out again.
+
+        Args:
+            worker: The worker.
+            is_last: Whether to wait until all others that have no share left are gone too.
+        """
+        with self._changed:
+            self._leaving.discard(worker)
+            self._changed.notify_all()
+            if is_last:
+                self._changed.wait_for(lambda: not self._leaving, timeout=self.terms.patience)
+            self._state.idle.pop(worker, None)
+            if self._lose(worker):
+                self._close_if_due()
+                self._wake_idle()
+                self._note()
+
+    def arrive(self, worker: int, clock: int, weight: float) -> Decision:
+        """Wait until a worker that has sent its contribution may go on.
+
+        Args:
+            worker: The worker.
+            clock: Arrivals that it has made before. If a copy of the board has answered it, it is told again.
+            weight: Weight of its contribution.
+
+        Raises:
+            ServerError: The worker was taken for lost.
+        """
+        with self._changed:
+            if self._has_answer(worker, clock):
+                return self._state.answers[worker][1]
+            if worker not in self._state.idle:
+                member = self._member(worker)
+                if self.terms.has_rounds:
+                    member.weight = weight
+                    self._close_if_due()
+                else:
+                    member.clock = clock + 1
+                    self._finish(member.shares)
+                    member.shares = []
+                    self._changed.notify_all()
+                    self._wait(lambda: self._may_go_on(worker))
+                    self._go_on([worker])
+            self._wait(lambda: self._is_answered(worker, clock))
+            return self._state.answers[worker][1]
+
+    def state(self) -> dict[str, Any]:
+        """Return a JSON object of the state."""
+        return {"terms": asdict(self.terms), **asdict(self._state)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], keep: Callable[[dict[str, Any]], object]) -> Board:
+        """Return the board whose state was kept; its members are those that it had."""
+        settings = dict(state)
+        board = cls(Terms(**settings.pop("terms")), keep=keep)
+        members = {int(worker): _Member(**each) for worker, each in settings.pop("members").items()}
+        idle = {int(worker): _Member(**each) for worker, each in settings.pop("idle").items()}
+        answers = {
+            int(worker): (each[0], Decision.from_json(each[1]))
+            for worker, each in settings.pop("answers").items()
+        }
+        board._state = _State(**settings, members=members, idle=idle, answers=answers)
+        return board
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all shares are finished and all members have left."""
+        with self._changed:
+            state = self._state
+            return (
+                state.joined > 0
+                and not state.members
+                and not state.idle
+                and self._finished >= self.terms.shares
+            )
+
+    @property
+    def _finished(self) -> int:
+        return self._state.complete + len(self._state.ahead)
+
+    def _member(self, worker: int) -> _Member:
+        if worker not in self._state.members:
+            raise ServerError(
+                f"worker {worker} was taken for lost, because others waited {self.terms.patience:g} s for it"
+            )
+        return self._state.members[worker]
+
+    def _hand_out(self) -> list[int]:
+        """Return shares that nobody has: first those of workers that were lost."""
+        state = self._state
+        shares = [state.again.pop(0) for _ in range(min(self.terms.every, len(state.again)))]
+        more = min(self.terms.every - len(shares), self.terms.shares - state.next)
+        shares += range(state.next, state.next + more)
+        state.next += more
+        return shares
+
+    def _finish(self, shares: list[int]) -> None:
+        state = self._state
+        ahead = {*state.ahead, *shares}
+        while state.complete in ahead:
+            ahead.remove(state.complete)
+            state.complete += 1
+        state.ahead = sorted(ahead)
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        """Wait for a condition, and take workers for lost that keep others waiting too long."""
+        until = time.monotonic() + self.terms.patience
+        while not is_over():
+            due = min(until, self._quorum_since + self.terms.grace)
+            self._changed.wait(max(0.0, due - time.monotonic()))
+            now = time.monotonic()
+            if now >= self._quorum_since + self.terms.grace:
+                self._close_if_due()
+            elif now >= until and not is_over():
+                self._give_up_slow()
+                until = now + self.terms.patience
+
+    def _give_up_slow(self) -> None:
+        """Take those for lost that the others wait for."""
+        state = self._state
+        slowest = min(each.clock for each in state.members.values())
+        for worker, member in list(state.members.items()):
+            if member.weight is None if self.terms.has_rounds else member.clock == slowest:
+                self._lose(worker)
+        state.joined = max(state.joined, self.terms.workers)  # who has not come by now is not waited for
+        self._close_if_due()
+        self._wake_idle()
+        self._note()
+
+    def _lose(self, worker: int) -> bool:
+        """Let other workers have the shares of a member; return whether there is such a member."""
+        member = self._state.members.pop(worker, None)
+        if member is None:
+            return False
+        self._state.again = sorted([*self._state.again, *member.shares])
+        return True
+
+    def _is_answered(self, worker: int, clock: int) -> bool:
+        """Return whether a worker that arrived has its answer; raise ServerError if it was taken for lost."""
+        if self._has_answer(worker, clock):
+            return True
+        if worker not in self._state.idle:
+            self._member(worker)
+        return False
+
+    def _has_answer(self, worker: int, clock: int) -> bool:
+        answer = self._state.answers.get(worker)
+        return answer is not None and answer[0] == clock
+
+    def _may_go_on(self, worker: int) -> bool:
+        slowest = min(each.clock for each in self._state.members.values())
+        return self._member(worker).clock <= slowest + self.terms.staleness
+
+    def _close_if_due(self) -> None:
+        """Close the round, if all are there, or a quorum and its grace is over."""
+        state, terms = self._state, self.terms
+        self._changed.notify_all()
+        if not terms.has_rounds or state.joined < terms.workers:
+            return
+        here = [worker for worker, member in state.members.items() if member.weight is not None]
+        if not here:
+            return
+        now = time.monotonic()
+        if terms.quorum and len(here) >= terms.quorum:
+            self._quorum_since = min(self._quorum_since, now)
+        if len(here) == len(state.members) or now >= self._quorum_since + terms.grace:
+            self._close(sorted(here, key=lambda worker: state.members[worker].shares))
+
+    def _close(self, order: list[int]) -> None:
+        """Close the round with these workers, and give them their next shares in the order of their last."""
+        state = self._state
+        members = [state.members[worker] for worker in order]
+        round, self._quorum_since = state.round, math.inf
+        contents = (
+            round,
+            tuple((worker, member.clock) for worker, member in zip(order, members, strict=True)),
+            tuple(member.weight or 0.0 for member in members),
+            tuple(round - member.base for member in members),
+        )
+        state.round += 1
+        for member in members:
+            self._finish(member.shares)
+            member.weight, member.base, member.clock = None, state.round, member.clock + 1
+        self._go_on(order, *contents)
+
+    def _go_on(self, order: list[int], *contents: Any) -> None:
+        """Give workers their next shares, and tell them; those for whom none is left wait for the others."""
+        state = self._state
+        staying = []
+        for worker in order:
+            member = state.members[worker]
+            member.shares = self._hand_out()
+            if member.shares:
+                staying.append(worker)
+            else:
+                state.idle[worker] = state.members.pop(worker)
+                self._contents[worker] = contents
+        for worker in staying:
+            self._tell(worker, state.members[worker], worker == min(state.members), *contents)
+        self._wake_idle()
+        self._note()
+
+    def _wake_idle(self) -> None:
+        """Tell workers without a share to end if all are finished, or give them what a lost one had."""
+        state = self._state
+        if self._finished >= self.terms.shares:
+            for worker, member in state.idle.items():
+                self._tell(worker, member, worker == min(state.idle), *self._contents.get(worker, ()))
+            state.idle = {}
+        while state.idle and state.again:
+            worker = min(state.idle)
+            member = state.members[worker] = state.idle.pop(worker)
+            member.shares, member.base = self._hand_out(), state.round
+            self._tell(worker, member, worker == min(state.members), *self._contents.get(worker, ()))
+
+    def _tell(self, worker: int, member: _Member, leads: bool, *contents: Any) -> None:
+        state = self._state
+        decision = Decision(tuple(member.shares), self._finished, state.complete, leads, *contents)
+        state.answers[worker] = (member.clock - 1, decision)
+        if not member.shares:
+            self._leaving.add(worker)
+
+    def _note(self) -> None:
+        self._keep(self.state())
+        self._changed.notify_all()

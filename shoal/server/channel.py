@@ -1,0 +1,170 @@
+"""Messages over TCP: a head, which is a small JSON object, and a body of bytes.
+
+    4 bytes   length of the head
+    8 bytes   length of the body
+    head      JSON, UTF-8
+    body      the bytes of tensors, one after another
+
+All numbers are little-endian, as are the elements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+
+from shoal.errors import CommunicationError
+
+__all__ = ["Channel", "Head", "ServerError", "connect"]
+
+Head = Mapping[str, Any]
+
+_LENGTHS = struct.Struct("<IQ")
+_LARGEST_HEAD = 1 << 24
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
+
+
+class ServerError(CommunicationError):
+    """A parameter server cannot be reached, or refuses what it was asked."""
+
+
+@final
+class Channel:
+    """One end of a connection; one thread uses it at a time.
+
+    Args:
+        connected: A connected socket, which the Channel owns.
+    """
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE:  # a host that is gone ends the connection after half a minute
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, head: Head, body: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message.
+
+        Args:
+            head: A JSON object.
+            body: Contiguous tensors on the CPU.
+
+        Raises:
+            OSError: The other end is gone.
+        """
+        text = json.dumps(head, separators=(",", ":")).encode()
+        parts = [_memory_of(each) for each in body]
+        lengths = _LENGTHS.pack(len(text), sum(len(part) for part in parts))
+        self._send_all([memoryview(lengths + text), *(part for part in parts if len(part))])
+
+    def receive(self, into: torch.Tensor | None = None) -> tuple[dict[str, Any], torch.Tensor]:
+        """Receive a message.
+
+        Args:
+            into: Contiguous tensor on the CPU for the body, if that has exactly its bytes.
+
+        Returns:
+            The head and the body, `[bytes]`, uint8; the body is in `into` if it fits there.
+
+        Raises:
+            OSError: The other end is gone.
+            ServerError: What comes is no message.
+        """
+        length, bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
+        if length > _LARGEST_HEAD:
+            raise ServerError("a connection to a parameter server carries something else than its messages")
+        head: dict[str, Any] = json.loads(bytearray(self._take(length)))
+        body = None if into is None else into.detach().view(-1).view(torch.uint8)
+        if body is None or len(body) != bytes:
+            body = torch.empty(bytes, dtype=torch.uint8)
+        self._fill(_memory_of(body))
+        return head, body
+
+    def ask(
+        self, head: Head, body: Sequence[torch.Tensor] = (), into: torch.Tensor | None = None
+    ) -> tuple[dict[str, Any], torch.Tensor]:
+        """Send a message, and receive the reply.
+
+        Raises:
+            OSError: The other end is gone.
+            ServerError: The server refuses.
+        """
+        self.send(head, body)
+        reply, received = self.receive(into)
+        if "refused" in reply:
+            raise ServerError(reply["refused"])
+        return reply, received
+
+    def limit(self, seconds: float) -> None:
+        """Fail with OSError if the other end is silent for so long."""
+        self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits for it fails with OSError."""
+        with contextlib.suppress(OSError):  # it was not connected any more
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def require(self, token: str) -> bool:
+        """Return whether the first message of the other end has this token; close the connection if not."""
+        try:
+            length, bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
+            if length <= 4096 and not bytes:
+                given = json.loads(bytearray(self._take(length)))
+                if isinstance(given, dict) and hmac.compare_digest(str(given.get("token")), token):
+                    return True
+        except (OSError, ValueError):
+            pass
+        self.close()
+        return False
+
+    def _send_all(self, parts: list[memoryview]) -> None:
+        while parts:
+            sent = self._socket.sendmsg(parts[:64])
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def _take(self, number: int) -> memoryview:
+        taken = memoryview(bytearray(number))
+        self._fill(taken)
+        return taken
+
+    def _fill(self, memory: memoryview) -> None:
+        while memory:
+            received = self._socket.recv_into(memory)
+            if not received:
+                raise ConnectionResetError("the other end closed the connection")
+            memory = memory[received:]
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def connect(address: tuple[str, int], token: str, timeout: float) -> Channel:
+    """Return a connection to a server.
+
+    Args:
+        address: Its host and port.
+        token: The word that all processes of a training know.
+        timeout: Seconds to wait for the connection.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+    connected = socket.create_connection(address, timeout=timeout)
+    connected.settimeout(None)
+    channel = Channel(connected)
+    channel.send({"token": token})
+    return channel

@@ -1,0 +1,280 @@
+"""A rank's way to the parameter servers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, TypeVar, final
+
+import torch
+
+from shoal.server.blueprint import Blueprint
+from shoal.server.channel import Channel, ServerError, connect
+from shoal.server.terms import Decision, Terms, Ticket
+
+__all__ = ["Servers"]
+
+_ALIGNED = 1024  # elements: a shard begins at a multiple
+
+_CONNECT = 10.0  # seconds
+
+Result = TypeVar("Result")
+
+
+@final
+class Servers:
+    """The servers of a training, as one rank of a worker sees them.
+
+    Ranks at the same place in different workers have one `position`: they share a vector, which is cut into
+    as many shards of equal bytes as there are servers. If a server is dead and the next one keeps copies,
+    that one is asked from then on.
+
+    Args:
+        addresses: Host and port of each server.
+        token: The word that all processes of the training know.
+        mirrored: Whether each server's shards are copied to the next one.
+        timeout: Seconds after which a worker that others wait for is lost, and twice of it after which a
+            server that does not answer is dead.
+
+    Attributes:
+        timeout: See above.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, int]],
+        token: str,
+        *,
+        mirrored: bool = False,
+        timeout: float = 600.0,
+    ) -> None:
+        self._addresses = list(addresses)
+        self._token = token
+        self._mirrored = mirrored
+        self.timeout = timeout
+        self._asked = {shard: shard for shard in range(-1, len(addresses))}  # the board is -1
+        self._asked[-1] = 0
+        self._channels: dict[int, Channel] = {}
+        self._pushed: dict[int, tuple[dict[str, Any], Sequence[torch.Tensor]]] = {}
+        self._threads = ThreadPoolExecutor(len(addresses), thread_name_prefix="server")
+
+    @property
+    def number(self) -> int:
+        """Number of servers."""
+        return len(self._addresses)
+
+    def join(self, terms: Terms, first: int) -> Ticket:
+        """Become a worker.
+
+        Args:
+            terms: What all workers go by.
+            first: The first share of the training, if this is its first worker.
+
+        Raises:
+            ServerError: The servers cannot be reached, or train by other terms.
+        """
+        reply, _ = self._ask(-1, {"do": "join", "terms": asdict(terms), "first": first})
+        return Ticket(**{**reply, "shares": tuple(reply["shares"])})
+
+    def arrive(self, worker: int, clock: int, weight: float) -> Decision:
+        """Wait until this worker may go on; all its ranks have pushed.
+
+        Args:
+            worker: Its number.
+            clock: Arrivals that it has made before.
+            weight: Weight of what it pushed; 0 if it pushed nothing.
+
+        Raises:
+            ServerError: The servers are gone, or have taken this worker for lost.
+        """
+        reply, _ = self._ask(-1, {"do": "arrive", "worker": worker, "clock": clock, "weight": weight})
+        return Decision.from_json(reply)
+
+    def leave(self, worker: int, *, is_last: bool = False) -> None:
+        """Let the others go on without this worker.
+
+        Args:
+            worker: Its number.
+            is_last: Whether to wait until the others are gone, and then to end the servers.
+        """
+        with contextlib.suppress(ServerError):
+            self._ask(-1, {"do": "leave", "worker": worker, "is_last": is_last})
+        if is_last:
+            self._end()
+
+    def begin(
+        self,
+        position: int,
+        blueprint: Blueprint,
+        vector: torch.Tensor,
+        states: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]] = (),
+    ) -> list[int]:
+        """Give servers the first values, unless they have values already.
+
+        Args:
+            position: This rank's place in its worker.
+            blueprint: The optimizer of the whole vector.
+            vector: `[elements]`, fp32, on the CPU.
+            states: For each server, the optimizer's state as `Shard.state` describes it; none for a new one.
+
+        Returns:
+            For each server, the version of its values: 0 if they are these.
+        """
+
+        def one(shard: int, window: slice) -> int:
+            about = {"do": "begin", "shard": shard, "position": position}
+            head = {**about, "blueprint": blueprint.window(window.start, window.stop).as_json()}
+            body = [vector[window]]
+            if states:
+                described, tensors = states[shard]
+                head["state"] = described
+                body += tensors
+            version: int = self._ask(shard, head, body)[0]["version"]
+            return version
+
+        return self._of_each(one, len(vector))
+
+    def push(
+        self,
+        position: int,
+        vector: torch.Tensor,
+        rates: Sequence[float],
+        *,
+        worker: int,
+        clock: int,
+        base: Sequence[int] | None,
+    ) -> list[int]:
+        """Send a gradient, or what steps changed.
+
+        Args:
+            position: This rank's place in its worker.
+            vector: `[elements]`, fp32, on the CPU; unchanged until `pull` returns.
+            rates: Learning rate of each group.
+            worker: The worker's number.
+            clock: Arrivals that the worker has made before.
+            base: Versions of the values that it was computed from, to be applied at once; None if it waits
+                for its round.
+
+        Returns:
+            For each server, the updates made since `base`; empty without one.
+        """
+
+        def one(shard: int, window: slice) -> int | None:
+            version = None if base is None else base[shard]
+            about = {"do": "push", "shard": shard, "position": position, "rates": list(rates)}
+            head = {**about, "worker": worker, "clock": clock, "base": version}
+            self._pushed[shard] = head, [vector[window]]
+            staleness: int | None = self._ask(shard, *self._pushed[shard])[0].get("staleness")
+            return staleness
+
+        return [each for each in self._of_each(one, len(vector)) if each is not None]
+
+    def pull(self, position: int, vector: torch.Tensor, decision: Decision, patience: float) -> list[int]:
+        """Take the present values.
+
+        Args:
+            position: This rank's place in its worker.
+            vector: `[elements]`, fp32, on the CPU; gets the values.
+            decision: What the board answered; its round is applied first.
+            patience: Seconds to wait for contributions that were lost with a server.
+
+        Returns:
+            For each server, the version of its values.
+        """
+        about = asdict(decision)
+        of_round = {name: about[name] for name in ("round", "members", "weights", "staleness")}
+
+        def one(shard: int, window: slice) -> int:
+            head = {"do": "pull", "shard": shard, "position": position, **of_round, "patience": patience}
+            head |= {"worker": None, "clock": None, "base": None}
+            version: int = self._ask(shard, head, into=vector[window])[0]["version"]
+            return version
+
+        versions = self._of_each(one, len(vector))
+        self._pushed.clear()
+        return versions
+
+    def fetch(self, position: int, vector: torch.Tensor) -> list[tuple[list[dict[str, Any]], torch.Tensor]]:
+        """Take the present values and the state of the optimizer.
+
+        Args:
+            position: This rank's place in its worker.
+            vector: `[elements]`, fp32, on the CPU; gets the values.
+
+        Returns:
+            For each server, what `Shard.state` describes, and the tensors' bytes.
+        """
+
+        def one(shard: int, window: slice) -> tuple[list[dict[str, Any]], torch.Tensor]:
+            reply, body = self._ask(shard, {"do": "fetch", "shard": shard, "position": position})
+            bytes = 4 * (window.stop - window.start)
+            vector[window] = body[:bytes].view(torch.float32)
+            return reply["state"], body[bytes:]
+
+        return self._of_each(one, len(vector))
+
+    def close(self) -> None:
+        """End all connections."""
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+        self._threads.shutdown(wait=False)
+
+    def windows(self, elements: int) -> list[slice]:
+        """Return the elements of each server's shard of a vector; the last servers may have none."""
+        part = -(-elements // (self.number * _ALIGNED)) * _ALIGNED
+        return [slice(start, min(start + part, elements)) for start in range(0, elements, max(part, 1))]
+
+    def _end(self) -> None:
+        """End all servers that live."""
+        for address in self._addresses:
+            with contextlib.suppress(OSError, ServerError):
+                channel = connect(address, self._token, _CONNECT)
+                channel.ask({"do": "end"})
+                channel.close()
+
+    def _of_each(self, one: Callable[[int, slice], Result], elements: int) -> list[Result]:
+        """Call a function with each shard and its window, at the same time; return the results in order."""
+        pending = [
+            self._threads.submit(one, shard, window) for shard, window in enumerate(self.windows(elements))
+        ]
+        return [each.result() for each in pending]
+
+    def _ask(
+        self,
+        shard: int,
+        head: Mapping[str, Any],
+        body: Sequence[torch.Tensor] = (),
+        into: torch.Tensor | None = None,
+    ) -> tuple[dict[str, Any], torch.Tensor]:
+        """Ask the server of a shard, or the next one if it is dead."""
+        while True:
+            try:
+                if shard not in self._channels:
+                    address = self._addresses[self._asked[shard]]
+                    self._channels[shard] = connect(address, self._token, _CONNECT)
+                    self._channels[shard].limit(2 * self.timeout)
+                    if shard in self._pushed and head["do"] == "pull":
+                        self._channels[shard].ask(*self._pushed[shard])
+                return self._channels[shard].ask(head, body, into)
+            except OSError as error:
+                self._turn_to_next(shard, error)
+
+    def _turn_to_next(self, shard: int, error: OSError) -> None:
+        """Let the server that keeps the copy of a shard be asked.
+
+        Raises:
+            ServerError: There is none.
+        """
+        if (channel := self._channels.pop(shard, None)) is not None:
+            channel.close()
+        asked, own = self._asked[shard], max(shard, 0)
+        host, port = self._addresses[asked]
+        if not self._mirrored or asked != own:
+            raise ServerError(
+                f"parameter server {asked} at {host}:{port} cannot be reached: {error}; "
+                + ("nor can the one before it" if asked != own else "mirror=1 would keep a copy of its part")
+            ) from error
+        self._asked[shard] = (own + 1) % self.number

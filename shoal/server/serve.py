@@ -1,0 +1,314 @@
+"""A server: a process that holds shards, and, if it is the first one, the board.
+
+    client             server                                                the next server, if it mirrors
+    join, leave    ->  board
+    begin          ->  makes the shard, unless it is there               ->  makes the copy
+    push           ->  keeps what came for its round, or applies it      ->  applies the same
+    arrive         ->  answers when the worker may go on                 ->  keeps the state of the board
+    pull           ->  averages and applies a round once; sends values   ->  applies the same average
+    fetch          ->  sends values and the optimizer's state
+    end            ->  ends the process
+
+A thread serves each connection. The copy has applied an update before any worker is told of it, so that after
+a server's death the next one goes on with the same bits; workers send it again what the dead one may have
+had.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, final
+
+import torch
+
+from shoal.server.blueprint import Blueprint
+from shoal.server.board import Board
+from shoal.server.channel import Channel, ServerError, connect
+from shoal.server.shard import Contribution, Shard
+from shoal.server.terms import Terms
+
+__all__ = ["Server"]
+
+_Reply = tuple[dict[str, Any], Sequence[torch.Tensor]]
+
+
+@final
+class Server:
+    """A parameter server. `run` serves until a worker ends it.
+
+    Args:
+        index: Its number among the servers.
+        token: A word that all processes of the training know; connections without it are closed.
+        host: Address of the interface to listen on.
+        port: Port to listen on; 0 for any free one.
+        record: Called with a JSON object for each contribution that is applied.
+
+    Attributes:
+        address: Host and port that it listens on.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        record: Callable[[dict[str, Any]], object] = lambda applied: None,
+    ) -> None:
+        self._index = index
+        self._token = token
+        self._record = record
+        self._listening = socket.create_server((host, port))
+        name = self._listening.getsockname()
+        self.address: tuple[str, int] = (name[0], name[1])
+        self._lock = threading.Lock()
+        self._shards: dict[tuple[int, int], Shard] = {}
+        self._making: dict[int, threading.Lock] = {}
+        self._board: Board | None = None
+        self._board_kept: Mapping[str, Any] | None = None
+        self._next: tuple[str, int] | None = None
+        self._copy: Channel | None = None
+        self._copying = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._is_over = threading.Event()
+        self._last_heard = time.monotonic()
+
+    def mirror_to(self, address: tuple[str, int]) -> None:
+        """Let the server at this address keep a copy of all that this one holds."""
+        self._next = address
+
+    def run(self, patience: float = 600.0, is_asked_to_stop: Callable[[], bool] = lambda: False) -> None:
+        """Serve until a worker ends the training.
+
+        Args:
+            patience: Seconds without any connection after which it gives up.
+            is_asked_to_stop: Whether to end as soon as all workers are gone.
+
+        Raises:
+            ServerError: All workers are gone before the end.
+        """
+        accepting = threading.Thread(target=self._accept, daemon=True)
+        accepting.start()
+        while not self._is_over.wait(1.0):
+            with self._lock:
+                if self._channels:
+                    self._last_heard = time.monotonic()
+                elif is_asked_to_stop():
+                    break
+                elif time.monotonic() > self._last_heard + patience:
+                    self.close()
+                    raise ServerError(
+                        f"parameter server {self._index} has had no worker for {patience:g} s: all are gone"
+                    )
+        self.close()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._is_over.set()
+        self._listening.close()
+        with self._lock:
+            for channel in self._channels:
+                channel.close()
+            self._channels.clear()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listening.accept()
+            except OSError:
+                return  # closed
+            threading.Thread(target=self._serve, args=(Channel(connected),), daemon=True).start()
+
+    def _serve(self, channel: Channel) -> None:
+        """Answer the messages of a connection until it ends."""
+        if not channel.require(self._token):
+            return
+        with self._lock:
+            self._channels.add(channel)
+        worker: int | None = None  # whose worker the board hears through this connection
+        try:
+            while not self._is_over.is_set():
+                head, body = channel.receive()
+                try:
+                    reply, tensors = self._handle(head, body)
+                except ServerError as error:
+                    reply, tensors = {"refused": str(error)}, ()
+                if head["do"] in ("join", "arrive"):
+                    worker = reply.get("worker", head.get("worker"))
+                channel.send(reply, tensors)
+                if head["do"] == "end":
+                    self._is_over.set()
+        except (OSError, ValueError, KeyError, ServerError):
+            pass  # the other end is gone, or sent what no client sends
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+            channel.close()
+            if worker is not None and self._board is not None and not self._is_over.is_set():
+                self._board.leave(worker)
+
+    def _handle(self, head: Mapping[str, Any], body: torch.Tensor) -> _Reply:
+        match head["do"]:
+            case "join":
+                return asdict(self._board_of(head).join()), ()
+            case "arrive":
+                board = self._board_of(head)
+                return asdict(board.arrive(head["worker"], head["clock"], head["weight"])), ()
+            case "leave":
+                self._board_of(head).leave(head["worker"], is_last=head["is_last"])
+                return {}, ()
+            case "begin":
+                return self._begin(head, body), ()
+            case "push":
+                return self._push(head, body), ()
+            case "pull":
+                return self._pull(head)
+            case "fetch":
+                return self._fetch(head)
+            case "keep board":
+                self._board_kept = head["state"]
+                return {}, ()
+            case "copy":
+                return self._apply_as_copy(head, body), ()
+            case "end":
+                return {}, ()
+            case other:
+                raise ServerError(f"a parameter server was asked to {other!r}, which it cannot do")
+
+    def _board_of(self, head: Mapping[str, Any]) -> Board:
+        """Return the board; make it for the first worker, or from the state that was kept here."""
+        with self._lock:
+            if self._board is None and self._board_kept is not None:
+                self._board = Board.of(self._board_kept, keep=lambda state: None)
+            if self._board is None:
+                if "terms" not in head:
+                    raise ServerError("a parameter server has no board, and no worker has joined it")
+                self._board = Board(Terms(**head["terms"]), head["first"], self._keep_board)
+            board = self._board
+        if "terms" in head and Terms(**head["terms"]) != board.terms:
+            raise ServerError(
+                f"a worker came to parameter servers with {head['terms']}, and they train with "
+                f"{asdict(board.terms)}"
+            )
+        return board
+
+    def _keep_board(self, state: dict[str, Any]) -> None:
+        self._to_copy({"do": "keep board", "state": state})
+
+    def _begin(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
+        key = head["shard"], head["position"]
+        with self._lock:  # each shard its own: two servers may be copies of each other
+            making = self._making.setdefault(head["shard"], threading.Lock())
+        with making:
+            shard = self._shards.get(key)
+            if shard is None:
+                blueprint = Blueprint.from_json(head["blueprint"])
+                bytes = 4 * blueprint.elements
+                shard = Shard(blueprint, body[:bytes].view(torch.float32))
+                if "state" in head:
+                    shard.take_state(head["state"], body[bytes:])
+                if head["shard"] == self._index:
+                    self._to_copy(head, [body])
+                self._shards[key] = shard
+        return {"version": shard.version}
+
+    def _push(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
+        shard, worker, clock = self._shard_of(head), head["worker"], head["clock"]
+        contribution = Contribution(body.view(torch.float32), head["rates"])
+        with shard.lock:
+            if head["base"] is None:
+                shard.keep(worker, clock, contribution)
+                return {}
+            if shard.applied.get(worker, -1) >= clock:
+                return {}  # it came before, through the server that is dead
+            staleness = shard.version - head["base"]
+            self._update(shard, head, contribution, 1 / (1 + staleness))
+            self._note(head, shard, worker, clock, staleness)
+            return {"staleness": staleness}
+
+    def _pull(self, head: Mapping[str, Any]) -> _Reply:
+        shard = self._shard_of(head)
+        with shard.lock:
+            if head["members"]:
+                self._close_round(shard, head)
+            return {"version": shard.version}, [shard.values.clone()]
+
+    def _close_round(self, shard: Shard, head: Mapping[str, Any]) -> None:
+        """Apply the mean of a round's contributions, unless that is done."""
+        round, weights = head["round"], head["weights"]
+        members = [(worker, clock) for worker, clock in head["members"]]
+        expected = [each for each, weight in zip(members, weights, strict=True) if weight > 0]
+        shard.lock.wait_for(
+            lambda: shard.version > round or not shard.missing(expected), timeout=head["patience"]
+        )
+        if shard.version > round:
+            return
+        shard.version = round
+        for (worker, clock), staleness in zip(members, head["staleness"], strict=True):
+            self._note(head, shard, worker, clock, staleness)
+        self._update(shard, head, shard.merge(members, weights))
+
+    def _update(
+        self, shard: Shard, head: Mapping[str, Any], contribution: Contribution, scale: float = 1.0
+    ) -> None:
+        """Apply a contribution here and to the copy."""
+        shard.update(contribution, scale)
+        if head["base"] is not None:
+            shard.applied[head["worker"]] = head["clock"]
+        if head["shard"] == self._index:
+            about = {name: head[name] for name in ("shard", "position", "worker", "clock", "base")}
+            told = {"version": shard.version, "scale": scale, "rates": contribution.rates}
+            self._to_copy({"do": "copy", **about, **told}, [contribution.vector])
+
+    def _apply_as_copy(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
+        shard = self._shard_of(head)
+        with shard.lock:
+            if shard.version >= head["version"]:
+                raise ServerError(
+                    f"shard {head['shard']} went on here, without the server that it was copied from"
+                )
+            shard.version = head["version"] - 1
+            shard.update(Contribution(body.view(torch.float32), head["rates"]), head["scale"])
+            if head["base"] is not None:
+                shard.applied[head["worker"]] = head["clock"]
+        return {}
+
+    def _fetch(self, head: Mapping[str, Any]) -> _Reply:
+        shard = self._shard_of(head)
+        with shard.lock:
+            described, tensors = shard.state()
+            values = [shard.values.clone(), *(each.clone() for each in tensors)]
+            return {"version": shard.version, "state": described}, values
+
+    def _shard_of(self, head: Mapping[str, Any]) -> Shard:
+        key = head["shard"], head["position"]
+        with self._lock:
+            shard = self._shards.get(key)
+        if shard is None:
+            raise ServerError(f"parameter server {self._index} does not hold shard {key[0]} of rank {key[1]}")
+        return shard
+
+    def _to_copy(self, head: Mapping[str, Any], body: Sequence[torch.Tensor] = ()) -> None:
+        """Tell the next server, and wait until it has done it; without one that lives, do nothing."""
+        with self._copying:
+            if self._next is None:
+                return
+            try:
+                if self._copy is None:
+                    self._copy = connect(self._next, self._token, timeout=10.0)
+                self._copy.ask(head, body)
+            except OSError:
+                self._next = None  # it is dead: nobody keeps a copy any more
+            except ServerError:
+                self.close()  # workers took this server for dead, and went on with the copy
+                raise
+
+    def _note(self, head: Mapping[str, Any], shard: Shard, worker: int, clock: int, staleness: int) -> None:
+        if head["position"] == 0:
+            applied = {"shard": head["shard"], "update": shard.version, "worker": worker, "clock": clock}
+            self._record({**applied, "staleness": staleness, "seconds": time.time()})

@@ -1,0 +1,144 @@
+"""A part of the values that a server holds, with the optimizer that updates them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from shoal.server.blueprint import Blueprint
+from shoal.server.channel import ServerError
+
+__all__ = ["Contribution", "Shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What a worker has sent.
+
+    Attributes:
+        vector: `[elements]`, fp32: a gradient, or what a worker's steps changed.
+        rates: Learning rate of each group.
+    """
+
+    vector: torch.Tensor
+    rates: Sequence[float]
+
+
+@final
+class Shard:
+    """Values `[elements]` in fp32, their optimizer, and what workers have sent and is not applied yet.
+
+    Threads use it under `lock`, and wait for contributions on it.
+
+    Args:
+        blueprint: The optimizer.
+        values: The first values.
+
+    Attributes:
+        lock: Held by the thread that reads or changes anything here.
+        version: Updates made.
+        applied: For each worker, the clock of the last contribution that was applied by itself.
+    """
+
+    def __init__(self, blueprint: Blueprint, values: torch.Tensor) -> None:
+        if len(values) != blueprint.elements:
+            raise ServerError(f"a shard of {blueprint.elements} elements was sent {len(values)}")
+        self.lock = threading.Condition()
+        self.version = 0
+        self.applied: dict[int, int] = {}
+        self.values = values
+        self._blueprint = blueprint
+        self._optimizer = blueprint.build(values)
+        self._parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
+        self._waiting: dict[tuple[int, int], Contribution] = {}
+
+    def keep(self, worker: int, clock: int, contribution: Contribution) -> None:
+        """Keep what a worker sent at its clock until its round is closed."""
+        self._waiting[worker, clock] = contribution
+        self.lock.notify_all()
+
+    def missing(self, members: Sequence[tuple[int, int]]) -> list[int]:
+        """Return those workers whose contributions, by worker and clock, have not come."""
+        return [worker for worker, clock in members if (worker, clock) not in self._waiting]
+
+    def merge(self, members: Sequence[tuple[int, int]], weights: Sequence[float]) -> Contribution:
+        """Take the contributions of a round from those that wait, and return their weighted mean.
+
+        They are added in the given order, so that all runs with equal contributions have equal bits.
+        Contributions that are missing, or have weight 0, are left out.
+        """
+        total, rates = None, None
+        sum_of_weights = 0.0
+        for (worker, clock), weight in zip(members, weights, strict=True):
+            contribution = self._waiting.pop((worker, clock), None)
+            if contribution is None or weight <= 0:
+                continue
+            sum_of_weights += weight
+            rates = rates or contribution.rates
+            if total is None:
+                total = contribution.vector.mul_(weight)
+            else:
+                total.add_(contribution.vector, alpha=weight)
+        if total is None or rates is None:
+            return Contribution(torch.zeros(0), [])
+        return Contribution(total.div_(sum_of_weights), rates)
+
+    @torch.no_grad()
+    def update(self, contribution: Contribution, scale: float = 1.0) -> None:
+        """Step the optimizer with a gradient; without one, only the version is counted.
+
+        Args:
+            contribution: The gradient and the learning rates.
+            scale: Factor on the learning rates.
+        """
+        self.version += 1
+        if not len(contribution.vector):
+            return
+        blueprint, optimizer = self._blueprint, self._optimizer
+        blueprint.rates_of(optimizer, [rate * scale for rate in contribution.rates])
+        parts = contribution.vector.split([elements for _, elements in blueprint.runs])
+        for parameter, part in zip(self._in_order(), parts, strict=True):
+            parameter.grad = part
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state(self) -> tuple[list[dict[str, Any]], list[torch.Tensor]]:
+        """Return the state of the optimizer.
+
+        Returns:
+            For each run, the key, type and number of elements of each tensor; and these tensors.
+        """
+        described: list[dict[str, Any]] = []
+        tensors: list[torch.Tensor] = []
+        for parameter in self._in_order():
+            here = {
+                key: value
+                for key, value in self._optimizer.state.get(parameter, {}).items()
+                if isinstance(value, torch.Tensor)
+            }
+            described.append({key: [str(value.dtype), list(value.shape)] for key, value in here.items()})
+            tensors += [value.contiguous() for value in here.values()]
+        return described, tensors
+
+    def take_state(self, described: Sequence[Mapping[str, Any]], body: torch.Tensor) -> None:
+        """Go on with the state that `state` returned, its tensors as bytes one after another."""
+        at = 0
+        for parameter, here in zip(self._in_order(), described, strict=True):
+            state: dict[str, torch.Tensor] = {}
+            for key, (name, shape) in here.items():
+                dtype = getattr(torch, name.removeprefix("torch."))
+                empty = torch.empty(shape, dtype=dtype)
+                bytes = empty.numel() * empty.element_size()
+                empty.view(-1).view(torch.uint8).copy_(body[at : at + bytes])
+                at += bytes
+                state[key] = empty
+            if state:
+                self._optimizer.state[parameter] = state
+
+    def _in_order(self) -> list[torch.nn.Parameter]:
+        """Return the parameters in the order of the runs."""
+        return sorted(self._parameters, key=lambda each: each.storage_offset())

@@ -1,0 +1,89 @@
+"""What the board and the workers agree on, and what they tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Decision", "Terms", "Ticket"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What a board goes by, equal for all workers of a training.
+
+    Attributes:
+        workers: Workers with which the training begins; the first round waits for them.
+        shares: Shares of the whole training.
+        staleness: Clocks that a worker may be ahead of the slowest; infinite for no bound, 0 for rounds.
+        quorum: Workers that close a round; 0 for all that are present.
+        grace: Seconds that a round with a quorum waits for others.
+        every: Shares between two arrivals of a worker.
+        patience: Seconds after which a worker that others wait for is taken for lost.
+    """
+
+    workers: int
+    shares: int
+    staleness: float = 0
+    quorum: int = 0
+    grace: float = 0.0
+    every: int = 1
+    patience: float = 600.0
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether contributions are averaged in rounds, not applied one by one."""
+        return self.staleness == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a worker gets when it joins.
+
+    Attributes:
+        worker: Its number.
+        clock: Its clock.
+        shares: The shares to train on; empty if none is left.
+        finished: Shares that all workers have finished.
+        leads: Whether it is the worker that validates and saves.
+    """
+
+    worker: int
+    clock: int
+    shares: tuple[int, ...]
+    finished: int
+    leads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a worker gets when it may go on.
+
+    Attributes:
+        shares: Its next shares; empty if none is left, and then the worker is a member no more.
+        finished: Shares that all workers have finished.
+        complete: Shares from the first one on that are all finished: what a saved state contains.
+        leads: Whether it is the worker that validates and saves; when no share is left, whether it is the
+            last.
+        round: Number of the round that it was in; 0 without rounds.
+        members: Worker and clock of each member of the round, in the order of their shares.
+        weights: Weight of each.
+        staleness: Rounds that closed since each was in one; empty without rounds.
+    """
+
+    shares: tuple[int, ...]
+    finished: int
+    complete: int
+    leads: bool
+    round: int = 0
+    members: tuple[tuple[int, int], ...] = ()
+    weights: tuple[float, ...] = ()
+    staleness: tuple[int, ...] = ()
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Decision:
+        """Return the Decision of which JSON has these fields."""
+        lists = {name: tuple(told[name]) for name in ("shares", "weights", "staleness")}
+        pairs = tuple((worker, at) for worker, at in told["members"])
+        return cls(**{**told, **lists, "members": pairs})

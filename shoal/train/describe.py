@@ -1,0 +1,66 @@
+"""The description of a run in its run.json, and what its opening says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.models import Transformer
+from shoal.train.automatic import PassedOver
+from shoal.train.job import Job
+from shoal.train.run_record import describe_device, describe_versions
+
+__all__ = ["describe", "passed_over_text", "since_step"]
+
+
+def since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
+    """Return the first step under the present layout, from which a report counts; None for all steps."""
+    settings = ("plan", "world_size", "tokens_per_step", "device")
+    is_same = all(before.get(name) == now[name] for name in settings)
+    since: int | None = before.get("since_step")
+    return since if is_same else step
+
+
+def passed_over_text(passed_over: Sequence[PassedOver]) -> str:
+    """Return the Plans that plan = "auto" passed over, each reason once."""
+    first = {each.reason: each for each in reversed(passed_over)}
+    lines = [f"\nnot used, though predicted to be faster: {each}" for each in reversed(first.values())]
+    if len(passed_over) > len(first):
+        lines.append(f"\n{len(passed_over) - len(first)} others for the same reasons; run.json has all")
+    return "".join(lines)
+
+
+def describe(job: Job, model: nn.Module, device: torch.device, loss_unit: str) -> dict[str, Any]:
+    """Return the description of a run.
+
+    Args:
+        job: The job.
+        model: The whole model.
+        device: The device of a rank.
+        loss_unit: Unit of the loss, such as "nats a token".
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if isinstance(model, Transformer):
+        flops = model.config.flops_per_token(job.config.sequence)
+    else:
+        flops = 6.0 * parameters
+    return {
+        "name": job.path.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "plan": str(job.plan),
+        "passed_over": [{"plan": str(each.plan), "reason": each.reason} for each in job.passed_over],
+        "cluster": None if job.cluster is None else asdict(job.cluster),
+        "world_size": job.plan.ranks,
+        "seed": job.config.seed,
+        "config": job.config.model_dump(mode="json"),
+        "model": {"name": job.config.model, "parameters": parameters, "flops_per_token": flops},
+        "device": describe_device(device, job.plan),
+        "tokens_per_step": job.config.batch * job.config.sequence,
+        "loss_unit": loss_unit,
+        "versions": describe_versions(),
+    }

@@ -1,0 +1,119 @@
+"""How a rank's worker goes on with the others: in each step, by merges, or through parameter servers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+import torch
+
+from shoal.errors import TrainingError
+from shoal.parallel import LocalUpdates, ServedUpdates
+from shoal.train.passes import Passed
+
+__all__ = ["Progress", "Turn", "Workers"]
+
+
+class Turn(NamedTuple):
+    """The step to make.
+
+    Attributes:
+        step: Steps of the training before it.
+        position: Position of its first sample in all data.
+    """
+
+    step: int
+    position: int
+
+
+class Progress(NamedTuple):
+    """Where the training is after a step.
+
+    Attributes:
+        steps: Steps made.
+        position: Samples consumed, over all ranks.
+        shares: Number of workers' parts of a batch that were finished since the last step.
+    """
+
+    steps: int
+    position: int
+    shares: int = 1
+
+
+@final
+class Workers:
+    """The course of a training, of which this rank's worker makes its part.
+
+    Args:
+        optimizer: The optimizer of this rank.
+        number: Workers that a step's batch is cut for.
+        steps: Steps of the whole training.
+        batch: Samples in a step of this rank's worker, or of all workers that step together.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, steps: int, batch: int) -> None:
+        self._local = optimizer if isinstance(optimizer, LocalUpdates) else None
+        self._served = optimizer if isinstance(optimizer, ServedUpdates) else None
+        self._number = number
+        self._steps = steps
+        self._batch = batch
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether servers join the workers, and this one has not joined them yet."""
+        return self._served is not None and self._served.worker < 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker validates and saves; without servers all workers do so together."""
+        return self._served is None or self._served.leads
+
+    @property
+    def has_merged(self) -> bool:
+        """Whether the values here are those of all workers; without servers saving merges them."""
+        return self._served is None or self._served.has_merged
+
+    @property
+    def staleness(self) -> int | None:
+        """Updates of others that this worker's last contribution did not know; None without servers."""
+        return None if self._served is None else self._served.staleness
+
+    def begin(self, steps: int, position: int) -> Turn:
+        """Return the step to make next.
+
+        Raises:
+            TrainingError: Other workers have made all.
+        """
+        if self._served is None:
+            return Turn(steps, position)
+        if self._served.worker < 0:
+            self._served.first = steps * self._number
+        share = self._served.share()
+        if share is None:
+            raise TrainingError("no samples are left for this worker: the others train on the last of them")
+        return Turn(share // self._number, share * self._batch)
+
+    def average(self) -> None:
+        """Average the gradient over the workers, if they merge and this step is dense."""
+        if self._local is not None and self._local.is_dense:
+            self._local.average_gradients()
+
+    def end(self, turn: Turn, passed: Passed) -> Progress:
+        """Return where the training is after the optimizer's step; agree on whether to stop."""
+        if self._local is not None:
+            if turn.step + 1 == self._steps:
+                self._local.settle()
+            passed.stop = self._local.agree(passed.stop)
+        if self._served is None:
+            return Progress(turn.step + 1, turn.position + self._batch)
+        before, now = self._served.counted, self._served.finished
+        self._served.counted = now
+        if self._served.is_over:
+            return Progress(self._steps, self._steps * self._number * self._batch, now - before)
+        complete = self._served.complete
+        made = min(complete // self._number, self._steps - 1)
+        return Progress(made, complete * self._batch, now - before)
+
+    def leave(self) -> None:
+        """Leave the other workers, if servers join them; the last one ends the servers."""
+        if self._served is not None:
+            self._served.leave()
