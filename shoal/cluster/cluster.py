@@ -81,12 +81,12 @@ class Cluster:
     source: str = ""
 
     def __hash__(self) -> int:
-        """Hash the rates that differ most, once: costs are looked up by cluster."""
+        """Hash what a fit changes, once: costs are looked up by cluster, thousands of which a fit tries."""
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.device, *((level.devices, level.bandwidth) for level in self.levels)))
+        return hash((self.device, self.levels, self.host, self.jitter, self.noise))
 
     def __post_init__(self) -> None:
         require_nested(self.name, self.levels)

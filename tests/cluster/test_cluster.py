@@ -1,6 +1,7 @@
 """Clusters: what they refuse, and how they are made larger and smaller."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -142,6 +143,19 @@ def test_no_devices_are_refused_and_so_are_more_than_any_links_join():
         cluster().with_devices(0)
     with pytest.raises(ClusterError, match="no links to others"):
         cluster(INSIDE).with_devices(16)
+
+
+def test_clusters_that_differ_in_what_a_fit_changes_have_different_hashes():
+    # A fit looks up thousands of them in caches: if their hashes were equal, each would be compared with all.
+    cluster = Cluster.preset("laptop")
+    inner, *others = cluster.levels
+    varied = [
+        replace(cluster, levels=(replace(inner, **{name: value}), *others))
+        for name, value in (("latency", 1.5e-7), ("bandwidth", 1.5e9), ("setup", 1.5e-7), ("copy_rate", 1.5e9))
+    ]
+    varied += [replace(cluster, jitter=0.15), replace(cluster, noise=0.15)]
+    varied.append(replace(cluster, device=replace(cluster.device, launch=1.5e-7)))
+    assert len({hash(each) for each in (cluster, *varied)}) == 1 + len(varied)
 
 
 def test_a_mesh_that_is_cut_keeps_the_links_between_those_that_are_left():
