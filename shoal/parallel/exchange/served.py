@@ -105,6 +105,7 @@ class ServedUpdates(Composed):
         self._values = torch.zeros(self._blueprint.elements)
         self._versions: list[int] = []
         self._shares: list[int] = []
+        self._first_of_shares = first  # of those that it was given last
         self._clock = 0
         self._made = 0  # steps since the last contribution, without those that were left out
         self.first = first
@@ -207,7 +208,8 @@ class ServedUpdates(Composed):
         ticket = self._servers.join(self._terms, self.first) if self._ranks.rank == 0 else None
         ticket = self._ranks.all_gather_object(ticket)[0]
         assert ticket is not None
-        self.worker, self._clock, self._shares = ticket.worker, ticket.clock, list(ticket.shares)
+        self.worker, self._clock = ticket.worker, ticket.clock
+        self._take_shares(ticket.shares)
         self.leads, self.finished, self.counted = ticket.leads, ticket.finished, ticket.finished
         self._pack([each.local for each in self._parallel.owned], self._values)
         windows = self._servers.windows(self._blueprint.elements)
@@ -269,6 +271,8 @@ class ServedUpdates(Composed):
                 worker=self.worker,
                 clock=self._clock,
                 base=None if self._terms.has_rounds else self._versions,
+                share=self._first_of_shares,
+                complete=self.complete,
             )
         self.staleness = max(stale, default=0)
 
@@ -280,9 +284,13 @@ class ServedUpdates(Composed):
         self.staleness = staleness
         self.decision, self.leads = decision, decision.leads
         self.finished, self.complete = decision.finished, decision.complete
-        self._shares = list(decision.shares)
+        self._take_shares(decision.shares)
         self._clock += 1
         self._made = 0
+
+    def _take_shares(self, shares: Sequence[int]) -> None:
+        self._shares = list(shares)
+        self._first_of_shares = min(shares, default=self._first_of_shares)
 
     def _pack(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
         torch._foreach_copy_(self._views(vector), list(tensors))
