@@ -78,18 +78,20 @@ class Servers:
         reply, _ = self._ask(-1, {"do": "join", "terms": asdict(terms), "first": first})
         return Ticket(**{**reply, "shares": tuple(reply["shares"])})
 
-    def arrive(self, worker: int, clock: int, weight: float) -> Decision:
+    def arrive(self, worker: int, clock: int, weight: float, loss: float) -> Decision:
         """Wait until this worker may go on; all its ranks have pushed.
 
         Args:
             worker: Its number.
             clock: Arrivals that it has made before.
             weight: Weight of what it pushed; 0 if it pushed nothing.
+            loss: Mean loss of the samples that it was computed from.
 
         Raises:
             ServerError: The servers are gone, or have taken this worker for lost.
         """
-        reply, _ = self._ask(-1, {"do": "arrive", "worker": worker, "clock": clock, "weight": weight})
+        head = {"do": "arrive", "worker": worker, "clock": clock, "weight": weight, "loss": loss}
+        reply, _ = self._ask(-1, head)
         return Decision.from_json(reply)
 
     def leave(self, worker: int, *, is_last: bool = False) -> None:

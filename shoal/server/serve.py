@@ -158,7 +158,7 @@ class Server:
                 return asdict(self._board_of(head).join()), ()
             case "arrive":
                 board = self._board_of(head)
-                return asdict(board.arrive(head["worker"], head["clock"], head["weight"])), ()
+                return asdict(board.arrive(head["worker"], head["clock"], head["weight"], head["loss"])), ()
             case "leave":
                 self._board_of(head).leave(head["worker"], is_last=head["is_last"])
                 return {}, ()

@@ -121,11 +121,17 @@ class Workers:
             self._local.average_gradients()
 
     def end(self, turn: Turn, passed: Passed) -> Progress:
-        """Return where the training is after the optimizer's step; agree on whether to stop."""
+        """Return where the training is after the optimizer's step.
+
+        Workers agree on whether to stop, and the loss of `passed` becomes that of all workers, if servers
+        join them and they exchange in each step.
+        """
         if self._local is not None:
             if turn.step + 1 == self._steps:
                 self._local.settle()
             passed.stop = self._local.agree(passed.stop)
+        if self._served is not None and self._served.mean_loss is not None and passed.loss.isfinite():
+            passed.loss = torch.full_like(passed.loss, self._served.mean_loss)
         if self._served is None:
             return Progress(turn.step + 1, turn.position + self._batch)
         before, now = self._served.counted, self._served.finished

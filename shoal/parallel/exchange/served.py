@@ -60,6 +60,7 @@ class ServedUpdates(Composed):
         finished: Shares that all workers have finished.
         complete: Shares from the first one on that are all finished.
         counted: Those of `finished` that this worker's caller has taken note of.
+        loss: Loss of the samples of the next step, which other workers are told; None if it is not known.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class ServedUpdates(Composed):
         self.finished = self.complete = self.counted = first
         self.leads = False
         self.decision: Decision | None = None
+        self.loss: torch.Tensor | None = None
 
     @property
     def title(self) -> str:
@@ -124,6 +126,16 @@ class ServedUpdates(Composed):
     def has_merged(self) -> bool:
         """Whether this worker has just taken the servers' values."""
         return self.decision is not None and tuple(self._shares) == self.decision.shares
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean loss of what all workers sent since this one's last step; None if not known.
+
+        Workers that make steps by themselves know their own losses alone.
+        """
+        if self._is_local or self.loss is None or self.decision is None:
+            return None
+        return self.decision.loss
 
     @property
     def is_over(self) -> bool:
@@ -236,7 +248,8 @@ class ServedUpdates(Composed):
         told = self._ranks.all_gather_object(self.staleness)  # all ranks have pushed
         if self._ranks.rank == 0:
             with self._talking("arrive", 0):
-                decision = self._servers.arrive(self.worker, self._clock, float(self._made))
+                loss = self.loss.item() if self._made and self.loss is not None else 0.0
+                decision = self._servers.arrive(self.worker, self._clock, float(self._made), loss)
         decision = self._ranks.all_gather_object(decision)[0]
         assert decision is not None
         self._note(decision, max(told))
