@@ -20,7 +20,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from shoal.server.channel import ServerError
@@ -38,12 +38,18 @@ class _Member:
         base: The round that it was last told of; its contribution is computed from that round's values.
         shares: The shares that it trains on.
         weight: Weight of what it sent, while it waits for its round to close; otherwise None.
+        loss: Loss of what it sent.
+        heard: Sum of the losses, each times its weight, of what workers sent since this one was told of them.
+        of: Sum of these weights.
     """
 
     clock: int
     base: int
     shares: list[int]
     weight: float | None = None
+    loss: float = 0.0
+    heard: float = 0.0
+    of: float = 0.0
 
 
 @dataclass(slots=True)
@@ -126,13 +132,14 @@ class Board:
                 self._wake_idle()
                 self._note()
 
-    def arrive(self, worker: int, clock: int, weight: float) -> Decision:
+    def arrive(self, worker: int, clock: int, weight: float, loss: float = 0.0) -> Decision:
         """Wait until a worker that has sent its contribution may go on.
 
         Args:
             worker: The worker.
             clock: Arrivals that it has made before. If a copy of the board has answered it, it is told again.
             weight: Weight of its contribution.
+            loss: Mean loss of the samples that the contribution was computed from.
 
         Raises:
             ServerError: The worker was taken for lost.
@@ -143,11 +150,12 @@ class Board:
             if worker not in self._state.idle:
                 member = self._member(worker)
                 if self.terms.has_rounds:
-                    member.weight = weight
+                    member.weight, member.loss = weight, loss
                     self._close_if_due()
                 else:
                     member.clock = clock + 1
                     self._finish(member.shares)
+                    self._hear(weight, loss)
                     member.shares = []
                     self._changed.notify_all()
                     self._wait(lambda: self._may_go_on(worker))
@@ -291,8 +299,15 @@ class Board:
         state.round += 1
         for member in members:
             self._finish(member.shares)
+            self._hear(member.weight or 0.0, member.loss)
             member.weight, member.base, member.clock = None, state.round, member.clock + 1
         self._go_on(order, *contents)
+
+    def _hear(self, weight: float, loss: float) -> None:
+        """Note the loss of a contribution, of which each worker is told with its next answer."""
+        for member in (*self._state.members.values(), *self._state.idle.values()):
+            if weight:
+                member.heard, member.of = member.heard + weight * loss, member.of + weight
 
     def _go_on(self, order: list[int], *contents: Any) -> None:
         """Give workers their next shares, and tell them; those for whom none is left wait for the others."""
@@ -327,6 +342,9 @@ class Board:
     def _tell(self, worker: int, member: _Member, leads: bool, *contents: Any) -> None:
         state = self._state
         decision = Decision(tuple(member.shares), self._finished, state.complete, leads, *contents)
+        if member.of:
+            decision = replace(decision, loss=member.heard / member.of)
+        member.heard = member.of = 0.0
         state.answers[worker] = (member.clock - 1, decision)
         if not member.shares:
             self._leaving.add(worker)

@@ -78,18 +78,20 @@ class Servers:
         reply, _ = self._ask(-1, {"do": "join", "terms": asdict(terms), "first": first})
         return Ticket(**{**reply, "shares": tuple(reply["shares"])})
 
-    def arrive(self, worker: int, clock: int, weight: float) -> Decision:
+    def arrive(self, worker: int, clock: int, weight: float, loss: float) -> Decision:
         """Wait until this worker may go on; all its ranks have pushed.
 
         Args:
             worker: Its number.
             clock: Arrivals that it has made before.
             weight: Weight of what it pushed; 0 if it pushed nothing.
+            loss: Mean loss of the samples that it was computed from.
 
         Raises:
             ServerError: The servers are gone, or have taken this worker for lost.
         """
-        reply, _ = self._ask(-1, {"do": "arrive", "worker": worker, "clock": clock, "weight": weight})
+        head = {"do": "arrive", "worker": worker, "clock": clock, "weight": weight, "loss": loss}
+        reply, _ = self._ask(-1, head)
         return Decision.from_json(reply)
 
     def leave(self, worker: int, *, is_last: bool = False) -> None:
@@ -145,6 +147,8 @@ class Servers:
         worker: int,
         clock: int,
         base: Sequence[int] | None,
+        share: int,
+        complete: int,
     ) -> list[int]:
         """Send a gradient, or what steps changed.
 
@@ -156,6 +160,8 @@ class Servers:
             clock: Arrivals that the worker has made before.
             base: Versions of the values that it was computed from, to be applied at once; None if it waits
                 for its round.
+            share: The share that it was computed from. What is applied at once is applied once for each.
+            complete: A share before which all are finished.
 
         Returns:
             For each server, the updates made since `base`; empty without one.
@@ -165,6 +171,7 @@ class Servers:
             version = None if base is None else base[shard]
             about = {"do": "push", "shard": shard, "position": position, "rates": list(rates)}
             head = {**about, "worker": worker, "clock": clock, "base": version}
+            head |= {"share": share, "complete": complete}
             self._pushed[shard] = head, [vector[window]]
             staleness: int | None = self._ask(shard, *self._pushed[shard])[0].get("staleness")
             return staleness
@@ -188,7 +195,7 @@ class Servers:
 
         def one(shard: int, window: slice) -> int:
             head = {"do": "pull", "shard": shard, "position": position, **of_round, "patience": patience}
-            head |= {"worker": None, "clock": None, "base": None}
+            head |= {"share": None, "complete": 0}
             version: int = self._ask(shard, head, into=vector[window])[0]["version"]
             return version
 

@@ -158,7 +158,7 @@ class Server:
                 return asdict(self._board_of(head).join()), ()
             case "arrive":
                 board = self._board_of(head)
-                return asdict(board.arrive(head["worker"], head["clock"], head["weight"])), ()
+                return asdict(board.arrive(head["worker"], head["clock"], head["weight"], head["loss"])), ()
             case "leave":
                 self._board_of(head).leave(head["worker"], is_last=head["is_last"])
                 return {}, ()
@@ -224,8 +224,8 @@ class Server:
             if head["base"] is None:
                 shard.keep(worker, clock, contribution)
                 return {}
-            if shard.applied.get(worker, -1) >= clock:
-                return {}  # it came before, through the server that is dead
+            if shard.has_applied(head["share"], head["complete"]):
+                return {"staleness": 0}  # it came before, from a lost worker, or through a dead server
             staleness = shard.version - head["base"]
             self._update(shard, head, contribution, 1 / (1 + staleness))
             self._note(head, shard, worker, clock, staleness)
@@ -258,10 +258,10 @@ class Server:
     ) -> None:
         """Apply a contribution here and to the copy."""
         shard.update(contribution, scale)
-        if head["base"] is not None:
-            shard.applied[head["worker"]] = head["clock"]
+        if head["share"] is not None:
+            shard.note_applied(head["share"])
         if head["shard"] == self._index:
-            about = {name: head[name] for name in ("shard", "position", "worker", "clock", "base")}
+            about = {name: head[name] for name in ("shard", "position", "share", "complete")}
             told = {"version": shard.version, "scale": scale, "rates": contribution.rates}
             self._to_copy({"do": "copy", **about, **told}, [contribution.vector])
 
@@ -274,8 +274,8 @@ class Server:
                 )
             shard.version = head["version"] - 1
             shard.update(Contribution(body.view(torch.float32), head["rates"]), head["scale"])
-            if head["base"] is not None:
-                shard.applied[head["worker"]] = head["clock"]
+            if head["share"] is not None and not shard.has_applied(head["share"], head["complete"]):
+                shard.note_applied(head["share"])
         return {}
 
     def _fetch(self, head: Mapping[str, Any]) -> _Reply:

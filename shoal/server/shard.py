@@ -41,7 +41,6 @@ class Shard:
     Attributes:
         lock: Held by the thread that reads or changes anything here.
         version: Updates made.
-        applied: For each worker, the clock of the last contribution that was applied by itself.
     """
 
     def __init__(self, blueprint: Blueprint, values: torch.Tensor) -> None:
@@ -49,12 +48,29 @@ class Shard:
             raise ServerError(f"a shard of {blueprint.elements} elements was sent {len(values)}")
         self.lock = threading.Condition()
         self.version = 0
-        self.applied: dict[int, int] = {}
+        self._applied: set[int] = set()  # shares whose contribution was applied by itself
+        self._complete = 0  # all shares before it are finished
         self.values = values
         self._blueprint = blueprint
         self._optimizer = blueprint.build(values)
         self._parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
         self._waiting: dict[tuple[int, int], Contribution] = {}
+
+    def has_applied(self, share: int, complete: int) -> bool:
+        """Return whether a contribution of a share was applied by itself, whichever worker sent it.
+
+        Args:
+            share: The share.
+            complete: A share before which all are finished; these need not be remembered.
+        """
+        if complete > self._complete:
+            self._complete = complete
+            self._applied = {each for each in self._applied if each >= complete}
+        return share < self._complete or share in self._applied
+
+    def note_applied(self, share: int) -> None:
+        """Remember that the contribution of a share was applied by itself."""
+        self._applied.add(share)
 
     def keep(self, worker: int, clock: int, contribution: Contribution) -> None:
         """Keep what a worker sent at its clock until its round is closed."""

@@ -70,6 +70,7 @@ class Decision:
         members: Worker and clock of each member of the round, in the order of their shares.
         weights: Weight of each.
         staleness: Rounds that closed since each was in one; empty without rounds.
+        loss: Mean loss of what workers sent since this one was answered before; None if that is nothing.
     """
 
     shares: tuple[int, ...]
@@ -80,6 +81,7 @@ class Decision:
     members: tuple[tuple[int, int], ...] = ()
     weights: tuple[float, ...] = ()
     staleness: tuple[int, ...] = ()
+    loss: float | None = None
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Decision:

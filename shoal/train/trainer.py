@@ -177,7 +177,9 @@ class Trainer:
                 self.coordinator,
                 self._recorder,
             )
-        self.workers = Workers(self.optimizer, of_all // batch, steps, batch)
+        self.workers = Workers(
+            self.optimizer, of_all // batch, steps, batch, data=self.parallel.axes.data, seed=seed
+        )
         self._saved = SavedTraining(
             self.parallel,
             self.optimizer,

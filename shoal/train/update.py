@@ -45,6 +45,8 @@ class Update:
             Whether both are finite, a scalar.
         """
         is_finite = torch.isfinite(loss) & torch.isfinite(norm)
+        if isinstance(self._optimizer, ServedUpdates):
+            self._optimizer.loss = loss
         if not self.is_on_device:
             if is_finite.item():
                 if self._clip is not None:

@@ -7,8 +7,9 @@ from typing import NamedTuple, final
 import torch
 
 from shoal.errors import TrainingError
-from shoal.parallel import LocalUpdates, ServedUpdates
+from shoal.parallel import Axis, LocalUpdates, ServedUpdates
 from shoal.train.passes import Passed
+from shoal.train.randomness import begin_anew
 
 __all__ = ["Progress", "Turn", "Workers"]
 
@@ -48,19 +49,37 @@ class Workers:
         number: Workers that a step's batch is cut for.
         steps: Steps of the whole training.
         batch: Samples in a step of this rank's worker, or of all workers that step together.
+        data: The ranks among which this one is, of its worker, that have other data.
+        seed: The run's seed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, number: int, steps: int, batch: int) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        steps: int,
+        batch: int,
+        *,
+        data: Axis,
+        seed: int,
+    ) -> None:
         self._local = optimizer if isinstance(optimizer, LocalUpdates) else None
         self._served = optimizer if isinstance(optimizer, ServedUpdates) else None
         self._number = number
         self._steps = steps
         self._batch = batch
+        self._data = data
+        self._seed = seed
 
     @property
     def is_alone(self) -> bool:
         """Whether servers join the workers, and this one has not joined them yet."""
         return self._served is not None and self._served.worker < 0
+
+    @property
+    def number(self) -> int:
+        """Number of this worker among those that servers join; 0 without servers."""
+        return 0 if self._served is None else self._served.worker
 
     @property
     def leads(self) -> bool:
@@ -85,11 +104,15 @@ class Workers:
         """
         if self._served is None:
             return Turn(steps, position)
-        if self._served.worker < 0:
+        is_new = self._served.worker < 0
+        if is_new:
             self._served.first = steps * self._number
         share = self._served.share()
         if share is None:
             raise TrainingError("no samples are left for this worker: the others train on the last of them")
+        if is_new and self._served.worker > 0:  # worker 0 goes on with the generators that were saved
+            place = self._served.worker * self._data.size + self._data.index
+            begin_anew(self._seed, share // self._number, place)
         return Turn(share // self._number, share * self._batch)
 
     def average(self) -> None:
@@ -98,11 +121,17 @@ class Workers:
             self._local.average_gradients()
 
     def end(self, turn: Turn, passed: Passed) -> Progress:
-        """Return where the training is after the optimizer's step; agree on whether to stop."""
+        """Return where the training is after the optimizer's step.
+
+        Workers agree on whether to stop, and the loss of `passed` becomes that of all workers, if servers
+        join them and they exchange in each step.
+        """
         if self._local is not None:
             if turn.step + 1 == self._steps:
                 self._local.settle()
             passed.stop = self._local.agree(passed.stop)
+        if self._served is not None and self._served.mean_loss is not None and passed.loss.isfinite():
+            passed.loss = torch.full_like(passed.loss, self._served.mean_loss)
         if self._served is None:
             return Progress(turn.step + 1, turn.position + self._batch)
         before, now = self._served.counted, self._served.finished

@@ -68,6 +68,6 @@ def test_a_killed_worker_is_replaced_by_the_others(runs):
     assert list(run.checkpoints.glob(f"step-*{STEPS}"))
     text = run.server_file(0).read_text()
     applied = [json.loads(line) for line in text.splitlines()]
-    assert 3 * STEPS <= len(applied) <= 3 * STEPS + 1  # what the lost worker had just sent is sent again
+    assert len(applied) == 3 * STEPS  # what the lost worker had just sent is not applied again
     assert {each["staleness"] for each in applied} > {0}
     assert program.leaves_no_process()

@@ -65,8 +65,12 @@ def train(
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
     outer: tuple[float, float] | None = None,
     before: Callable[[int, int, Sequence[Server]], object] = lambda worker, share, servers: None,
+    change: Callable[[int, Servers], object] = lambda worker, way: None,
 ) -> Trained:
-    """Train; `before` is called before each step with the worker's number, its share, and the servers."""
+    """Train; `before` is called before each step with the worker's number, its share, and the servers.
+
+    `change` is called with each worker's number and its way to the servers before it begins.
+    """
     trained = Trained()
     here = [Server(index, "word", record=trained.applied.append) for index in range(servers)]
     if mirrored:
@@ -76,6 +80,7 @@ def train(
 
     def work(number: int) -> None:
         way = Servers([server.address for server in here], "word", mirrored=mirrored, timeout=20)
+        change(number, way)
         try:
             parallel = parallelize(make_model(), Plan())
             updates = ServedUpdates(

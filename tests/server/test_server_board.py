@@ -1,10 +1,12 @@
 """The board alone: quorum and grace, workers that come and go, and the copy that goes on."""
 
 import json
+import math
 import random
 import threading
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +55,17 @@ def test_a_worker_that_others_wait_for_too_long_is_taken_for_lost():
     decisions, (thread,) = arrive_together(board, [0], 0)
     thread.join(10)
     assert decisions[0].shares == (1,)  # what the lost one had
+
+
+@pytest.mark.parametrize("staleness", [0, math.inf])
+def test_a_worker_is_told_the_mean_loss_of_what_came_since_its_last_answer(staleness):
+    board = Board(Terms(workers=2, shares=9, staleness=staleness, quorum=0 if staleness else 1, grace=0.0))
+    board.join()
+    board.join()
+    losses = [board.arrive(0, clock, 1.0, float(clock)).loss for clock in range(3)]
+    assert losses == [0.0, 1.0, 2.0]
+    assert board.arrive(1, 0, 3.0, 9.0).loss == (0 + 1 + 2 + 3 * 9) / 6
+    assert board.arrive(0, 3, 0.0, math.nan).loss == 9.0  # one that left its step out is not counted
 
 
 @settings(max_examples=40)

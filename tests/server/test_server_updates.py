@@ -68,6 +68,25 @@ def test_the_shares_of_a_lost_worker_are_trained_on_by_others(staleness):
     assert sorted(share for _, share, _ in trained.steps) == list(range(30))
 
 
+@pytest.mark.parametrize("lost", ["arrive", "push"])
+def test_what_a_lost_worker_has_sent_is_not_applied_again(lost):
+    """It is lost before it arrives, or when one of two servers has its gradient."""
+
+    def change(worker, way):
+        ask = way._ask
+
+        def dies(shard, head, *rest, **named):
+            if worker == 1 and head["do"] == lost and head["clock"] == 4 and shard != 0:
+                raise LostError
+            return ask(shard, head, *rest, **named)
+
+        way._ask = dies
+
+    trained = train(Terms(workers=2, shares=30, staleness=2), workers=2, servers=2, change=change)
+    assert not trained.errors
+    assert [sum(each["shard"] == shard for each in trained.applied) for shard in (0, 1)] == [30, 30]
+
+
 @pytest.mark.parametrize("bound", [1, 3])
 def test_no_worker_is_further_ahead_than_its_bound(bound):
     made = [0, 0, 0]

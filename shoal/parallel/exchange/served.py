@@ -60,6 +60,7 @@ class ServedUpdates(Composed):
         finished: Shares that all workers have finished.
         complete: Shares from the first one on that are all finished.
         counted: Those of `finished` that this worker's caller has taken note of.
+        loss: Loss of the samples of the next step, which other workers are told; None if it is not known.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class ServedUpdates(Composed):
         self._values = torch.zeros(self._blueprint.elements)
         self._versions: list[int] = []
         self._shares: list[int] = []
+        self._first_of_shares = first  # of those that it was given last
         self._clock = 0
         self._made = 0  # steps since the last contribution, without those that were left out
         self.first = first
@@ -113,6 +115,7 @@ class ServedUpdates(Composed):
         self.finished = self.complete = self.counted = first
         self.leads = False
         self.decision: Decision | None = None
+        self.loss: torch.Tensor | None = None
 
     @property
     def title(self) -> str:
@@ -123,6 +126,16 @@ class ServedUpdates(Composed):
     def has_merged(self) -> bool:
         """Whether this worker has just taken the servers' values."""
         return self.decision is not None and tuple(self._shares) == self.decision.shares
+
+    @property
+    def mean_loss(self) -> float | None:
+        """Mean loss of what all workers sent since this one's last step; None if not known.
+
+        Workers that make steps by themselves know their own losses alone.
+        """
+        if self._is_local or self.loss is None or self.decision is None:
+            return None
+        return self.decision.loss
 
     @property
     def is_over(self) -> bool:
@@ -207,7 +220,8 @@ class ServedUpdates(Composed):
         ticket = self._servers.join(self._terms, self.first) if self._ranks.rank == 0 else None
         ticket = self._ranks.all_gather_object(ticket)[0]
         assert ticket is not None
-        self.worker, self._clock, self._shares = ticket.worker, ticket.clock, list(ticket.shares)
+        self.worker, self._clock = ticket.worker, ticket.clock
+        self._take_shares(ticket.shares)
         self.leads, self.finished, self.counted = ticket.leads, ticket.finished, ticket.finished
         self._pack([each.local for each in self._parallel.owned], self._values)
         windows = self._servers.windows(self._blueprint.elements)
@@ -234,7 +248,8 @@ class ServedUpdates(Composed):
         told = self._ranks.all_gather_object(self.staleness)  # all ranks have pushed
         if self._ranks.rank == 0:
             with self._talking("arrive", 0):
-                decision = self._servers.arrive(self.worker, self._clock, float(self._made))
+                loss = self.loss.item() if self._made and self.loss is not None else 0.0
+                decision = self._servers.arrive(self.worker, self._clock, float(self._made), loss)
         decision = self._ranks.all_gather_object(decision)[0]
         assert decision is not None
         self._note(decision, max(told))
@@ -269,6 +284,8 @@ class ServedUpdates(Composed):
                 worker=self.worker,
                 clock=self._clock,
                 base=None if self._terms.has_rounds else self._versions,
+                share=self._first_of_shares,
+                complete=self.complete,
             )
         self.staleness = max(stale, default=0)
 
@@ -280,9 +297,13 @@ class ServedUpdates(Composed):
         self.staleness = staleness
         self.decision, self.leads = decision, decision.leads
         self.finished, self.complete = decision.finished, decision.complete
-        self._shares = list(decision.shares)
+        self._take_shares(decision.shares)
         self._clock += 1
         self._made = 0
+
+    def _take_shares(self, shares: Sequence[int]) -> None:
+        self._shares = list(shares)
+        self._first_of_shares = min(shares, default=self._first_of_shares)
 
     def _pack(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
         torch._foreach_copy_(self._views(vector), list(tensors))
