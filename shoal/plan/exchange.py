@@ -123,7 +123,7 @@ class Exchange:
             PlanError: A setting is out of range, or needs another one.
         """
         self._require_local()
-        self._require_servers(replicas, copies * ep)
+        self._require_servers(replicas, copies * ep * (cp if sharding is UNSHARDED else 1))
         self._require_compression()
         if self.dense and not (self.merges or self.compresses):
             raise PlanError(
@@ -196,11 +196,17 @@ class Exchange:
                 change="add exchange=server, or leave out servers",
             )
         given = f"exchange={self.kind},servers={self.processes}"
-        if self.compresses or self.fragments > 1 or self.delay or self.stretch > 1 or self.dense:
+        if self.fragments > 1 or self.delay or self.stretch > 1 or self.dense:
             raise PlanError(
-                f"{given} was given with compress, fragments, delay, stretch or dense",
+                f"{given} was given with fragments, delay, stretch or dense",
                 possible="these settings where workers exchange without servers",
                 change="leave them out, or leave out servers",
+            )
+        if self.compression.kind == "powersgd":
+            raise PlanError(
+                f"{given} was given with compress={self.compression}, and a server has parts of matrices",
+                possible="with servers: int8, int4, fp8, sign, topk:64, topk:64:2bit, random:64, threshold:3",
+                change="write, for example, compress=int8",
             )
         whole = math.isinf(self.staleness) or float(self.staleness).is_integer()
         if not whole or self.staleness < 0 or (self.staleness and self.kind != "server"):
@@ -209,12 +215,14 @@ class Exchange:
                 possible="with exchange=server, 0 (workers step together), a whole number of steps, or inf",
                 change="write, for example, exchange=server,staleness=4",
             )
-        if self.staleness and copies > 1:
+        if copies > 1 and (self.staleness or self.compresses):
+            name = "staleness" if self.staleness else "compress"
+            why = "update in different orders" if self.staleness else "get other payloads for"
             raise PlanError(
-                f"staleness={self.staleness:g} was given with tp, pp or ep, and then ranks of a worker hold "
-                "copies that servers would update in different orders",
-                possible="staleness=0 with any Plan, and more with dp, cp and shard",
-                change="leave out staleness",
+                f"{name} was given for {given} with tp, pp, ep, or cp without shard, and then ranks of a "
+                f"worker hold copies that servers would {why}",
+                possible=f"{name} with dp, and with shard=zero1, zero2 or zero3 with cp too",
+                change=f"leave out {name}",
             )
         if self.quorum > workers or (self.quorum and self.staleness) or (self.grace and not self.quorum):
             raise PlanError(

@@ -10,6 +10,8 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from shoal.collectives import Codec
+from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.channel import Channel, ServerError, connect
 from shoal.server.terms import Decision, Terms, Ticket
@@ -20,6 +22,9 @@ _ALIGNED = 1024  # elements: a shard begins at a multiple
 
 _CONNECT = 10.0  # seconds
 
+_NONE = Compression()
+
+Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
@@ -112,6 +117,7 @@ class Servers:
         blueprint: Blueprint,
         vector: torch.Tensor,
         states: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]] = (),
+        compression: Compression = _NONE,
     ) -> list[int]:
         """Give servers the first values, unless they have values already.
 
@@ -120,13 +126,14 @@ class Servers:
             blueprint: The optimizer of the whole vector.
             vector: `[elements]`, fp32, on the CPU.
             states: For each server, the optimizer's state as `Shard.state` describes it; none for a new one.
+            compression: How gradients will be pushed, and values pulled.
 
         Returns:
             For each server, the version of its values: 0 if they are these.
         """
 
         def one(shard: int, window: slice) -> int:
-            about = {"do": "begin", "shard": shard, "position": position}
+            about = {"do": "begin", "shard": shard, "position": position, "compress": str(compression)}
             head = {**about, "blueprint": blueprint.window(window.start, window.stop).as_json()}
             body = [vector[window]]
             if states:
@@ -136,12 +143,12 @@ class Servers:
             version: int = self._ask(shard, head, body)[0]["version"]
             return version
 
-        return self._of_each(one, len(vector))
+        return self._of_each(one, self.windows(len(vector)))
 
     def push(
         self,
         position: int,
-        vector: torch.Tensor,
+        parts: Sequence[torch.Tensor],
         rates: Sequence[float],
         *,
         worker: int,
@@ -149,12 +156,14 @@ class Servers:
         base: Sequence[int] | None,
         share: int,
         complete: int,
+        seed: int = 0,
     ) -> list[int]:
         """Send a gradient, or what steps changed.
 
         Args:
             position: This rank's place in its worker.
-            vector: `[elements]`, fp32, on the CPU; unchanged until `pull` returns.
+            parts: For each server, its part of the vector, in fp32 or encoded, on the CPU; unchanged until
+                `pull` returns.
             rates: Learning rate of each group.
             worker: The worker's number.
             clock: Arrivals that the worker has made before.
@@ -162,30 +171,42 @@ class Servers:
                 for its round.
             share: The share that it was computed from. What is applied at once is applied once for each.
             complete: A share before which all are finished.
+            seed: Seed of the first part, if they are encoded; the others have the next ones.
 
         Returns:
             For each server, the updates made since `base`; empty without one.
         """
 
-        def one(shard: int, window: slice) -> int | None:
+        def one(shard: int, part: torch.Tensor) -> int | None:
             version = None if base is None else base[shard]
             about = {"do": "push", "shard": shard, "position": position, "rates": list(rates)}
             head = {**about, "worker": worker, "clock": clock, "base": version}
-            head |= {"share": share, "complete": complete}
-            self._pushed[shard] = head, [vector[window]]
+            head |= {"share": share, "complete": complete, "seed": seed + shard}
+            self._pushed[shard] = head, [part]
             staleness: int | None = self._ask(shard, *self._pushed[shard])[0].get("staleness")
             return staleness
 
-        return [each for each in self._of_each(one, len(vector)) if each is not None]
+        return [each for each in self._of_each(one, parts) if each is not None]
 
-    def pull(self, position: int, vector: torch.Tensor, decision: Decision, patience: float) -> list[int]:
-        """Take the present values.
+    def pull(
+        self,
+        position: int,
+        vector: torch.Tensor,
+        decision: Decision,
+        patience: float,
+        *,
+        codec: Codec | None = None,
+        base: Sequence[int] = (),
+    ) -> list[int]:
+        """Take the present values, or the view of them that workers have (`view.py`).
 
         Args:
             position: This rank's place in its worker.
             vector: `[elements]`, fp32, on the CPU; gets the values.
             decision: What the board answered; its round is applied first.
             patience: Seconds to wait for contributions that were lost with a server.
+            codec: Decodes what servers send in place of values.
+            base: For each server, the version of the values in `vector`; empty if there are none.
 
         Returns:
             For each server, the version of its values.
@@ -195,11 +216,16 @@ class Servers:
 
         def one(shard: int, window: slice) -> int:
             head = {"do": "pull", "shard": shard, "position": position, **of_round, "patience": patience}
-            head |= {"share": None, "complete": 0}
-            version: int = self._ask(shard, head, into=vector[window])[0]["version"]
+            head |= {"share": None, "complete": 0, "base": base[shard] if base else None}
+            reply, body = self._ask(shard, head, into=vector[window])
+            if codec is not None and "payloads" in reply:
+                sizes = [bytes for bytes, _ in reply["payloads"]]
+                for payload, (_, seed) in zip(body.split(sizes), reply["payloads"], strict=True):
+                    codec.decode_add(payload, vector[window], seed=seed)
+            version: int = reply["version"]
             return version
 
-        versions = self._of_each(one, len(vector))
+        versions = self._of_each(one, self.windows(len(vector)))
         self._pushed.clear()
         return versions
 
@@ -220,7 +246,7 @@ class Servers:
             vector[window] = body[:bytes].view(torch.float32)
             return reply["state"], body[bytes:]
 
-        return self._of_each(one, len(vector))
+        return self._of_each(one, self.windows(len(vector)))
 
     def close(self) -> None:
         """End all connections."""
@@ -242,11 +268,9 @@ class Servers:
                 channel.ask({"do": "end"})
                 channel.close()
 
-    def _of_each(self, one: Callable[[int, slice], Result], elements: int) -> list[Result]:
-        """Call a function with each shard and its window, at the same time; return the results in order."""
-        pending = [
-            self._threads.submit(one, shard, window) for shard, window in enumerate(self.windows(elements))
-        ]
+    def _of_each(self, one: Callable[[int, Part], Result], parts: Sequence[Part]) -> list[Result]:
+        """Call a function with each shard and its part, at the same time; return the results in order."""
+        pending = [self._threads.submit(one, shard, part) for shard, part in enumerate(parts)]
         return [each.result() for each in pending]
 
     def _ask(

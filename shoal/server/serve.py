@@ -25,6 +25,7 @@ from typing import Any, final
 
 import torch
 
+from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.board import Board
 from shoal.server.channel import Channel, ServerError, connect
@@ -209,7 +210,8 @@ class Server:
             if shard is None:
                 blueprint = Blueprint.from_json(head["blueprint"])
                 bytes = 4 * blueprint.elements
-                shard = Shard(blueprint, body[:bytes].view(torch.float32))
+                compression = Compression.parse(head["compress"])
+                shard = Shard(blueprint, body[:bytes].view(torch.float32), compression)
                 if "state" in head:
                     shard.take_state(head["state"], body[bytes:])
                 if head["shard"] == self._index:
@@ -219,7 +221,7 @@ class Server:
 
     def _push(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
         shard, worker, clock = self._shard_of(head), head["worker"], head["clock"]
-        contribution = Contribution(body.view(torch.float32), head["rates"])
+        contribution = shard.received(body, head["rates"], head["seed"])
         with shard.lock:
             if head["base"] is None:
                 shard.keep(worker, clock, contribution)
@@ -227,6 +229,7 @@ class Server:
             if shard.has_applied(head["share"], head["complete"]):
                 return {"staleness": 0}  # it came before, from a lost worker, or through a dead server
             staleness = shard.version - head["base"]
+            contribution = shard.decoded(contribution)
             self._update(shard, head, contribution, 1 / (1 + staleness))
             self._note(head, shard, worker, clock, staleness)
             return {"staleness": staleness}
@@ -236,7 +239,13 @@ class Server:
         with shard.lock:
             if head["members"]:
                 self._close_round(shard, head)
-            return {"version": shard.version}, [shard.values.clone()]
+            if shard.view is None:
+                return {"version": shard.version}, [shard.values.clone()]
+            payloads = shard.view.since(head["base"])
+            if payloads is None:
+                return {"version": shard.version}, [shard.view.values]
+            sizes = [(len(each.content), each.version) for each in payloads]
+            return {"version": shard.version, "payloads": sizes}, [each.content for each in payloads]
 
     def _close_round(self, shard: Shard, head: Mapping[str, Any]) -> None:
         """Apply the mean of a round's contributions, unless that is done."""
@@ -248,7 +257,6 @@ class Server:
         )
         if shard.version > round:
             return
-        shard.version = round
         for (worker, clock), staleness in zip(members, head["staleness"], strict=True):
             self._note(head, shard, worker, clock, staleness)
         self._update(shard, head, shard.merge(members, weights))
@@ -257,7 +265,8 @@ class Server:
         self, shard: Shard, head: Mapping[str, Any], contribution: Contribution, scale: float = 1.0
     ) -> None:
         """Apply a contribution here and to the copy."""
-        shard.update(contribution, scale)
+        version = shard.version if head["share"] is not None else head["round"]
+        shard.update(contribution, version + 1, scale)
         if head["share"] is not None:
             shard.note_applied(head["share"])
         if head["shard"] == self._index:
@@ -272,8 +281,8 @@ class Server:
                 raise ServerError(
                     f"shard {head['shard']} went on here, without the server that it was copied from"
                 )
-            shard.version = head["version"] - 1
-            shard.update(Contribution(body.view(torch.float32), head["rates"]), head["scale"])
+            contribution = Contribution(body.view(torch.float32), head["rates"])
+            shard.update(contribution, head["version"], head["scale"])
             if head["share"] is not None and not shard.has_applied(head["share"], head["complete"]):
                 shard.note_applied(head["share"])
         return {}

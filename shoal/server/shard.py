@@ -9,10 +9,15 @@ from typing import Any, final
 
 import torch
 
+from shoal.collectives import codec_of
+from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.channel import ServerError
+from shoal.server.view import View
 
 __all__ = ["Contribution", "Shard"]
+
+_NONE = Compression()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +25,14 @@ class Contribution:
     """What a worker has sent.
 
     Attributes:
-        vector: `[elements]`, fp32: a gradient, or what a worker's steps changed.
+        vector: `[elements]`, fp32: a gradient, or what a worker's steps changed; or its payload, uint8.
         rates: Learning rate of each group.
+        seed: The seed of a payload.
     """
 
     vector: torch.Tensor
     rates: Sequence[float]
+    seed: int = 0
 
 
 @final
@@ -37,13 +44,15 @@ class Shard:
     Args:
         blueprint: The optimizer.
         values: The first values.
+        compression: How contributions come, and what workers get in place of the values.
 
     Attributes:
         lock: Held by the thread that reads or changes anything here.
         version: Updates made.
+        view: What workers have, if it is not the values.
     """
 
-    def __init__(self, blueprint: Blueprint, values: torch.Tensor) -> None:
+    def __init__(self, blueprint: Blueprint, values: torch.Tensor, compression: Compression = _NONE) -> None:
         if len(values) != blueprint.elements:
             raise ServerError(f"a shard of {blueprint.elements} elements was sent {len(values)}")
         self.lock = threading.Condition()
@@ -51,6 +60,8 @@ class Shard:
         self._applied: set[int] = set()  # shares whose contribution was applied by itself
         self._complete = 0  # all shares before it are finished
         self.values = values
+        self._codec = None if compression.kind == "none" else codec_of(compression)
+        self.view = None if self._codec is None else View(self._codec, values)
         self._blueprint = blueprint
         self._optimizer = blueprint.build(values)
         self._parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
@@ -71,6 +82,29 @@ class Shard:
     def note_applied(self, share: int) -> None:
         """Remember that the contribution of a share was applied by itself."""
         self._applied.add(share)
+
+    def received(self, body: torch.Tensor, rates: Sequence[float], seed: int) -> Contribution:
+        """Return the contribution that came as bytes.
+
+        Raises:
+            ServerError: It is not for this shard.
+        """
+        if self._codec is None:
+            return Contribution(body.view(torch.float32), rates)
+        most = self._codec.payload(len(self.values))
+        if len(body) > most or (self._codec.compression.has_fixed_size and len(body) != most):
+            raise ServerError(
+                f"a shard of {len(self.values)} elements was sent a payload of {len(body)} bytes"
+            )
+        return Contribution(body, rates, seed)
+
+    def decoded(self, contribution: Contribution) -> Contribution:
+        """Return a contribution with its vector in fp32."""
+        if self._codec is None:
+            return contribution
+        vector = torch.empty_like(self.values)
+        self._codec.decode(contribution.vector, vector, seed=contribution.seed)
+        return Contribution(vector, contribution.rates)
 
     def keep(self, worker: int, clock: int, contribution: Contribution) -> None:
         """Keep what a worker sent at its clock until its round is closed."""
@@ -95,7 +129,10 @@ class Shard:
                 continue
             sum_of_weights += weight
             rates = rates or contribution.rates
-            if total is None:
+            if self._codec is not None:
+                total = torch.zeros_like(self.values) if total is None else total
+                self._codec.decode_add(contribution.vector, total, factor=weight, seed=contribution.seed)
+            elif total is None:
                 total = contribution.vector.mul_(weight)
             else:
                 total.add_(contribution.vector, alpha=weight)
@@ -104,16 +141,21 @@ class Shard:
         return Contribution(total.div_(sum_of_weights), rates)
 
     @torch.no_grad()
-    def update(self, contribution: Contribution, scale: float = 1.0) -> None:
-        """Step the optimizer with a gradient; without one, only the version is counted.
+    def update(self, contribution: Contribution, version: int, scale: float = 1.0) -> None:
+        """Step the optimizer with a gradient, if there is one; go on to a version.
 
         Args:
             contribution: The gradient and the learning rates.
+            version: The version after it.
             scale: Factor on the learning rates.
         """
-        self.version += 1
-        if not len(contribution.vector):
-            return
+        before, self.version = self.version, version
+        if len(contribution.vector):
+            self._step(contribution, scale)
+        if self.view is not None:
+            self.view.follow(self.values, before, version)
+
+    def _step(self, contribution: Contribution, scale: float) -> None:
         blueprint, optimizer = self._blueprint, self._optimizer
         blueprint.rates_of(optimizer, [rate * scale for rate in contribution.rates])
         parts = contribution.vector.split([elements for _, elements in blueprint.runs])

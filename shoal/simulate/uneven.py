@@ -75,7 +75,7 @@ def meeting_of(simulation: Simulation) -> tuple[Meeting, float]:
         staleness=exchange.staleness,
         quorum=exchange.quorum,
         grace=exchange.grace,
-        alone=times.alone + times.turn / 2,
+        alone=times.alone + (times.turn + times.code) / 2,
         shared=times.shared,
         after=after if exchange.staleness else after + workers * times.add,
     )

@@ -84,4 +84,14 @@ def serve_optimizer(
     """
     outer = (config.outer_rate, config.outer_momentum) if plan.exchanged.merges else None
     terms = terms_of(plan, steps, servers.timeout)
-    return ServedUpdates(parallel, optimizer, servers, terms, ranks, outer=outer, recorder=recorder)
+    return ServedUpdates(
+        parallel,
+        optimizer,
+        servers,
+        terms,
+        ranks,
+        outer=outer,
+        compression=plan.exchanged.compression,
+        feedback=plan.exchanged.feedback,
+        recorder=recorder,
+    )

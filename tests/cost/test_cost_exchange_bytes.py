@@ -64,3 +64,27 @@ def test_a_delay_hides_the_exchange_but_not_its_passes():
     alone = played_seconds(costs, plan.replace(every=10_000), 32)
     hidden = played_seconds(costs, plan.replace(delay=4), 32)
     assert alone < hidden < played_seconds(costs, plan, 32)
+
+
+@pytest.mark.parametrize(
+    ("text", "pushed", "pulled"),
+    [
+        ("", 4, 4),
+        ("compress=int8", 1 + 4 / 1024, 1 + 4 / 1024),
+        ("compress=topk:64,staleness=8", 5.5 / 64, 32 * 5.5 / 64),  # what each of 32 workers changed
+        ("compress=int8,staleness=8", 1 + 4 / 1024, 4),  # the values themselves are fewer bytes than that
+    ],
+)
+def test_bytes_through_servers_are_those_of_a_push_and_of_a_pull(text, pushed, pulled):
+    costs = Costs(WORKLOAD, CLUSTER)
+    plan = SettledPlan.of(Plan.parse(f"dp=32,microbatch=1,exchange=server,servers=4,{text}".rstrip(",")), 32)
+    parameters = costs.stages(plan, 1)[0].parameters
+    assert costs.merge(plan, parameters, 1).nbytes == pytest.approx(
+        (pushed + pulled) * parameters.total, rel=1e-3
+    )
+
+
+def test_compression_pays_where_the_link_of_a_server_is_the_bound():
+    costs = Costs(WORKLOAD, CLUSTER)
+    whole = SettledPlan.of(Plan.parse("dp=32,microbatch=1,exchange=server,servers=4"), 32)
+    assert played_seconds(costs, whole.replace(compress="int8"), 32) < 0.5 * played_seconds(costs, whole, 32)

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.checkpoint import SingleProcess
 from shoal.parallel import ServedUpdates, parallelize
-from shoal.plan import Plan
+from shoal.plan import Compression, Plan
 from shoal.server import Server, Servers, Terms
 
 SAMPLES, SHARE = 64, 4
@@ -64,6 +64,7 @@ def train(
     mirrored: bool = False,
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
     outer: tuple[float, float] | None = None,
+    compress: str = "none",
     before: Callable[[int, int, Sequence[Server]], object] = lambda worker, share, servers: None,
     change: Callable[[int, Servers], object] = lambda worker, way: None,
 ) -> Trained:
@@ -84,7 +85,13 @@ def train(
         try:
             parallel = parallelize(make_model(), Plan())
             updates = ServedUpdates(
-                parallel, make(parallel.parameters()), way, terms, SingleProcess(), outer=outer
+                parallel,
+                make(parallel.parameters()),
+                way,
+                terms,
+                SingleProcess(),
+                outer=outer,
+                compression=Compression.parse(compress),
             )
             while (share := updates.share()) is not None:
                 before(number, share, here)

@@ -26,6 +26,7 @@ EXCHANGES = (
     "compress=powersgd:2",
     "exchange=local,every=10,compress=sign",
     "exchange=local,every=8,fragments=2,delay=1",
+    "exchange=server,servers=2,compress=topk:64",
 )
 ROUNDING = 1e-9
 """Sums in another order differ by less, relatively."""

@@ -60,12 +60,14 @@ def _of_exchange(plan: Plan, cut: float) -> float:
     """Return what looser exchange keeps of each parameter, where a rank owns one of `cut` parts.
 
     Local updates keep an anchor and a momentum. Error feedback keeps what it left out of each element that it
-    sends: of what the rank owns between workers, and of everything among the ranks of one worker.
+    sends: of what the rank owns between workers, and of everything among the ranks of one worker. A rank that
+    servers join has no moments, and in their place what it sends and the values that it got.
     """
     exchange = plan.exchanged
     kept = 2 * _FP32 / cut if exchange.merges else 0.0
     if exchange.compresses and exchange.feedback:
-        kept += _FP32 / (cut if exchange.merges or plan.replicas > 1 else 1)
+        is_owned = exchange.merges or exchange.is_served or plan.replicas > 1
+        kept += _FP32 / (cut if is_owned else 1)
     return kept
 
 

@@ -58,7 +58,7 @@ def merge_of(plan: Plan, owned: float, beside: float, workload: Workload, cluste
         every = exchange.every if exchange.merges else 1
         passes = stream_seconds(cluster.device, (_OUTER if exchange.merges else _PACK) * owned, 8)
         seconds = passes + served_seconds(plan, owned, every * beside, cluster)
-        return Merge(seconds / every, sent_bytes(owned) / every)
+        return Merge(seconds / every, sent_bytes(plan, owned) / every)
     if not exchange.merges:
         return Merge()
     seconds = stream_seconds(cluster.device, _PASSES * owned, 8 * exchange.fragments)

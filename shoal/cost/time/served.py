@@ -1,10 +1,13 @@
 """What an exchange through parameter servers adds to a mean step.
 
-With W workers of r ranks, S servers, n bytes of values on a rank, and links that carry b bytes/s each way:
+With W workers of r ranks, S servers, n bytes of values on a rank, payloads of c bytes (n if nothing is
+compressed), and links that carry b bytes/s each way:
 
-    a rank's link     n for the push, and n for the pull
-    a server's link   W r n / S each way for a round; r n / S more each way if it mirrors
-    a server's host   adds up W contributions, and passes over values and the optimizer's state once a round
+    a rank's link     c for the push, and c for the pull; without rounds the least of W c and n for the pull
+    a server's link   W r c / S each way for a round; r n / S more each way if it mirrors
+    a rank's host     encodes c, and decodes what it pulls
+    a server's host   adds up W contributions, and passes over values and the optimizer's state once a round;
+                      compressed, it decodes the contributions, and encodes what its values changed
 
 In rounds all workers push at once and then pull at once, so the busier of both links counts. Without rounds
 (`staleness`) a worker has the servers to itself while others compute, until servers are busy all the time. A
@@ -17,12 +20,14 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.time.passes import stream_seconds
+from shoal.cost.time.wire import decode_passes, encode_passes, payload_bytes
 from shoal.plan import Plan
 
 __all__ = ["ServedTimes", "sent_bytes", "served_seconds", "served_times"]
 
 _WIDTH = 4  # bytes of an element: fp32
 _ADD = 12  # bytes of memory that adding a contribution moves for each element
+_FOLLOW = 20  # bytes that a view moves to follow the values: it takes the difference, and copies itself
 _UPDATE = 28  # bytes that an update moves: it reads value, gradient and two moments, and writes three
 
 
@@ -30,12 +35,13 @@ class ServedTimes(NamedTuple):
     """The seconds of one exchange of a worker with servers.
 
     Attributes:
-        alone: Seconds of a push, and of a pull, while no other worker does.
+        alone: Seconds of a push, and of a pull, while no other worker does; the mean of both.
         shared: Those of them in which a server's link is busy.
         turn: Seconds to ask whether it may go on, and to hear it.
         add: Seconds in which a server adds a contribution to a round.
         update: Seconds of an update on a server.
         copy: Seconds in which the next server gets it.
+        code: Seconds in which a rank encodes what it pushes, and decodes what it pulls.
     """
 
     alone: float
@@ -44,6 +50,7 @@ class ServedTimes(NamedTuple):
     add: float
     update: float
     copy: float
+    code: float
 
 
 def served_times(plan: Plan, owned: float, cluster: Cluster) -> ServedTimes:
@@ -56,16 +63,26 @@ def served_times(plan: Plan, owned: float, cluster: Cluster) -> ServedTimes:
     """
     exchange, level = plan.exchanged, cluster.levels[-1]
     rate = level.rate(2)
-    vector = _WIDTH * owned
-    of_worker = vector * (plan.ranks // plan.replicas) / exchange.processes  # of one worker to one server
-    elements = of_worker / _WIDTH
+    one_way = sent_bytes(plan, owned) / 2
+    part = (plan.ranks // plan.replicas) / exchange.processes  # of a rank's bytes: one worker to one server
+    elements = part * owned
+    code, add, update = 0.0, _ADD * elements, _UPDATE * elements
+    if exchange.compresses:
+        compression = exchange.compression
+        payloads = round(_pulled(plan, 1.0) / payload_bytes(compression, 1.0))
+        payloads = 0 if _pulled(plan, 1.0) == _WIDTH else payloads
+        decode = decode_passes(compression, 1.0)
+        add = decode * elements
+        update += (_FOLLOW + encode_passes(compression, 1.0) + decode) * elements
+        code = (encode_passes(compression, 1.0) + payloads * decode) * owned
     return ServedTimes(
-        alone=level.latency + max(vector, of_worker) / rate,
-        shared=of_worker / rate,
+        alone=level.latency + max(one_way, part * one_way) / rate,
+        shared=part * one_way / rate,
         turn=2 * level.latency,
-        add=_host_seconds(cluster, _ADD * elements),
-        update=_host_seconds(cluster, _UPDATE * elements),
-        copy=exchange.mirror * (level.latency + of_worker / rate),
+        add=_host_seconds(cluster, add),
+        update=_host_seconds(cluster, update),
+        copy=exchange.mirror * (level.latency + _WIDTH * elements / rate),
+        code=_host_seconds(cluster, code),
     )
 
 
@@ -81,15 +98,21 @@ def served_seconds(plan: Plan, owned: float, beside: float, cluster: Cluster) ->
     times, workers = served_times(plan, owned, cluster), plan.replicas
     if not plan.exchanged.staleness:
         one_way = max(times.alone, workers * times.shared)
-        return 2 * one_way + times.turn + workers * times.add + times.update + times.copy
-    alone = 2 * times.alone + times.turn + times.update + times.copy
+        return 2 * one_way + times.turn + times.code + workers * times.add + times.update + times.copy
+    alone = 2 * times.alone + times.turn + times.code + times.update + times.copy
     busy = workers * max(times.shared, times.update + times.copy)
     return max(alone, busy - beside)
 
 
-def sent_bytes(owned: float) -> float:
+def sent_bytes(plan: Plan, owned: float) -> float:
     """Return the bytes that a rank pushes and pulls in one exchange."""
-    return 2 * _WIDTH * owned
+    return payload_bytes(plan.exchanged.compression, owned) + _pulled(plan, owned)
+
+
+def _pulled(plan: Plan, owned: float) -> float:
+    """Return the bytes of a pull: what each update changed since the last one, or the whole values."""
+    updates = plan.replicas if plan.exchanged.staleness else 1
+    return min(updates * payload_bytes(plan.exchanged.compression, owned), _WIDTH * owned)
 
 
 def _host_seconds(cluster: Cluster, nbytes: float) -> float:

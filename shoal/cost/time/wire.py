@@ -27,7 +27,18 @@ from shoal.cost.time.passes import stream_seconds
 from shoal.plan import Compression, Group, Plan
 from shoal.workload import Product, Workload
 
-__all__ = ["SUM_WIDTH", "WHOLE", "Sum", "Wire", "compressed_sums", "low_rank_share", "whole_sum"]
+__all__ = [
+    "SUM_WIDTH",
+    "WHOLE",
+    "Sum",
+    "Wire",
+    "compressed_sums",
+    "decode_passes",
+    "encode_passes",
+    "low_rank_share",
+    "payload_bytes",
+    "whole_sum",
+]
 
 SUM_WIDTH = 4  # bytes of an element of a sum of gradients on a rank: fp32
 
@@ -78,7 +89,7 @@ class Wire:
         """Return what ranks send of gradients under a Plan, after its dense steps."""
         width = 2 if plan.reduce == "bf16" else SUM_WIDTH
         exchange = plan.exchanged
-        if not exchange.compresses or exchange.merges:
+        if not exchange.compresses or exchange.merges or exchange.is_served:
             return cls(width)
         compression = exchange.compression
         return cls(width, compression, plan.replicas > 1, low_rank_share(compression, workload))
@@ -145,9 +156,20 @@ def compressed_sums(
         there = _ENCODE * elements + payload + _DECODE * elements + payload
         back = _ENCODE * elements / size + _DECODE * elements + payload
         return [made("all_to_all", payload, there), made("all_gather", payload, back)]
-    decode = _DECODE * elements if compression.is_quantised else payload
-    moved = (_ENCODE + _CLEAR) * elements + payload + size * (decode + payload)
+    decoded = size * decode_passes(compression, elements)
+    moved = _CLEAR * elements + encode_passes(compression, elements) + decoded
     return [made("all_gather", size * payload, moved)]
+
+
+def encode_passes(compression: Compression, elements: float) -> float:
+    """Return the bytes of memory that moves when a vector is encoded with error memory."""
+    return _ENCODE * elements + payload_bytes(compression, elements)
+
+
+def decode_passes(compression: Compression, elements: float) -> float:
+    """Return the bytes of memory that moves when a payload of a vector is decoded and added to another."""
+    payload = payload_bytes(compression, elements)
+    return payload + (_DECODE * elements if compression.is_quantised else payload)
 
 
 def payload_bytes(compression: Compression, elements: float) -> float:

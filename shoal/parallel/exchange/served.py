@@ -16,17 +16,23 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from shoal.checkpoint import Coordinator
+from shoal.collectives import codec_of
 from shoal.errors import LayoutError
 from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.exchange.pushes import Pushes
 from shoal.parallel.exchange.served_state import give_state, take_state
+from shoal.parallel.exchange.sums import seed_of
 from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
+from shoal.plan import Compression
 from shoal.record import NullRecorder, Recorder
 from shoal.server import Blueprint, Decision, Servers, Terms
 from shoal.timeline import Kind, Lane, Purpose
 
 __all__ = ["ServedUpdates"]
+
+_NONE = Compression()
 
 
 @final
@@ -48,6 +54,8 @@ class ServedUpdates(Composed):
         outer: Learning rate and Nesterov momentum of the outer gradient, for workers that make steps by
             themselves; None for workers that send each gradient.
         first: The first share of the training.
+        compression: What is sent in place of gradients, and of values.
+        feedback: Share of what was left out of one push that is added to the next.
         recorder: Recorder of spans.
 
     Attributes:
@@ -73,6 +81,8 @@ class ServedUpdates(Composed):
         *,
         outer: tuple[float, float] | None = None,
         first: int = 0,
+        compression: Compression = _NONE,
+        feedback: float = 1.0,
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
@@ -104,7 +114,12 @@ class ServedUpdates(Composed):
         self._blueprint = Blueprint.of(stepped, places)
         self._sent = torch.zeros(self._blueprint.elements)
         self._values = torch.zeros(self._blueprint.elements)
+        self._compression = compression
+        self._codec = None if compression.kind == "none" else codec_of(compression)
+        self._pushes = Pushes(self._codec, feedback)
         self._versions: list[int] = []
+        self._nbytes = self._values.nbytes  # of the last push; in rounds a pull has as many
+        self._has_settled = False
         self._shares: list[int] = []
         self._first_of_shares = first  # of those that it was given last
         self._clock = 0
@@ -146,6 +161,10 @@ class ServedUpdates(Composed):
         """Return the share of the data to train on next; None if none is left. Joins at the first call."""
         if self.worker < 0:
             self._join()
+        if self._has_settled:  # go on with the values that were pulled
+            self._has_settled = False
+            self._unpack(self._values)
+            self._parallel.changed()
         return self._shares[0] if self._shares else None
 
     @torch.no_grad()
@@ -170,10 +189,12 @@ class ServedUpdates(Composed):
         """Take the values and the optimizer's state from the servers, to be saved."""
         if self.worker < 0:
             return
-        fetched = self._servers.fetch(self._ranks.rank, self._values)
+        self._has_settled = True
+        values = torch.empty_like(self._values)
+        fetched = self._servers.fetch(self._ranks.rank, values)
         windows = self._servers.windows(self._blueprint.elements)
         take_state(self._stepped, self._parallel.owned, self._blueprint, windows, fetched)
-        self._unpack(self._values)
+        self._unpack(values)
         if self._is_local:
             for owned in self._parallel.owned:
                 state = self._stepped.state.get(owned.parameter, {})
@@ -226,10 +247,8 @@ class ServedUpdates(Composed):
         self._pack([each.local for each in self._parallel.owned], self._values)
         windows = self._servers.windows(self._blueprint.elements)
         states = self._states_to_give(windows)
-        self._versions = self._servers.begin(self._ranks.rank, self._blueprint, self._values, states)
-        nothing = Decision(ticket.shares, 0, 0, self.leads)
-        self._versions = self._servers.pull(self._ranks.rank, self._values, nothing, self._terms.patience)
-        self._unpack(self._values)
+        self._servers.begin(self._ranks.rank, self._blueprint, self._values, states, self._compression)
+        self._pull(Decision(ticket.shares, 0, 0, self.leads))
 
     def _states_to_give(self, windows: Sequence[slice]) -> Any:
         if self._is_local:
@@ -253,10 +272,19 @@ class ServedUpdates(Composed):
         decision = self._ranks.all_gather_object(decision)[0]
         assert decision is not None
         self._note(decision, max(told))
-        with self._talking("pull:values", self._values.nbytes):
-            self._versions = self._servers.pull(
-                self._ranks.rank, self._values, decision, self._terms.patience
-            )
+        with self._talking("pull:values", self._nbytes):
+            self._pull(decision)
+
+    def _pull(self, decision: Decision) -> None:
+        """Take the servers' values, or the view of them that all workers have."""
+        self._versions = self._servers.pull(
+            self._ranks.rank,
+            self._values,
+            decision,
+            self._terms.patience,
+            codec=self._codec,
+            base=self._versions,
+        )
         self._unpack(self._values)
 
     def _push(self) -> None:
@@ -276,16 +304,20 @@ class ServedUpdates(Composed):
             ]
             self._pack(zeros, self._sent)
             rates = [group["lr"] for group in self.param_groups]
-        with self._talking("push:gradients", self._sent.nbytes):
+        seed = seed_of(self._clock, self.worker * self._ranks.size + self._ranks.rank)
+        parts = self._pushes.parts(self._sent, self._servers.windows(len(self._sent)), seed)
+        self._nbytes = sum(part.nbytes for part in parts)
+        with self._talking("push:gradients", self._nbytes):
             stale = self._servers.push(
                 self._ranks.rank,
-                self._sent,
+                parts,
                 rates,
                 worker=self.worker,
                 clock=self._clock,
                 base=None if self._terms.has_rounds else self._versions,
                 share=self._first_of_shares,
                 complete=self.complete,
+                seed=seed,
             )
         self.staleness = max(stale, default=0)
 
