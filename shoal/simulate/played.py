@@ -111,7 +111,7 @@ def _played(
     def play(microbatches: int) -> tuple[CommonOrder, PlayInOrder]:
         return _play(costs, plan, stages, microbatches, ends=ends)
 
-    late = straggler_share(costs.cluster) if ends else 0.0
+    late = straggler_share(plan, costs.cluster) if ends else 0.0
     for short in _short(plan, count):
         order, shorter = play(short)
         every = _repeats(order, shorter)
@@ -151,7 +151,7 @@ def _play(
         order,
         programs,
         links_of(plan, costs, order.pairs),
-        lateness=straggler_share(costs.cluster),
+        lateness=straggler_share(plan, costs.cluster),
     )
 
 

@@ -153,7 +153,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         course,
         rank_programs(plan, costs, schedule, stages),
         links_of(plan, costs, course.pairs),
-        lateness=straggler_share(cluster),
+        lateness=straggler_share(plan, cluster),
         steps=steps,
         journal=journal,
     )

@@ -1,6 +1,7 @@
 """Days, money, failures and checkpoints of many steps, against formulas."""
 
 import math
+import random
 
 import pytest
 
@@ -10,7 +11,7 @@ from shoal.cost.outlook.long_run import long_run
 from shoal.cost.time import straggler_share
 from shoal.cost.time.maximum import lognormal_maximum
 from shoal.errors import ClusterError, ConfigError
-from shoal.plan import SettledPlan
+from shoal.plan import Plan, SettledPlan
 from shoal.simulate import played_parts, played_seconds
 from shoal.workload import shape, workload_of
 
@@ -63,8 +64,52 @@ def test_all_ranks_wait_for_the_slowest_of_all_that_comes_before_the_optimizer()
     assert longer == pytest.approx(late)
 
 
+@pytest.mark.parametrize(
+    ("text", "together", "between", "ahead"),
+    [
+        ("exchange=bucketed", 16, 1, 0),
+        ("exchange=local,every=9", 1, 9, 0),
+        ("replicate=4,shard=zero2,exchange=local,every=16", 4, 16, 0),
+        ("replicate=4,shard=zero2,exchange=local,every=16,fragments=4", 4, 4, 0),
+        ("replicate=4,shard=zero2,exchange=server", 4, 1, 0),
+        ("exchange=server,staleness=2", 1, 1, 2),
+    ],
+)
+def test_workers_wait_for_the_slowest_as_in_a_random_training(text, together, between, ahead):
+    """Ranks of a worker meet in each step, workers in one of so many, or if one is too far ahead."""
+    jitter, steps, chance = 0.3, 900, random.Random(0)
+    sigma = math.sqrt(math.log1p(jitter**2))
+    ends = [[0.0] * (16 // together)]
+    for step in range(steps):
+        took = [max(chance.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(together)) for _ in ends[0]]
+        is_met = step % between == 0 and step >= ahead
+        gate = max(ends[step - ahead]) if is_met else 0.0
+        ends.append([max(gate, end) + seconds for end, seconds in zip(ends[-1], took, strict=True)])
+    plan = SettledPlan.of(Plan.parse(f"dp=16,microbatch=1,{text}"), 16)
+    found = straggler_share(plan, Cluster.parse("dgx-h100:16").replace(jitter=jitter))
+    played = max(ends[-1]) / steps - 1
+    if ahead:
+        assert played < found < 0.5 * (lognormal_maximum(16, jitter) - 1)
+    else:
+        assert found == pytest.approx(played, rel=0.06)
+
+
+def test_rare_merges_take_the_wait_out_of_the_bound_and_of_the_played_step():
+    """What is left is the wait within workers."""
+    plan = SettledPlan.of(
+        Plan.parse("dp=64,replicate=8,shard=zero1,microbatch=1,exchange=local,every=10000"), 64
+    )
+    steady, varying = (Costs(MODEL, CLUSTER.replace(jitter=jitter)) for jitter in (0.0, 0.05))
+    for predicted in (played_seconds, Costs.least):
+        still, late = (
+            predicted(costs, plan, 64) - costs.update_of(plan, 1) - costs.norm(plan)
+            for costs in (steady, varying)
+        )
+        assert late / still == pytest.approx(lognormal_maximum(8, 0.05), rel=1e-3)
+
+
 def test_without_jitter_nobody_is_late():
-    assert straggler_share(CLUSTER) == 0
+    assert straggler_share(SettledPlan(dp=64, microbatch=1), CLUSTER) == 0
 
 
 @pytest.mark.parametrize("jitter", [-0.1, 1.0])

@@ -51,7 +51,7 @@ def test_the_player_of_a_common_order_gives_the_times_of_the_engine(schedule):
         order, course = common_order_of(table), course_of(table)
         assert set(order.pairs) == course.pairs
         links = links_of(plan, costs, course.pairs)
-        lateness = straggler_share(cluster)
+        lateness = straggler_share(plan, cluster)
         play = play_in_order(order, programs[0], links, lateness=lateness)
         engine = play_steps(course, programs[1], links, lateness=lateness, journal=Journal())
         for starts, row in zip(play.starts, engine.actions[0], strict=True):

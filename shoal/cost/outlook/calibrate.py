@@ -290,7 +290,7 @@ def _straggler_seconds(observation: Observation, cluster: Cluster) -> float:
     """Return the waits for late ranks within blocks, and for the slowest rank at the step's end."""
     costs, plan = Costs(observation.workload, cluster), observation.plan
     count = plan.microbatches_of(observation.batch)
-    share = straggler_share(cluster)
+    share = straggler_share(plan, cluster)
     until = costs.least(plan, observation.batch) - costs.norm(plan) - costs.update_of(plan, count)
     slowest = max(costs.stages(plan, count), key=lambda stage: stage.total)
     return count * slowest.late + until * share / (1 + share)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
-__all__ = ["lognormal_maximum", "normal_maximum"]
+__all__ = ["lognormal_maximum", "lognormal_variation", "normal_maximum"]
 
 _REACH = 12.0  # standard deviations; the largest of 10^12 ranks is near 7
 _STEPS_PER_DEVIATION = 32  # for such a smooth integrand the trapezoidal rule is exact up to rounding
@@ -28,9 +29,21 @@ def normal_maximum(ranks: int, variation: float) -> float:
 
 def lognormal_maximum(ranks: int, variation: float) -> float:
     """Return the same factor for lognormal times: most ranks near the mean, some far above it."""
+    return _lognormal_moment(ranks, variation, 1)
+
+
+def lognormal_variation(ranks: int, variation: float) -> float:
+    """Return the standard deviation of the longest of the ranks' lognormal times, over the mean of that."""
+    squared = _lognormal_moment(ranks, variation, 2) / _lognormal_moment(ranks, variation, 1) ** 2
+    return math.sqrt(max(0.0, squared - 1))
+
+
+@lru_cache(maxsize=1 << 10)
+def _lognormal_moment(ranks: int, variation: float, power: int) -> float:
+    """Return the mean of a power of the longest of the ranks' times, where the mean of one rank's is 1."""
     squared = math.log1p(variation**2)
     sigma = math.sqrt(squared)
-    return _expected_of_largest(ranks, lambda deviate: math.exp(sigma * deviate - squared / 2))
+    return _expected_of_largest(ranks, lambda deviate: math.exp(power * (sigma * deviate - squared / 2)))
 
 
 def _expected_of_largest(ranks: int, time: Callable[[float], float]) -> float:

@@ -171,7 +171,8 @@ class Costs:
         beside = [self._beside(plan, stage, alike, count) for stage in stages] if plan.pp > 1 else ()
         timed = [each.passes for each in exchanges]
         end = least_end(plan, timed, self.sends(plan), count, before, after, beside)
-        end = max(end * (1 + straggler_share(self.cluster)), passes + (min(after) if plan.pp > 1 else 0.0))
+        late = end * (1 + straggler_share(plan, self.cluster))
+        end = max(late, passes + (min(after) if plan.pp > 1 else 0.0))
         return end + self.norm(plan) + self.update_of(plan, count)
 
     def _alike(self, plan: SettledPlan, works: Sequence[StageWork], smaller: bool) -> dict[int, _Exchange]:
