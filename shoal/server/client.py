@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar, final
@@ -188,6 +188,29 @@ class Servers:
 
         return [each for each in self._of_each(one, parts) if each is not None]
 
+    def measure(
+        self, position: int, copies: Sequence[tuple[int, int]], decision: Decision, patience: float
+    ) -> float | None:
+        """Return the sum of squares of the mean gradient of a round; None if it is not known any more.
+
+        Args:
+            position: This rank's place in its worker.
+            copies: Numbers of consecutive elements of the vector, and the ranks of a worker that have each.
+            decision: What the board answered.
+            patience: Seconds to wait for contributions that were lost with a server.
+        """
+        of_round = {**_of_round(decision), "patience": patience, "position": position}
+
+        def one(shard: int, window: slice) -> float | None:
+            here = [(stop - start, ranks) for start, stop, ranks in _within(copies, window)]
+            reply, _ = self._ask(shard, {"do": "measure", "shard": shard, **of_round, "copies": here})
+            square: float | None = reply["square"]
+            return square
+
+        squares = self._of_each(one, self.windows(sum(elements for elements, _ in copies)))
+        known = [each for each in squares if each is not None]
+        return sum(known) if len(known) == len(squares) else None
+
     def pull(
         self,
         position: int,
@@ -195,6 +218,7 @@ class Servers:
         decision: Decision,
         patience: float,
         *,
+        factor: float = 1.0,
         codec: Codec | None = None,
         base: Sequence[int] = (),
     ) -> list[int]:
@@ -205,17 +229,17 @@ class Servers:
             vector: `[elements]`, fp32, on the CPU; gets the values.
             decision: What the board answered; its round is applied first.
             patience: Seconds to wait for contributions that were lost with a server.
+            factor: What the mean of the round is multiplied by; equal for all its members.
             codec: Decodes what servers send in place of values.
             base: For each server, the version of the values in `vector`; empty if there are none.
 
         Returns:
             For each server, the version of its values.
         """
-        about = asdict(decision)
-        of_round = {name: about[name] for name in ("round", "members", "weights", "staleness")}
+        of_round = {**_of_round(decision), "patience": patience, "position": position}
 
         def one(shard: int, window: slice) -> int:
-            head = {"do": "pull", "shard": shard, "position": position, **of_round, "patience": patience}
+            head = {"do": "pull", "shard": shard, **of_round, "factor": factor}
             head |= {"share": None, "complete": 0, "base": base[shard] if base else None}
             reply, body = self._ask(shard, head, into=vector[window])
             if codec is not None and "payloads" in reply:
@@ -287,7 +311,7 @@ class Servers:
                     address = self._addresses[self._asked[shard]]
                     self._channels[shard] = connect(address, self._token, _CONNECT)
                     self._channels[shard].limit(2 * self.timeout)
-                    if shard in self._pushed and head["do"] == "pull":
+                    if shard in self._pushed and head["do"] in ("measure", "pull"):
                         self._channels[shard].ask(*self._pushed[shard])
                 return self._channels[shard].ask(head, body, into)
             except OSError as error:
@@ -309,3 +333,17 @@ class Servers:
                 + ("nor can the one before it" if asked != own else "mirror=1 would keep a copy of its part")
             ) from error
         self._asked[shard] = (own + 1) % self.number
+
+
+def _of_round(decision: Decision) -> dict[str, Any]:
+    return {name: getattr(decision, name) for name in ("round", "members", "weights", "staleness")}
+
+
+def _within(runs: Sequence[tuple[int, int]], window: slice) -> Iterator[tuple[int, int, int]]:
+    """Yield the first and last element of each run within a window, and the run's number."""
+    start = 0
+    for elements, number in runs:
+        first, stop = max(start, window.start), min(start + elements, window.stop)
+        if first < stop:
+            yield first, stop, number
+        start += elements

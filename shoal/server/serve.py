@@ -5,6 +5,7 @@
     begin          ->  makes the shard, unless it is there               ->  makes the copy
     push           ->  keeps what came for its round, or applies it      ->  applies the same
     arrive         ->  answers when the worker may go on                 ->  keeps the state of the board
+    measure        ->  averages a round; sends the sum of squares
     pull           ->  averages and applies a round once; sends values   ->  applies the same average
     fetch          ->  sends values and the optimizer's state
     end            ->  ends the process
@@ -167,6 +168,8 @@ class Server:
                 return self._begin(head, body), ()
             case "push":
                 return self._push(head, body), ()
+            case "measure":
+                return self._measure(head), ()
             case "pull":
                 return self._pull(head)
             case "fetch":
@@ -234,6 +237,16 @@ class Server:
             self._note(head, shard, worker, clock, staleness)
             return {"staleness": staleness}
 
+    def _measure(self, head: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sum of squares of a round's mean gradient; None if later ones were applied since."""
+        shard, round = self._shard_of(head), head["round"]
+        with shard.lock:
+            members = self._wait_for_round(shard, head)
+            if shard.version <= round and (shard.square is None or shard.square[0] != round):
+                shard.measure(round, shard.merge(round, members, head["weights"]), head["copies"])
+            is_known = shard.square is not None and shard.square[0] == round
+            return {"square": shard.square[1] if is_known and shard.square is not None else None}
+
     def _pull(self, head: Mapping[str, Any]) -> _Reply:
         shard = self._shard_of(head)
         with shard.lock:
@@ -249,17 +262,25 @@ class Server:
 
     def _close_round(self, shard: Shard, head: Mapping[str, Any]) -> None:
         """Apply the mean of a round's contributions, unless that is done."""
-        round, weights = head["round"], head["weights"]
-        members = [(worker, clock) for worker, clock in head["members"]]
-        expected = [each for each, weight in zip(members, weights, strict=True) if weight > 0]
-        shard.lock.wait_for(
-            lambda: shard.version > round or not shard.missing(expected), timeout=head["patience"]
-        )
-        if shard.version > round:
+        members = self._wait_for_round(shard, head)
+        if shard.version > head["round"]:
             return
         for (worker, clock), staleness in zip(members, head["staleness"], strict=True):
             self._note(head, shard, worker, clock, staleness)
-        self._update(shard, head, shard.merge(members, weights))
+        merged = shard.merge(head["round"], members, head["weights"])
+        if head["factor"] < 1:
+            merged.vector.mul_(head["factor"])
+        self._update(shard, head, merged)
+
+    @staticmethod
+    def _wait_for_round(shard: Shard, head: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Wait until all of a round has come, or the round is applied; return its members."""
+        round, members = head["round"], [(worker, clock) for worker, clock in head["members"]]
+        expected = [each for each, weight in zip(members, head["weights"], strict=True) if weight > 0]
+        shard.lock.wait_for(
+            lambda: shard.version > round or shard.can_merge(round, expected), timeout=head["patience"]
+        )
+        return members
 
     def _update(
         self, shard: Shard, head: Mapping[str, Any], contribution: Contribution, scale: float = 1.0
@@ -272,6 +293,7 @@ class Server:
         if head["shard"] == self._index:
             about = {name: head[name] for name in ("shard", "position", "share", "complete")}
             told = {"version": shard.version, "scale": scale, "rates": contribution.rates}
+            told["square"] = shard.square
             self._to_copy({"do": "copy", **about, **told}, [contribution.vector])
 
     def _apply_as_copy(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
@@ -283,6 +305,7 @@ class Server:
                 )
             contribution = Contribution(body.view(torch.float32), head["rates"])
             shard.update(contribution, head["version"], head["scale"])
+            shard.square = None if head["square"] is None else tuple(head["square"])
             if head["share"] is not None and not shard.has_applied(head["share"], head["complete"]):
                 shard.note_applied(head["share"])
         return {}

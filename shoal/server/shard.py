@@ -50,6 +50,7 @@ class Shard:
         lock: Held by the thread that reads or changes anything here.
         version: Updates made.
         view: What workers have, if it is not the values.
+        square: The last round whose mean gradient was measured, and the sum of squares of its elements.
     """
 
     def __init__(self, blueprint: Blueprint, values: torch.Tensor, compression: Compression = _NONE) -> None:
@@ -66,6 +67,8 @@ class Shard:
         self._optimizer = blueprint.build(values)
         self._parameters = [each for group in self._optimizer.param_groups for each in group["params"]]
         self._waiting: dict[tuple[int, int], Contribution] = {}
+        self._merged: tuple[int, Contribution] | None = None
+        self.square: tuple[int, float] | None = None
 
     def has_applied(self, share: int, complete: int) -> bool:
         """Return whether a contribution of a share was applied by itself, whichever worker sent it.
@@ -111,16 +114,38 @@ class Shard:
         self._waiting[worker, clock] = contribution
         self.lock.notify_all()
 
-    def missing(self, members: Sequence[tuple[int, int]]) -> list[int]:
-        """Return those workers whose contributions, by worker and clock, have not come."""
-        return [worker for worker, clock in members if (worker, clock) not in self._waiting]
+    def can_merge(self, round: int, members: Sequence[tuple[int, int]]) -> bool:
+        """Return whether the contributions of a round, by worker and clock, have all come."""
+        if self._merged is not None and self._merged[0] == round:
+            return True
+        return all(member in self._waiting for member in members)
 
-    def merge(self, members: Sequence[tuple[int, int]], weights: Sequence[float]) -> Contribution:
-        """Take the contributions of a round from those that wait, and return their weighted mean.
+    def merge(self, round: int, members: Sequence[tuple[int, int]], weights: Sequence[float]) -> Contribution:
+        """Return the weighted mean of the contributions of a round; they wait no more.
 
         They are added in the given order, so that all runs with equal contributions have equal bits.
         Contributions that are missing, or have weight 0, are left out.
         """
+        if self._merged is None or self._merged[0] != round:
+            self._merged = round, self._mean(members, weights)
+        return self._merged[1]
+
+    def measure(self, round: int, contribution: Contribution, copies: Sequence[tuple[int, int]]) -> None:
+        """Note the sum of squares of a round's mean gradient.
+
+        Args:
+            round: The round.
+            contribution: What `merge` returned.
+            copies: Numbers of consecutive elements, and on how many ranks of a worker each of them lies.
+        """
+        square = 0.0
+        if len(contribution.vector):
+            parts = contribution.vector.split([elements for elements, _ in copies])
+            for part, (_, ranks) in zip(parts, copies, strict=True):
+                square += torch.linalg.vector_norm(part, dtype=torch.float64).item() ** 2 / ranks
+        self.square = round, square
+
+    def _mean(self, members: Sequence[tuple[int, int]], weights: Sequence[float]) -> Contribution:
         total, rates = None, None
         sum_of_weights = 0.0
         for (worker, clock), weight in zip(members, weights, strict=True):
@@ -150,6 +175,7 @@ class Shard:
             scale: Factor on the learning rates.
         """
         before, self.version = self.version, version
+        self._merged = None
         if len(contribution.vector):
             self._step(contribution, scale)
         if self.view is not None:

@@ -91,6 +91,7 @@ def serve_optimizer(
         terms,
         ranks,
         outer=outer,
+        clip=config.clip,
         compression=plan.exchanged.compression,
         feedback=plan.exchanged.feedback,
         recorder=recorder,

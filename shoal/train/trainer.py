@@ -248,7 +248,7 @@ class Trainer:
         result = StepResult(
             turn.step + 1,
             passed.loss,
-            norm.whole,
+            self.workers.norm(norm.whole),
             passed.stop,
             learning_rate=rate,
             tokens=passed.tokens * self.parallel.axes.data.size * progress.shares,

@@ -31,7 +31,8 @@ class Update:
     def __init__(self, parallel: Parallel, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         self._parallel = parallel
         self._optimizer: Any = optimizer
-        self._clip = clip
+        is_clipped_by_servers = isinstance(optimizer, ServedUpdates) and optimizer.clips
+        self._clip = None if is_clipped_by_servers else clip
         self.is_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def make(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,12 @@ class Workers:
         made = min(complete // self._number, self._steps - 1)
         return Progress(made, complete * self._batch, now - before)
 
+    def norm(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the norm of the gradient: `own`, or that of the mean of all workers if servers clip it."""
+        if self._served is None or self._served.norm is None or not own.isfinite():
+            return own
+        return torch.full_like(own, self._served.norm)
+
     def leave(self) -> None:
         """Leave the other workers, if servers join them; the last one ends the servers."""
         if self._served is not None:

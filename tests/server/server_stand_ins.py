@@ -65,6 +65,7 @@ def train(
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
     outer: tuple[float, float] | None = None,
     compress: str = "none",
+    clip: float | None = None,
     before: Callable[[int, int, Sequence[Server]], object] = lambda worker, share, servers: None,
     change: Callable[[int, Servers], object] = lambda worker, way: None,
 ) -> Trained:
@@ -91,6 +92,7 @@ def train(
                 terms,
                 SingleProcess(),
                 outer=outer,
+                clip=clip,
                 compression=Compression.parse(compress),
             )
             while (share := updates.share()) is not None:

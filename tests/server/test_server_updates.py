@@ -46,6 +46,41 @@ def test_a_dead_server_changes_no_bit_if_another_has_its_copy(victim):
     assert all(torch.equal(*pair) for pair in zip(with_loss.values, without.values, strict=True))
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_that_dies_after_it_has_measured_changes_no_bit(victim):
+    """One worker has heard the norm, and perhaps pulled; the others measure at the copy."""
+    here = []
+
+    def change(worker, way):
+        measure = way.measure
+
+        def then_kill(position, copies, decision, patience):
+            square = measure(position, copies, decision, patience)
+            if worker == 1 and decision.round == 4:
+                here[0][victim].close()
+            return square
+
+        way.measure = then_kill
+
+    terms, clip = Terms(workers=3, shares=30), 0.2
+    with_loss, without = (
+        train(
+            terms,
+            workers=3,
+            servers=2,
+            clip=clip,
+            mirrored=each is not None,
+            before=lambda worker, share, servers: here.append(servers),
+            change=each or (lambda worker, way: None),
+        )
+        for each in (change, None)
+    )
+    assert not with_loss.errors + without.errors
+    assert all(torch.equal(*pair) for pair in zip(with_loss.values, without.values, strict=True))
+    unclipped = train(terms, workers=3, servers=2)
+    assert not torch.equal(unclipped.values[0], without.values[0])
+
+
 def test_a_dead_server_without_a_copy_is_named():
     def kill(worker, share, servers):
         if share == 6:

@@ -37,7 +37,7 @@ class ServedTimes(NamedTuple):
     Attributes:
         alone: Seconds of a push, and of a pull, while no other worker does; the mean of both.
         shared: Those of them in which a server's link is busy.
-        turn: Seconds to ask whether it may go on, and to hear it.
+        turn: Seconds to ask whether it may go on, and to hear it; in rounds of gradients their norm too.
         add: Seconds in which a server adds a contribution to a round.
         update: Seconds of an update on a server.
         copy: Seconds in which the next server gets it.
@@ -78,7 +78,7 @@ def served_times(plan: Plan, owned: float, cluster: Cluster) -> ServedTimes:
     return ServedTimes(
         alone=level.latency + max(one_way, part * one_way) / rate,
         shared=part * one_way / rate,
-        turn=2 * level.latency,
+        turn=(2 if exchange.staleness or exchange.merges else 4) * level.latency,
         add=_host_seconds(cluster, add),
         update=_host_seconds(cluster, update),
         copy=exchange.mirror * (level.latency + _WIDTH * elements / rate),

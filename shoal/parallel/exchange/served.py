@@ -7,6 +7,7 @@ what these changed; the servers make the outer step (`local_updates.py`).
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,8 @@ class ServedUpdates(Composed):
         outer: Learning rate and Nesterov momentum of the outer gradient, for workers that make steps by
             themselves; None for workers that send each gradient.
         first: The first share of the training.
+        clip: Norm to which the mean gradient of a round is scaled down; None for none. Without rounds, and
+            with an outer gradient, nothing is.
         compression: What is sent in place of gradients, and of values.
         feedback: Share of what was left out of one push that is added to the next.
         recorder: Recorder of spans.
@@ -69,6 +72,7 @@ class ServedUpdates(Composed):
         complete: Shares from the first one on that are all finished.
         counted: Those of `finished` that this worker's caller has taken note of.
         loss: Loss of the samples of the next step, which other workers are told; None if it is not known.
+        norm: Norm of the mean gradient of this worker's last round, if it is clipped.
     """
 
     def __init__(
@@ -81,6 +85,7 @@ class ServedUpdates(Composed):
         *,
         outer: tuple[float, float] | None = None,
         first: int = 0,
+        clip: float | None = None,
         compression: Compression = _NONE,
         feedback: float = 1.0,
         recorder: Recorder | None = None,
@@ -131,6 +136,9 @@ class ServedUpdates(Composed):
         self.leads = False
         self.decision: Decision | None = None
         self.loss: torch.Tensor | None = None
+        self.norm: float | None = None
+        self._clip = clip if terms.has_rounds and outer is None else None
+        self._copies = [(each.local.numel(), each.family.copies) for each in parallel.owned]
 
     @property
     def title(self) -> str:
@@ -151,6 +159,11 @@ class ServedUpdates(Composed):
         if self._is_local or self.loss is None or self.decision is None:
             return None
         return self.decision.loss
+
+    @property
+    def clips(self) -> bool:
+        """Whether servers clip the mean gradient, so that workers do not clip their own."""
+        return self._clip is not None
 
     @property
     def is_over(self) -> bool:
@@ -272,16 +285,29 @@ class ServedUpdates(Composed):
         decision = self._ranks.all_gather_object(decision)[0]
         assert decision is not None
         self._note(decision, max(told))
+        factor = self._clipping(decision, self._clip) if self._clip is not None else 1.0
         with self._talking("pull:values", self._nbytes):
-            self._pull(decision)
+            self._pull(decision, factor)
 
-    def _pull(self, decision: Decision) -> None:
+    def _clipping(self, decision: Decision, limit: float) -> float:
+        """Return the factor of a round's mean gradient; all members of the round get the same one.
+
+        If a square is not known any more, the round is applied on all servers, and no factor has an effect.
+        """
+        with self._talking("measure", 0):
+            square = self._servers.measure(self._ranks.rank, self._copies, decision, self._terms.patience)
+        squares = self._ranks.all_gather_object(square)
+        self.norm = None if None in squares else math.sqrt(sum(squares))
+        return min(1.0, limit / self.norm) if self.norm else 1.0
+
+    def _pull(self, decision: Decision, factor: float = 1.0) -> None:
         """Take the servers' values, or the view of them that all workers have."""
         self._versions = self._servers.pull(
             self._ranks.rank,
             self._values,
             decision,
             self._terms.patience,
+            factor=factor,
             codec=self._codec,
             base=self._versions,
         )
