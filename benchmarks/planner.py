@@ -1,15 +1,26 @@
-"""How fast Plans are chosen: `python benchmarks/planner.py`.
+"""How fast Plans are chosen: `python benchmarks/planner.py`, or `--commands` for the whole of `shoal plan`.
 
-For each case: the legal Plans, those that had to be timed, the processor seconds of one core for the five
-best degrees and for the best alone, legal Plans a second, and Plans a second where each one is timed and its
-memory looked at in full, with nothing decided by a bound. As in `shoal plan` nothing looks for garbage.
+Searches: for each case the legal Plans, those that had to be timed, the processor seconds of one core for the
+five best degrees and for the best alone, legal Plans a second, and Plans a second where each one is timed and
+its memory looked at in full, with nothing decided by a bound. As in `shoal plan` nothing looks for garbage.
+
+Commands: the seconds of `shoal plan --json` as a process of its own, from start to end, and its processor
+seconds. `--beside CHECKOUT` takes turns with the command of another checkout, such as the commit before, and
+says whether both print the same bytes.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import os
+import resource
+import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from shoal.cli.table import table_of
 from shoal.cluster import Cluster
@@ -23,6 +34,11 @@ CASES = {
     "llama3-70b on 256 H100": ("llama3-70b", "dgx-h100:256", 512),
     "mixtral-8x7b on 128 H100": ("mixtral-8x7b", "dgx-h100:128", 512),
     "a trillion parameters on 4,096 H100": ("trillion", "dgx-h100:4096", 3072),
+}
+COMMANDS = {
+    "a trillion parameters on 4,096 devices": ("gpt3-1t", "dgx-h100:4096", 3072),
+    "256 experts on 2,048 devices": ("deepseek-v3", "dgx-h100:2048", 2048),
+    "8 billion parameters on 16,384 devices": ("llama3-8b", "dgx-h100:16384", 2048),
 }
 TRILLION = ModelShape(
     name="trillion",
@@ -42,6 +58,52 @@ SAMPLE = 2000  # Plans that are looked at in full
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--commands", action="store_true", help="measure whole commands, and not searches")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each command (default 5)")
+    parser.add_argument(
+        "--beside", metavar="CHECKOUT", type=Path, help="also run another checkout's commands"
+    )
+    args = parser.parse_args()
+    if args.commands:
+        _commands(args.rounds, [Path(__file__).parents[1], *([args.beside] if args.beside else [])])
+    else:
+        _searches()
+
+
+def _commands(rounds: int, checkouts: Sequence[Path]) -> None:
+    """Print the seconds of whole commands, which checkouts run in turns."""
+    rows = []
+    for name, (model, machine, batch) in COMMANDS.items():
+        asked = f"--model {model} --cluster {machine} --batch {batch}"
+        runs = [[_run(each, asked) for each in checkouts] for _ in range(rounds)]
+        for number, every in enumerate(zip(*runs, strict=True)):
+            wall, processor, printed = zip(*every, strict=True)
+            same = "yes" if set(printed) == {runs[0][0][2]} else "no"
+            where = "before" if number else "here"
+            rows.append(
+                [name, where, _median(wall), _median(processor), *([same] if len(checkouts) > 1 else [])]
+            )
+        print(name, file=sys.stderr)
+    head = ["command", "checkout", "seconds", "processor seconds"]
+    print(table_of([*head, *(["equal"] if len(checkouts) > 1 else [])], rows))
+
+
+def _run(checkout: Path, asked: str) -> tuple[float, float, bytes]:
+    """Run a command; return its seconds, its processor seconds in user mode, and what it printed."""
+    command = [sys.executable, "-m", "shoal", "plan", *asked.split(), "--json"]
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime, time.perf_counter()
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, check=True, capture_output=True, env=environment, cwd=checkout)
+    seconds = time.perf_counter() - begin
+    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before, done.stdout
+
+
+def _median(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def _searches() -> None:
     gc.disable()
     rows = []
     for name, (model, machine, batch) in CASES.items():

@@ -10,7 +10,7 @@ from shoal.plan.exchange import EXCHANGES
 from shoal.plan.schedules import FOUND, NAMES
 from shoal.plan.sharding import SHARDINGS
 
-__all__ = ["CHOICES", "DEGREES", "require_choice", "require_whole"]
+__all__ = ["CHOICES", "DEGREES", "WHOLE", "require_choice", "require_whole"]
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 """Names of the degrees, in the order of the text form."""
@@ -27,6 +27,12 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "compile": ("auto", "none", "blocks"),
 }
 """The values that each named choice of a Plan can take."""
+
+WHOLE: Mapping[str, int] = {
+    **dict.fromkeys((*DEGREES, "replicate", "bucket", "every", "fragments", "stretch"), 1),
+    **dict.fromkeys(("delay", "dense", "servers", "quorum", "mirror"), 0),
+}
+"""Settings that are whole numbers, with the least value of each."""
 
 
 def require_choice(name: str, value: Any) -> None:

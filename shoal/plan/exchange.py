@@ -10,6 +10,8 @@ worker, ranks reduce gradients and gather weights as its sharding says.
     server     workers send gradients to parameter servers, which make the optimizer's step, and take values
                from them (Li et al., OSDI 2014). With `staleness` they do not wait for each other (Ho et al.,
                NIPS 2013)
+    auto       the first two and `compress`, whichever is predicted to reach a loss soonest at the time: a
+               choice from measurements, which guards check (`shoal.train.guide`)
 
 With `compress` they send fewer bytes (`compression.py`).
 """
@@ -27,7 +29,7 @@ from shoal.plan.sharding import UNSHARDED, Sharding
 
 __all__ = ["EXCHANGES", "SETTINGS", "SYNCHRONOUS", "Exchange"]
 
-EXCHANGES = ("bucketed", "naive", "local", "server")
+EXCHANGES = ("bucketed", "naive", "local", "server", "auto")
 """Values of a Plan's `exchange`."""
 
 SETTINGS = (
@@ -112,6 +114,11 @@ class Exchange:
         return self.kind == "local"
 
     @property
+    def is_chosen(self) -> bool:
+        """Whether measurements choose the exchange while the training runs; it begins with all gradients."""
+        return self.kind == "auto"
+
+    @property
     def compresses(self) -> bool:
         """Whether less is sent than the vectors themselves."""
         return self.compression.kind != "none"
@@ -122,16 +129,19 @@ class Exchange:
         Raises:
             PlanError: A setting is out of range, or needs another one.
         """
+        if self == _PLAIN:  # most Plans, of which a planner makes many
+            return
         self._require_local()
+        self._require_chosen()
         self._require_servers(replicas, copies * ep * (cp if sharding is UNSHARDED else 1))
         self._require_compression()
-        if self.dense and not (self.merges or self.compresses):
+        if self.dense and not (self.merges or self.compresses or self.is_chosen):
             raise PlanError(
                 f"dense={self.dense} was given, and every step is dense",
-                possible="dense with compress, or with exchange=local",
+                possible="dense with compress, or with exchange=local or auto",
                 change="leave out dense",
             )
-        if (self.merges or self.compresses) and not self.is_served:
+        if (self.merges or self.compresses or self.is_chosen) and not self.is_served:
             self._require_workers(sharding, dp, cp, ep, replicas)
 
     def _require_compression(self) -> None:
@@ -154,9 +164,19 @@ class Exchange:
                 change="leave out exchange=naive",
             )
 
+    def _require_chosen(self) -> None:
+        if self.is_chosen and self.compresses:
+            raise PlanError(
+                f"exchange=auto was given with compress={self.compression}",
+                possible="exchange=auto, which chooses itself, or compress with exchange=bucketed or local",
+                change="leave out compress, or leave out exchange=auto",
+            )
+
     def _require_local(self) -> None:
         if not self.merges:
             for name, default in _DEFAULTS.items():
+                if self.is_chosen and name == "every":
+                    continue
                 if (value := getattr(self, name)) != default:
                     raise PlanError(
                         f"{name}={value} was given with exchange={self.kind}",
@@ -246,7 +266,7 @@ class Exchange:
 
     def _require_workers(self, sharding: Sharding, dp: int, cp: int, ep: int, replicas: int) -> None:
         """Check that workers are whole: that cp and ep are within them."""
-        given = "exchange=local" if self.merges else f"compress={self.compression}"
+        given = f"compress={self.compression}" if self.kind == "bucketed" else f"exchange={self.kind}"
         if sharding is UNSHARDED and cp * ep > 1:
             raise PlanError(
                 f"{given} was given with shard=none, cp={cp}, ep={ep}, and then each rank of dp x cp is a "
@@ -260,3 +280,8 @@ class Exchange:
                 possible="powersgd with shard=none, or between workers: with replicate=2 or more",
                 change="add replicate, write shard=none, or compress=int8",
             )
+
+
+_PLAIN = Exchange(
+    kind="bucketed", compression=Compression(), **{name: SYNCHRONOUS[name] for name in SETTINGS}
+)

@@ -18,12 +18,11 @@ its family hold replicas. The ranks of one replica are a worker. If workers make
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from shoal.plan.group import Dim, Group, split_dims
-from shoal.plan.order import AXES, axes_of, strides_of
+from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, strides_of
 from shoal.plan.plan import Plan
 
 __all__ = ["FamilyGroups", "Group", "Groups", "context_group", "expert_group", "tensor_group"]
@@ -58,109 +57,179 @@ class FamilyGroups(NamedTuple):
     summed: Group
 
 
-@dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of a Plan.
+    """The groups of a Plan; each is made when it is first asked for."""
 
-    Attributes:
-        world: All ranks.
-        dp: Ranks with other samples.
-        data: Ranks with other samples, or other parts of them: dp x cp.
-        cp: Ranks with other parts of the same samples.
-        tp: Ranks with other parts of the same layers.
-        sequence: Ranks that split the sequences of the same samples between blocks: cp, and tp if it splits
-            them too.
-        ep: Ranks with other experts.
-        pp: Ranks with other stages of the same samples.
-        stage: All ranks of one stage.
-        parts: Ranks that together hold one whole state of the model.
-        workers: Ranks at the same place in other workers.
-        in_step: Ranks that make a step together: all, or those of one worker.
-        averaged: Those ranks of `data` whose gradients are averaged in a step.
-        stage_in_step: Those ranks of `stage` that make a step together.
-        dense: Groups of the parameters that tp divides.
-        whole: Groups of the parameters that every rank of tp has.
-        experts: Groups of the parameters of experts.
-    """
-
-    world: Group
-    dp: Group
-    data: Group
-    cp: Group
-    tp: Group
-    sequence: Group
-    ep: Group
-    pp: Group
-    stage: Group
-    parts: Group
-    workers: Group
-    in_step: Group
-    averaged: Group
-    stage_in_step: Group
-    dense: FamilyGroups
-    whole: FamilyGroups
-    experts: FamilyGroups
+    def __init__(self, mesh: _Mesh) -> None:
+        self._mesh = mesh
+        self._together = () if mesh.are_apart else ("replicate",)
+        self._cut = ("shard", "cp") if mesh.is_cut else ()
+        self._copied = ("replicate",) if mesh.is_cut else ("replicate", "cp")
 
     @classmethod
     def of(cls, plan: Plan) -> Groups:
         """Return the groups of a Plan."""
-        sizes = (plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp)
         return _groups(
-            sizes,
-            plan.ep,
-            plan.sharding.cuts_optimizer,
-            plan.tensor != "plain",
-            plan.order,
-            are_apart=plan.exchange in ("local", "server"),
+            _Mesh(
+                (plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp),
+                plan.ep,
+                plan.sharding.cuts_optimizer,
+                plan.tensor != "plain",
+                plan.order,
+                plan.exchange in ("local", "server"),
+            )
         )
 
+    @classmethod
+    def of_mesh(cls, sizes: tuple[int, ...], ep: int, *, is_cut: bool) -> Groups:
+        """Return the groups of a mesh in the default order, whose ranks make each step together.
 
-@lru_cache(maxsize=1 << 12)
-def _groups(
-    sizes: tuple[int, ...], ep: int, is_cut: bool, is_split: bool, order: str, *, are_apart: bool
-) -> Groups:
-    """Return the groups of a mesh. `sizes` are those of `AXES`."""
-    numbers = dict(zip(AXES, sizes, strict=True))
-    strides = strides_of(order, numbers)
+        Args:
+            sizes: Number of ranks along each of `AXES`.
+            ep: Expert-parallel degree.
+            is_cut: Whether states are sharded.
+        """
+        return _groups(_Mesh(sizes, ep, is_cut, True, DEFAULT_ORDER, False))
 
-    def dims(*axes: str) -> list[Dim]:
-        return [(numbers[axis], strides[axis]) for axis in axes_of(order) if axis in axes]
+    @cached_property
+    def world(self) -> Group:
+        """All ranks."""
+        return self._along(*AXES)
 
-    def along(*axes: str) -> Group:
-        return Group.along(dims(*axes))
+    @cached_property
+    def dp(self) -> Group:
+        """Ranks with other samples."""
+        return self._along("replicate", "shard")
 
-    cut = ("shard", "cp") if is_cut else ()
-    copied = ("replicate",) if is_cut else ("replicate", "cp")
-    parted = split_dims(dims(*(cut or copied)), ep)
-    assert parted is not None, "Plan checks ep"
-    others, neighbours = parted
-    together = () if are_apart else ("replicate",)
-    summed = tuple(axis for axis in copied if axis != "replicate") + together
-    # If a state is not sharded, its experts are on several ranks.
-    held = dims(*cut) if is_cut else neighbours
-    return Groups(
-        world=along(*AXES),
-        dp=along("replicate", "shard"),
-        data=along("replicate", "shard", "cp"),
-        cp=along("cp"),
-        tp=along("tp"),
-        sequence=along("cp", "tp") if is_split else along("cp"),
-        ep=Group.along(neighbours),
-        pp=along("pp"),
-        stage=along("replicate", "shard", "cp", "tp"),
-        parts=_nested(held, dims("pp", "tp")),
-        workers=along("replicate"),
-        in_step=along("pp", *together, "shard", "cp", "tp"),
-        averaged=along(*together, "shard", "cp"),
-        stage_in_step=along(*together, "shard", "cp", "tp"),
-        dense=FamilyGroups(along(*cut), along(*copied), along(*summed)),
-        whole=FamilyGroups(along(*cut), along(*copied, "tp"), along(*summed, "tp")),
-        experts=FamilyGroups(
+    @cached_property
+    def data(self) -> Group:
+        """Ranks with other samples, or other parts of them: dp x cp."""
+        return self._along("replicate", "shard", "cp")
+
+    @cached_property
+    def cp(self) -> Group:
+        """Ranks with other parts of the same samples."""
+        return self._along("cp")
+
+    @cached_property
+    def tp(self) -> Group:
+        """Ranks with other parts of the same layers."""
+        return self._along("tp")
+
+    @cached_property
+    def sequence(self) -> Group:
+        """Ranks that split the same sequences between blocks: cp, and tp if it splits them too."""
+        return self._along("cp", "tp") if self._mesh.is_split else self._along("cp")
+
+    @cached_property
+    def ep(self) -> Group:
+        """Ranks with other experts."""
+        return Group.along(self._parted[1])
+
+    @cached_property
+    def pp(self) -> Group:
+        """Ranks with other stages of the same samples."""
+        return self._along("pp")
+
+    @cached_property
+    def stage(self) -> Group:
+        """All ranks of one stage."""
+        return self._along("replicate", "shard", "cp", "tp")
+
+    @cached_property
+    def parts(self) -> Group:
+        """Ranks that together hold one whole state of the model."""
+        # If a state is not sharded, its experts are on several ranks.
+        held = self._dims(*self._cut) if self._mesh.is_cut else self._parted[1]
+        return _nested(held, self._dims("pp", "tp"))
+
+    @cached_property
+    def workers(self) -> Group:
+        """Ranks at the same place in other workers."""
+        return self._along("replicate")
+
+    @cached_property
+    def in_step(self) -> Group:
+        """Ranks that make a step together: all, or those of one worker."""
+        return self._along("pp", *self._together, "shard", "cp", "tp")
+
+    @cached_property
+    def averaged(self) -> Group:
+        """Those ranks of `data` whose gradients are averaged in a step."""
+        return self._along(*self._together, "shard", "cp")
+
+    @cached_property
+    def stage_in_step(self) -> Group:
+        """Those ranks of `stage` that make a step together."""
+        return self._along(*self._together, "shard", "cp", "tp")
+
+    @cached_property
+    def dense(self) -> FamilyGroups:
+        """Groups of the parameters that tp divides."""
+        return FamilyGroups(self._along(*self._cut), self._along(*self._copied), self._along(*self._summed))
+
+    @cached_property
+    def whole(self) -> FamilyGroups:
+        """Groups of the parameters that every rank of tp has."""
+        return FamilyGroups(
+            self._along(*self._cut), self._along(*self._copied, "tp"), self._along(*self._summed, "tp")
+        )
+
+    @cached_property
+    def experts(self) -> FamilyGroups:
+        """Groups of the parameters of experts."""
+        others, is_cut = self._parted[0], self._mesh.is_cut
+        return FamilyGroups(
             Group.along(others) if is_cut else Group(1),
-            _nested(dims("replicate") if is_cut else others, dims("tp")),
-            _nested(dims(*together) if is_cut else others, dims("tp")),
-        ),
-    )
+            _nested(self._dims("replicate") if is_cut else others, self._dims("tp")),
+            _nested(self._dims(*self._together) if is_cut else others, self._dims("tp")),
+        )
+
+    @property
+    def _summed(self) -> tuple[str, ...]:
+        return tuple(axis for axis in self._copied if axis != "replicate") + self._together
+
+    @cached_property
+    def _parted(self) -> tuple[list[Dim], list[Dim]]:
+        parted = split_dims(self._dims(*(self._cut or self._copied)), self._mesh.ep)
+        assert parted is not None, "Plan checks ep"
+        return parted
+
+    @cached_property
+    def _dim_of(self) -> dict[str, Dim]:
+        """Return the dim of each axis, outermost first."""
+        numbers = dict(zip(AXES, self._mesh.sizes, strict=True))
+        strides = strides_of(self._mesh.order, numbers)
+        return {axis: (numbers[axis], strides[axis]) for axis in axes_of(self._mesh.order)}
+
+    def _dims(self, *axes: str) -> list[Dim]:
+        return [dim for axis, dim in self._dim_of.items() if axis in axes]
+
+    def _along(self, *axes: str) -> Group:
+        return Group.along(self._dims(*axes))
+
+
+class _Mesh(NamedTuple):
+    """What the groups of a Plan depend on.
+
+    Attributes:
+        sizes: Number of ranks along each of `AXES`.
+        ep: Expert-parallel degree.
+        is_cut: Whether states are sharded.
+        is_split: Whether tp splits the sequence.
+        order: The order of the axes over the ranks.
+        are_apart: Whether workers make steps by themselves.
+    """
+
+    sizes: tuple[int, ...]
+    ep: int
+    is_cut: bool
+    is_split: bool
+    order: str
+    are_apart: bool
+
+
+_groups = lru_cache(maxsize=1 << 14)(Groups)
 
 
 def _nested(*dims: list[Dim]) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from shoal.errors import PlanError
 
@@ -15,6 +16,7 @@ DEFAULT_ORDER = "pp-dp-cp-tp"
 """Ranks that are neighbours along tp are neighbours in the node; pp crosses nodes first."""
 
 
+@lru_cache(maxsize=1 << 6)
 def axes_of(order: str) -> tuple[str, ...]:
     """Return the axes of the mesh, outermost first; `dp` names the pair `replicate, shard`."""
     return tuple(

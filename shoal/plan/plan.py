@@ -6,10 +6,11 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Self
 
 from shoal.errors import PlanError
-from shoal.plan.choices import CHOICES, DEGREES, require_choice, require_whole
+from shoal.plan.choices import CHOICES, DEGREES, WHOLE, require_choice, require_whole
 from shoal.plan.compression import Compression
 from shoal.plan.exchange import SETTINGS, SYNCHRONOUS, Exchange
 from shoal.plan.group import split_dims
@@ -64,9 +65,9 @@ class Plan:
             for the largest that makes four micro-batches for each stage, or as many as possible.
         exchange: How workers exchange what they learn; a worker is one replica of the model. They average
             gradients in buckets that overlap with backward (bucketed), or one by one after it (naive, the
-            reference); they make steps by themselves, and then average what these changed (local); or they
-            send gradients to parameter servers and take values from them (server).
-        every: With exchange=local, the steps between two merges of a parameter.
+            reference); they make steps by themselves, and then average what these changed (local); they send
+            gradients to parameter servers and take values from them (server); or measurements choose (auto).
+        every: With exchange=local or auto, the steps between two merges of a parameter.
         fragments: With exchange=local, the parts of the model that are merged in different steps.
         delay: With exchange=local, the steps that a merge may take while workers go on.
         stretch: With exchange=local, the factor up to which `every` grows while the learning rate falls: with
@@ -132,15 +133,16 @@ class Plan:
     compile: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in (*DEGREES, "replicate", "bucket", "every", "fragments", "stretch"):
-            require_whole(name, getattr(self, name))
-        for name in ("delay", "dense", "servers", "quorum", "mirror"):
-            require_whole(name, getattr(self, name), least=0)
+        for name, least in WHOLE.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:  # a planner makes many Plans
+                require_whole(name, value, least)
         for name in ("microbatch", "virtual", "activations"):
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name))
-        for name in CHOICES:
-            require_choice(name, getattr(self, name))
+        for name, values in CHOICES.items():
+            if getattr(self, name) not in values:
+                require_choice(name, getattr(self, name))
         if self.replicate > 1 and not self.sharding.cuts_optimizer:
             raise PlanError(
                 f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
@@ -360,7 +362,7 @@ class Plan:
         """Return whether the other is a Plan with equal settings, settled or not."""
         if not isinstance(other, Plan):
             return NotImplemented
-        return all(getattr(self, name) == getattr(other, name) for name in _FIELDS)
+        return bool(_VALUES(self) == _VALUES(other))
 
 
 @lru_cache(maxsize=1 << 8)
@@ -371,6 +373,7 @@ def _exchange_of(kind: str, compress: str, settings: tuple[Any, ...]) -> Exchang
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Plan))
+_VALUES = attrgetter(*_FIELDS)
 
 
 def parse_settings(text: str) -> dict[str, Any]:
@@ -389,7 +392,8 @@ def element_bytes(precision: str) -> int:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a positive number, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return small + [number // each for each in reversed(small) if each * each != number]
 
 
 def _read(name: str, value: str) -> int | float | str:

@@ -36,12 +36,24 @@ def balanced_split(
         placement: The rank of each stage.
         paces: By rank, how many times these costs it takes; empty if all take as long.
     """
-    least, first, last = _inner_stages(tuple(placement))
+    return _balanced(embedding, layer, end, layers, tuple(placement), tuple(paces))
+
+
+@lru_cache(maxsize=1 << 14)
+def _balanced(
+    embedding: float,
+    layer: float,
+    end: float,
+    layers: int,
+    placement: tuple[int, ...],
+    paces: tuple[float, ...],
+) -> tuple[int, ...]:
+    least, first, last = _inner_stages(placement)
     extras = [0.0] * len(least)
     extras[first] += embedding / layer
     extras[last] += end / layer
     counts = _counts(extras, least, layers, paces or (1.0,) * len(least))
-    return _shared(counts, tuple(placement))
+    return _shared(counts, placement)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -15,8 +15,8 @@ from shoal.planner.money import cheapest
 from shoal.planner.polish import polished, simplest, with_found_schedule
 from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
+from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees
-from shoal.planner.tree import Fitted
 from shoal.workload import Workload
 
 __all__ = ["OBJECTIVES", "Choice", "choose"]

@@ -1,26 +1,29 @@
 """Lower bounds on the time of gradient and weight communication, before a Plan is cut and timed.
 
 A rank's data-parallel collectives travel one after another, at best beside its compute. Let G be the seconds
-to gather the weights of n layers, R the seconds to reduce their gradients, and F and B the seconds of their
-forward and backward on a rank. Then a micro-batch takes at least
+to gather the weights of some layers, R the seconds to reduce their gradients, and F and B the seconds of
+their forward and backward on a rank. Then a micro-batch takes at least
 
     zero2        F + max(B, R)                reduced in every backward
     zero3-once   max(F, G) + max(B, G)        gathered in both; without a pipeline the last layer's weights
                                               stay from forward to backward
     zero3        max(F, G) + max(B, R + G)    gathered in both, and reduced in every backward
 
-and some rank has n = ceil(layers / pp). Where gradients are reduced in every backward, B has their copies to
-buckets too. Otherwise stages reduce them after all passes.
+If layers are alike, some rank has ceil(layers / pp) of them. If they are unlike, sums over all ranks count,
+with embedding and end: the sum of such maxima is at least the maximum of the sums, and some rank takes at
+least the mean. Where gradients are reduced in every backward, B has their copies to buckets too. Otherwise
+stages reduce them after all passes.
 
-Where weights are gathered for every pass, each layer is a bucket. Otherwise all layers of a stage count as
-one bucket: the larger a bucket is, the less time each byte takes. If layers are unlike, each counts as the
-cheapest one, and the ends count as nothing. `shoal.cost.time.data_parallel` gives the time of each
-collective.
+Where weights are gathered for every pass, each block is a bucket. Otherwise all blocks of a stage count as
+one bucket: the larger a bucket is, the less time each byte takes. `shoal.cost.time.data_parallel` gives the
+time of each collective.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from operator import mul
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
@@ -28,26 +31,54 @@ from shoal.cost.time import (
     Bucket,
     Family,
     copy_seconds,
-    families_of,
+    families_over,
     gather_seconds,
     parameters_on_rank,
     reduce_seconds,
 )
-from shoal.plan import Plan
+from shoal.plan import Groups
 from shoal.planner.space import Degrees, HybridSharding
 from shoal.workload import Workload
 
-__all__ = ["LeastDataParallel", "Passes"]
+__all__ = ["Communication", "LeastDataParallel", "Numbers", "StageCommunication"]
 
 
-class Passes(NamedTuple):
-    """Seconds of a micro-batch on a rank."""
+Numbers = tuple[int, ...]
+"""Numbers of blocks, by kind."""
+
+
+class Communication(NamedTuple):
+    """Seconds of the gradients' and weights' communication of a micro-batch.
+
+    Attributes:
+        forward, backward: Seconds beside forward, and beside backward.
+        copies: Seconds in which gradients are copied to buckets in backward.
+    """
 
     forward: float
     backward: float
+    copies: float
 
 
-_NOTHING = Passes(0.0, 0.0)
+class StageCommunication(NamedTuple):
+    """Seconds of the gradients' and weights' communication of one stage, if nothing runs beside it.
+
+    Attributes:
+        ends: Seconds to gather the weights of embedding and end.
+        gather: Seconds to gather the weights of its layers.
+        least, most: Seconds to gather the weights of one of its layers.
+        reduce: Seconds to reduce its gradients.
+        last: Seconds to reduce the gradients that its backward completes last.
+        copies: Seconds in which gradients are copied to buckets.
+    """
+
+    ends: float
+    gather: float
+    least: float
+    most: float
+    reduce: float
+    last: float
+    copies: float
 
 
 class LeastDataParallel:
@@ -62,93 +93,138 @@ class LeastDataParallel:
     def __init__(self, workload: Workload, cluster: Cluster, width: int) -> None:
         self._cluster = cluster
         self._width = width
-        self._layers = len(workload.layers)
-        self._kinds = list(dict.fromkeys(workload.layers))
-        self._families: dict[tuple[Degrees, HybridSharding], list[tuple[Family, int]]] = {}
-        self._passes: dict[tuple[Degrees, HybridSharding], Passes] = {}
-        self._reduced: dict[tuple[Degrees, HybridSharding, int], float] = {}
-        self._copied: dict[tuple[Degrees, HybridSharding], float] = {}
-        self._gathered: dict[tuple[Degrees, HybridSharding, int], float] = {}
+        self._layers = workload.layers
+        counts = Counter(workload.layers)
+        self._is_alike = len(counts) == 1
+        self._kinds = [*counts, workload.embedding, workload.end]
+        self._whole = (*counts.values(), 1, 1)  # blocks of the model
+        self._families: dict[tuple[Degrees, HybridSharding], list[tuple[Family, list[int]]]] = {}
+        self._numbers: dict[tuple[int, ...], tuple[Numbers, ...]] = {}
+        self._reduced: dict[tuple[Degrees, HybridSharding, Numbers], float] = {}
 
-    def of_micro_batch(self, degrees: Degrees, sharding: HybridSharding, layer: Passes) -> float:
-        """Return a lower bound on a micro-batch's seconds, with communication, on the rank with most layers.
+    def layers_of_rank(self, pp: int) -> int:
+        """Return the number of layers of the rank that is bounded; 0 if it is the mean over all ranks."""
+        return math.ceil(len(self._layers) / pp) if self._is_alike else 0
+
+    def of_micro_batch(self, degrees: Degrees, sharding: HybridSharding) -> Communication:
+        """Return a lower bound on a micro-batch's communication: of `layers_of_rank`, or of all ranks.
 
         Args:
             degrees: The parallel degrees.
-            sharding: The sharding of the state.
-            layer: Seconds of the quickest layer.
+            sharding: The sharding of the state, which communicates in each micro-batch.
         """
-        passes = self._passes.get((degrees, sharding))
-        if passes is None:
-            passes = self._passes[degrees, sharding] = self._in_passes(degrees, sharding)
-        layers = math.ceil(self._layers / degrees.pp)
-        backward = layers * layer.backward + self._copies(degrees, sharding, layers)
-        return max(layers * layer.forward, passes.forward) + max(backward, passes.backward)
+        kind, numbers = sharding.kind, self._whole
+        if self._is_alike:
+            numbers = (self.layers_of_rank(degrees.pp), 0, 0)
+        copies = 0.0
+        if kind.reduces_each_micro_batch and not self._cluster.parts:
+            buckets = self._buckets(degrees, sharding, numbers)
+            copies = sum([copy_seconds(bucket, self._width, self._cluster) for bucket in buckets])
+        if not kind.cuts_weights:
+            return Communication(0.0, self._reduce(degrees, sharding, numbers), copies)
+        gathers, reduces = [0.0] * len(numbers), [0.0] * len(numbers)  # by kind of block
+        for place, number in enumerate(numbers):
+            one = self._alone(place)
+            if number:
+                gathers[place] = number * self._gather(degrees, sharding, one)
+            if number and kind.reduces_each_micro_batch:
+                reduces[place] = number * self._reduce(degrees, sharding, one)
+        again = sum(gathers)
+        if degrees.pp == 1:  # the weights of the last layer, of embedding and end stay
+            last = self._kinds.index(self._layers[-1])
+            again = sum(gathers[:-2]) - gathers[last] / numbers[last]
+        return Communication(sum(gathers), again + sum(reduces), copies)
 
-    def after_passes(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
-        """Return the least seconds in which the gradients of a stage's layers are reduced after all passes.
+    def after_passes(self, degrees: Degrees, sharding: HybridSharding, split: tuple[int, ...]) -> float:
+        """Return the least seconds in which the gradients of a stage are reduced after all passes.
 
         Args:
             degrees: The parallel degrees.
             sharding: The sharding of the state.
-            layers: Number of layers that each stage has at least.
+            split: Number of layers of each stage.
         """
         if degrees.pp == 1 or degrees.dp * degrees.cp == 1 or sharding.kind.reduces_each_micro_batch:
             return 0.0
-        return self._reduce(degrees, sharding, layers)
+        return min(
+            [self._reduce(degrees, sharding, (*each[:-2], 0, 0)) for each in set(self.numbers_of(split))]
+        )
 
-    def _copies(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
-        """Return the seconds in which this many layers' gradients are copied to a bucket in each backward."""
-        if not sharding.kind.reduces_each_micro_batch or self._cluster.parts:
-            return 0.0
-        key = degrees, sharding
-        found = self._copied.get(key)
+    def numbers_of(self, split: tuple[int, ...]) -> tuple[Numbers, ...]:
+        """Return the numbers of blocks of each kind in each stage, with embedding and end."""
+        found = self._numbers.get(split)
         if found is None:
-            buckets = self._buckets(degrees, sharding, layers)
-            found = sum(copy_seconds(bucket, self._width, self._cluster) for bucket in buckets)
-            self._copied[key] = found
+            each, first = list[list[int]](), 0
+            for number in split:
+                here = Counter(self._layers[first : first + number])
+                each.append([*[here[kind] for kind in self._kinds[:-2]], 0, 0])
+                first += number
+            each[0][-2] = each[-1][-1] = 1
+            found = self._numbers[split] = tuple(map(tuple, each))
         return found
 
-    def _in_passes(self, degrees: Degrees, sharding: HybridSharding) -> Passes:
-        """Return the seconds of only the gradients' and weights' communication."""
-        layers = math.ceil(self._layers / degrees.pp)
-        if not sharding.kind.communicates_each_micro_batch:
-            return _NOTHING
-        if not sharding.kind.cuts_weights:
-            return Passes(0.0, self._reduce(degrees, sharding, layers))
-        gather = self._gather(degrees, sharding, 1)
-        reduce = self._reduce(degrees, sharding, 1) if sharding.kind.reduces_each_micro_batch else 0.0
-        again = layers - 1 if degrees.pp == 1 else layers
-        return Passes(layers * gather, again * gather + layers * reduce)
+    def of_stage(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> StageCommunication:
+        """Return a lower bound on a stage's communication.
 
-    def _reduce(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
-        """Return the seconds of this many layers' gradients in one bucket."""
-        key = degrees, sharding, layers
+        Args:
+            degrees: The parallel degrees.
+            sharding: The sharding of the state.
+            numbers: Blocks of the stage, by kind.
+        """
+        kind, of_ends, of_layers = sharding.kind, list[Numbers](), list[Numbers]()
+        for place in range(len(numbers)):
+            if numbers[place]:
+                (of_layers if place < len(numbers) - 2 else of_ends).append(self._alone(place))
+        ends = gather = least = most = last = copies = 0.0
+        if kind.cuts_optimizer:
+            ends = sum([self._gather(degrees, sharding, each) for each in of_ends])
+            gather = self._gather(degrees, sharding, (*numbers[:-2], 0, 0))
+        reduce = self._reduce(degrees, sharding, numbers)
+        if kind.cuts_weights:
+            gathers = [self._gather(degrees, sharding, each) for each in of_layers]
+            gather = sum([numbers[each.index(1)] * one for each, one in zip(of_layers, gathers, strict=True)])
+            least, most = min(gathers, default=0.0), max(gathers, default=0.0)
+            parts = [*of_layers, *of_ends]
+            reduces = [self._reduce(degrees, sharding, each) for each in parts]
+            reduce = sum([numbers[each.index(1)] * one for each, one in zip(parts, reduces, strict=True)])
+            last = min(reduces[: len(of_layers)], default=0.0)
+        if numbers[-2]:
+            last = self._reduce(degrees, sharding, self._alone(-2))
+        if kind.reduces_each_micro_batch and not self._cluster.parts:
+            buckets = self._buckets(degrees, sharding, numbers)
+            copies = sum([copy_seconds(bucket, self._width, self._cluster) for bucket in buckets])
+        return StageCommunication(ends, gather, least, most, reduce, last, copies)
+
+    def _alone(self, place: int) -> Numbers:
+        """Return the numbers of one block of a kind."""
+        numbers = [0] * len(self._kinds)
+        numbers[place] = 1
+        return tuple(numbers)
+
+    def _reduce(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> float:
+        """Return the seconds of the gradients of these blocks in one bucket."""
+        key = degrees, sharding, numbers
         found = self._reduced.get(key)
         if found is None:
-            buckets = self._buckets(degrees, sharding, layers)
-            found = self._reduced[key] = sum(reduce_seconds(bucket, self._cluster) for bucket in buckets)
+            buckets = self._buckets(degrees, sharding, numbers)
+            found = self._reduced[key] = sum([reduce_seconds(bucket, self._cluster) for bucket in buckets])
         return found
 
-    def _gather(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> float:
-        """Return the seconds of this many layers' weights in one bucket."""
-        key = degrees, sharding, layers
-        found = self._gathered.get(key)
-        if found is None:
-            buckets = self._buckets(degrees, sharding, layers)
-            found = sum(gather_seconds(bucket, self._width, self._cluster) for bucket in buckets)
-            self._gathered[key] = found
-        return found
+    def _gather(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> float:
+        """Return the seconds of the weights of these blocks in one bucket."""
+        buckets = self._buckets(degrees, sharding, numbers)
+        return sum([gather_seconds(bucket, self._width, self._cluster) for bucket in buckets])
 
-    def _buckets(self, degrees: Degrees, sharding: HybridSharding, layers: int) -> list[Bucket]:
+    def _buckets(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> list[Bucket]:
         """Return one bucket for each family of parameters."""
         families = self._families.get((degrees, sharding))
         if families is None:
             dp, tp, pp, cp, ep = degrees
-            plan = Plan(
-                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, replicate=sharding.replicate, shard=sharding.kind.name
-            )
+            kind = sharding.kind
+            shards = dp // sharding.replicate if kind.cuts_optimizer else 1
+            groups = Groups.of_mesh((pp, dp // shards, shards, cp, tp), ep, is_cut=kind.cuts_optimizer)
             held = [parameters_on_rank(block.parameters, tp, ep) for block in self._kinds]
-            families = [(family, min(map(family.count, held))) for family in families_of(plan)]
+            families = [
+                (family, [family.count(each) for each in held]) for family in families_over(groups, tp, ep)
+            ]
             self._families[degrees, sharding] = families
-        return [Bucket(layers * count, 0, 0, family) for family, count in families]
+        return [Bucket(sum(map(mul, numbers, counts)), 0, 0, family) for family, counts in families]

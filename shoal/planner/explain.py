@@ -22,9 +22,9 @@ from shoal.planner.explanation import Change, Explanation, Neighbour
 from shoal.planner.neighbours import half_and_twice, moved, neighbours
 from shoal.planner.polish import simplest
 from shoal.planner.search import LOOSE, Search
+from shoal.planner.sized import Fitted
 from shoal.planner.sizes import sizes_of
 from shoal.planner.space import Degrees
-from shoal.planner.tree import Fitted
 from shoal.planner.unequal import unequal
 from shoal.simulate import traffic_of
 from shoal.workload import Block

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost import Kinds, Layout
-from shoal.cost.memory import FRAGMENTS, WORKSPACES, activation_peaks, block_memory, state_bytes
+from shoal.cost.memory import FRAGMENTS, WORKSPACES, activation_peaks, kept_bytes, state_bytes
 from shoal.plan import Plan
 from shoal.plan.schedules import kind_of
 from shoal.planner.space import Degrees, HybridSharding, Variant
@@ -73,7 +73,9 @@ class LeastMemory:
         self._kinds = Kinds(cluster) if cluster.parts else None
         self._blocks = tuple(Counter(workload.layers).items())
         self._before = [_counts_before(workload, block) for block, _ in self._blocks]
+        self._is_alike = len(self._blocks) == 1
         self._layers: dict[Layout, list[Share]] = {}
+        self._kept: dict[Layout, list[float]] = {}
 
     def share(self, variant: Variant, split: Sequence[int]) -> Share:
         """Return the share of the first rank.
@@ -88,6 +90,13 @@ class LeastMemory:
             key = variant.schedule, variant.degrees.pp, variant.virtual
             stages = _stages_of_first(*key)
             held = activation_peaks(*key, variant.microbatches)[0][0].whole
+        if self._is_alike:
+            (layer,) = self._layers_of(variant.layout)
+            counts = [split[stage] for stage in stages]
+            number, kept = sum(counts), sum(map(mul, counts, held)) * layer.kept
+            return Share(
+                number * layer.dense, number * layer.experts, kept, self._tightness(variant.degrees)[0]
+            )
         stops = list(accumulate(split))
         dense = experts = kept = 0.0
         for layer, before in zip(self._layers_of(variant.layout), self._before, strict=True):
@@ -127,8 +136,10 @@ class LeastMemory:
     def states(self, degrees: Degrees, sharding: HybridSharding, precision: str) -> StateBytes:
         """Return the bytes of each parameter's states on a rank."""
         shards = degrees.dp // sharding.replicate * degrees.cp if sharding.kind.cuts_optimizer else 1
-        plan = Plan(shard=sharding.kind.name, precision=precision)
-        return StateBytes(state_bytes(plan, shards), state_bytes(plan, shards / degrees.ep))
+        name = sharding.kind.name
+        return StateBytes(
+            _state_bytes(name, precision, shards), _state_bytes(name, precision, shards / degrees.ep)
+        )
 
     def peak(self, share: Share, states: StateBytes) -> float:
         """Return the peak bytes of a rank with this share."""
@@ -140,9 +151,9 @@ class LeastMemory:
         return (room / share.tightness - self._reserved) / (1 + FRAGMENTS) - share.kept
 
     def _tightness(self, degrees: Degrees) -> Sequence[float]:
-        """Return the tightness of each place along the pipeline, in the default order of axes."""
+        """Return the tightness of each place along the pipeline, in the default order of axes, or of all."""
         if self._kinds is None:
-            return (1.0,) * degrees.pp
+            return (1.0,)
         stage = degrees.dp * degrees.cp * degrees.tp
         places = self._kinds.of_pipeline(degrees.pp, stage, stage * degrees.pp)
         return [self._kinds.tightness(each) for each in places]
@@ -151,14 +162,34 @@ class LeastMemory:
         """Return the share of one layer of each kind, for one micro-batch."""
         found = self._layers.get(layout)
         if found is None:
-            each = [block_memory(block, self._workload, layout, is_layer=True) for block, _ in self._blocks]
-            found = self._layers[layout] = [Share(one.dense, one.experts, one.kept) for one in each]
+            kept = self._kept_by(layout._replace(ep=1, apart=None))
+            tp, ep = layout.tp, layout.ep
+            held = [block.under(layout.compile).parameters for block, _ in self._blocks]
+            found = self._layers[layout] = [
+                Share(each.whole + each.divided / tp, each.experts / ep, nbytes)
+                for each, nbytes in zip(held, kept, strict=True)
+            ]
+        return found
+
+    def _kept_by(self, layout: Layout) -> list[float]:
+        """Return the bytes that a layer of each kind keeps; they do not depend on expert parallelism."""
+        found = self._kept.get(layout)
+        if found is None:
+            found = self._kept[layout] = [
+                kept_bytes(block, self._workload, layout, is_layer=True) for block, _ in self._blocks
+            ]
         return found
 
 
 def _counts_before(workload: Workload, kind: Block) -> list[int]:
     """Return how many layers of this kind stand before each place."""
     return list(accumulate((layer is kind for layer in workload.layers), initial=0))
+
+
+@lru_cache(maxsize=1 << 12)
+def _state_bytes(shard: str, precision: str, shards: float) -> float:
+    """Return the bytes of a parameter's states, cut over so many ranks."""
+    return state_bytes(Plan(shard=shard, precision=precision), shards)
 
 
 @lru_cache(maxsize=1 << 12)

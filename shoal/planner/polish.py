@@ -19,8 +19,8 @@ from shoal.plan.schedules import FOUND, NAMES
 from shoal.planner.bucket import ALL_SIZES
 from shoal.planner.neighbours import changed, orders
 from shoal.planner.search import Search
+from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees, HybridSharding, Variant
-from shoal.planner.tree import Fitted
 
 __all__ = ["LEAST_GAIN", "MOST_SEARCHED", "SIMPLER", "polished", "simplest", "with_found_schedule"]
 

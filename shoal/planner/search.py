@@ -25,8 +25,9 @@ from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.shared import Shared
+from shoal.planner.sized import Fitted, Piped
 from shoal.planner.space import Degrees, leanest_sharding
-from shoal.planner.tree import Branch, Fitted, Piped, Tree
+from shoal.planner.tree import Branch, Tree
 from shoal.workload import Workload
 
 __all__ = ["LOOSE", "SLACK", "Ranking", "Search"]
@@ -125,14 +126,15 @@ class Search:
         """
         room = self.room if room is None else room
         accepted = list(filter(accept, self.tree.degrees))
-        order = itertools.count()  # equal times keep their order
-        heap: list[tuple[float, int, Branch]] = []
+        order = itertools.count()  # equal times of played Plans keep their order
+        # Equal bounds come in the order of the tree, whatever the bounds of the branches that they grew from.
+        heap: list[tuple[float, tuple[int, ...], Branch]] = []
 
-        def put(branches: Iterable[Branch]) -> None:
-            for branch in branches:
+        def put(branches: Iterable[Branch], place: tuple[int, ...] = ()) -> None:
+            for number, branch in enumerate(branches):
                 seconds = branch.seconds(room)
                 if seconds < math.inf:
-                    heapq.heappush(heap, (seconds, next(order), branch))
+                    heapq.heappush(heap, (seconds, (*place, number), branch))
 
         put(itertools.chain.from_iterable(map(self.tree.portions, accepted)))
         best: dict[Degrees, Fitted] = {}
@@ -146,11 +148,11 @@ class Search:
                 if degrees not in done and best[degrees].seconds == seconds:
                     done[degrees] = best[degrees]
                 continue
-            branch = heapq.heappop(heap)[2]
+            _, place, branch = heapq.heappop(heap)
             if branch.degrees in done:
                 continue
             if not isinstance(branch, Piped):
-                put(branch.branches)
+                put(branch.branches, place)
                 continue
             looked += 1
             fitted, before = branch.fitted(room), best.get(branch.degrees)

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs, Kinds, Layout, Memories, RankMemory
-from shoal.cost.time import BlockCost
-from shoal.plan import UNSHARDED, SettledPlan, element_bytes
+from shoal.cost import Costs, Layout, Memories, RankMemory
+from shoal.plan import UNSHARDED, SettledPlan
 from shoal.plan.schedules import kind_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
-from shoal.planner.data_parallel_bound import LeastDataParallel, Passes
-from shoal.planner.memory_bound import LeastMemory, Share, StateBytes
+from shoal.planner.memory_bound import LeastMemory, Share
+from shoal.planner.sharding_bound import LeastStep, Shardings
 from shoal.planner.space import Degrees, HybridSharding, Space, Variant
+from shoal.planner.stage_bound import Stages, stages_of
+from shoal.planner.work import Works
 from shoal.simulate import played_passes, played_seconds
 from shoal.workload import Workload
 
-__all__ = ["Shared", "Work"]
-
-_PassesOf = Callable[[BlockCost], Passes]
-
-
-class Work(NamedTuple):
-    """Seconds of a micro-batch on the ranks of one replica, forward and backward.
-
-    Where devices differ, each block counts on those that are quickest with it: these are lower bounds.
-
-    Attributes:
-        total: Seconds of all blocks.
-        embedding: Seconds of the embedding.
-        layer: Mean seconds of a layer.
-        end: Seconds of the end.
-        least: Seconds of the quickest layer.
-    """
-
-    total: float
-    embedding: float
-    layer: float
-    end: float
-    least: Passes
+__all__ = ["Shared"]
 
 
 class Shared:
@@ -58,8 +35,8 @@ class Shared:
     Attributes:
         space: The legal Plans.
         costs, memories: Costs of steps, and memory of ranks.
-        least_memory, least_data_parallel: Lower bounds on memory, and on the time of data-parallel
-            communication.
+        least_memory: Lower bounds on memory.
+        works: Times of blocks.
     """
 
     def __init__(
@@ -74,101 +51,40 @@ class Shared:
         self.costs = Costs(workload, cluster)
         self.memories = Memories(workload, cluster, self.costs)
         self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
-        self.least_data_parallel = LeastDataParallel(workload, cluster, element_bytes(self.space.precision))
-        self._kinds = tuple(Counter(workload.pieces).items())
-        self._kinds_of_devices = Kinds(cluster)
-        self._ranks: dict[tuple[int, Layout, bool], float] = {}
-        self._computes: dict[Layout, Work] = {}
-        self._works: dict[Layout, Work] = {}
-        self._states: dict[Degrees, Sequence[tuple[HybridSharding, StateBytes]]] = {}
+        self.works = Works(self.costs)
+        self._least_step = LeastStep(self.space, self.costs, self.least_memory)
+        self._shardings: dict[Degrees, Shardings] = {}
         self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
         self._fullest: dict[SettledPlan, RankMemory] = {}
         self._played: dict[SettledPlan, float] = {}
         self._passes: dict[tuple[object, ...], float] = {}
 
-    def compute(self, layout: Layout) -> Work:
-        """Return the times of blocks without the communication within them."""
-        work = self._computes.get(layout)
-        if work is None:
-            work = self._computes[layout] = self._work(_least(self._passes_of(layout, _compute)))
-        return work
+    @property
+    def late(self) -> float:
+        """One more than the share of the passes that ranks wait for the slowest."""
+        return self._least_step.late
 
-    def work(self, layout: Layout) -> Work:
-        """Return the times of blocks."""
-        work = self._works.get(layout)
-        if work is None:
-            work = self._works[layout] = self._work(_least(self._passes_of(layout, _whole)))
-        return work
-
-    def ranks(self, degrees: Degrees, layout: Layout, *, only_compute: bool) -> float:
-        """Return how many ranks of the quickest devices the places along the pipeline make, at most.
-
-        Some place takes at least the total of `work` or `compute` over this number, however the model is cut.
-        Let r be the least of the times of one kind's blocks over those of the quickest. A place of this kind
-        that has x seconds of work takes r x or longer; so if all take T, the total is at most the sum of T /
-        r. Without a pipeline the place has all blocks.
-        """
-        if self._kinds_of_devices.number == 1:
-            return degrees.pp
-        key = degrees.pp, layout, only_compute
-        found = self._ranks.get(key)
+    def shardings(self, degrees: Degrees) -> Shardings:
+        """Return the shardings of Plans with these degrees, with bounds."""
+        found = self._shardings.get(degrees)
         if found is None:
-            found = self._ranks[key] = self._ranks_of(
-                degrees.pp, layout, _compute if only_compute else _whole
-            )
+            found = self._shardings[degrees] = Shardings(self._least_step, degrees)
         return found
 
-    def _ranks_of(self, pp: int, layout: Layout, passes: _PassesOf) -> float:
-        each = self._passes_of(layout, passes)
-        least = [sum(block) for block in _least(each)]
-        ratios = [
-            [sum(block) / quickest for block, quickest in zip(kind, least, strict=True) if quickest]
-            for kind in each
-        ]
-        ranks = self.space.cluster.devices
-        places = self._kinds_of_devices.of_pipeline(pp, ranks // pp, ranks)
-        if pp > 1:
-            return sum(1 / min(min(ratios[kind]) for kind in place) for place in places)
-        totals = [self._total(kind) for kind in each]
-        return self._total(_least(each)) / max(totals[kind] for kind in places[0])
-
-    def states(self, degrees: Degrees) -> Sequence[tuple[HybridSharding, StateBytes]]:
-        """Return the shardings, each with the bytes of a parameter's states on a rank."""
-        found = self._states.get(degrees)
-        if found is None:
-            states, precision = self.least_memory.states, self.space.precision
-            found = [(each, states(degrees, each, precision)) for each in self.space.shardings(degrees)]
-            self._states[degrees] = found
-        return found
-
-    def fitting(self, degrees: Degrees, shares: Sequence[Share], room: float) -> list[HybridSharding]:
-        """Return the shardings under which ranks with these shares may fit."""
-        fitting = self.states(degrees)
-        for share in shares:
-            dense, experts, *_ = share
-            left = self.least_memory.for_states(share, room)
-            fitting = [each for each in fitting if dense * each[1].dense + experts * each[1].experts <= left]
-        return [sharding for sharding, _ in fitting]
-
-    def exchanging(self, degrees: Degrees, shardings: Sequence[HybridSharding], work: Work) -> float:
-        """Return a lower bound on some rank's seconds for a micro-batch, over these shardings.
-
-        Return 0 if one of them communicates nothing in a micro-batch: then the times of blocks bound better.
-        """
-        if not all(each.kind.communicates_each_micro_batch for each in shardings):
-            return 0.0
-        least = self.least_data_parallel.of_micro_batch
-        return min([least(degrees, sharding, work.least) for sharding in shardings])
+    def stages(self, variant: Variant, split: tuple[int, ...]) -> Stages:
+        """Return the stages of a cut model, with their least seconds."""
+        numbers = self._least_step.data_parallel.numbers_of(split)
+        works, layout = self.works, variant.layout
+        return stages_of(variant, split, numbers, works.sums(layout), works.of(layout).least)
 
     def split(self, variant: Variant) -> tuple[int, ...]:
         """Return the layers of each stage, split by the costs of blocks."""
         layers = len(self.space.workload.layers)
         if variant.degrees.pp == 1:
             return (layers,)
-        if self._kinds_of_devices.number == 1:
-            work, paces = self.work(variant.layout), tuple[float, ...]()
-        else:
-            work = self._work(self._passes_of(variant.layout, _whole)[0])
+        work = self.works.on_first(variant.layout)
+        paces = tuple[float, ...]()
+        if self.space.cluster.parts:
             paces = tuple(self.costs.paces(variant.plan(HybridSharding(UNSHARDED, 1))))
         placement = kind_of(variant.schedule).placement(variant.degrees.pp, variant.virtual)
         return balanced_split(work.embedding, work.layer, work.end, layers, placement, paces)
@@ -218,42 +134,6 @@ class Shared:
             if bucket is None:
                 bucket = self._buckets[key] = usual_bucket(self.space.cluster, variant.plan(sharding))
         return variant.plan(sharding, text, bucket)
-
-    def _passes_of(self, layout: Layout, passes: _PassesOf) -> list[list[Passes]]:
-        """Return, by kind of device, the times of each kind of block: the embedding, layers, the end."""
-        return [
-            [passes(costs.block(block, layout)) for block, _ in self._kinds] for costs in self.costs.all_at()
-        ]
-
-    def _total(self, each: Sequence[Passes]) -> float:
-        return sum(sum(passes) * number for passes, (_, number) in zip(each, self._kinds, strict=True))
-
-    def _work(self, each: Sequence[Passes]) -> Work:
-        total = self._total(each)
-        first, *layers, last = each
-        mean = (total - sum(first) - sum(last)) / len(self.space.workload.layers)
-        least = Passes(min(layer.forward for layer in layers), min(layer.backward for layer in layers))
-        return Work(total, sum(first), mean, sum(last), least)
-
-
-def _compute(cost: BlockCost) -> Passes:
-    """Return the times of a block without the communication within it."""
-    return Passes(cost.compute.forward, cost.compute.backward)
-
-
-def _whole(cost: BlockCost) -> Passes:
-    """Return the times of a block."""
-    return Passes(cost.forward, cost.backward)
-
-
-def _least(each: Sequence[list[Passes]]) -> list[Passes]:
-    """Return the least times of each block over all kinds of devices."""
-    if len(each) == 1:
-        return each[0]
-    return [
-        Passes(min(one.forward for one in block), min(one.backward for one in block))
-        for block in zip(*each, strict=True)
-    ]
 
 
 @lru_cache(maxsize=1 << 12)

@@ -1,9 +1,11 @@
 """The Plans of a Space as a tree; a search makes only the branches that it looks at.
 
     portion     degrees, a micro-batch and a recompute policy, with a lower bound on compute
+    held        a portion, with the shardings that fit and their communication
     laid        a portion and a layout of blocks, with their costs, including communication within them
     cut         a layout and a schedule, with the layers of its stages
-    sharded     a sharding, whose communication is bounded without a Plan
+    sharded     a sharding, with what is known of its communication for all stages together
+    staged      the same, with the communication of each stage, without a Plan
     timed       a Plan for any size of buckets
     sized       a Plan, with sizes of buckets
     piped       a Plan that fits, with the best size and its forwards and backwards played
@@ -16,18 +18,21 @@ searches of one tree share what they have computed. Tests check the bounds again
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Protocol
 
-from shoal.cost import Layout, RankMemory
+from shoal.cost import Layout
 from shoal.plan import SettledPlan
 from shoal.planner.bucket import SIZES
+from shoal.planner.cut_bound import least_of_cut
 from shoal.planner.memory_bound import Share, StateBytes
 from shoal.planner.shared import Shared
+from shoal.planner.sized import Sized
 from shoal.planner.space import RECOMPUTES, Degrees, HybridSharding, Variant
+from shoal.planner.stage_bound import Stages
 
-__all__ = ["Branch", "Fitted", "Piped", "Tree"]
+__all__ = ["Branch", "Tree"]
 
 
 class Branch(Protocol):
@@ -87,13 +92,41 @@ class _Portion:
         self._leanest = shared.space.layout(degrees, microbatch, recompute)
 
     def seconds(self, room: float) -> float:
-        shardings = self._shared.fitting(self.degrees, self._shares, room)
-        if not shardings or not self._has_schedule:
+        return self._shared.late * self.passes if self._has_schedule else math.inf
+
+    @cached_property
+    def branches(self) -> Sequence[Branch]:
+        return [_Held(self._shared, self, self._count, self._leanest)]
+
+    @cached_property
+    def passes(self) -> float:
+        """Return the seconds of compute of the rank that has most of it, at least."""
+        works = self._shared.works
+        ranks = works.ranks(self.degrees, self._leanest, only_compute=True)
+        return self._count * works.compute(self._leanest).total / ranks
+
+    @cached_property
+    def _has_schedule(self) -> bool:
+        return any(True for _ in self._shared.space.schedules(self.degrees.pp, self._count))
+
+
+class _Held:
+    """A portion, with the shardings that fit."""
+
+    def __init__(self, shared: Shared, portion: _Portion, count: int, leanest: Layout) -> None:
+        self.degrees = portion.degrees
+        self._shared = shared
+        self._portion = portion
+        self._count = count
+        self._leanest = leanest
+
+    def seconds(self, room: float) -> float:
+        shardings = self._shared.shardings(self.degrees)
+        fitting = shardings.fitting(self._shares, room)
+        if not fitting:
             return math.inf
-        work = self._shared.compute(self._leanest)
-        ranks = self._shared.ranks(self.degrees, self._leanest, only_compute=True)
-        least = self._count * work.total / ranks  # of the rank with most work
-        return max(least, self._count * self._shared.exchanging(self.degrees, shardings, work))
+        work = self._shared.works.compute(self._leanest)
+        return shardings.least(fitting, self._count, self._portion.passes, work, None)
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
@@ -105,10 +138,6 @@ class _Portion:
     def _shares(self) -> Sequence[Share]:
         """Return shares of the rank that has most layers."""
         return (self._shared.least_memory.share_of_degrees(self.degrees, self._leanest),)
-
-    @cached_property
-    def _has_schedule(self) -> bool:
-        return any(True for _ in self._shared.space.schedules(self.degrees.pp, self._count))
 
 
 class _Laid:
@@ -122,13 +151,15 @@ class _Laid:
         self._shares = (shared.least_memory.share_of_degrees(degrees, layout),)
 
     def seconds(self, room: float) -> float:
-        shardings = self._shared.fitting(self.degrees, self._shares, room)
-        if not shardings:
+        shared = self._shared
+        shardings = shared.shardings(self.degrees)
+        fitting = shardings.fitting(self._shares, room)
+        if not fitting:
             return math.inf
-        work = self._shared.work(self._layout)
-        exchanging = self._count * self._shared.exchanging(self.degrees, shardings, work)
-        ranks = self._shared.ranks(self.degrees, self._layout, only_compute=False)
-        return max(exchanging, self._count * work.total / ranks)
+        work = shared.works.of(self._layout)
+        ranks = shared.works.ranks(self.degrees, self._layout, only_compute=False)
+        least = self._count * work.total / ranks
+        return shardings.least(fitting, self._count, least, work, self._layout)
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
@@ -154,28 +185,61 @@ class _Cut:
         self._least_shares = (*shares, shared.least_memory.share(variant, self._split))
 
     def seconds(self, room: float) -> float:
-        shardings = self._shared.fitting(self.degrees, self._least_shares, room)
-        if shardings and room < math.inf:
-            shardings = self._shared.fitting(self.degrees, self._shares, room)
-        if not shardings:
+        shardings = self._shared.shardings(self.degrees)
+        fitting = shardings.fitting(self._least_shares, room)
+        if not fitting:
             return math.inf
         variant = self._variant
-        work = self._shared.work(variant.layout)
-        exchanging = variant.microbatches * self._shared.exchanging(self.degrees, shardings, work)
-        return max(self._least, exchanging)
+        work = self._shared.works.of(variant.layout)
+        return shardings.least(fitting, variant.microbatches, self._least, work, variant.layout)
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        shared, variant, split = self._shared, self._variant, self._split
+        shardings = self._shared.shardings(self.degrees)
         return [
-            _Sharded(shared, variant, sharding, split, partial(self._memory, states), self._least)
-            for sharding, states in shared.states(self.degrees)
+            _Sharded(self._shared, self._variant, number, self._split, self._timed)
+            for number in range(len(shardings.every))
         ]
 
     @cached_property
     def _least(self) -> float:
-        """Return the seconds of forwards and backwards."""
+        """Return a lower bound on the seconds of forwards and backwards."""
+        variant, works = self._variant, self._shared.works
+        work = works.of(variant.layout)
+        if self.degrees.pp == 1:
+            return (
+                variant.microbatches
+                * work.total
+                / works.ranks(self.degrees, variant.layout, only_compute=False)
+            )
+        return least_of_cut(variant, self._split, work, works.sums(variant.layout))
+
+    @cached_property
+    def _timed(self) -> _TimedCut:
+        return _TimedCut(self._shared, self._variant, self._split)
+
+
+class _TimedCut:
+    """The passes and the memory of a cut model, whatever its sharding."""
+
+    def __init__(self, shared: Shared, variant: Variant, split: tuple[int, ...]) -> None:
+        self._shared = shared
+        self._variant = variant
+        self._split = split
+
+    @cached_property
+    def passes(self) -> float:
+        """Return the seconds of forwards and backwards, at least."""
         return self._shared.costs.least_of_passes(self._unsharded, self._variant.microbatches)
+
+    @cached_property
+    def stages(self) -> Stages:
+        """Return the stages, with their least seconds."""
+        return self._shared.stages(self._variant, self._split)
+
+    def memory(self, states: StateBytes) -> float:
+        """Return a lower bound on the bytes of a rank."""
+        return max([self._shared.least_memory.peak(share, states) for share in self._shares])
 
     @cached_property
     def _shares(self) -> Sequence[Share]:
@@ -184,62 +248,79 @@ class _Cut:
 
     @cached_property
     def _unsharded(self) -> SettledPlan:
-        shared = self._shared
-        return shared.plan(self._variant, shared.states(self.degrees)[0][0], self._split)
-
-    def _memory(self, states: StateBytes) -> float:
-        """Return a lower bound on the bytes of a rank."""
-        return max([self._shared.least_memory.peak(share, states) for share in self._shares])
+        every = self._shared.shardings(self._variant.degrees).every
+        return self._shared.plan(self._variant, every[0], self._split)
 
 
 class _Sharded:
-    """A sharding of a cut model."""
+    """A sharding of a cut model, by its number."""
 
     def __init__(
-        self,
-        shared: Shared,
-        variant: Variant,
-        sharding: HybridSharding,
-        split: Sequence[int],
-        memory: Callable[[], float],
-        passes: float,
+        self, shared: Shared, variant: Variant, number: int, split: tuple[int, ...], cut: _TimedCut
     ) -> None:
         self.degrees = variant.degrees
         self._shared = shared
         self._variant = variant
-        self._sharding = sharding
+        self._number = number
         self._split = split
-        self._least_memory = memory
-        self._passes = passes
+        self._cut = cut
 
     def seconds(self, room: float) -> float:
         return math.inf if room < math.inf and self._memory > room else self._least
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        return [_Timed(self._shared, self._variant, self._sharding, self._split)]
+        return [_Staged(self._shared, self._variant, self._number, self._split, self._cut)]
 
     @cached_property
     def _memory(self) -> float:
         """Return a lower bound on the bytes of a rank."""
-        return self._least_memory()
+        return self._cut.memory(self._shared.shardings(self.degrees).states[self._number])
 
     @cached_property
     def _least(self) -> float:
         """Return the seconds with what is known of communication before the Plan is made."""
-        least, count = self._shared.least_data_parallel, self._variant.microbatches
-        each = least.of_micro_batch(
-            self.degrees, self._sharding, self._shared.work(self._variant.layout).least
-        )
-        after = least.after_passes(self.degrees, self._sharding, min(self._split))
-        return max(self._passes + after, count * each)
+        variant, shardings = self._variant, self._shared.shardings(self.degrees)
+        passes = self._cut.passes + shardings.after_passes(self._number, self._split)
+        work = self._shared.works.of(variant.layout)
+        return shardings.least((self._number,), variant.microbatches, passes, work, variant.layout)
+
+
+class _Staged:
+    """A sharding of a cut model, with all its communication; the arguments are those of `_Sharded`."""
+
+    def __init__(
+        self, shared: Shared, variant: Variant, number: int, split: tuple[int, ...], cut: _TimedCut
+    ) -> None:
+        self.degrees = variant.degrees
+        self._shared = shared
+        self._variant = variant
+        self._number = number
+        self._split = split
+        self._cut = cut
+
+    def seconds(self, room: float) -> float:
+        return self._least
+
+    @cached_property
+    def branches(self) -> Sequence[Branch]:
+        sharding = self._shared.shardings(self.degrees).every[self._number]
+        return [_Timed(self._shared, self._variant, sharding, self._split)]
+
+    @cached_property
+    def _least(self) -> float:
+        """Return the seconds with what is known of communication before the Plan is made."""
+        variant, shardings = self._variant, self._shared.shardings(self.degrees)
+        passes = shardings.of_stages(self._number, self._cut.stages, variant.microbatches)
+        work = self._shared.works.of(variant.layout)
+        return shardings.least((self._number,), variant.microbatches, passes, work, variant.layout)
 
 
 class _Timed:
     """A Plan for any size of buckets."""
 
     def __init__(
-        self, shared: Shared, variant: Variant, sharding: HybridSharding, split: Sequence[int]
+        self, shared: Shared, variant: Variant, sharding: HybridSharding, split: tuple[int, ...]
     ) -> None:
         self.degrees = variant.degrees
         self._shared = shared
@@ -257,7 +338,7 @@ class _Timed:
 
     @cached_property
     def branches(self) -> Sequence[Branch]:
-        return [_Sized(self._shared, self._plan, None if self._has_sizes else self._least)]
+        return [Sized(self._shared, self._plan, None if self._has_sizes else self._least)]
 
     @cached_property
     def _has_sizes(self) -> bool:
@@ -280,87 +361,3 @@ class _Timed:
         """Return a lower bound for all sizes of buckets."""
         costs, batch = self._shared.costs, self._shared.space.batch
         return costs.least_of_sizes(self._plan, batch) if self._has_sizes else costs.least(self._plan, batch)
-
-
-class Fitted(NamedTuple):
-    """A Plan that fits.
-
-    Attributes:
-        plan: The Plan.
-        memory: Memory of its fullest rank.
-        seconds: Seconds of its step, played.
-    """
-
-    plan: SettledPlan
-    memory: RankMemory
-    seconds: float
-
-
-class _Sized:
-    """A Plan, and the sizes of buckets that are tried with it; `least` is its bound if only its own is."""
-
-    def __init__(self, shared: Shared, plan: SettledPlan, least: float | None) -> None:
-        self.degrees = Degrees.of(plan)
-        self._plan = plan
-        self._least = least
-        self._shared = shared
-
-    def seconds(self, room: float) -> float:
-        return self._sizes[0][0]
-
-    @cached_property
-    def branches(self) -> Sequence[Branch]:
-        return [Piped(self._shared, self.degrees, self._sizes)]
-
-    @cached_property
-    def _sizes(self) -> Sequence[tuple[float, SettledPlan]]:
-        """Return the Plan with each size, and its lower bound, least first."""
-        if self._least is not None:
-            return [(self._least, self._plan)]
-        costs, batch = self._shared.costs, self._shared.space.batch
-        plans = [self._plan.replace(bucket=size) for size in SIZES]
-        return sorted([(costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
-
-
-class Piped:
-    """A Plan whose memory is known, with its forwards and backwards played.
-
-    Args:
-        shared: Values that Plans share.
-        degrees: The Plan's degrees.
-        sizes: The Plan with each size of buckets, and a lower bound on its seconds, least first.
-    """
-
-    branches: Sequence[Branch] = ()
-
-    def __init__(self, shared: Shared, degrees: Degrees, sizes: Sequence[tuple[float, SettledPlan]]) -> None:
-        self.degrees = degrees
-        self._shared = shared
-        self._sizes = sizes
-
-    def seconds(self, room: float) -> float:
-        """Return a lower bound on the seconds of a step; infinite if a rank does not fit."""
-        plan = self._fitting(room)
-        if plan is None:
-            return math.inf
-        passes = self._shared.played_passes(plan)
-        return self._shared.costs.least(plan, self._shared.space.batch, passes)
-
-    def fitted(self, room: float) -> Fitted | None:
-        """Play the Plan; return None if it does not fit."""
-        plan = self._fitting(room)
-        if plan is None:
-            return None
-        return Fitted(plan, self._shared.fullest(plan), self._shared.played(plan))
-
-    def _fitting(self, room: float) -> SettledPlan | None:
-        """Return the Plan with the size of the least bound that fits.
-
-        Memory depends on this size only with zero2; otherwise a Plan that does not fit gets no other size.
-        """
-        for _, plan in self._sizes:
-            if self._shared.fullest(plan).required <= room:
-                return plan
-            if not plan.sharding.bucket_is_memory:
-                break
-        return None

@@ -16,7 +16,7 @@ from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.polish import polished
 from shoal.planner.search import Search
-from shoal.planner.tree import Fitted
+from shoal.planner.sized import Fitted
 
 __all__ = ["Slower", "Unequal", "unequal"]
 

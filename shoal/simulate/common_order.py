@@ -9,10 +9,10 @@ a test compares the two.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-from shoal.plan.schedules import Action, Schedule, Times, Work, make, play
+from shoal.plan.schedules import Schedule, Times, Work, make, numbered, play
 from shoal.simulate.course import NO_MESSAGE, Slot
 
 __all__ = ["CommonOrder", "Entry", "Sent", "common_order_of", "made_order"]
@@ -29,7 +29,8 @@ for (NO_MESSAGE if none), and the messages between the entry before and this one
 """
 
 
-class CommonOrder(NamedTuple):
+@dataclass(frozen=True)
+class CommonOrder:
     """A schedule's table as one list.
 
     Attributes:
@@ -37,15 +38,19 @@ class CommonOrder(NamedTuple):
         slots: The slots, by number.
         entries: The actions of all ranks.
         pairs: By number of the link, sender and receiver.
-        rounds: By place, pairs of positions in its list: an action in the middle, and the same one of the
-            micro-batches that many later as there are ranks. None if there are none.
     """
 
     schedule: Schedule
     slots: Sequence[Slot]
     entries: Sequence[Entry]
     pairs: Sequence[tuple[int, int]]
-    rounds: Sequence[Sequence[tuple[int, int]]] | None
+
+    @cached_property
+    def rounds(self) -> Sequence[Sequence[tuple[int, int]]] | None:
+        """Return, by place, pairs of positions in its list: an action in the middle, and the same one of the
+        micro-batches that many later as there are ranks. None if there are none.
+        """
+        return _rounds(self.schedule, numbered(self.schedule))
 
 
 @lru_cache(maxsize=128)
@@ -56,121 +61,162 @@ def made_order(name: str, ranks: int, virtual: int, microbatches: int) -> Common
 
 def common_order_of(schedule: Schedule) -> CommonOrder:
     """Return the CommonOrder of a schedule. Receives begin one action early, as in the runtime."""
-    made, ranks = _Making(schedule), schedule.ranks
-    for key in _keys(schedule):
-        if key // ranks % 2:
-            made.act(key % ranks)
-        else:
-            made.send(key % ranks)
-    return CommonOrder(schedule, tuple(made.slots), made.entries, tuple(made.links), _rounds(schedule))
+    made = _Making(schedule)
+    made.run()
+    return CommonOrder(schedule, tuple(made.slots), made.entries, tuple(made.links))
 
 
 class _Making:
-    """The entries of a CommonOrder, made one after another."""
+    """The entries of a CommonOrder, made one after another. Actions have the numbers of `Precedence`.
+
+    Ranks go through their rows as time goes on; a whole backward takes two units of time, and all else one.
+    At each time messages come before the actions that start when they are sent.
+    """
 
     def __init__(self, schedule: Schedule) -> None:
         self.entries: list[Entry] = []
         self.slots: list[Slot] = []
         self.links: dict[tuple[int, int], int] = {}
-        self._count = schedule.microbatches
-        self._placement = schedule.placement
-        self._rows = [iter(row) for row in schedule.table]
-        self._latest: list[Action | None] = [None] * schedule.ranks
-        self._firsts, self._lasts = _ends(schedule)
-        self._numbers: dict[tuple[int, int], int] = {}  # of slots, by stage and kind
-        self._coming: dict[int, int] = {}  # numbers of messages, by the action that waits
+        self._schedule = schedule
+        self._rows = numbered(schedule)
+        self._slots = _slots(schedule, self.slots)
+        size = schedule.stages * schedule.microbatches
+        self._size = size
+        self._latest = [-1] * schedule.ranks  # by place, the number of its latest action
+        self._coming = [NO_MESSAGE] * (3 * size)  # by number of the action that waits, its message
         self._messages = 0
-        self._sent: list[Sent] = []
+        self._sent: list[Sent] = []  # messages after the latest entry
         # By place, those that messages were exchanged with since its latest action began.
-        self._since: list[list[int]] = [[] for _ in schedule.table]
+        self._since: list[list[int]] = [[] for _ in range(schedule.ranks)]
 
-    def act(self, place: int) -> None:
-        """Add the next action of a place."""
-        action = self._latest[place] = next(self._rows[place])
-        work, stage = action.work, action.stage
-        is_forward, is_weight = work is Work.FORWARD, work is Work.WEIGHT
-        is_first, is_last = self._firsts[stage] is action, self._lasts[stage] is action
-        kind = 4 * is_first + 2 * is_last + is_forward + 8 * is_weight + 16 * (work is Work.INPUT)
-        slot = self._numbers.get((stage, kind))
-        if slot is None:
-            slot = self._numbers[stage, kind] = len(self.slots)
-            self.slots.append(Slot(work, stage, is_first, is_last))
-        needed = NO_MESSAGE
-        if not is_weight:
-            needed = self._coming.pop(self._waiting(stage, action.microbatch, is_forward), NO_MESSAGE)
-        self.entries.append((place, slot, needed, self._sent))
-        self._since[place], self._sent = [], []
+    def run(self) -> None:
+        """Add all actions and messages.
 
-    def send(self, place: int) -> None:
-        """Add the message of the latest action of a place, if another place waits for one."""
-        action = self._latest[place]
-        assert action is not None, "a result comes after its action"
-        is_forward = action.work is Work.FORWARD
-        stage = action.stage + (1 if is_forward else -1)
-        receiver = self._placement[stage]
-        is_early = self._latest[receiver] is not None and place not in self._since[receiver]
+        Raises:
+            PlanError: The table can never end.
+        """
+        rows, slots, latest, since = self._rows, self._slots, self._latest, self._since
+        coming, entries = self._coming, self.entries
+        count = self._schedule.microbatches
+        awaited, receivers = _awaited(self._schedule), _receivers(self._schedule)
+        takes_two = [slot.work is Work.BACKWARD for slot in self.slots]
+        done = bytearray(len(awaited))
+        positions, lengths = [0] * len(rows), [len(row) for row in rows]
+        waiting: dict[int, int] = {}  # by number of an action, the place that waits for it
+        able = list(range(len(rows)))  # places that may begin an action now, ascending
+        soon, later = list[int](), list[int]()  # places whose action ends one and two units later
+        while able:
+            for place in able:
+                position = positions[place]
+                if position == lengths[place]:
+                    continue
+                number = rows[place][position]
+                before = awaited[number]
+                if before >= 0 and not done[before]:
+                    waiting[before] = place
+                    continue
+                positions[place], latest[place] = position + 1, number
+                slot = slots[place][position]
+                entries.append((place, slot, coming[number], self._sent or ()))
+                if self._sent:
+                    self._sent = []
+                if since[place]:
+                    since[place] = []
+                (later if takes_two[slot] else soon).append(place)
+            able, soon, later = (soon, later, []) if soon else (later, [], [])
+            able.sort()
+            freed = []
+            for place in able:
+                number = latest[place]
+                done[number] = True
+                receiver = receivers[number // count]
+                if receiver >= 0:
+                    self._send(number, place, receiver)
+                if number in waiting:
+                    freed.append(waiting.pop(number))
+            if freed:
+                able = sorted(able + freed)
+        if positions != lengths:
+            play(self._schedule, Times.equal(self._schedule.stages))  # raises
+
+    def _send(self, number: int, place: int, receiver: int) -> None:
+        """Add the message with the result of this action."""
+        latest, since, count = self._latest, self._since, self._schedule.microbatches
+        is_early = latest[receiver] >= 0 and place not in since[receiver]
         link = self.links.setdefault((place, receiver), len(self.links))
         self._sent.append((self._messages, place, receiver, link, is_early))
-        self._coming[self._waiting(stage, action.microbatch, is_forward)] = self._messages
+        self._coming[number + count if number < self._size else number - count] = self._messages
         self._messages += 1
-        self._since[place].append(receiver)
+        since[place].append(receiver)
         if not is_early:
-            self._since[receiver].append(place)
-
-    def _waiting(self, stage: int, microbatch: int, is_forward: bool) -> int:
-        """Return what identifies the action that waits for a message."""
-        return 2 * (stage * self._count + microbatch) + is_forward
+            since[receiver].append(place)
 
 
-def _keys(schedule: Schedule) -> list[int]:
-    """Return the times of all actions and messages, in order, each with its place.
+def _awaited(schedule: Schedule) -> list[int]:
+    """Return, by action, the number of the one that it waits for; below 0 for none."""
+    count = schedule.microbatches
+    size = schedule.stages * count
+    return [
+        *range(-count, size - count),
+        *range(size + count, 2 * size),
+        *range(size - count, size),
+        *range(size, 2 * size),
+    ]
 
-    With equal times, an action has the number (2 x its start + 1) x ranks + place, and a message 2 x the stop
-    of its action x ranks + place: messages come before the actions that start when they are sent.
+
+def _receivers(schedule: Schedule) -> list[int]:
+    """Return, by kind of work and stage, the place that waits for the result; -1 for none, or its own."""
+    placement = schedule.placement
+    after, before = [*placement[1:], -1], [-1, *placement[:-1]]
+    return [
+        -1 if place == other else place
+        for receivers in (after, before)
+        for place, other in zip(receivers, placement, strict=True)
+    ] + [-1] * len(placement)
+
+
+def _slots(schedule: Schedule, every: list[Slot]) -> list[list[int]]:
+    """Return the number of each action's slot, by place, and add the slots to `every`.
+
+    The first forward of each stage, and the last action that adds to its weights' gradients, have their own.
     """
-    ranks, placement, last = schedule.ranks, schedule.placement, schedule.stages - 1
-    played = play(schedule, Times.equal(schedule.stages))
-    down = [stage < last and placement[stage] != placement[stage + 1] for stage in range(last + 1)]
-    up = [stage > 0 and placement[stage] != placement[stage - 1] for stage in range(last + 1)]
-    found: list[int] = []
-    for place, row in enumerate(schedule.table):
-        starts, stops = played.starts[place], played.stops[place]
-        found += [int(2 * start + 1) * ranks + place for start in starts]
-        found += [
-            int(2 * stop) * ranks + place
-            for action, stop in zip(row, stops, strict=True)
-            if action.work is not Work.WEIGHT and (down if action.work is Work.FORWARD else up)[action.stage]
-        ]
-    found.sort()
+    found = []
+    for row in schedule.table:
+        kinds = {
+            kind: len(every) + place for place, kind in enumerate(dict.fromkeys([each[:2] for each in row]))
+        }
+        every += [Slot(work, stage, False, False) for work, stage in kinds]
+        slots = [kinds[each[:2]] for each in row]
+        found.append(slots)
+        lasts: dict[int, int] = {}
+        for (work, stage), number in kinds.items():
+            if work is Work.FORWARD:
+                position = slots.index(number)
+                slots[position] = len(every)
+                every.append(Slot(work, stage, True, False))
+            elif work is not Work.INPUT:
+                position = len(slots) - 1 - slots[::-1].index(number)
+                lasts[stage] = max(position, lasts.get(stage, -1))
+        for position in lasts.values():
+            every.append(every[slots[position]]._replace(is_last=True))
+            slots[position] = len(every) - 1
     return found
 
 
-def _ends(schedule: Schedule) -> tuple[dict[int, Action], dict[int, Action]]:
-    """Return the first forward of each stage, and the last action that adds to its weights' gradients."""
-    firsts: dict[int, Action] = {}
-    lasts: dict[int, Action] = {}
-    for row in schedule.table:
-        for action in row:
-            if action.work is Work.FORWARD:
-                firsts.setdefault(action.stage, action)
-            elif action.work is not Work.INPUT:
-                lasts[action.stage] = action
-    return firsts, lasts
-
-
-def _rounds(schedule: Schedule) -> list[list[tuple[int, int]]] | None:
+def _rounds(schedule: Schedule, rows: Sequence[Sequence[int]]) -> list[list[tuple[int, int]]] | None:
     """Return the rounds of a CommonOrder."""
-    ranks, middle = schedule.ranks, schedule.microbatches // 2
+    ranks, count = schedule.ranks, schedule.microbatches
+    middle = count // 2
     found: list[list[tuple[int, int]]] = []
-    for row in schedule.table:
-        first: dict[tuple[Work, int, int], int] = {}
+    for row, actions in zip(rows, schedule.table, strict=True):
+        first: dict[tuple[Work, int], int] = {}
         pairs = []
-        for position, action in enumerate(row):
-            microbatch = action.microbatch
+        for position, number in enumerate(row):
+            microbatch = number % count
             if middle - ranks <= microbatch < middle:
-                first[action.work, action.stage, microbatch + ranks] = position
+                first[actions[position].work, number + ranks] = position
             elif middle <= microbatch < middle + ranks:
-                before = first.get((action.work, action.stage, microbatch))
+                before = first.get((actions[position].work, number))
                 if before is None:
                     return None
                 pairs.append((before, position))

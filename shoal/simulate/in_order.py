@@ -14,7 +14,7 @@ from shoal.simulate.common_order import CommonOrder
 from shoal.simulate.course import NO_MESSAGE, Course
 from shoal.simulate.rank import Common, Link, Rank, RankProgram
 
-__all__ = ["PlayInOrder", "play_in_order"]
+__all__ = ["PlayInOrder", "passes_in_order", "play_in_order"]
 
 _UNKNOWN = math.inf
 
@@ -55,6 +55,41 @@ def play_in_order(
     return PlayInOrder(max(rank.now for rank in ranks), starts, [rank.waited() for rank in ranks])
 
 
+def passes_in_order(
+    order: CommonOrder, slots: Sequence[float], links: Sequence[float], *, lateness: float
+) -> PlayInOrder:
+    """Play forwards and backwards beside which nothing travels; what ranks wait for is not counted.
+
+    Args:
+        order: The actions and messages.
+        slots: Seconds of an action, by number of its slot.
+        links: Seconds of a message, by number of its link.
+        lateness: As that of `play_in_order`.
+    """
+    now = [0.0] * order.schedule.ranks
+    before = list(now)  # when each rank's latest action was next in its list
+    link_free = [0.0] * len(links)
+    came: list[float] = []  # when each message arrived
+    starts: list[list[float]] = [[] for _ in now]
+    for place, slot, needed, sent in order.entries:
+        for _, sender, receiver, link, is_early in sent:
+            arrival = now[sender]
+            begun = before[receiver] if is_early else now[receiver]
+            if begun > arrival:
+                arrival = begun
+            if link_free[link] > arrival:
+                arrival = link_free[link]
+            link_free[link] = arrival = arrival + links[link]
+            came.append(arrival)
+        start = before[place] = now[place]
+        if needed != NO_MESSAGE and came[needed] > start:
+            start = came[needed]
+        starts[place].append(start)
+        now[place] = start + slots[slot]
+    last = max(now)
+    return PlayInOrder(last + lateness * last, starts, [])
+
+
 def _play(
     order: CommonOrder, ranks: Sequence[Rank], times: list[int], seconds: Sequence[float]
 ) -> list[list[float]]:
@@ -71,12 +106,12 @@ def _play(
     free = [rank.busy_until for rank in ranks]
     alone = [_UNKNOWN] * len(order.slots)  # seconds of a passage with no communication before it
     link_free = [0.0] * len(order.pairs)
-    came: dict[int, tuple[float, float]] = {}  # by message: when both ends were there, and when it arrived
+    came: list[tuple[float, float]] = []  # by message: when both ends were there, and when it arrived
     starts: list[list[float]] = [[] for _ in ranks]
     waiting: set[int] = set()
     bubbles, transfers = [0.0] * len(ranks), [0.0] * len(ranks)
     for place, slot, needed, sent in order.entries:
-        for message, sender, receiver, link, is_early in sent:
+        for _, sender, receiver, link, is_early in sent:
             together = now[sender]
             begun = before[receiver] if is_early else now[receiver]
             if begun > together:
@@ -84,10 +119,10 @@ def _play(
             start = link_free[link]
             arrival = (start if start > together else together) + seconds[link]
             link_free[link] = arrival
-            came[message] = together, arrival
+            came.append((together, arrival))
         start = before[place] = now[place]
         if needed != NO_MESSAGE:
-            together, arrival = came.pop(needed)
+            together, arrival = came[needed]
             if arrival > start:
                 if together > start:
                     bubbles[place] += together - start

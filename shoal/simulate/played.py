@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from shoal.cost import Costs
@@ -18,7 +18,7 @@ from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import FOUND
 from shoal.simulate.common_order import CommonOrder, common_order_of, made_order
-from shoal.simulate.in_order import PlayInOrder, play_in_order
+from shoal.simulate.in_order import PlayInOrder, passes_in_order, play_in_order
 from shoal.simulate.programs import (
     alike_programs,
     links_of,
@@ -46,7 +46,7 @@ def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
     if costs.cluster.crowding > 1 and plan.pp > 1:
         return simulate(costs.workload, costs.cluster, plan, batch).seconds
     count = plan.microbatches_of(batch)
-    return _played(costs, plan, alike_programs(plan, costs, count), count).seconds
+    return _played_step(costs, plan, alike_programs(plan, costs, count), count).seconds
 
 
 def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
@@ -55,7 +55,7 @@ def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
     Any sharding takes longer. The arguments are those of `played_seconds`, with the number of micro-batches.
     """
     stages = alike_programs(plan, costs, count, exchanges=False)
-    return _played(costs, plan, stages, count, ends=False).seconds
+    return _played(plan, count, 0.0, partial(_play_passes, costs, plan, stages)).seconds
 
 
 def played_parts(costs: Costs, plan: SettledPlan, batch: int) -> dict[str, float]:
@@ -67,7 +67,7 @@ def played_parts(costs: Costs, plan: SettledPlan, batch: int) -> dict[str, float
     """
     count = plan.microbatches_of(batch)
     stages = alike_programs(plan, costs, count)
-    played = _played(costs, plan, stages, count)
+    played = _played_step(costs, plan, stages, count)
     waits, update = played.waits(), _updates(costs, plan, stages, count)
     place = min(range(len(waits)), key=lambda each: sum(waits[each].values()) + update[each])
     parts = {"optimizer": update[place], **waits[place]}
@@ -103,15 +103,22 @@ class _Played:
         ]
 
 
+def _played_step(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> _Played:
+    """Play a step."""
+    return _played(plan, count, straggler_share(plan, costs.cluster), partial(_play, costs, plan, stages))
+
+
 def _played(
-    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int, *, ends: bool = True
+    plan: SettledPlan, count: int, late: float, play: Callable[[int], tuple[CommonOrder, PlayInOrder]]
 ) -> _Played:
-    """Play the shortest table whose middle repeats; `ends` as in `_play`."""
+    """Play the shortest table whose middle repeats.
 
-    def play(microbatches: int) -> tuple[CommonOrder, PlayInOrder]:
-        return _play(costs, plan, stages, microbatches, ends=ends)
-
-    late = straggler_share(plan, costs.cluster) if ends else 0.0
+    Args:
+        plan: The Plan.
+        count: Micro-batches of a step.
+        late: The share of the rounds that are not played by which ranks wait for the slowest.
+        play: Plays a table with so many micro-batches.
+    """
     for short in _short(plan, count):
         order, shorter = play(short)
         every = _repeats(order, shorter)
@@ -140,19 +147,27 @@ def _short(plan: SettledPlan, count: int) -> Iterator[int]:
 
 
 def _play(
-    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int, *, ends: bool = True
+    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
 ) -> tuple[CommonOrder, PlayInOrder]:
-    """Play a step; without `ends` only its forwards and backwards, up to the wait for the slowest rank."""
+    """Play a step of so many micro-batches."""
     order = _order(costs, plan, stages, count)
     programs = rank_programs(plan, costs, order.schedule, stages, is_named=False)
-    if not ends:
-        programs = [replace(each, finish=(), norm=None, merge=None, update=0.0) for each in programs]
-    return order, play_in_order(
-        order,
-        programs,
-        links_of(plan, costs, order.pairs),
-        lateness=straggler_share(plan, costs.cluster),
-    )
+    links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
+    return order, play_in_order(order, programs, links, lateness=late)
+
+
+def _play_passes(
+    costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
+) -> tuple[CommonOrder, PlayInOrder]:
+    """Play forwards and backwards without any exchange, up to the wait for the slowest rank."""
+    order = _order(costs, plan, stages, count)
+    passages = [
+        stages[stage].passage(work, is_first=is_first, is_last=is_last)
+        for work, stage, is_first, is_last in order.slots
+    ]
+    links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
+    seconds = [links[pair].seconds for pair in order.pairs]
+    return order, passes_in_order(order, [each.seconds for each in passages], seconds, lateness=late)
 
 
 def _repeats(order: CommonOrder, play: PlayInOrder) -> float | None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoal.planner.tree as planner_tree
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.memory.memory import Memories
 from shoal.cost.time.step import Costs
@@ -135,6 +136,21 @@ def test_no_branch_of_the_tree_exceeds_what_grows_from_it(shape, network):
             quickest(portion)
     assert sorted(plans) == sorted(of_any_bucket(plan) for *_, plan in every_plan(shared.space))
     assert len(plans) == sum(map(tree.count, tree.degrees))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, UNLIKE], ids=["dense", "unlike"])
+def test_bounds_save_work_and_change_no_result(shape, monkeypatch):
+    workload, machine = workload_of(shape), cluster(devices=4, node=2, memory=3e9)
+    usual = Search(workload, machine, 8).best(3)
+    for name in ("_Portion", "_Laid", "_Cut", "_Sharded", "_Staged", "_Timed"):
+        monkeypatch.setattr(getattr(planner_tree, name), "seconds", without_bound)
+    found = Search(workload, machine, 8).best(3)
+    assert usual.found == found.found
+    assert (usual.legal, usual.played) == (found.legal, found.played)
+
+
+def without_bound(branch, room):
+    return 0.0
 
 
 def of_any_bucket(plan):

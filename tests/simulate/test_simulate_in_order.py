@@ -1,17 +1,19 @@
 """The player of a CommonOrder gives every time that the event engine gives."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from random_plans import ORDERS, random_cluster, random_plan
 
 from shoal.cost import Costs
 from shoal.cost.time import straggler_share
+from shoal.errors import PlanError
 from shoal.plan.schedules import FOUND, NAMES, Times, make, search
 from shoal.simulate.common_order import common_order_of
 from shoal.simulate.course import course_of
 from shoal.simulate.engine import play_steps
-from shoal.simulate.in_order import play_in_order
+from shoal.simulate.in_order import passes_in_order, play_in_order
 from shoal.simulate.journal import Journal
 from shoal.simulate.programs import alike_programs, links_of, rank_programs
 from shoal.workload import ModelShape, workload_of
@@ -59,3 +61,37 @@ def test_the_player_of_a_common_order_gives_the_times_of_the_engine(schedule):
         assert play.end == pytest.approx(engine.end, rel=ROUNDING)
         for one, other in zip(play.waits, engine.waits, strict=True):
             assert one == pytest.approx(other, rel=ROUNDING, abs=ROUNDING * play.end)
+
+
+@pytest.mark.parametrize("schedule", [*NAMES, FOUND])
+def test_passes_alone_take_as_long_as_ranks_that_exchange_nothing(schedule):
+    chance = random.Random(schedule)
+    for _ in range(6):
+        cluster = random_cluster(chance, 8)
+        plan, table = drawn(chance, schedule)
+        costs = Costs(MODEL, cluster)
+        stages = alike_programs(plan, costs, table.microbatches, exchanges=False)
+        programs = [
+            replace(each, finish=(), norm=None, merge=None, update=0.0)
+            for each in rank_programs(plan, costs, table, stages)
+        ]
+        order = common_order_of(table)
+        links = links_of(plan, costs, order.pairs)
+        lateness = straggler_share(plan, cluster)
+        play = play_in_order(order, programs, links, lateness=lateness)
+        slots = [
+            stages[slot.stage].passage(slot.work, is_first=slot.is_first, is_last=slot.is_last).seconds
+            for slot in order.slots
+        ]
+        seconds = [links[pair].seconds for pair in order.pairs]
+        alone = passes_in_order(order, slots, seconds, lateness=lateness)
+        assert alone.end == pytest.approx(play.end, rel=ROUNDING)
+        for starts, others in zip(alone.starts, play.starts, strict=True):
+            assert starts == pytest.approx(others, rel=ROUNDING)
+
+
+def test_a_table_that_can_never_end_has_no_common_order():
+    table = make("1f1b", 2, 1, 2)
+    first, second = table.table
+    with pytest.raises(PlanError, match="deadlocks"):
+        common_order_of(replace(table, table=(first, second[::-1])))

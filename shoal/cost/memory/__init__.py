@@ -1,7 +1,7 @@
 """Bytes of states and activations on each rank, when they are most, and what fits."""
 
 from shoal.cost.memory.activation_peaks import activation_peaks
-from shoal.cost.memory.activations import block_memory, stream_bytes
+from shoal.cost.memory.activations import block_memory, kept_bytes, stream_bytes
 from shoal.cost.memory.memory import FRAGMENTS, WORKSPACES
 from shoal.cost.memory.smallest_fit import smallest_fit, too_large
 from shoal.cost.memory.states import state_bytes
@@ -13,6 +13,7 @@ __all__ = [
     "activation_peaks",
     "block_memory",
     "every_second_product",
+    "kept_bytes",
     "smallest_fit",
     "state_bytes",
     "stream_bytes",

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from shoal.cost.layout import Layout
 from shoal.workload import Attention, Block, Part, Product, Saved, Workload
 
-__all__ = ["BlockMemory", "EndMemory", "block_memory", "end_memory", "stream_bytes"]
+__all__ = ["BlockMemory", "EndMemory", "block_memory", "end_memory", "kept_bytes", "stream_bytes"]
 
 _FP32 = 4  # bytes
 _OF_TOKEN = 22  # bytes per token that the end keeps with tp > 1
@@ -95,8 +95,7 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
     if policy == "selective" and layout.tp == 1:
         whole += stream  # the result of the last product, which no later operation reads
     if block is end and layout.tp > 1:
-        tokens = layout.microbatch * workload.length / layout.cp
-        extra = _OF_TOKEN * tokens + _logits(block, layout) - _logits(block, layout, _FP32)
+        extra = _extra_of_end(block, workload, layout)
         kept, whole = kept + extra, whole + extra
     return BlockMemory(
         kept=kept,
@@ -106,6 +105,13 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
         dense=block.parameters.whole + block.parameters.divided / layout.tp,
         experts=block.parameters.experts / layout.ep,
     )
+
+
+def kept_bytes(block: Block, workload: Workload, layout: Layout, *, is_layer: bool) -> float:
+    """Return the bytes of a block that are kept from forward to backward; arguments as of `block_memory`."""
+    block, end = block.under(layout.compile), workload.end.under(layout.compile)
+    kept = _saved_bytes(block, layout, layout.recompute if is_layer else "none")
+    return kept + _extra_of_end(block, workload, layout) if block is end and layout.tp > 1 else kept
 
 
 def end_memory(workload: Workload, layout: Layout) -> EndMemory:
@@ -138,6 +144,12 @@ def _bytes_of(saved: Saved, layout: Layout) -> float:
     if saved.part is Part.ROWS and layout.tp > 1:
         return 0.0  # a partial sum
     return saved.nbytes(layout.width) * layout.share(saved.part)
+
+
+def _extra_of_end(end: Block, workload: Workload, layout: Layout) -> float:
+    """Return the bytes that the end keeps with tp > 1 beyond the tensors that it lists."""
+    tokens = layout.microbatch * workload.length / layout.cp
+    return _OF_TOKEN * tokens + _logits(end, layout) - _logits(end, layout, _FP32)
 
 
 def _logits(end: Block, layout: Layout, width: int | None = None) -> float:

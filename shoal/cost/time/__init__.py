@@ -3,7 +3,14 @@
 from shoal.cost.time.attention import attention_seconds
 from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds
-from shoal.cost.time.buckets import Bucket, Family, buckets_of, families_of, parameters_on_rank
+from shoal.cost.time.buckets import (
+    Bucket,
+    Family,
+    buckets_of,
+    families_of,
+    families_over,
+    parameters_on_rank,
+)
 from shoal.cost.time.crowding import crowded_seconds
 from shoal.cost.time.data_parallel import StageWork
 from shoal.cost.time.host import starts_of
@@ -18,7 +25,7 @@ from shoal.cost.time.served import ServedTimes, served_times
 from shoal.cost.time.step import message_bytes
 from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
-from shoal.cost.time.wire import Sum, Wire
+from shoal.cost.time.wire import Sum, Wire, payload_bytes
 
 __all__ = [
     "BlockCost",
@@ -39,12 +46,14 @@ __all__ = [
     "crowded_seconds",
     "depth_of",
     "families_of",
+    "families_over",
     "gather_seconds",
     "lognormal_maximum",
     "message_bytes",
     "normal_maximum",
     "parameters_on_rank",
     "pass_seconds",
+    "payload_bytes",
     "product_seconds",
     "reduce_seconds",
     "served_times",

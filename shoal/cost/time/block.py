@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from shoal.cluster import Cluster, Device
 from shoal.cost.collectives.crossings import crossings
@@ -34,9 +36,9 @@ from shoal.cost.time.host import repeats, starting_seconds, waits_for_experts
 from shoal.cost.time.joins import Join, joins_of
 from shoal.cost.time.synchronisations import seconds_late
 from shoal.plan import Group
-from shoal.workload import Block, Part, Product
+from shoal.workload import Attention, Block, Part, Product
 
-__all__ = ["BlockCost", "block_cost"]
+__all__ = ["BlockCost", "block_cost", "has_experts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ def block_cost(
         layout = layout._replace(precision="bf16")
     recompute = layout.recompute if is_layer else "none"
     stream = float(layout.width) * layout.microbatch * length / layout.cp * hidden
-    forward, backward = joins_of(block, stream, cluster, layout)
+    forward, backward = _joins(block, stream, cluster, _of_joins(layout))
     if recompute == "full":
         backward = (*forward, *backward)
     compute = _compute(block, cluster, layout, recompute)
@@ -104,19 +106,83 @@ def block_cost(
             _late(block, forward, compute.forward, cluster, layout),
             _late(block, backward, compute.backward, cluster, layout, 2 if recompute == "full" else 1),
         ),
-        starting_seconds(block, cluster.device, layout, recompute),
+        _starting(block, cluster.device, Layout(1, ep=_experts_degree(block, layout)), recompute),
     )
 
 
+_joins = lru_cache(maxsize=1 << 15)(joins_of)
+_starting = lru_cache(maxsize=1 << 13)(starting_seconds)
+
+
+def _of_operations(block: Block, layout: Layout) -> Layout:
+    """Return the layout with only what the seconds of a block's operations depend on."""
+    tensor = "plain" if layout.tensor == "plain" else "sequence"
+    ep = _experts_degree(block, layout)
+    return Layout(layout.microbatch, layout.tp, layout.cp, ep, tensor, precision=layout.precision)
+
+
+def _of_joins(layout: Layout) -> Layout:
+    """Return the layout with only what the communications of tensor parallelism depend on."""
+    return Layout(
+        layout.microbatch,
+        layout.tp,
+        layout.cp,
+        tensor=layout.tensor,
+        precision=layout.precision,
+        apart=layout.apart,
+    )
+
+
+def _experts_degree(block: Block, layout: Layout) -> int:
+    """Return ep, or 1 for a block without experts, which does not depend on it."""
+    return layout.ep if has_experts(block) else 1
+
+
+@lru_cache(maxsize=1 << 8)
+def has_experts(block: Block) -> bool:
+    """Return whether a block has operations of experts, which expert parallelism divides."""
+    return any(not isinstance(each, Attention) and each.copies > 1 for each in block.operations)
+
+
+class _Parts(NamedTuple):
+    """Seconds of a block's operations that do not depend on what is recomputed.
+
+    Attributes:
+        total: Seconds of all operations.
+        passes: Seconds of forward of the passes that a selective recompute repeats.
+        products: Seconds of forward of the products.
+        scores: Seconds of forward of attention that is not fused.
+        unread: Seconds of forward that a full recompute leaves out.
+    """
+
+    total: Seconds
+    passes: float
+    products: float
+    scores: float
+    unread: float
+
+
 def _compute(block: Block, cluster: Cluster, layout: Layout, recompute: str) -> Seconds:
-    device = cluster.device
-    total = Seconds(0.0, 0.0, 0.0)
+    parts = _parts(block, cluster.device, _of_operations(block, layout))
+    total, repeated = parts.total, 0.0
+    if recompute == "full":
+        repeated = total.forward - parts.unread
+    elif recompute == "selective":
+        repeated = parts.scores or parts.passes + block.remade * parts.products
+    return Seconds(total.forward, total.input + repeated, total.weight)
+
+
+@lru_cache(maxsize=1 << 15)
+def _parts(block: Block, device: Device, layout: Layout) -> _Parts:
+    forward = input = weight = 0.0
     passes = products = scores = 0.0
     for operation in block.operations:
         seconds = operation_seconds(operation, device, layout)
-        total += seconds
+        each = [seconds]
         if layout.precision == "fp8" and block.sums and isinstance(operation, Product):
-            total += casting_seconds(operation, device, layout)
+            each.append(casting_seconds(operation, device, layout))
+        for one in each:
+            forward, input, weight = forward + one.forward, input + one.input, weight + one.weight
         if repeats(operation):
             passes += seconds.forward
         elif isinstance(operation, Product):
@@ -125,13 +191,8 @@ def _compute(block: Block, cluster: Cluster, layout: Layout, recompute: str) -> 
         if not attention.fused:
             scores += attention_seconds(attention, device, layout)[0]
     waits = waits_for_experts(block, device, layout)
-    total += Seconds(waits[0], waits[1], 0.0)
-    repeated = 0.0
-    if recompute == "full":
-        repeated = total.forward - _unread(block, device, layout)
-    elif recompute == "selective":
-        repeated = scores or passes + block.remade * products
-    return Seconds(total.forward, total.input + repeated, total.weight)
+    total = Seconds(forward + waits[0], input + waits[1], weight)
+    return _Parts(total, passes, products, scores, _unread(block, device, layout))
 
 
 def _unread(block: Block, device: Device, layout: Layout) -> float:

@@ -7,7 +7,6 @@ over the shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
@@ -23,7 +22,6 @@ __all__ = [
     "copy_seconds",
     "gather_seconds",
     "reduce_seconds",
-    "together",
 ]
 
 
@@ -68,11 +66,6 @@ def bucket_times(bucket: Bucket, width: int, cluster: Cluster, wire: Wire = WHOL
         load * gather,
         copy_seconds(bucket, width, cluster, wire),
     )
-
-
-def together(timed: Iterable[tuple[Bucket, BucketTimes]]) -> BucketTimes:
-    """Return the seconds of all buckets, one after another."""
-    return BucketTimes(*map(sum, zip(NOTHING, *(times for _, times in timed), strict=True)))
 
 
 def reduce_seconds(bucket: Bucket, cluster: Cluster, wire: Wire = WHOLE) -> float:

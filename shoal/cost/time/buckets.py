@@ -20,6 +20,8 @@ __all__ = [
     "Family",
     "buckets_of",
     "families_of",
+    "families_over",
+    "fill",
     "owned_by_rank",
     "parameters_on_rank",
 ]
@@ -66,13 +68,17 @@ class Bucket:
 
 def families_of(plan: Plan) -> tuple[Family, ...]:
     """Return the families of a Plan's parameters, each with its ranks."""
-    groups = Groups.of(plan)
-    whole = ("whole",) if plan.ep > 1 else ("whole", "experts")
-    dense = ("divided", *(whole if plan.tp == 1 else ()))
+    return families_over(Groups.of(plan), plan.tp, plan.ep)
+
+
+def families_over(groups: Groups, tp: int, ep: int) -> tuple[Family, ...]:
+    """Return the families of parameters over these groups, which have these degrees."""
+    whole = ("whole",) if ep > 1 else ("whole", "experts")
+    dense = ("divided", *(whole if tp == 1 else ()))
     families = [Family(dense, groups.dense.shards, groups.dense.summed)]
-    if plan.tp > 1:
+    if tp > 1:
         families.append(Family(whole, groups.whole.shards, groups.whole.summed))
-    if plan.ep > 1:
+    if ep > 1:
         families.append(Family(("experts",), groups.experts.shards, groups.experts.summed))
     return tuple(families)
 
@@ -103,13 +109,24 @@ def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width
     filled: list[Bucket] = []
     for family in families_of(plan):
         counts = [family.count(each) for each in held]
-        filled += _fill(counts, roots, family, capacity, by_block)
+        filled += [
+            Bucket(size, first, last, family, number)
+            for size, first, last, number in fill(counts, roots, capacity, by_block)
+        ]
     return sorted(filled, key=lambda bucket: -bucket.first)
 
 
-def _fill(
-    counts: Sequence[int], roots: Container[int], family: Family, capacity: float, by_block: bool
-) -> list[Bucket]:
+def fill(
+    counts: Sequence[int], roots: Container[int], capacity: float, by_block: bool
+) -> list[tuple[float, int, int, int]]:
+    """Return the buckets of one family: parameters, first and last block, and number of equal buckets.
+
+    Args:
+        counts: The family's parameters on the rank, by block.
+        roots: Positions of the embedding and the end.
+        capacity: Parameters at which a bucket is closed.
+        by_block: Whether each block is a bucket.
+    """
     sizes: list[float] = []
     places: list[tuple[int, int, int]] = []  # first, last, number
     is_open = False
@@ -126,7 +143,4 @@ def _fill(
         sizes.append(count / number)
         places.append((position, position, number))
         is_open = not is_root and not by_block and number == 1
-    return [
-        Bucket(size, first, last, family, number)
-        for size, (first, last, number) in zip(sizes, places, strict=True)
-    ]
+    return [(size, *place) for size, place in zip(sizes, places, strict=True)]

@@ -33,25 +33,21 @@ gradients, each may fill the gaps of the other, so that only their sum or the gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.collectives.network import collective_load
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.bucket_times import BucketTimes, bucket_times, together
-from shoal.cost.time.buckets import Bucket, buckets_of
+from shoal.cost.time.bucket_times import BucketTimes, bucket_times
+from shoal.cost.time.buckets import Bucket
+from shoal.cost.time.stage_buckets import Runs, StageBuckets, or_smaller, runs_of, stage_buckets
 from shoal.cost.time.wire import Wire
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
 __all__ = ["DataParallelCosts", "Runs", "StageWork", "runs_of"]
-
-Runs = tuple[tuple[Block, int], ...]
-"""Blocks in order, each with the number of equal blocks that follow one another."""
 
 
 class StageWork(NamedTuple):
@@ -70,49 +66,6 @@ class StageWork(NamedTuple):
     backward: float
     weight: float
     stops: tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class _BucketsOfStage:
-    """Seconds of one stage's buckets when nothing runs beside them, and the blocks that compute between them.
-
-    Attributes:
-        reduce: Seconds to reduce all gradients.
-        last: Seconds to reduce the buckets that are complete when backward ends.
-        meets: Buckets that others wait for: for each the blocks whose backward runs before it is complete,
-            seconds that copies add to that, and seconds to reduce it and all after it.
-        gather: Seconds to gather all weights without those of embedding and end.
-        ends: Seconds to gather the weights of embedding and end.
-        first: Seconds to gather the weights that the first layer needs.
-        top: Seconds to gather the weights that the last layer needs.
-        front: Blocks whose forward runs before the first layer's.
-        behind: Blocks whose backward runs before the last layer's.
-        after: Blocks whose forward runs after the last bucket has come.
-        beside: Layers whose backward runs beside the gathers of a backward.
-        reduce_load, gather_load: Mean load of reduce without `last`, and of gather without `first`, on the
-            device (`network.collective_load`).
-        reduce_loaded, gather_loaded: Seconds of all reduces and gathers, each times its load.
-        most_load: Largest load of any of them.
-        copy: Seconds that copies of gradients to buckets add to backward.
-    """
-
-    reduce: float
-    last: float
-    meets: tuple[tuple[Runs, float, float], ...]
-    gather: float
-    ends: float
-    first: float
-    top: float
-    front: Runs
-    behind: Runs
-    after: Runs
-    beside: Runs
-    reduce_load: float
-    gather_load: float
-    reduce_loaded: float
-    gather_loaded: float
-    most_load: float
-    copy: float
 
 
 class DataParallelCosts:
@@ -137,10 +90,10 @@ class DataParallelCosts:
         self._cluster = cluster
         self._cost = cost
         self._workload = workload
-        self._ends = {workload.embedding, workload.end}
-        self._known: dict[tuple[object, ...], _BucketsOfStage] = {}
+        self._ends = workload.embedding, workload.end
+        self._known: dict[tuple[object, ...], StageBuckets] = {}
         self._times: dict[tuple[object, ...], BucketTimes] = {}
-        self._last: tuple[SettledPlan, Runs, _BucketsOfStage] | None = None  # asked for several times
+        self._last: tuple[SettledPlan, Runs, StageBuckets] | None = None  # asked for several times
 
     def in_passes(self, plan: SettledPlan, stage: StageWork) -> tuple[float, float]:
         """Return the least exposed seconds in every forward and every backward of a stage."""
@@ -210,7 +163,7 @@ class DataParallelCosts:
             0.0, behind - self._in_backward(found, again, stage, layout)
         )  # in_passes counts the latter
 
-    def _before_forward(self, found: _BucketsOfStage, stage: StageWork, layout: Layout) -> float:
+    def _before_forward(self, found: StageBuckets, stage: StageWork, layout: Layout) -> float:
         c = self._cluster.device.contention
         hidden = found.gather - found.first
         first = max(0.0, found.first - self._forward(found.front, layout))
@@ -219,7 +172,7 @@ class DataParallelCosts:
         return found.ends + max(slowed + first, found.gather - left)
 
     def _behind_backward(
-        self, found: _BucketsOfStage, gathered: float, load: float, stage: StageWork, layout: Layout
+        self, found: StageBuckets, gathered: float, load: float, stage: StageWork, layout: Layout
     ) -> float:
         """Return the exposed seconds of gradients while weights take `gathered` seconds of the links."""
         contention = self._cluster.device.contention
@@ -232,9 +185,7 @@ class DataParallelCosts:
             links = max(links, self._backward(lead, layout) + copies + rest)
         return found.copy + max(slowed + found.last, links - stage.backward - found.copy)
 
-    def _in_backward(
-        self, found: _BucketsOfStage, gathered: float, stage: StageWork, layout: Layout
-    ) -> float:
+    def _in_backward(self, found: StageBuckets, gathered: float, stage: StageWork, layout: Layout) -> float:
         """Return the exposed seconds of weights that take `gathered` seconds in a backward without sums."""
         c = self._cluster.device.contention
         slowed = c * max(0.0, found.gather_load * gathered - found.most_load * stage.stops[1])
@@ -246,7 +197,7 @@ class DataParallelCosts:
     def _backward(self, runs: Runs, layout: Layout) -> float:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
 
-    def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> _BucketsOfStage:
+    def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> StageBuckets:
         if (last := self._last) is not None and plan is last[0] and stage.runs is last[1]:
             return last[2]
         size = 0 if plan.sharding.cuts_weights else plan.bucket
@@ -258,43 +209,13 @@ class DataParallelCosts:
         self._last = plan, stage.runs, found
         return found
 
-    def _of_buckets(self, plan: SettledPlan, runs: Runs, width: int) -> _BucketsOfStage:
-        blocks = [block for block, number in runs for _ in range(number)]
-        roots = [position for position, block in enumerate(blocks) if block in self._ends]
-        filled = buckets_of(blocks, roots, plan, width)
+    def _of_buckets(self, plan: SettledPlan, runs: Runs, width: int) -> StageBuckets:
         wire = Wire.of(plan, self._workload)
-        timed = [(each, self._of_bucket(each, width, wire)) for each in filled]
-        # The positions at which backward completes buckets.
-        places = [(first, together(there)) for first, there in groupby(timed, key=lambda each: each[0].first)]
-        layers = [(each, seconds) for each, seconds in timed if each.first not in roots]
-        lowest = min((each.first for each, _ in layers), default=0)
-        highest = max((each.last for each, _ in layers), default=0)
-        last = places[-1][1]
-        lowest_last = min((each.last for each, _ in layers), default=0)
-        every, of_layers = together(timed), together(layers)
-        first = together(each for each in layers if each[0].first == lowest)
-        found = _BucketsOfStage(
-            reduce=every.reduce,
-            last=last.reduce,
-            meets=_meets(blocks, places, copies=plan.sharding.cuts_gradients),
-            gather=of_layers.gather,
-            ends=every.gather - of_layers.gather,
-            first=first.gather,
-            top=together(each for each in layers if each[0].last == highest).gather,
-            front=runs_of(blocks[:lowest]),
-            behind=runs_of(blocks[highest + 1 :]),
-            after=runs_of(blocks[max((each.first for each, _ in layers), default=len(blocks)) :]),
-            beside=runs_of(blocks[lowest_last + 1 : highest + 1]),
-            reduce_load=_mean(every.reduce_loaded - last.reduce_loaded, every.reduce - last.reduce),
-            gather_load=_mean(of_layers.gather_loaded - first.gather_loaded, of_layers.gather - first.gather),
-            reduce_loaded=every.reduce_loaded,
-            gather_loaded=every.gather_loaded,
-            most_load=max((_most_load(each, self._cluster) for each, _ in timed), default=0.0),
-            copy=every.copy if plan.sharding.cuts_gradients else 0.0,
-        )
+        seconds = partial(self._of_bucket, width=width, wire=wire)
+        found = stage_buckets(plan, runs, self._ends, width, self._cluster, seconds)
         if not self._bounds_smaller or plan.sharding.cuts_weights:
             return found
-        return _or_smaller(found, begins=0 in roots, ends=len(blocks) - 1 in roots)
+        return or_smaller(found, begins=runs[0][0] in self._ends, ends=runs[-1][0] in self._ends)
 
     def _of_bucket(self, bucket: Bucket, width: int, wire: Wire) -> BucketTimes:
         key = bucket.family, bucket.parameters, bucket.number, width, wire
@@ -302,62 +223,3 @@ class DataParallelCosts:
         if found is None:
             found = self._times[key] = bucket_times(bucket, width, self._cluster, wire)
         return found
-
-
-def _or_smaller(found: _BucketsOfStage, *, begins: bool, ends: bool) -> _BucketsOfStage:
-    """Return lower bounds on the seconds of these buckets, and of smaller ones, whose bytes take longer.
-
-    Smaller ones can be hidden but for those of the embedding and the end, which are equal in any size.
-
-    Args:
-        found: The buckets.
-        begins: Whether the first block is the embedding or the end.
-        ends: Whether the last block is one of these.
-    """
-    hidden = found.gather - found.first
-    return replace(
-        found,
-        last=found.last if begins else 0.0,
-        reduce_load=found.reduce_load if begins else _mean(found.reduce_loaded, found.reduce),
-        meets=found.meets[:1] if ends else (((), 0.0, found.reduce),),
-        first=0.0,
-        gather_load=_mean(found.gather_load * hidden, found.gather),
-        front=(),
-        after=(),
-    )
-
-
-def _meets(
-    blocks: Sequence[Block], places: Sequence[tuple[int, BucketTimes]], *, copies: bool
-) -> tuple[tuple[Runs, float, float], ...]:
-    """Return the first and the last of each run of equal buckets: between them the seconds grow evenly."""
-    found: list[tuple[Runs, float, float]] = []
-    copied, rest = 0.0, sum(times.reduce for _, times in places)
-    made = [
-        (runs_of(blocks[first:before]), times)
-        for (first, times), before in zip(
-            places, [len(blocks), *(first for first, _ in places)], strict=False
-        )
-    ]
-    for number, each in enumerate(made):
-        copied += each[1].copy if copies else 0.0
-        if number in (0, len(made) - 1) or not made[number - 1] == each == made[number + 1]:
-            found.append((runs_of(blocks[places[number][0] :]), copied, rest))
-        rest -= each[1].reduce
-    return tuple(found)
-
-
-def _most_load(bucket: Bucket, cluster: Cluster) -> float:
-    """Return the larger of the loads of a bucket's communications on the device."""
-    family = bucket.family
-    return max(collective_load(family.shards, cluster), collective_load(family.replicas, cluster))
-
-
-def _mean(loaded: float, seconds: float) -> float:
-    """Return the mean load of communications that take so many seconds."""
-    return loaded / seconds if seconds > 0 else 0.0
-
-
-def runs_of(blocks: Iterable[Block]) -> Runs:
-    """Return blocks in order, equal neighbours as one run."""
-    return tuple((block, sum(1 for _ in alike)) for block, alike in groupby(blocks))

@@ -15,7 +15,7 @@ from itertools import groupby
 from shoal.cluster import Cluster
 from shoal.cost.kinds import views_of
 from shoal.cost.layout import Layout
-from shoal.cost.time.block import BlockCost, block_cost
+from shoal.cost.time.block import BlockCost, block_cost, has_experts
 from shoal.cost.time.host import Stretch, waits_of
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
@@ -41,6 +41,7 @@ class HostCosts:
         self._runs = [(block, sum(1 for _ in alike)) for block, alike in groupby(workload.pieces)]
         self._is_open = not cluster.cores and any(block.eager is not None for block, _ in self._runs)
         self._alone: dict[tuple[Block, Layout], BlockCost] = {}
+        self._in_order: dict[Layout, Sequence[Stretch]] = {}
         self._blocks: dict[tuple[Block, Layout], BlockCost] = {}
         self._shares: dict[Layout, float] = {}
         self._waits: dict[Layout, float] = {}
@@ -106,24 +107,28 @@ class HostCosts:
 
     def _stretches(self, layout: Layout) -> Sequence[Stretch]:
         """Return the forwards of all blocks in order, and then their backwards."""
-        costs = [(number, self._cost(block, layout)) for block, number in self._runs]
-        forwards = [Stretch(number, cost.host[0], cost.forward) for number, cost in costs]
-        backwards = [Stretch(number, cost.host[1], cost.backward) for number, cost in reversed(costs)]
-        return (*forwards, *backwards)
+        found = self._in_order.get(layout)
+        if found is None:
+            costs = [(number, self._cost(block, layout)) for block, number in self._runs]
+            forwards = [Stretch(number, cost.host[0], cost.forward) for number, cost in costs]
+            backwards = [Stretch(number, cost.host[1], cost.backward) for number, cost in reversed(costs)]
+            found = self._in_order[layout] = (*forwards, *backwards)
+        return found
 
     def _cost(self, block: Block, layout: Layout) -> BlockCost:
         """Return the cost of a block whose operations are all started in time."""
+        workload = self._workload
+        is_layer = block is not workload.embedding and block is not workload.end
+        if not is_layer and layout.recompute != "none":
+            layout = layout._replace(recompute="none")  # it applies to layers
+        if layout.ep > 1 and layout.apart is None and not has_experts(block):
+            layout = layout._replace(ep=1)
         key = block, layout
         found = self._alone.get(key)
         if found is None:
-            workload = self._workload
+            cluster = self._cluster
             found = self._alone[key] = block_cost(
-                block,
-                workload.hidden,
-                workload.length,
-                self._cluster,
-                layout,
-                is_layer=block is not workload.embedding and block is not workload.end,
+                block, workload.hidden, workload.length, cluster, layout, is_layer=is_layer
             )
         return found
 

@@ -81,12 +81,16 @@ def least_end(
     placement = plan.placement
     through = 0.0  # all micro-batches of one stage, after the stages before it and before they come back
     for stage, rank in enumerate(placement):
-        own = count * (passes[stage].forward + passes[stage].back)
-        through = max(through, begins[stage] + own + drains[stage])
-        firsts.setdefault(rank, stage)
-        works[rank] += passes[stage].forward + passes[stage].backward
-        chained[rank] += passes[stage].forward + passes[stage].back
-        posts[rank] = min(posts[rank], after[stage])
+        forward, backward, back = passes[stage]
+        passed = begins[stage] + count * (forward + back) + drains[stage]
+        if passed > through:
+            through = passed
+        if rank not in firsts:
+            firsts[rank] = stage
+        works[rank] += forward + backward
+        chained[rank] += forward + back
+        if after[stage] < posts[rank]:
+            posts[rank] = after[stage]
     last = passes[0].backward - passes[0].back + posts[placement[0]]
     laps = _laps(plan, passes, sends, count, begins, drains)
     end = max(through, laps, _links(placement, sends, count)) + last
@@ -94,7 +98,9 @@ def least_end(
     posted = [0.0] * plan.pp
     for stage, rank in enumerate(placement):  # the last micro-batch comes back from the last stage
         posted[rank] += after[stage]
-        end = max(end, down - drains[stage] + posted[rank])
+        came = down - drains[stage] + posted[rank]
+        if came > end:
+            end = came
     for rank, first in firsts.items():
         idle = begins[first] + posts[rank]
         own = idle + count * works[rank]
@@ -109,14 +115,23 @@ def least_end(
 
 def _begins(passes: Sequence[Passes], sends: Sequence[float], before: Sequence[float]) -> list[float]:
     """Return, by stage, the least seconds until its first forward begins, as if all waits were before it."""
-    begins = [before[0]]
-    for stage, send in enumerate(sends):
-        begins.append(max(begins[stage] + passes[stage].forward + send, before[stage + 1]))
+    begin = before[0]
+    begins = [begin]
+    for each, send, least in zip(passes, sends, before[1:], strict=False):
+        begin = begin + each.forward + send
+        if least > begin:
+            begin = least
+        begins.append(begin)
     return begins
 
 
 def _links(placement: Sequence[int], sends: Sequence[float], count: int) -> float:
     """Return the seconds of the busiest link's messages, which travel one after another."""
+    return _links_of(tuple(placement), tuple(sends), count)
+
+
+@lru_cache(maxsize=1 << 12)
+def _links_of(placement: tuple[int, ...], sends: tuple[float, ...], count: int) -> float:
     busy: dict[tuple[int, int], float] = {}
     for (one, other), send in zip(pairwise(placement), sends, strict=True):
         for pair in (one, other), (other, one):

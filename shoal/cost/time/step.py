@@ -109,7 +109,7 @@ class Costs:
         self.workload = workload
         self.cluster = cluster = views[0] if len(views) == 1 else cluster
         every = host_costs(workload, cluster) if hosts is None else (hosts,)
-        self._hosts = every[0]
+        self.hosts = every[0]
         self._by_kind: ByKind[Costs] | None = None
         if len(views) > 1:
             each = [Costs(workload, *of_kind) for of_kind in zip(views, every, strict=True)]
@@ -141,7 +141,7 @@ class Costs:
 
     def _micro_batch(self, layout: Layout) -> float:
         """Return the seconds of a micro-batch of all blocks."""
-        return self._hosts.micro_batch(self.settled(layout))
+        return self.hosts.micro_batch(self.settled(layout))
 
     def least(self, plan: SettledPlan, batch: int, passes: float = 0.0) -> float:
         """Return a lower bound on the seconds of a step.
@@ -256,11 +256,11 @@ class Costs:
         """Return the cost of a block with waits for the host; where devices differ, of the longest."""
         if self._by_kind is not None:
             return self._by_kind.longest(layout).block(block, layout)
-        return self._hosts.block(block, layout)
+        return self.hosts.block(block, layout)
 
     def settled(self, layout: Layout) -> Layout:
         """Return the layout with compile=auto settled: the quicker of blocks and none for a micro-batch."""
-        return self._hosts.settled(layout)
+        return self.hosts.settled(layout)
 
     def stages(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
         """Return, by rank along pp, the cost of its stages together for one micro-batch."""
@@ -362,12 +362,12 @@ class Costs:
         seconds = self.update(plan, parameters) + self.gradient_sums(plan, parameters, count)
         if self.workload.synchronises:
             return seconds
-        waits = count * self._hosts.waits(Layout.of(plan)) / plan.pp
+        waits = count * self.hosts.waits(Layout.of(plan)) / plan.pp
         return seconds - min(seconds, waits)
 
     def merge(self, plan: SettledPlan, parameters: Parameters, count: int) -> Merge:
         """Return a step's share of the merges of what workers changed; nothing if they do not."""
-        if not (plan.exchanged.merges or plan.exchanged.is_served):
+        if plan.exchange not in ("local", "server"):
             return Merge()
         works = [each.stages for each in self.stages(plan, count)]
         beside = count * min(sum(work.forward + work.backward for work in each) for each in works)

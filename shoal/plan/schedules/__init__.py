@@ -10,7 +10,7 @@ from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.found import FOUND
 from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.kinds import KINDS, NAMES, kind_of, make, require_numbers
-from shoal.plan.schedules.play import Played, Times, play
+from shoal.plan.schedules.play import Played, Times, numbered, play, played_numbers
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 from shoal.plan.schedules.search import search
 from shoal.plan.schedules.sound import require_no_deadlock, require_sound
@@ -34,7 +34,9 @@ __all__ = [
     "kind_of",
     "looped",
     "make",
+    "numbered",
     "play",
+    "played_numbers",
     "require_no_deadlock",
     "require_numbers",
     "require_sound",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from shoal.errors import PlanError
 
@@ -25,8 +25,7 @@ class Work(StrEnum):
     """The gradient of the stage's weights, for which no stage waits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One piece of work. Its text form is torch's: `2F3` is the forward of stage 2 for micro-batch 3.
 
     Attributes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape
+from html import escape
 
 from shoal.plan.schedules.action import Work
 from shoal.plan.schedules.play import Played
@@ -102,7 +102,7 @@ def draw_panels(panels: Sequence[Panel], title: str) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {top:.0f}" '
             f'width="{width:.0f}" height="{top:.0f}" role="img" '
             'font-family="system-ui, sans-serif" font-size="13">',
-            f"<title>{escape(title)}</title>",
+            f"<title>{escape(title, quote=False)}</title>",
             *parts,
             "</svg>",
             "",
@@ -161,7 +161,7 @@ def _panel(panel: Panel, top: float, scale: float) -> Iterator[str]:
     played, schedule = panel.played, panel.played.schedule
     yield (
         f'<text x="{_LEFT}" y="{top + 16:g}" fill="{_GRAY}"><tspan font-weight="bold">'
-        f"{escape(schedule.name)}</tspan>, {escape(panel.caption)}</text>"
+        f"{escape(schedule.name, quote=False)}</tspan>, {escape(panel.caption, quote=False)}</text>"
     )
     rows = top + _CAPTION
     for rank in range(schedule.ranks):
@@ -221,4 +221,5 @@ def _text(
     x: float, y: float, text: str, *, anchor: str = "middle", color: str = _GRAY, size: float = 13
 ) -> str:
     sized = f' font-size="{size:.3g}"' if size != 13 else ""
-    return f'<text x="{x:.2f}" y="{y:g}" text-anchor="{anchor}" fill="{color}"{sized}>{escape(text)}</text>'
+    start = f'<text x="{x:.2f}" y="{y:g}" text-anchor="{anchor}" fill="{color}"{sized}>'
+    return f"{start}{escape(text, quote=False)}</text>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
 from shoal.plan.schedules.action import Action, Work
@@ -15,33 +15,33 @@ class Row:
 
     def __init__(self) -> None:
         self._actions: list[Action] = []
-        self._counts: Counter[tuple[Work, int]] = Counter()
+        self._forwards: defaultdict[int, int] = defaultdict(int)  # by stage, its micro-batches so far
+        self._backwards: defaultdict[int, int] = defaultdict(int)  # the same of I and B
         self._pending: list[tuple[int, int]] = []  # stage and micro-batch where I is done and W is not
 
     def forwards(self, stage: int) -> int:
         """Return the number of micro-batches that have gone forward through the stage."""
-        return self._counts[Work.FORWARD, stage]
+        return self._forwards[stage]
 
     def forward(self, stage: int) -> None:
         """Add F of the stage's next micro-batch."""
-        self._add(Work.FORWARD, stage)
+        self._add(Work.FORWARD, stage, self._forwards)
 
     def backward(self, stage: int) -> None:
         """Add B of the stage's next micro-batch."""
-        self._counts[Work.INPUT, stage] += 1
-        self._add(Work.BACKWARD, stage, self._counts[Work.INPUT, stage] - 1)
+        self._add(Work.BACKWARD, stage, self._backwards)
 
     def input(self, stage: int) -> None:
         """Add I of the stage's next micro-batch; its W is pending after this."""
-        self._pending.append((stage, self._counts[Work.INPUT, stage]))
-        self._add(Work.INPUT, stage)
+        self._pending.append((stage, self._backwards[stage]))
+        self._add(Work.INPUT, stage, self._backwards)
 
     def weight(self, stages: Iterable[int]) -> None:
         """Add the oldest pending W of these stages; nothing if there is none."""
         for position, (stage, microbatch) in enumerate(self._pending):
             if stage in stages:
                 del self._pending[position]
-                self._add(Work.WEIGHT, stage, microbatch)
+                self._actions.append(Action(Work.WEIGHT, stage, microbatch))
                 return
 
     def weights(self, stages: Iterable[int]) -> None:
@@ -51,10 +51,9 @@ class Row:
 
     def actions(self, microbatches: int) -> tuple[Action, ...]:
         """Return the written actions, without those of micro-batches beyond the step's number."""
-        return tuple(action for action in self._actions if action.microbatch < microbatches)
+        return tuple([action for action in self._actions if action[2] < microbatches])
 
-    def _add(self, work: Work, stage: int, microbatch: int | None = None) -> None:
-        if microbatch is None:
-            microbatch = self._counts[work, stage]
-            self._counts[work, stage] += 1
+    def _add(self, work: Work, stage: int, counts: defaultdict[int, int]) -> None:
+        microbatch = counts[stage]
+        counts[stage] = microbatch + 1
         self._actions.append(Action(work, stage, microbatch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shoal.plan.schedules.action import Action, Work
 
@@ -73,11 +74,13 @@ class Schedule:
         return peak
 
 
+@lru_cache(maxsize=1 << 10)
 def looped(ranks: int, virtual: int) -> tuple[int, ...]:
     """Return the placement that goes round the ranks `virtual` times: stage s on rank s mod ranks."""
     return tuple(range(ranks)) * virtual
 
 
+@lru_cache(maxsize=1 << 8)
 def v_shaped(ranks: int) -> tuple[int, ...]:
     """Return the placement of two stages a rank, down the ranks and up: rank 0 has the last stage."""
     return (*range(ranks), *reversed(range(ranks)))
