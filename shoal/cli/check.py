@@ -225,7 +225,7 @@ def _default_batch(unit: int) -> int:
 def _synchronous(plan: Plan) -> Plan:
     """Return the Plan without what is meant to train otherwise than one device."""
     exchange = plan.exchanged
-    if not (exchange.merges or exchange.compresses):
+    if not (exchange.merges or exchange.compresses or exchange.is_chosen):
         return plan
     plan = plan.replace(**SYNCHRONOUS)
     print(

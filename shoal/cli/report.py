@@ -117,6 +117,7 @@ def summarise(
         **_progress(metrics),
         **_speed(metrics, run.description),
         "servers": _served(run),
+        "decisions": [asdict(each) for each in run.decisions()] or None,
         "breakdown": None if breakdown is None else breakdown_summary(breakdown, rank),
         "stages": [asdict(stage) for stage in stages] or None,
     }
@@ -246,6 +247,8 @@ def _heading(summary: Mapping[str, Any]) -> str:
         rows.append(("servers", f"{served['contributions']} contributions applied: {of_workers}"))
         mean, most = served["staleness"]["mean"], served["staleness"]["most"]
         rows.append(("staleness", f"{mean:.2f} updates in the mean, {most} at most"))
+    for each in summary["decisions"] or ():
+        rows.append(("exchange", f"after step {each['step']}, {each['exchange']}: {each['reason']}"))
     if summary["tokens_per_second"] is not None:
         rows.append(("tokens/s", f"{summary['tokens_per_second']:,.0f} in the median step"))
     if summary["tokens_per_second_per_device"] is not None:

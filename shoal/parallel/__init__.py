@@ -10,7 +10,8 @@ Nouns: Parallel (a model laid over the ranks), Axis (a group with its collective
 from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
-from shoal.parallel.exchange.local_updates import LocalUpdates
+from shoal.parallel.exchange.guided_updates import GuidedUpdates
+from shoal.parallel.exchange.local_updates import LocalUpdates, outer_settings
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.served import ServedUpdates
 from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
@@ -32,6 +33,7 @@ __all__ = [
     "Composed",
     "Frozen",
     "GradientNorm",
+    "GuidedUpdates",
     "LocalUpdates",
     "OuterState",
     "Owned",
@@ -45,6 +47,7 @@ __all__ = [
     "Together",
     "WholeParameters",
     "local_part",
+    "outer_settings",
     "own_device",
     "parallelize",
     "parts_of",

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,50 @@ from shoal.plan import Group, Groups, Plan
 from shoal.record import Recorder
 from shoal.timeline import Purpose
 
-__all__ = ["Axes", "Family"]
+__all__ = ["Axes", "Family", "Reach"]
 
 Members = tuple[int, ...]
 """Global ranks, in mesh order."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(eq=False, slots=True)
+class Reach:
+    """How far gradients are summed in a step. With exchange=auto it changes between steps.
+
+    Attributes:
+        is_apart: Whether each worker makes its steps by itself.
+    """
+
+    is_apart: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _ByReach(Generic[Value]):
+    """What depends on how far gradients are summed: its value if workers step together, and if apart."""
+
+    together: Value
+    apart: Value
+    reach: Reach
+
+    @property
+    def now(self) -> Value:
+        return self.apart if self.reach.is_apart else self.together
+
+
+class _Sum(NamedTuple):
+    """See `Family.summed` and `Family.factor`."""
+
+    summed: Axis
+    factor: float
+
+
+class _Step(NamedTuple):
+    """See `Axes.in_step` and `Axes.averaged`."""
+
+    in_step: Axis
+    averaged: Axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +78,7 @@ class Family:
         reduce: A second group of the ranks of `shard`, for reductions. A reduction starts when its gradients
             are there; on a rank where a parameter has no gradient its order relative to gathers differs.
         replicate: The ranks that hold the same shard.
-        summed: Those of them whose gradients are summed in a step.
-        factor: Factor on the sum of all ranks' gradients.
+        sums: Those of them whose gradients are summed in a step, and the factor on the sum.
         copies: Number of ranks of `Axes.parts` that hold the same values.
         tied_ranks: The two ranks, of the first and the last pipeline stage, that also hold these parameters
             and whose gradients are added up; None if there are none.
@@ -50,11 +89,20 @@ class Family:
     shard: Axis
     reduce: Axis
     replicate: Axis
-    summed: Axis
-    factor: float
+    sums: _ByReach[_Sum]
     copies: int
     tied_ranks: Axis | None = None
     mesh: Axis | None = None
+
+    @property
+    def summed(self) -> Axis:
+        """The ranks that hold the same shard whose gradients are summed in a step."""
+        return self.sums.now.summed
+
+    @property
+    def factor(self) -> float:
+        """Factor on the sum of all ranks' gradients."""
+        return self.sums.now.factor
 
     @property
     def is_mean(self) -> bool:
@@ -86,8 +134,7 @@ class Axes:
         pp: The ranks with other stages of the same samples.
         parts: The ranks that together hold one whole state.
         workers: The ranks at the same place in other workers: those with other replicas of the model.
-        in_step: The ranks that make a step together: all, or those of one worker.
-        averaged: Those of `data` whose gradients are averaged in a step.
+        steps: The ranks that make a step together, and those whose gradients are averaged in it.
         dense: Family of the parameters of which each rank of tp has its own part.
         partial: Family of the parameters that are whole on every rank of tp, where each rank has a part of
             their gradient's sum.
@@ -110,14 +157,28 @@ class Axes:
     pp: Axis
     parts: Axis
     workers: Axis
-    in_step: Axis
-    averaged: Axis
+    steps: _ByReach[_Step]
     dense: Family
     partial: Family
     whole: Family
     experts: Family
     uncut: Family | None = None
     between_ends: tuple[Family, ...] = ()
+
+    @property
+    def reach(self) -> Reach:
+        """How far gradients are summed in a step."""
+        return self.steps.reach
+
+    @property
+    def in_step(self) -> Axis:
+        """The ranks that make a step together: all, or those of one worker."""
+        return self.steps.now.in_step
+
+    @property
+    def averaged(self) -> Axis:
+        """Those of `data` whose gradients are averaged in a step."""
+        return self.steps.now.averaged
 
     @classmethod
     def build(cls, plan: Plan, recorder: Recorder, *, are_ends_tied: bool = False) -> Axes:
@@ -139,6 +200,9 @@ class Axes:
         rank = dist.get_rank() if dist.is_initialized() else 0
         plan.require_ranks(ranks)
         groups = Groups.of(plan)
+        # With exchange=auto workers step together at first, and later perhaps apart.
+        both = (groups, Groups.of(plan.replace(exchange="local")) if plan.exchanged.is_chosen else groups)
+        reach = Reach()
         made: dict[Members, dist.ProcessGroup | None] = {}
 
         def axis(name: str, pattern: Group, purpose: Purpose, *, own: bool = False) -> Axis:
@@ -160,21 +224,29 @@ class Axes:
         made.clear()
         shard = axis("shard", groups.dense.shards, of_data)
         data = axis("data", groups.data, of_data)
-        averaged = axis("data", groups.averaged, of_data)
-        factor = 1.0 / averaged.size
+        averaged = [axis("data", each.averaged, of_data) for each in both]
+
+        def sums(pattern: Callable[[Groups], Group], copies: int = 1) -> _ByReach[_Sum]:
+            summed = [axis("replicate", pattern(each), of_data) for each in both]
+            return _ByReach(
+                _Sum(summed[0], 1.0 / averaged[0].size / copies),
+                _Sum(summed[1], 1.0 / averaged[1].size / copies),
+                reach,
+            )
+
         # Gradients that are equal on all ranks of tp are averaged too, so that copies stay equal.
-        average = factor if is_split else factor / plan.tp
+        equal = 1 if is_split else plan.tp
         # Unsharded experts are spread over several ranks of the data axis.
         spread = plan.ep if not is_sharded else 1
         replicate = axis("replicate", groups.whole.replicas, of_data)
-        summed = axis("replicate", groups.whole.summed, of_data)
         # Experts are sharded over other ranks than the rest, and one list of DTensors cannot express that.
         shared = shard if shard.size > 1 and plan.ep == 1 else None
-        partial = Family(shard, reduce, replicate, summed, factor, plan.tp * spread, mesh=shared)
+        of_whole = sums(lambda each: each.whole.summed)
+        partial = Family(shard, reduce, replicate, of_whole, plan.tp * spread, mesh=shared)
         among_dense = axis("replicate", groups.dense.replicas, of_data)
-        summed_dense = axis("replicate", groups.dense.summed, of_data)
-        dense = Family(shard, reduce, among_dense, summed_dense, factor, spread, mesh=shared)
-        whole = replace(partial, factor=average)
+        of_dense = sums(lambda each: each.dense.summed)
+        dense = Family(shard, reduce, among_dense, of_dense, spread, mesh=shared)
+        whole = replace(partial, sums=sums(lambda each: each.whole.summed, equal))
         between_ends: list[Family] = []
         if are_ends_tied:
             tied = among("ends", _ends(groups, ranks), Purpose.PIPELINE, own=True)
@@ -186,19 +258,22 @@ class Axes:
         if shard.size > 1:
             single = axis("shard", Group(1), of_data)
             alike = axis("replicate", groups.stage, of_data)
-            alike_in_step = axis("replicate", groups.stage_in_step, of_data)
-            uncut = Family(single, single, alike, alike_in_step, average, shard.size * plan.tp, mesh=shared)
+            of_uncut = sums(lambda each: each.stage_in_step, equal)
+            uncut = Family(single, single, alike, of_uncut, shard.size * plan.tp, mesh=shared)
         experts = Family(
             axis("shard", groups.experts.shards, of_data),
             expert_reduce,
             axis("replicate", groups.experts.replicas, of_data),
-            axis("replicate", groups.experts.summed, of_data),
-            average,
+            sums(lambda each: each.experts.summed, equal),
             plan.tp,
         )
         pp = axis("pp", groups.pp, Purpose.PIPELINE, own=True)
         if plan.pp > 1 and _uses_nccl():
             pp.channels.update(_channels(plan.placement, groups.pp.tile(ranks), rank))
+        together, apart = (
+            _Step(axis("in step", each.in_step, Purpose.CONTROL), mean)
+            for each, mean in zip(both, averaged, strict=True)
+        )
         return cls(
             world=axis("world", groups.world, Purpose.CONTROL),
             dp=axis("dp", groups.dp, of_data),
@@ -212,8 +287,7 @@ class Axes:
             pp=pp,
             parts=axis("parts", groups.parts, Purpose.CONTROL),
             workers=axis("workers", groups.workers, of_data, own=True),
-            in_step=axis("in step", groups.in_step, Purpose.CONTROL),
-            averaged=averaged,
+            steps=_ByReach(together, apart, reach),
             dense=dense,
             partial=partial,
             whole=whole,

@@ -8,6 +8,16 @@
 from shoal.planner.candidate import Candidate
 from shoal.planner.choose import OBJECTIVES, Choice, choose
 from shoal.planner.configuration import configuration
+from shoal.planner.exchange import (
+    DENSE,
+    CodecMeasure,
+    Conditions,
+    Expected,
+    Tried,
+    candidates,
+    exchange_of,
+    expected,
+)
 from shoal.planner.explanation import Explanation
 from shoal.planner.scale import Point, Scaling, scale
 from shoal.planner.search import Ranking, Search
@@ -15,10 +25,14 @@ from shoal.planner.space import Degrees, Space
 from shoal.planner.unequal import Slower, Unequal
 
 __all__ = [
+    "DENSE",
     "OBJECTIVES",
     "Candidate",
     "Choice",
+    "CodecMeasure",
+    "Conditions",
     "Degrees",
+    "Expected",
     "Explanation",
     "Point",
     "Ranking",
@@ -26,8 +40,12 @@ __all__ = [
     "Search",
     "Slower",
     "Space",
+    "Tried",
     "Unequal",
+    "candidates",
     "choose",
     "configuration",
+    "exchange_of",
+    "expected",
     "scale",
 ]

@@ -16,8 +16,9 @@ from shoal.probe.measurements import (
     SendTime,
 )
 from shoal.probe.place import Place
-from shoal.probe.probe import Probed, fitted, probe
+from shoal.probe.probe import Probed, fitted, measure_device, probe
 from shoal.probe.raw import read_measurements
+from shoal.probe.sheet import read_sheet
 from shoal.probe.trust import FitError
 from shoal.probe.turns import QUICK, THOROUGH, Effort
 
@@ -37,6 +38,8 @@ __all__ = [
     "ProductTime",
     "SendTime",
     "fitted",
+    "measure_device",
     "probe",
     "read_measurements",
+    "read_sheet",
 ]

@@ -22,7 +22,7 @@ from shoal.probe.synchronisations import measure_synchronisations
 from shoal.probe.trust import FitError, errors_of, of_the_device, trusted
 from shoal.probe.turns import THOROUGH, Effort
 
-__all__ = ["Probed", "fitted", "median_of_ranks", "probe"]
+__all__ = ["Probed", "fitted", "measure_device", "median_of_ranks", "probe"]
 
 Timed = TypeVar("Timed", ProductTime, PassTime, AttentionTime)
 
@@ -57,7 +57,10 @@ def probe(place: Place, name: str, effort: Effort = THOROUGH, say: Callable[[str
     """
     if place.device.type == "cpu":
         keep_freed_memory()  # as training does
-    measured = _measure(place, effort, say)
+    measured = measure_device(place, effort, say)
+    say("links")
+    links = measure_links(place, effort) if place.ranks.count > 1 else ()
+    measured = replace(measured, links=links, hosts=measure_hosts(place))
     found = None
     if place.ranks.rank == 0:
         sheet = read_sheet(place)
@@ -85,7 +88,14 @@ def fitted(measured: Measurements, sheet: Sheet, name: str, suspected: Sequence[
     return Probed(cluster, measured, sheet, errors, (*suspected, *doubts))
 
 
-def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Measurements:
+def measure_device(place: Place, effort: Effort, say: Callable[[str], object] = print) -> Measurements:
+    """Measure devices and their host, and no links; every rank of the default group calls this.
+
+    Args:
+        place: The ranks, and the backend beside which devices compute.
+        effort: Amount of measuring.
+        say: Called with a message about what is measured now.
+    """
     say("products")
     on_core, start = time.thread_time(), time.perf_counter()
     own = measure_products(place, effort)
@@ -96,7 +106,7 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
     passes = median_of_ranks(place, measure_passes(place, effort))
     attention = median_of_ranks(place, measure_attention(place, effort))
     launch, dispatch, graph = zip(*place.gathered(measure_host(place, effort)), strict=True)
-    say("links")
+    say("contention, synchronisations")
     contention = place.gathered(measure_contention(place, effort))
     return Measurements(
         products=products,
@@ -107,9 +117,9 @@ def _measure(place: Place, effort: Effort, say: Callable[[str], object]) -> Meas
         graph=median(graph),
         is_apart=place.device.type != "cpu",
         contention=median(contention),
-        links=measure_links(place, effort) if place.ranks.count > 1 else (),
+        links=(),
         synchronisations=measure_synchronisations(place, effort),
-        hosts=measure_hosts(place),
+        hosts=(),
         paces=tuple(paces),
         presence=tuple(place.gathered(presence)),
     )

@@ -5,6 +5,7 @@ metrics.jsonl           one object a step
 timeline/rank-*.jsonl   the Timeline of each rank
 checkpoints/step-*/     saved states
 servers/server-*.jsonl  what each parameter server applied, with its staleness
+decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
 log/                    what each rank of a local run printed, and what loggers write
 """
 
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import RunError, ShoalError, nearest
+from shoal.run.decisions import Decision, read_decisions
 from shoal.run.metrics import read_metrics
 from shoal.run.updates import Applied, read_updates
 
@@ -158,6 +160,15 @@ class Run:
     def updates(self) -> list[Applied]:
         """Return what parameter servers applied; empty for a run without them."""
         return read_updates(sorted((self.path / "servers").glob("server-*.jsonl")))
+
+    @property
+    def decisions_file(self) -> Path:
+        """Return the file of decisions about the exchange; absent until the first."""
+        return self.path / "decisions.jsonl"
+
+    def decisions(self) -> list[Decision]:
+        """Return the decisions about the exchange; empty for a run that decided nothing."""
+        return read_decisions(self.decisions_file)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the values of each step, by ascending step; see `read_metrics`."""

@@ -1,9 +1,9 @@
 """Parameter servers: processes that hold the model, which workers send gradients to and take values from.
 
 Nouns: Server (holds shards), Shard (a part of the values, with its optimizer), Board (knows the workers,
-    hands
-out the samples, and says who may go on), Terms (what the Board goes by), Servers (a worker's rank's way to
-all servers). They talk TCP (`channel.py`) and need no process group, so workers may come and go.
+hands out the samples, and says who may go on), Terms (what the Board goes by), Guard (lets rounds take the
+place of stale gradients), Servers (a worker's rank's way to all servers). They talk TCP (`channel.py`) and
+need no process group, so workers may come and go.
 `shoal.parallel.ServedUpdates` is the optimizer that a worker steps.
 """
 
@@ -11,6 +11,6 @@ from shoal.server.blueprint import Blueprint
 from shoal.server.channel import ServerError
 from shoal.server.client import Servers
 from shoal.server.serve import Server
-from shoal.server.terms import Decision, Terms, Ticket
+from shoal.server.terms import Decision, Mode, Terms, Ticket
 
-__all__ = ["Blueprint", "Decision", "Server", "ServerError", "Servers", "Terms", "Ticket"]
+__all__ = ["Blueprint", "Decision", "Mode", "Server", "ServerError", "Servers", "Terms", "Ticket"]

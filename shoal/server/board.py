@@ -9,9 +9,12 @@ is handed out again.
     is
               closed `grace` seconds after that many have arrived; who comes later is in the next round
     bound s   what a worker sends is applied at once. It may be s clocks ahead of the slowest worker (stale
-              synchronous: Ho et al., NIPS 2013); with s infinite it never waits
+              synchronous: Ho et al., NIPS 2013), and ahead of those of the first workers that have not come
+              yet; with s infinite it never waits
 
-A worker's clock counts the shares that it has finished.
+A worker's clock counts the shares that it has finished. The guard may let rounds take the place of a bound.
+Each worker is told with its answer, and sends its next contribution accordingly: so a round waits for those
+that do not know of it yet, until they have arrived once more.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
 from shoal.server.channel import ServerError
-from shoal.server.terms import Decision, Terms, Ticket
+from shoal.server.guard import Guard
+from shoal.server.terms import Decision, Mode, Terms, Ticket
 
 __all__ = ["Board"]
 
@@ -37,6 +41,7 @@ class _Member:
         clock: Arrivals that it has made.
         base: The round that it was last told of; its contribution is computed from that round's values.
         shares: The shares that it trains on.
+        in_rounds: Whether it was told that its contribution waits for a round.
         weight: Weight of what it sent, while it waits for its round to close; otherwise None.
         loss: Loss of what it sent.
         heard: Sum of the losses, each times its weight, of what workers sent since this one was told of them.
@@ -46,6 +51,7 @@ class _Member:
     clock: int
     base: int
     shares: list[int]
+    in_rounds: bool = False
     weight: float | None = None
     loss: float = 0.0
     heard: float = 0.0
@@ -62,10 +68,14 @@ class _State:
         round: Rounds closed.
         joined: Workers that ever joined.
         again: Shares of lost workers.
+        lost: Workers that were lost since the last round.
         ahead: Finished shares after `complete`.
         members: The workers that are present.
         idle: Workers that wait for others to finish the last shares, and get them if one is lost.
         answers: The last Decision of each worker, and the clock with which it arrived for it.
+        leaving: Workers that were told that no share is left, and have not gone.
+        has_saved: Whether the worker that saves at the end has done so.
+        guard: The mode, the end of rounds and the failures of the guard.
     """
 
     next: int
@@ -73,10 +83,14 @@ class _State:
     round: int = 0
     joined: int = 0
     again: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     members: dict[int, _Member] = field(default_factory=dict)
     idle: dict[int, _Member] = field(default_factory=dict)
     answers: dict[int, tuple[int, Decision]] = field(default_factory=dict)
+    leaving: list[int] = field(default_factory=list)
+    has_saved: bool = False
+    guard: tuple[Mode, int, int] | None = None
 
 
 @final
@@ -94,11 +108,11 @@ class Board:
     ) -> None:
         self.terms = terms
         self._state = _State(first, first)
+        self._guard = Guard(terms)
         self._keep = keep
         self._changed = threading.Condition()
         self._quorum_since = math.inf
         self._contents: dict[int, tuple[Any, ...]] = {}  # of idle workers: their last round
-        self._leaving: set[int] = set()  # workers that were told that no share is left
 
     def join(self) -> Ticket:
         """Make a new worker a member, and give it its first shares."""
@@ -109,30 +123,48 @@ class Board:
             clock = min((each.clock for each in state.members.values()), default=0)
             shares = self._hand_out()
             if shares:
-                state.members[worker] = _Member(clock, state.round, shares)
+                state.members[worker] = _Member(clock, state.round, shares, self._guard.mode.in_rounds)
             self._note()
             leads = worker == min(state.members, default=worker)
-            return Ticket(worker, clock, tuple(shares), self._finished, leads)
+            return Ticket(worker, clock, tuple(shares), self._finished, leads, self._guard.mode)
 
     def leave(self, worker: int, *, is_last: bool = False) -> None:
         """Let a worker go; the shares that it has not finished are handed out again.
 
         Args:
             worker: The worker.
-            is_last: Whether to wait until all others that have no share left are gone too.
+            is_last: Whether it has saved the end of the training. It then waits until all others are gone.
         """
         with self._changed:
-            self._leaving.discard(worker)
-            self._changed.notify_all()
+            if worker in self._state.leaving:
+                self._state.leaving.remove(worker)
+                self._state.has_saved |= is_last
+                self._note()
             if is_last:
-                self._changed.wait_for(lambda: not self._leaving, timeout=self.terms.patience)
+                self._changed.wait_for(lambda: not self._state.leaving, timeout=self.terms.patience)
             self._state.idle.pop(worker, None)
             if self._lose(worker):
                 self._close_if_due()
                 self._wake_idle()
                 self._note()
 
-    def arrive(self, worker: int, clock: int, weight: float, loss: float = 0.0) -> Decision:
+    def retire(self, worker: int) -> bool:
+        """Wait until the end of the training is saved; return whether this worker has to save it.
+
+        It has to if all workers before it were lost: the first of those that leave saves.
+
+        Args:
+            worker: The worker, which was told that no share is left.
+        """
+        with self._changed:
+            state = self._state
+            self._changed.wait_for(
+                lambda: state.has_saved or min(state.leaving, default=worker) == worker,
+                timeout=self.terms.patience,
+            )
+            return not state.has_saved and min(state.leaving, default=worker) == worker
+
+    def arrive(self, worker: int, clock: int, weight: float, loss: float = 0.0, failed: str = "") -> Decision:
         """Wait until a worker that has sent its contribution may go on.
 
         Args:
@@ -140,6 +172,7 @@ class Board:
             clock: Arrivals that it has made before. If a copy of the board has answered it, it is told again.
             weight: Weight of its contribution.
             loss: Mean loss of the samples that the contribution was computed from.
+            failed: Why the worker finds stale gradients harmful; "" if it does not.
 
         Raises:
             ServerError: The worker was taken for lost.
@@ -149,22 +182,26 @@ class Board:
                 return self._state.answers[worker][1]
             if worker not in self._state.idle:
                 member = self._member(worker)
-                if self.terms.has_rounds:
+                if member.in_rounds:
                     member.weight, member.loss = weight, loss
                     self._close_if_due()
                 else:
                     member.clock = clock + 1
                     self._finish(member.shares)
                     self._hear(weight, loss)
+                    self._guard.hear(loss, failed, len(self._state.members), self._finished)
                     member.shares = []
                     self._changed.notify_all()
                     self._wait(lambda: self._may_go_on(worker))
                     self._go_on([worker])
+                    self._close_if_due()  # a round may have waited for this one, which has no share left
             self._wait(lambda: self._is_answered(worker, clock))
             return self._state.answers[worker][1]
 
     def state(self) -> dict[str, Any]:
         """Return a JSON object of the state."""
+        guard = self._guard
+        self._state.guard = guard.mode, guard.until, guard.failures
         return {"terms": asdict(self.terms), **asdict(self._state)}
 
     @classmethod
@@ -178,6 +215,8 @@ class Board:
             int(worker): (each[0], Decision.from_json(each[1]))
             for worker, each in settings.pop("answers").items()
         }
+        mode, board._guard.until, board._guard.failures = settings.pop("guard")
+        board._guard.mode = Mode(**mode)
         board._state = _State(**settings, members=members, idle=idle, answers=answers)
         return board
 
@@ -236,10 +275,14 @@ class Board:
 
     def _give_up_slow(self) -> None:
         """Take those for lost that the others wait for."""
-        state = self._state
+        state, in_rounds = self._state, self._guard.mode.in_rounds
+        if not in_rounds and state.joined < self.terms.workers:
+            state.joined = self.terms.workers  # who has not come by now is not waited for
+            self._note()
+            return
         slowest = min(each.clock for each in state.members.values())
         for worker, member in list(state.members.items()):
-            if member.weight is None if self.terms.has_rounds else member.clock == slowest:
+            if member.weight is None if in_rounds else member.clock == slowest:
                 self._lose(worker)
         state.joined = max(state.joined, self.terms.workers)  # who has not come by now is not waited for
         self._close_if_due()
@@ -251,6 +294,7 @@ class Board:
         member = self._state.members.pop(worker, None)
         if member is None:
             return False
+        self._state.lost.append(worker)
         self._state.again = sorted([*self._state.again, *member.shares])
         return True
 
@@ -267,14 +311,18 @@ class Board:
         return answer is not None and answer[0] == clock
 
     def _may_go_on(self, worker: int) -> bool:
+        self._member(worker)  # it may be lost
+        if self._guard.mode.in_rounds:
+            return True
         slowest = min(each.clock for each in self._state.members.values())
+        slowest = slowest if self._state.joined >= self.terms.workers else 0
         return self._member(worker).clock <= slowest + self.terms.staleness
 
     def _close_if_due(self) -> None:
         """Close the round, if all are there, or a quorum and its grace is over."""
         state, terms = self._state, self.terms
         self._changed.notify_all()
-        if not terms.has_rounds or state.joined < terms.workers:
+        if not self._guard.mode.in_rounds or state.joined < terms.workers:
             return
         here = [worker for worker, member in state.members.items() if member.weight is not None]
         if not here:
@@ -295,12 +343,15 @@ class Board:
             tuple((worker, member.clock) for worker, member in zip(order, members, strict=True)),
             tuple(member.weight or 0.0 for member in members),
             tuple(round - member.base for member in members),
+            tuple(state.lost),
         )
+        state.lost = []
         state.round += 1
         for member in members:
             self._finish(member.shares)
             self._hear(member.weight or 0.0, member.loss)
-            member.weight, member.base, member.clock = None, state.round, member.clock + 1
+            member.weight, member.clock = None, member.clock + 1
+        self._guard.close(self._finished)
         self._go_on(order, *contents)
 
     def _hear(self, weight: float, loss: float) -> None:
@@ -336,18 +387,19 @@ class Board:
         while state.idle and state.again:
             worker = min(state.idle)
             member = state.members[worker] = state.idle.pop(worker)
-            member.shares, member.base = self._hand_out(), state.round
+            member.shares = self._hand_out()
             self._tell(worker, member, worker == min(state.members), *self._contents.get(worker, ()))
 
     def _tell(self, worker: int, member: _Member, leads: bool, *contents: Any) -> None:
         state = self._state
+        member.base, member.in_rounds = state.round, self._guard.mode.in_rounds
         decision = Decision(tuple(member.shares), self._finished, state.complete, leads, *contents)
-        if member.of:
-            decision = replace(decision, loss=member.heard / member.of)
+        loss = member.heard / member.of if member.of else None
+        decision = replace(decision, loss=loss, mode=self._guard.mode)
         member.heard = member.of = 0.0
         state.answers[worker] = (member.clock - 1, decision)
         if not member.shares:
-            self._leaving.add(worker)
+            state.leaving.append(worker)
 
     def _note(self) -> None:
         self._keep(self.state())

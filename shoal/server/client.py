@@ -45,6 +45,7 @@ class Servers:
 
     Attributes:
         timeout: See above.
+        returns: Number of times that the servers had gone back to a snapshot when values were pulled last.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Servers:
         self._token = token
         self._mirrored = mirrored
         self.timeout = timeout
+        self.returns = 0
         self._asked = {shard: shard for shard in range(-1, len(addresses))}  # the board is -1
         self._asked[-1] = 0
         self._channels: dict[int, Channel] = {}
@@ -81,9 +83,9 @@ class Servers:
             ServerError: The servers cannot be reached, or train by other terms.
         """
         reply, _ = self._ask(-1, {"do": "join", "terms": asdict(terms), "first": first})
-        return Ticket(**{**reply, "shares": tuple(reply["shares"])})
+        return Ticket.from_json(reply)
 
-    def arrive(self, worker: int, clock: int, weight: float, loss: float) -> Decision:
+    def arrive(self, worker: int, clock: int, weight: float, loss: float, failed: str = "") -> Decision:
         """Wait until this worker may go on; all its ranks have pushed.
 
         Args:
@@ -91,20 +93,34 @@ class Servers:
             clock: Arrivals that it has made before.
             weight: Weight of what it pushed; 0 if it pushed nothing.
             loss: Mean loss of the samples that it was computed from.
+            failed: Why this worker finds stale gradients harmful; "" if it does not.
 
         Raises:
             ServerError: The servers are gone, or have taken this worker for lost.
         """
         head = {"do": "arrive", "worker": worker, "clock": clock, "weight": weight, "loss": loss}
-        reply, _ = self._ask(-1, head)
+        reply, _ = self._ask(-1, {**head, "failed": failed})
         return Decision.from_json(reply)
+
+    def retire(self, worker: int) -> bool:
+        """Wait until the end of the training is saved; return whether this worker has to save it.
+
+        Args:
+            worker: Its number; no share is left for it.
+
+        Raises:
+            ServerError: The servers are gone.
+        """
+        saves: bool = self._ask(-1, {"do": "retire", "worker": worker})[0]["saves"]
+        return saves
 
     def leave(self, worker: int, *, is_last: bool = False) -> None:
         """Let the others go on without this worker.
 
         Args:
             worker: Its number.
-            is_last: Whether to wait until the others are gone, and then to end the servers.
+            is_last: Whether it has saved the end of the training. It then waits until the others are gone,
+                and ends the servers.
         """
         with contextlib.suppress(ServerError):
             self._ask(-1, {"do": "leave", "worker": worker, "is_last": is_last})
@@ -238,20 +254,25 @@ class Servers:
         """
         of_round = {**_of_round(decision), "patience": patience, "position": position}
 
-        def one(shard: int, window: slice) -> int:
+        def one(shard: int, window: slice) -> tuple[int, int]:
             head = {"do": "pull", "shard": shard, **of_round, "factor": factor}
             head |= {"share": None, "complete": 0, "base": base[shard] if base else None}
+            head |= {"snapshots": decision.mode.snapshots, "returns": self.returns}
             reply, body = self._ask(shard, head, into=vector[window])
             if codec is not None and "payloads" in reply:
                 sizes = [bytes for bytes, _ in reply["payloads"]]
                 for payload, (_, seed) in zip(body.split(sizes), reply["payloads"], strict=True):
                     codec.decode_add(payload, vector[window], seed=seed)
-            version: int = reply["version"]
-            return version
+            return reply["version"], reply["returns"]
 
-        versions = self._of_each(one, self.windows(len(vector)))
+        self.returns, is_mixed = max(self.returns, decision.mode.returns), True
+        while is_mixed:  # another worker may have let some servers go back
+            pulled = self._of_each(one, self.windows(len(vector)))
+            base = [version for version, _ in pulled]
+            most = max((returns for _, returns in pulled), default=0)
+            is_mixed, self.returns = most > self.returns, most
         self._pushed.clear()
-        return versions
+        return list(base)
 
     def fetch(self, position: int, vector: torch.Tensor) -> list[tuple[list[dict[str, Any]], torch.Tensor]]:
         """Take the present values and the state of the optimizer.
@@ -336,7 +357,7 @@ class Servers:
 
 
 def _of_round(decision: Decision) -> dict[str, Any]:
-    return {name: getattr(decision, name) for name in ("round", "members", "weights", "staleness")}
+    return {name: getattr(decision, name) for name in ("round", "members", "weights", "staleness", "lost")}
 
 
 def _within(runs: Sequence[tuple[int, int]], window: slice) -> Iterator[tuple[int, int, int]]:

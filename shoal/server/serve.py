@@ -5,8 +5,10 @@
     begin          ->  makes the shard, unless it is there               ->  makes the copy
     push           ->  keeps what came for its round, or applies it      ->  applies the same
     arrive         ->  answers when the worker may go on                 ->  keeps the state of the board
+    retire         ->  answers when the end of the training is saved, or the worker has to save it
     measure        ->  averages a round; sends the sum of squares
-    pull           ->  averages and applies a round once; sends values   ->  applies the same average
+    pull           ->  takes a snapshot, or returns to the last one      ->  does the same
+                       averages and applies a round once; sends values   ->  applies the same average
     fetch          ->  sends values and the optimizer's state
     end            ->  ends the process
 
@@ -140,7 +142,7 @@ class Server:
                     reply, tensors = self._handle(head, body)
                 except ServerError as error:
                     reply, tensors = {"refused": str(error)}, ()
-                if head["do"] in ("join", "arrive"):
+                if head["do"] in ("join", "arrive", "retire"):
                     worker = reply.get("worker", head.get("worker"))
                 channel.send(reply, tensors)
                 if head["do"] == "end":
@@ -160,7 +162,10 @@ class Server:
                 return asdict(self._board_of(head).join()), ()
             case "arrive":
                 board = self._board_of(head)
-                return asdict(board.arrive(head["worker"], head["clock"], head["weight"], head["loss"])), ()
+                given = (head[name] for name in ("worker", "clock", "weight", "loss", "failed"))
+                return asdict(board.arrive(*given)), ()
+            case "retire":
+                return {"saves": self._board_of(head).retire(head["worker"])}, ()
             case "leave":
                 self._board_of(head).leave(head["worker"], is_last=head["is_last"])
                 return {}, ()
@@ -179,6 +184,11 @@ class Server:
                 return {}, ()
             case "copy":
                 return self._apply_as_copy(head, body), ()
+            case "heed":
+                shard = self._shard_of(head)
+                with shard.lock:
+                    shard.heed(head["snapshots"], head["returns"])
+                return {}, ()
             case "end":
                 return {}, ()
             case other:
@@ -231,6 +241,8 @@ class Server:
                 return {}
             if shard.has_applied(head["share"], head["complete"]):
                 return {"staleness": 0}  # it came before, from a lost worker, or through a dead server
+            if head["base"] < shard.least:
+                return {"staleness": 0}  # its values are gone: the shard has returned to a snapshot
             staleness = shard.version - head["base"]
             contribution = shard.decoded(contribution)
             self._update(shard, head, contribution, 1 / (1 + staleness))
@@ -242,7 +254,7 @@ class Server:
         shard, round = self._shard_of(head), head["round"]
         with shard.lock:
             members = self._wait_for_round(shard, head)
-            if shard.version <= round and (shard.square is None or shard.square[0] != round):
+            if shard.rounds <= round and (shard.square is None or shard.square[0] != round):
                 shard.measure(round, shard.merge(round, members, head["weights"]), head["copies"])
             is_known = shard.square is not None and shard.square[0] == round
             return {"square": shard.square[1] if is_known and shard.square is not None else None}
@@ -250,20 +262,24 @@ class Server:
     def _pull(self, head: Mapping[str, Any]) -> _Reply:
         shard = self._shard_of(head)
         with shard.lock:
+            if shard.heed(head["snapshots"], head["returns"]) and head["shard"] == self._index:
+                told = {name: head[name] for name in ("shard", "position", "snapshots", "returns")}
+                self._to_copy({"do": "heed", **told})
             if head["members"]:
                 self._close_round(shard, head)
+            about = {"version": shard.version, "returns": shard.returns}
             if shard.view is None:
-                return {"version": shard.version}, [shard.values.clone()]
+                return about, [shard.values.clone()]
             payloads = shard.view.since(head["base"])
             if payloads is None:
-                return {"version": shard.version}, [shard.view.values]
+                return about, [shard.view.values]
             sizes = [(len(each.content), each.version) for each in payloads]
-            return {"version": shard.version, "payloads": sizes}, [each.content for each in payloads]
+            return {**about, "payloads": sizes}, [each.content for each in payloads]
 
     def _close_round(self, shard: Shard, head: Mapping[str, Any]) -> None:
         """Apply the mean of a round's contributions, unless that is done."""
         members = self._wait_for_round(shard, head)
-        if shard.version > head["round"]:
+        if shard.rounds > head["round"]:
             return
         for (worker, clock), staleness in zip(members, head["staleness"], strict=True):
             self._note(head, shard, worker, clock, staleness)
@@ -271,6 +287,7 @@ class Server:
         if head["factor"] < 1:
             merged.vector.mul_(head["factor"])
         self._update(shard, head, merged)
+        shard.forget(head["lost"])
 
     @staticmethod
     def _wait_for_round(shard: Shard, head: Mapping[str, Any]) -> list[tuple[int, int]]:
@@ -278,7 +295,7 @@ class Server:
         round, members = head["round"], [(worker, clock) for worker, clock in head["members"]]
         expected = [each for each, weight in zip(members, head["weights"], strict=True) if weight > 0]
         shard.lock.wait_for(
-            lambda: shard.version > round or shard.can_merge(round, expected), timeout=head["patience"]
+            lambda: shard.rounds > round or shard.can_merge(round, expected), timeout=head["patience"]
         )
         return members
 
@@ -286,14 +303,15 @@ class Server:
         self, shard: Shard, head: Mapping[str, Any], contribution: Contribution, scale: float = 1.0
     ) -> None:
         """Apply a contribution here and to the copy."""
-        version = shard.version if head["share"] is not None else head["round"]
-        shard.update(contribution, version + 1, scale)
+        shard.update(contribution, shard.version + 1, scale)
         if head["share"] is not None:
             shard.note_applied(head["share"])
+        else:
+            shard.rounds = head["round"] + 1
         if head["shard"] == self._index:
             about = {name: head[name] for name in ("shard", "position", "share", "complete")}
             told = {"version": shard.version, "scale": scale, "rates": contribution.rates}
-            told["square"] = shard.square
+            told |= {"square": shard.square, "rounds": shard.rounds}
             self._to_copy({"do": "copy", **about, **told}, [contribution.vector])
 
     def _apply_as_copy(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
@@ -306,6 +324,7 @@ class Server:
             contribution = Contribution(body.view(torch.float32), head["rates"])
             shard.update(contribution, head["version"], head["scale"])
             shard.square = None if head["square"] is None else tuple(head["square"])
+            shard.rounds = head["rounds"]
             if head["share"] is not None and not shard.has_applied(head["share"], head["complete"]):
                 shard.note_applied(head["share"])
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -35,6 +35,13 @@ class Contribution:
     seed: int = 0
 
 
+class _Snapshot(NamedTuple):
+    """Values, and the optimizer's state of each of its parameters."""
+
+    values: torch.Tensor
+    states: Sequence[Mapping[str, Any]]
+
+
 @final
 class Shard:
     """Values `[elements]` in fp32, their optimizer, and what workers have sent and is not applied yet.
@@ -48,7 +55,10 @@ class Shard:
 
     Attributes:
         lock: Held by the thread that reads or changes anything here.
-        version: Updates made.
+        version: Updates made, with returns to a snapshot.
+        rounds: Rounds closed.
+        returns: Number of times that it has gone back to a snapshot.
+        least: The version before which no values are as they were: none, or the last return to a snapshot.
         view: What workers have, if it is not the values.
         square: The last round whose mean gradient was measured, and the sum of squares of its elements.
     """
@@ -57,7 +67,10 @@ class Shard:
         if len(values) != blueprint.elements:
             raise ServerError(f"a shard of {blueprint.elements} elements was sent {len(values)}")
         self.lock = threading.Condition()
-        self.version = 0
+        self.version = self.rounds = self.least = 0
+        self._taken = self.returns = 0
+        self._newest: _Snapshot | None = None
+        self._before: _Snapshot | None = None  # the snapshot before the newest one
         self._applied: set[int] = set()  # shares whose contribution was applied by itself
         self._complete = 0  # all shares before it are finished
         self.values = values
@@ -119,6 +132,43 @@ class Shard:
         if self._merged is not None and self._merged[0] == round:
             return True
         return all(member in self._waiting for member in members)
+
+    def forget(self, workers: Sequence[int]) -> None:
+        """Forget what lost workers sent for rounds that they will not be in."""
+        lost = set(workers)
+        self._waiting = {key: each for key, each in self._waiting.items() if key[0] not in lost}
+
+    def heed(self, snapshots: int, returns: int) -> bool:
+        """Take a snapshot, or go back to the one before the newest, if a worker was told of more than these.
+
+        Returns:
+            Whether anything was done.
+        """
+        if returns > self.returns:
+            self.returns = returns
+            self._return()
+        elif snapshots > self._taken:
+            self._taken = snapshots
+            states = [_copied(self._optimizer.state.get(each, {})) for each in self._parameters]
+            newest = _Snapshot(self.values.clone(), states)
+            self._before, self._newest = self._newest or newest, newest
+        else:
+            return False
+        return True
+
+    @torch.no_grad()
+    def _return(self) -> None:
+        self.version += 1
+        self.least = self.version
+        self._newest = self._before
+        if self._before is not None:
+            self.values.copy_(self._before.values)
+            self._optimizer.state.clear()
+            for parameter, state in zip(self._parameters, self._before.states, strict=True):
+                if state:
+                    self._optimizer.state[parameter] = _copied(state)
+        if self._codec is not None:
+            self.view = View(self._codec, self.values)
 
     def merge(self, round: int, members: Sequence[tuple[int, int]], weights: Sequence[float]) -> Contribution:
         """Return the weighted mean of the contributions of a round; they wait no more.
@@ -226,3 +276,7 @@ class Shard:
     def _in_order(self) -> list[torch.nn.Parameter]:
         """Return the parameters in the order of the runs."""
         return sorted(self._parameters, key=lambda each: each.storage_offset())
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: each.clone() if isinstance(each, torch.Tensor) else each for key, each in state.items()}

@@ -107,16 +107,20 @@ class RankPool:
             if not ready:
                 self.close()
                 raise WorkerError(min(waiting.values()), "it did not end in time")
+            failures: list[tuple[float, int, str]] = []
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
-                    failure, results[rank] = connection.recv()
+                    when, failure, results[rank] = connection.recv()
                 except EOFError:
-                    failure = "its process died"
+                    when, failure = 0.0, "its process died"
                 if failure:
-                    self.close()
-                    raise WorkerError(rank, failure)
+                    failures.append((when, rank, failure))
+            if failures:
+                self.close()
+                _, rank, failure = min(failures)  # what came first made the others fail
+                raise WorkerError(rank, failure)
         return results
 
 
@@ -151,8 +155,8 @@ def _serve(connection: Connection, backend: str, threads: int) -> None:
             result = function(*arguments)
         except BaseException:
             # Sent before this rank leaves the group, which makes the others fail: their errors come second.
-            connection.send((traceback.format_exc(), None))
+            connection.send((time.monotonic(), traceback.format_exc(), None))
             return
         if dist.is_initialized():
             dist.destroy_process_group()
-        connection.send(("", result))
+        connection.send((0.0, "", result))

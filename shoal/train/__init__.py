@@ -14,6 +14,7 @@ from shoal.train.config import (
     load_config,
 )
 from shoal.train.execute import execute
+from shoal.train.held_out import HeldOut
 from shoal.train.job import (
     Job,
     Resume,
@@ -34,6 +35,7 @@ from shoal.train.trainer import Trainer
 
 __all__ = [
     "CheckpointConfig",
+    "HeldOut",
     "Job",
     "OptimizerConfig",
     "RecordConfig",

@@ -80,13 +80,21 @@ class OptimizerConfig(_Section):
     """Decay of matrices, decoupled in adamw and lion; vectors, such as norms and biases, do not decay."""
     clip: _Limit = 1.0
     """Largest norm of the whole gradient; "off" for no limit."""
-    outer_rate: float = Field(default=0.7, gt=0)
-    """Learning rate of what workers changed between two merges, with exchange=local; 1 is local SGD."""
-    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
-    """Nesterov momentum of what workers changed between two merges; 0 is local SGD."""
+    outer_rate: float | None = Field(default=None, gt=0)
+    """Learning rate of what workers changed between two merges, with exchange=local; 1 is local SGD. It is
+    0.7 by default, and 1 with compression that leaves elements out.
+    """
+    outer_momentum: float | None = Field(default=None, ge=0, lt=1)
+    """Nesterov momentum of what workers changed between two merges; 0 is local SGD. It is 0.9 by default, and
+    0.5 with compression that leaves elements out.
+    """
     skip: int = Field(default=10, ge=0)
     """Number of steps in a row that may be left out because the loss or the gradient is not finite; one more
     ends the training. 0 ends it at the first.
+    """
+    guard: bool = True
+    """Whether a training through parameter servers with staleness goes on in rounds for a while when stale
+    gradients do harm: when the loss rises, or is not finite, or the learning rate is too large for them.
     """
 
     @field_validator("schedule")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from shoal.data import Samples, all_targets_count, fetch, key_of
 from shoal.parallel import Parallel
+from shoal.record import Recorder
+from shoal.timeline import Kind
 from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import Reader
 
-__all__ = ["Evaluation", "evaluate"]
+__all__ = ["Evaluation", "Evaluator"]
 
 Evaluation = Callable[[Any, Any], Any]
 """A function from the model's output and the targets to a mean over the elements that the loss averages."""
@@ -23,59 +25,68 @@ Evaluation = Callable[[Any, Any], Any]
 _EPOCH = -1  # epoch of held-out samples: their random draws are equal each time
 
 
-def evaluate(
-    parallel: Parallel,
-    samples: Samples[Any],
-    count: int,
-    *,
-    reader: Reader,
-    functions: Mapping[str, Evaluation],
-    seed: int,
-    microbatch: int,
-    device: torch.device,
-) -> dict[str, float]:
-    """Return the means over the first `count` samples, of the loss and of functions; dropout is off.
-
-    Every rank calls it, and gets equal values.
+@final
+class Evaluator:
+    """Measure on held-out samples. All ranks make one, and call it together.
 
     Args:
         parallel: The model.
-        samples: Held-out samples.
-        count: Number of samples to use; all if there are fewer.
-        reader: Makes micro-batches of them.
-        functions: Functions by the name of their result. If a batch is a mapping that holds its loss, they
-            get the mapping in place of the targets.
+        reader: Makes micro-batches of the samples.
+        recorder: Recorder of spans.
         seed: The run's seed.
         microbatch: Samples of one forward of one rank.
-        device: Device on which this rank computes.
     """
-    count = min(count, len(samples))
-    dp = parallel.axes.dp
-    all_count = all_targets_count(samples)
-    total = torch.zeros(2 + len(functions), dtype=torch.float64, device=device)
-    inputs = Inputs(device)
-    was_training = parallel.module.training
-    parallel.module.eval()
-    with torch.no_grad(), parallel.unchanged():
-        # Every rank runs equally many forwards, since each of them gathers sharded weights.
-        for start in range(0, count, dp.size * microbatch):
-            first = start + dp.index * microbatch
-            held = max(0, min(count - first, microbatch))
-            indices = np.arange(first, first + held) if held else np.arange(1)
-            batch = fetch(samples, indices, partial(_keys, seed, indices))
-            read = reader.read(batch, parallel, len(indices), all_count=all_count)
-            read = inputs.move(read)
-            output = parallel.evaluate(*read.arguments, **read.named)
-            if output is None:
-                continue
-            targets = dict(read.named) if read.targets is None else read.targets
-            values = [read.mean_loss(output), *(each(output, targets) for each in functions.values())]
-            if held and read.counted:
-                means = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
-                total += torch.stack([*means, torch.ones_like(total[0])]) * read.counted
-    parallel.module.train(was_training)
-    parallel.axes.world.all_reduce(total, "validation").wait()
-    return {name: float(value / total[-1]) for name, value in zip(("loss", *functions), total, strict=False)}
+
+    def __init__(
+        self, parallel: Parallel, reader: Reader, recorder: Recorder, seed: int, microbatch: int
+    ) -> None:
+        self._parallel = parallel
+        self._reader = reader
+        self._recorder = recorder
+        self._seed = seed
+        self._microbatch = microbatch
+
+    def __call__(
+        self, samples: Samples[Any], count: int, functions: Mapping[str, Evaluation]
+    ) -> dict[str, float]:
+        """Return the means over the first `count` samples, of the loss and of functions; dropout is off.
+
+        Args:
+            samples: Held-out samples.
+            count: Number of samples to use; all if there are fewer.
+            functions: Functions by the name of their result. If a batch is a mapping that holds its loss,
+                they get the mapping in place of the targets.
+        """
+        parallel, device = self._parallel, self._parallel.device
+        count = min(count, len(samples))
+        dp = parallel.axes.dp
+        all_count = all_targets_count(samples)
+        total = torch.zeros(2 + len(functions), dtype=torch.float64, device=device)
+        inputs = Inputs(device)
+        was_training = parallel.module.training
+        parallel.module.eval()
+        with self._recorder.span(Kind.VALIDATION), torch.no_grad(), parallel.unchanged():
+            # Every rank runs equally many forwards, since each of them gathers sharded weights.
+            for start in range(0, count, dp.size * self._microbatch):
+                first = start + dp.index * self._microbatch
+                held = max(0, min(count - first, self._microbatch))
+                indices = np.arange(first, first + held) if held else np.arange(1)
+                batch = fetch(samples, indices, partial(_keys, self._seed, indices))
+                read = self._reader.read(batch, parallel, len(indices), all_count=all_count)
+                read = inputs.move(read)
+                output = parallel.evaluate(*read.arguments, **read.named)
+                if output is None:
+                    continue
+                targets = dict(read.named) if read.targets is None else read.targets
+                values = [read.mean_loss(output), *(each(output, targets) for each in functions.values())]
+                if held and read.counted:
+                    means = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in values]
+                    total += torch.stack([*means, torch.ones_like(total[0])]) * read.counted
+        parallel.module.train(was_training)
+        parallel.axes.world.all_reduce(total, "validation").wait()
+        return {
+            name: float(value / total[-1]) for name, value in zip(("loss", *functions), total, strict=False)
+        }
 
 
 def _keys(seed: int, indices: NDArray[np.int64]) -> list[int]:

@@ -11,7 +11,6 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.distributed_c10d import Store
 
 from shoal.checkpoint import (
@@ -44,13 +43,14 @@ from shoal.record import (
     TensorBoardLogger,
     open_recorder,
 )
-from shoal.run import Run
+from shoal.run import Decision, Run, write_decision
 from shoal.train.compiling import Compiling
-from shoal.train.config import TrainConfig, describe_config
+from shoal.train.config import describe_config
 from shoal.train.describe import describe, passed_over_text, since_step
+from shoal.train.held_out import HeldOut, next_token_accuracy
 from shoal.train.job import Job, Resume, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
-from shoal.train.located import build_model
+from shoal.train.located import first_model
 from shoal.train.randomness import compute_deterministically, nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
@@ -142,7 +142,7 @@ class _Execution:
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
         corpus = self._prepare_data()
-        model = _build_model(self._config, device)
+        model = first_model(self._config, device)
         loss_unit = "nats a byte" if corpus.tokenizer.name == "bytes" else "nats a token"
         self._described = describe(job, model, device, loss_unit)
         if self._is_first and not job.goes_on:
@@ -153,6 +153,7 @@ class _Execution:
         self._run = Run.open(job.path)
         recorder = self._open_recorder(device)
         self._recorder = recorder
+        self._validation = corpus.samples("validation", self._config.sequence)
         self._trainer = Trainer(
             model,
             corpus.samples("train", self._config.sequence),
@@ -165,10 +166,11 @@ class _Execution:
             recorder=recorder,
             sequence=self._config.sequence,
             on_step=self._take_result,
+            on_decision=self._take_decision,
+            held_out=HeldOut(self._validation, functions={"accuracy": next_token_accuracy}),
             servers=self._servers,
         )
         self._workers = self._trainer.workers
-        self._validation = corpus.samples("validation", self._config.sequence)
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
         self._data = {
             "fingerprint": corpus.fingerprint,
@@ -194,6 +196,8 @@ class _Execution:
                     return EXIT_STOPPED
                 self._do_what_is_due()
             self._trainer.settle()
+            if self._trainer.workers.retire():
+                self._do_what_is_due()
             self._trainer.workers.leave()
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
@@ -245,6 +249,12 @@ class _Execution:
         if result.skipped:
             self._say(f"step {result.step} is skipped: it has {result.skipped}")
         self._live.show(result)
+
+    def _take_decision(self, decision: Decision) -> None:
+        """Keep and tell a decision about the exchange."""
+        if self._is_first:
+            write_decision(self._run.decisions_file, decision)
+        self._say(str(decision))
 
     def _do_what_is_due(self) -> None:
         workers, before = self._trainer.workers, self._looked_at
@@ -387,11 +397,3 @@ class _Execution:
 def _is_due(before: int, step: int, every: int) -> bool:
     """Return whether a multiple of `every` is among the steps after `before`, up to `step`."""
     return every > 0 and step // every > before // every
-
-
-def _build_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """Build the model: presets without memory, which `parallelize` fills; others as their makers do."""
-    if ":" in config.model:
-        torch.manual_seed(config.seed)
-        return build_model(config, device)
-    return build_model(config, "meta")

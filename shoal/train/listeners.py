@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import ConfigError
+from shoal.run import Decision
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
 
@@ -22,12 +23,14 @@ class Listeners:
         on_step: The user's function for steps; None if there is none.
         on_validation: The user's function for validations; None if there is none.
         on_save: The user's function for checkpoints; None if there is none.
+        on_decision: The user's function for decisions about the exchange; None if there is none.
     """
 
     record: RunRecord | None
     on_step: Callable[[StepResult], object] | None
     on_validation: Callable[[int, Mapping[str, float]], object] | None
     on_save: Callable[[Path], object] | None
+    on_decision: Callable[[Decision], object] | None
 
     def begin_step(self) -> None:
         """Check, before a step, that the Run may be written.
@@ -57,6 +60,13 @@ class Listeners:
         """Report that a checkpoint was saved."""
         if self.on_save is not None:
             self.on_save(path)
+
+    def decided(self, decision: Decision) -> None:
+        """Report a decision about the exchange."""
+        if self.record is not None:
+            self.record.decided(decision)
+        if self.on_decision is not None:
+            self.on_decision(decision)
 
     def loaded(self, step: int) -> None:
         """Report that a checkpoint was loaded, made after this many steps."""

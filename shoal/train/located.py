@@ -14,7 +14,7 @@ from torch import nn
 from shoal.models import build
 from shoal.train.config import TrainConfig
 
-__all__ = ["build_model", "located"]
+__all__ = ["build_model", "first_model", "located"]
 
 _HUGGING_FACE = "hf:"
 
@@ -58,6 +58,14 @@ def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
     if config.model_folder and config.model_folder not in sys.path[:1]:
         sys.path.insert(0, config.model_folder)
     return build(config.model, overrides=config.model_options, device=device)
+
+
+def first_model(config: TrainConfig, device: torch.device) -> nn.Module:
+    """Build the model to train: presets without memory, which `parallelize` fills; others as makers do."""
+    if ":" in config.model:
+        torch.manual_seed(config.seed)
+        return build_model(config, device)
+    return build_model(config, "meta")
 
 
 def _model_folder(config: TrainConfig, before: Mapping[str, Any]) -> str:

@@ -11,7 +11,15 @@ from torch import nn
 
 from shoal.errors import ConfigError, UserError
 from shoal.models import Transformer, find_factory
-from shoal.parallel import LocalUpdates, Owned, Parallel, TensorLayout, Together, WholeParameters
+from shoal.parallel import (
+    GuidedUpdates,
+    LocalUpdates,
+    Owned,
+    Parallel,
+    TensorLayout,
+    Together,
+    WholeParameters,
+)
 from shoal.train.config import OPTIMIZERS, OptimizerConfig
 from shoal.train.learning_rate import scaled_peak
 from shoal.train.lion import Lion
@@ -79,8 +87,11 @@ def build_optimizer(
             possible="a class or a function that returns an optimizer",
             change="return the optimizer from it",
         )
+    outer: dict[str, Any] = {"rate": config.outer_rate, "momentum": config.outer_momentum}
     if parallel.plan.exchanged.merges:
-        return LocalUpdates(parallel, optimizer, rate=config.outer_rate, momentum=config.outer_momentum)
+        return LocalUpdates(parallel, optimizer, **outer)
+    if parallel.plan.exchanged.is_chosen and parallel.plan.replicas > 1:
+        return GuidedUpdates(parallel, optimizer, **outer)
     return optimizer
 
 

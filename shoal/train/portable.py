@@ -30,11 +30,14 @@ from shoal.checkpoint import (
 from shoal.checkpoint import load as read_pieces
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
-from shoal.parallel import LocalUpdates, Parallel, ServedUpdates, title_of
+from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
 from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
 
 __all__ = ["load", "load_training", "save", "save_training"]
+
+_RATES = "local_updates_rates"
+"""Key of `LocalUpdates.rates`, in the checkpoint's state."""
 
 _OWN = "own"
 """Key of the caller's state, in the checkpoint's state."""
@@ -136,7 +139,7 @@ def save_training(
     Raises:
         CheckpointError: It could not be written; training can go on.
     """
-    if isinstance(optimizer, (LocalUpdates, ServedUpdates)):
+    if isinstance(optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
         optimizer.settle()
     pieces: list[Piece] = []
     attempt_together(
@@ -148,6 +151,8 @@ def save_training(
     pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **kept_by_exchanges(parallel)})
     if optimizer is not None:
         state = {**state, "optimizer": title_of(optimizer)}
+    if isinstance(optimizer, LocalUpdates):
+        state = {**state, _RATES: optimizer.rates}
     return write_pieces(directory, step, pieces, state, coordinator)
 
 
@@ -198,6 +203,9 @@ def load_training(
         read_pieces(checkpoint, [*pieces, *of_optimizer.pieces], coordinator)
         of_optimizer.finish()
         if isinstance(optimizer, LocalUpdates):
+            rate, highest = state.get(_RATES, (0.0, 0.0))
+            optimizer.set_step(manifest.step, (rate, highest))
+        elif isinstance(optimizer, GuidedUpdates):
             optimizer.set_step(manifest.step)
     else:
         read_pieces(checkpoint, pieces, coordinator)

@@ -18,7 +18,7 @@ from shoal.errors import RunError, ShoalError
 from shoal.models import Transformer
 from shoal.plan import Plan
 from shoal.record import MetricsWriter, Recorder, open_recorder
-from shoal.run import Run
+from shoal.run import Decision, Run, write_decision
 
 __all__ = ["RunRecord", "describe_device", "describe_versions"]
 
@@ -112,6 +112,11 @@ class RunRecord:
         """Write values of a step."""
         if self._metrics is not None:
             self._metrics.log(step, values)
+
+    def decided(self, decision: Decision) -> None:
+        """Write a decision about the exchange."""
+        if self._coordinator.rank == 0:
+            write_decision(self.run.decisions_file, decision)
 
     def close(self) -> None:
         """Write what is still buffered."""

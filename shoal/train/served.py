@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shoal.checkpoint import Coordinator
 from shoal.errors import ConfigError
-from shoal.parallel import Parallel, ServedUpdates
+from shoal.parallel import Parallel, ServedUpdates, outer_settings
 from shoal.plan import Plan, SettledPlan
 from shoal.record import Recorder
+from shoal.run import Decision
 from shoal.server import Servers, Terms
 from shoal.train.config import OptimizerConfig
+from shoal.train.curvature import Curvature
+from shoal.train.stale_guard import StaleGuard
 
-__all__ = ["plan_of_ranks", "serve_optimizer", "terms_of"]
+__all__ = ["plan_of_ranks", "serve_optimizer", "stale_guard_of", "terms_of"]
 
 
 def plan_of_ranks(plan: SettledPlan, batch: int, servers: Servers | None) -> tuple[SettledPlan, int]:
@@ -40,13 +45,14 @@ def plan_of_ranks(plan: SettledPlan, batch: int, servers: Servers | None) -> tup
     return SettledPlan.of(plan.of_worker(), batch), batch
 
 
-def terms_of(plan: Plan, steps: int, patience: float) -> Terms:
+def terms_of(plan: Plan, steps: int, patience: float, *, guard: bool) -> Terms:
     """Return what the workers of a training go by.
 
     Args:
         plan: The whole Plan.
         steps: Steps of the training.
         patience: Seconds after which a worker that others wait for is taken for lost.
+        guard: Whether stale gradients give way to rounds when they do harm.
     """
     exchange = plan.exchanged
     return Terms(
@@ -57,6 +63,7 @@ def terms_of(plan: Plan, steps: int, patience: float) -> Terms:
         grace=exchange.grace,
         every=exchange.every if exchange.merges else 1,
         patience=patience,
+        guard=guard,
     )
 
 
@@ -82,8 +89,10 @@ def serve_optimizer(
         ranks: The ranks of this worker.
         recorder: Recorder of spans.
     """
-    outer = (config.outer_rate, config.outer_momentum) if plan.exchanged.merges else None
-    terms = terms_of(plan, steps, servers.timeout)
+    outer = None
+    if plan.exchanged.merges:
+        outer = outer_settings(plan.exchanged, config.outer_rate, config.outer_momentum)
+    terms = terms_of(plan, steps, servers.timeout, guard=config.guard)
     return ServedUpdates(
         parallel,
         optimizer,
@@ -96,3 +105,27 @@ def serve_optimizer(
         feedback=plan.exchanged.feedback,
         recorder=recorder,
     )
+
+
+def stale_guard_of(
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    config: OptimizerConfig,
+    curvature: Curvature,
+    batch: int,
+    decided: Callable[[Decision], object],
+) -> StaleGuard | None:
+    """Return the guard of a training with stale gradients; None for another training, or without a guard.
+
+    Args:
+        optimizer: The optimizer.
+        plan: The whole Plan.
+        config: The configuration.
+        curvature: Measures the curvature.
+        batch: Samples of a share.
+        decided: Told of each decision.
+    """
+    exchange = plan.exchanged
+    if not isinstance(optimizer, ServedUpdates) or not exchange.staleness or not config.guard:
+        return None
+    return StaleGuard(optimizer, exchange, curvature, clip=config.clip, batch=batch, decided=decided)

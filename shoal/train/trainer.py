@@ -15,17 +15,21 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, Parallel, own_device, parallelize
+from shoal.parallel import Batch, GuidedUpdates, Parallel, own_device, parallelize
 from shoal.parallel.compiled import compiled
 from shoal.parallel.device_memory import largest_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
+from shoal.run import Decision
 from shoal.server import Servers
 from shoal.timeline import Kind
 from shoal.train.buffers import ChangingBuffers
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
-from shoal.train.evaluate import Evaluation, evaluate
+from shoal.train.curvature import Curvature
+from shoal.train.evaluate import Evaluation, Evaluator
+from shoal.train.guide import Guide
+from shoal.train.held_out import HeldOut, next_token_accuracy, values_on
 from shoal.train.learning_rate import RateCourse, Schedule
 from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
@@ -36,7 +40,8 @@ from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
 from shoal.train.saved import SavedTraining
-from shoal.train.served import plan_of_ranks, serve_optimizer
+from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
+from shoal.train.stepping import Stepping
 from shoal.train.update import Update
 from shoal.train.workers import Workers
 
@@ -82,8 +87,10 @@ class Trainer:
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
         servers: The parameter servers of the Plan. The ranks are then those of one worker.
         run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
+        held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
+            next, and for Shoal's own models next-token accuracy.
         on_step: Called with each step's result; `on_validation` with the steps made and the values of each
-            validation, `on_save` with the path of each checkpoint.
+            validation, `on_save` with the path of each checkpoint, `on_decision` with each on exchanges.
 
     Attributes:
         parallel: The model as it is laid over the ranks.
@@ -124,6 +131,8 @@ class Trainer:
         on_step: Callable[[StepResult], object] | None = None,
         on_validation: Callable[[int, Mapping[str, float]], object] | None = None,
         on_save: Callable[[Path], object] | None = None,
+        on_decision: Callable[[Decision], object] | None = None,
+        held_out: HeldOut | None = None,
     ) -> None:
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -137,7 +146,6 @@ class Trainer:
         self.position = 0
         self.skips = Skips(self.config.skip)
         self._seed = seed
-        self._synchronise_buffers = synchronise_buffers
         if self._device.type == "cpu":
             keep_freed_memory()
         record = None
@@ -146,7 +154,7 @@ class Trainer:
             settings["tokens_per_step"] = None if sequence is None else batch * sequence
             record = RunRecord(Path(run), self.coordinator, model, self._device, settings, recorder)
             recorder = record.recorder
-        self._listeners = Listeners(record, on_step, on_validation, on_save)
+        self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
         self._recorder = recorder if recorder is not None else NullRecorder()
         self._names = [name for name, _ in model.named_parameters()]
         self._reader = Reader(model, loss, counted)
@@ -167,19 +175,10 @@ class Trainer:
             record.settle(self.parallel.plan)
         self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
         if servers is not None:
-            self.optimizer = serve_optimizer(
-                self.parallel,
-                self.optimizer,
-                self.config,
-                whole,
-                steps,
-                servers,
-                self.coordinator,
-                self._recorder,
-            )
-        self.workers = Workers(
-            self.optimizer, of_all // batch, steps, batch, data=self.parallel.axes.data, seed=seed
-        )
+            given = whole, steps, servers, self.coordinator, self._recorder
+            self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
+        axes, number = self.parallel.axes, of_all // batch
+        self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
         self._saved = SavedTraining(
             self.parallel,
             self.optimizer,
@@ -187,8 +186,6 @@ class Trainer:
             seed=seed,
             coordinator=self.coordinator,
         )
-        self._rates = RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=schedule)
-        self._buffers = ChangingBuffers(self.parallel.module)
         self._passes = Passes(
             self.parallel,
             self._loader,
@@ -198,8 +195,37 @@ class Trainer:
             workers=workers,
             device=self._device,
         )
-        self._update = Update(self.parallel, self.optimizer, self.config.clip)
-        self._defers = self._device.type != "cpu" and self._update.is_on_device
+        update = Update(self.parallel, self.optimizer, self.config.clip)
+        self._stepping = Stepping(
+            self.parallel,
+            self._passes,
+            update,
+            self.workers,
+            RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=schedule),
+            ChangingBuffers(self.parallel.module),
+            self._recorder,
+            synchronise_buffers,
+        )
+        microbatch = self.plan.microbatch
+        self._evaluator = Evaluator(self.parallel, self._reader, self._recorder, seed, microbatch)
+        self._guide: Guide | None = None
+        if isinstance(self.optimizer, GuidedUpdates):
+            is_own = isinstance(model, Transformer) and self._reader.is_default_loss
+            tasks = {"accuracy": next_token_accuracy} if is_own else {}
+            self._guide = Guide(
+                self._stepping,
+                self.optimizer,
+                self.plan,
+                steps=steps,
+                batch=batch,
+                coordinator=self.coordinator,
+                evaluate=values_on(held_out, self._evaluator, self._loader, tasks),
+                decided=self._listeners.decided,
+            )
+        curvature = Curvature(self.parallel, self._loader, self._reader, microbatch)
+        decided = self._listeners.decided
+        self._stale_guard = stale_guard_of(self.optimizer, whole, self.config, curvature, batch, decided)
+        self._defers = self._device.type != "cpu" and update.is_on_device
         self._unsettled: Unsettled | None = None
         begin_anew(seed, 0, self.parallel.axes.data.index)
 
@@ -231,31 +257,19 @@ class Trainer:
         """
         self._listeners.begin_step()
         began = time.perf_counter()
-        turn = self.workers.begin(self.step_count, self.position)
-        rate = self._rates.set(turn.step)
-        self._buffers.begin_step()
-        self.parallel.set_step(turn.step)
-        with self._recorder.step(turn.step + 1):
-            passed = self._passes.run(turn.position, stop=stop)
-            self.workers.average()
-            with self._recorder.span(Kind.OPTIMIZER):
-                norm = self.parallel.measure_gradient()
-                is_finite = self._update.make(passed.loss, norm.whole)
-            self._buffers.end_step(is_finite)
-            if self._synchronise_buffers:
-                self._buffers.average(self.parallel.axes.averaged)
-        progress = self.workers.end(turn, passed)
+        made = self._stepping.make(self.step_count, self.position, stop=stop)
+        turn, passed = made.turn, made.passed
         result = StepResult(
             turn.step + 1,
             passed.loss,
-            self.workers.norm(norm.whole),
+            self.workers.norm(made.norm.whole),
             passed.stop,
-            learning_rate=rate,
-            tokens=passed.tokens * self.parallel.axes.data.size * progress.shares,
-            seconds=time.perf_counter() - began,
+            learning_rate=made.rate,
+            tokens=passed.tokens * self.parallel.axes.data.size * made.progress.shares,
+            seconds=made.seconds,
         )
-        before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, norm)
-        self.step_count, self.position = progress.steps, progress.position
+        before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, made.norm)
+        self.step_count, self.position = made.progress.steps, made.progress.position
         if self._defers:
             self.optimizer.zero_grad()
             if before is not None:
@@ -264,6 +278,10 @@ class Trainer:
         else:
             self.settle()
         self.skips.require_progress()
+        if self._guide is not None and not result.stop:
+            self._guide.advance(made)
+        if self._stale_guard is not None:
+            self._stale_guard.advance(made)
         return result
 
     def settle(self) -> None:
@@ -289,17 +307,7 @@ class Trainer:
                 targets.
         """
         self.settle()
-        with self._recorder.span(Kind.VALIDATION):
-            values = evaluate(
-                self.parallel,
-                as_samples(samples),
-                count,
-                reader=self._reader,
-                functions=functions or {},
-                seed=self._seed,
-                microbatch=self.plan.microbatch,
-                device=self._device,
-            )
+        values = self._evaluator(as_samples(samples), count, functions or {})
         self._listeners.validated(self.step_count, values)
         return values
 
@@ -323,6 +331,8 @@ class Trainer:
             "position": self.position,
             "skipped": [self.skips.total, self.skips.in_a_row],
         }
+        if self._guide is not None:
+            state["exchange"] = self._guide.kept()
         with self._recorder.span(Kind.CHECKPOINT):
             path = self._saved.save(directory, self.step_count, state)
         self._listeners.saved(path)
@@ -353,6 +363,8 @@ class Trainer:
         state = self._saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
         self.skips.total, self.skips.in_a_row = state["skipped"]
+        if self._guide is not None:
+            self._guide.restart(self.step_count, self.position, state.get("exchange", {}))
         self._listeners.loaded(self.step_count)
         return state
 

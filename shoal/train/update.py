@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 
-from shoal.parallel import LocalUpdates, Parallel, ServedUpdates
+from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates
 from shoal.parallel.optimizer.norm import limit_gradients
 
 __all__ = ["Update"]
@@ -31,8 +31,7 @@ class Update:
     def __init__(self, parallel: Parallel, optimizer: torch.optim.Optimizer, clip: float | None) -> None:
         self._parallel = parallel
         self._optimizer: Any = optimizer
-        is_clipped_by_servers = isinstance(optimizer, ServedUpdates) and optimizer.clips
-        self._clip = None if is_clipped_by_servers else clip
+        self._clip = clip
         self.is_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
     def make(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
@@ -50,10 +49,11 @@ class Update:
             self._optimizer.loss = loss
         if not self.is_on_device:
             if is_finite.item():
-                if self._clip is not None:
+                is_clipped_by_servers = isinstance(self._optimizer, ServedUpdates) and self._optimizer.clips
+                if self._clip is not None and not is_clipped_by_servers:
                     limit_gradients(self._parallel.owned, norm, self._clip)
                 self._optimizer.step()
-            elif isinstance(self._optimizer, (LocalUpdates, ServedUpdates)):
+            elif isinstance(self._optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
                 self._optimizer.pass_over()
             return is_finite
         self._optimizer.found_inf = is_finite.logical_not().float()

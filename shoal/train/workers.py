@@ -7,7 +7,8 @@ from typing import NamedTuple, final
 import torch
 
 from shoal.errors import TrainingError
-from shoal.parallel import Axis, LocalUpdates, ServedUpdates
+from shoal.parallel import GuidedUpdates, LocalUpdates, ServedUpdates
+from shoal.parallel.axes import Axes
 from shoal.train.passes import Passed
 from shoal.train.randomness import begin_anew
 
@@ -49,7 +50,7 @@ class Workers:
         number: Workers that a step's batch is cut for.
         steps: Steps of the whole training.
         batch: Samples in a step of this rank's worker, or of all workers that step together.
-        data: The ranks among which this one is, of its worker, that have other data.
+        axes: The axes of the Plan.
         seed: The run's seed.
     """
 
@@ -60,15 +61,16 @@ class Workers:
         steps: int,
         batch: int,
         *,
-        data: Axis,
+        axes: Axes,
         seed: int,
     ) -> None:
-        self._local = optimizer if isinstance(optimizer, LocalUpdates) else None
+        self._local = optimizer if isinstance(optimizer, (LocalUpdates, GuidedUpdates)) else None
         self._served = optimizer if isinstance(optimizer, ServedUpdates) else None
         self._number = number
         self._steps = steps
         self._batch = batch
-        self._data = data
+        self._data = axes.data
+        self._workers = axes.workers
         self._seed = seed
 
     @property
@@ -115,10 +117,14 @@ class Workers:
             begin_anew(self._seed, share // self._number, place)
         return Turn(share // self._number, share * self._batch)
 
-    def average(self) -> None:
-        """Average the gradient over the workers, if they merge and this step is dense."""
-        if self._local is not None and self._local.is_dense:
-            self._local.average_gradients()
+    def average(self, passed: Passed) -> None:
+        """Average gradient and loss over the workers, if each summed its own and the step is dense."""
+        if self._local is None or not self._local.is_dense or self._workers.size == 1:
+            return
+        self._local.average_gradients()
+        loss = passed.loss.clone()
+        self._workers.all_reduce(loss, "loss").wait()
+        passed.loss = loss / self._workers.size
 
     def end(self, turn: Turn, passed: Passed) -> Progress:
         """Return where the training is after the optimizer's step.
@@ -147,6 +153,14 @@ class Workers:
         if self._served is None or self._served.norm is None or not own.isfinite():
             return own
         return torch.full_like(own, self._served.norm)
+
+    def retire(self) -> bool:
+        """Wait until the end of the training is saved; return whether this worker has to save it now.
+
+        The worker that leads saves at once. If servers join the workers, and it is lost before it has saved,
+        the next one has to.
+        """
+        return self._served is not None and self._served.retire()
 
     def leave(self) -> None:
         """Leave the other workers, if servers join them; the last one ends the servers."""

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from slow_links_hosts import Workers
-from slow_links_loss import DENSE, RUNS, STEPS, Loss, at_equal_time, table
+from slow_links_loss import STEPS, Loss, at_equal_time, runs_of, table
 from slow_links_methods import MODEL, NEVER, methods
 from slow_links_speed import formula_bytes, predicted_seconds, with_compute
 
@@ -23,7 +23,7 @@ def test_int8_every_twenty_steps_sends_eighty_times_fewer_bytes_and_sparse_ones_
     dense = formula_bytes("", 4)
     assert dense / formula_bytes("exchange=local,every=20", 4) == pytest.approx(20)
     assert dense / formula_bytes("exchange=local,every=20,compress=int8", 4) == pytest.approx(80, rel=0.005)
-    sparse = [run for run in RUNS if "2bit" in run.exchange]
+    sparse = [run for run in runs_of() if "local" in run.exchange and "2bit" in run.exchange]
     assert sparse
     assert all(run.fewer > 146 for run in sparse)
 
@@ -47,9 +47,12 @@ def test_a_course_is_linear_between_its_points():
 
 
 def test_losses_stand_beside_those_of_dense_with_the_same_seed():
-    local = RUNS[1]
+    all_dense, *others = runs_of()
+    local = next(run for run in others if "local" in run.exchange)
     dense = [Loss(loss, {STEPS // 2: 2 * loss, STEPS: loss}) for loss in (1.0, 1.1)]
-    lines = table({DENSE: dense, local: [Loss(1.01, {}), Loss(1.1, {})]}, {local.exchange: 1e9}).splitlines()
+    lines = table(
+        {all_dense: dense, local: [Loss(1.01, {}), Loss(1.1, {})]}, {local.exchange: 1e9}
+    ).splitlines()
     assert "+0.50% (+0.00% to +1.00%)" in lines[3]
     assert local.fewer_in_all < STEPS / local.dense
     assert "2.1000" in lines[3], "dense has made as few steps as the other's dense ones"
@@ -58,7 +61,7 @@ def test_losses_stand_beside_those_of_dense_with_the_same_seed():
 @pytest.mark.skipif(bool(why_no_hosts()), reason="no network namespaces here")
 def test_the_interfaces_count_the_formulas_bytes():
     chosen = [SHOAL["bucketed"], SHOAL["compress=topk:64:2bit"], SHOAL["exchange=local,every=20"]]
-    with Hosts(2) as hosts, Workers(hosts, chosen) as ranks:
+    with Hosts(2) as hosts, Workers(hosts, 2, chosen) as ranks:
         for number, method in enumerate(chosen):
             ranks.build(number)
             # A busy machine answers late at times, and TCP then sends a segment of 64 KiB again.

@@ -17,10 +17,19 @@ pytestmark = pytest.mark.skipif(not is_built(), reason="the native core was not 
 AGGREGATE = [sys.executable, "-m", "shoal.cli.main", "aggregate", "--listen"]
 
 
+def signals_as_in_a_terminal():
+    """Undo what a shell does for commands in its background: they, and what they start, ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_it_prints_its_address_listens_there_and_ends_with_a_signal(number, code):
     with subprocess.Popen(
-        [*AGGREGATE, "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*AGGREGATE, "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=signals_as_in_a_terminal,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -29,7 +38,10 @@ def test_it_prints_its_address_listens_there_and_ends_with_a_signal(number, code
         socket.create_connection((host, int(port)), timeout=10).close()
         assert process.stderr.readline() == f"shoal: set SHOAL_AGGREGATOR={address} for the ranks\n"
         process.send_signal(number)
-        assert process.wait(20) == code
+        try:
+            assert process.wait(20) == code
+        finally:
+            process.kill()
         assert process.stderr.read() == ""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from shoal.cli import report
 from shoal.errors import RunError, UserError
-from shoal.run import Run, metrics_line
+from shoal.run import Decision, Run, metrics_line, write_decision
 from shoal.timeline import Kind, Lane, Span, Timeline
 
 STEPS = 8
@@ -229,6 +229,22 @@ def test_a_run_without_timeline_reports_its_metrics(run: Run, capsys: pytest.Cap
         call(run.path, "--trace", run.path / "trace.json")
     with pytest.raises(RunError, match="rank 0"):
         call(run.path, "--rank", 0)
+
+
+def test_decisions_about_the_exchange_are_told_with_their_reasons(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = "exchange=local,every=20"
+    write_decision(run.decisions_file, Decision(11, "exchange=bucketed", "measured", {"latency": 0.1}))
+    write_decision(run.decisions_file, Decision(54, local, "it is quicker"))
+    with run.decisions_file.open("a") as file:
+        file.write('{"step": 60')  # a line that was not written to its end
+    assert call(run.path) == 0
+    assert f"after step 54, {local}: it is quicker" in capsys.readouterr().out
+    assert call(run.path, "--json") == 0
+    first, second = json.loads(capsys.readouterr().out)["decisions"]
+    assert first["numbers"] == {"latency": 0.1}
+    assert (second["step"], second["exchange"]) == (54, local)
 
 
 def test_a_run_that_only_began_can_be_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

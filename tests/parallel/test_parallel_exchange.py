@@ -1,4 +1,7 @@
-"""Compressed exchange and local updates follow references of a few lines, on one process."""
+"""Compressed exchange and local updates: nothing is lost, and local updates of AdamW follow a reference.
+
+Whole trainings against references: `test_parallel_golden.py`.
+"""
 
 import pytest
 import torch
@@ -6,10 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.collectives import codec_of
-from shoal.parallel import LocalUpdates, parallelize
+from shoal.parallel import LocalUpdates, outer_settings, parallelize
 from shoal.parallel.exchange.rounds import Rounds
-from shoal.plan import Compression, Plan
+from shoal.plan import Plan
 
 WORKERS, STEPS, RATE = 4, 5, 0.1
 SHAPE = (64, 100)  # two chunks, seven blocks
@@ -71,75 +73,6 @@ def left_out(parallel):
     if held.scatter is not None:
         return held.scatter.memory.left.clone()
     return held.sum.give_up(len(held.sum.memories[0][1].left))
-
-
-def sent_by(kind, number):
-    """Return what is sent of a vector [elements], for kinds whose choice the reference can make by itself."""
-
-    codec = codec_of(kind)
-
-    def sent(vector, step):
-        if kind.kind == "sign":
-            blocks = vector.split(1024)
-            return torch.cat([torch.where(each < 0, -1.0, 1.0) * each.abs().mean() for each in blocks])
-        if kind.kind == "random":
-            payload = torch.zeros(codec.payload(len(vector)), dtype=torch.uint8)
-            codec.encode(vector, payload, seed=number(step))
-            codec.decode(payload, result := torch.zeros_like(vector), seed=number(step))
-            return result
-        result = torch.zeros_like(vector)
-        for begin in range(0, len(vector), 4096):
-            chunk = vector[begin : begin + 4096]
-            if kind.kind == "threshold":
-                kept = (chunk.abs() > kind.number * chunk.square().mean().sqrt()).nonzero()[:, 0]
-            else:
-                kept = chunk.abs().topk(-(-len(chunk) // kind.number)).indices
-            values = chunk[kept]
-            if kind.bits == 2:
-                middle = values.abs().mean()
-                small = values.abs() <= middle
-                for each in (small, ~small):
-                    magnitude = values[each].abs().mean() if each.any() else torch.zeros(())
-                    values = torch.where(each, values.sign() * magnitude.bfloat16().float(), values)
-            result[begin + kept] = values
-        return result
-
-    return sent
-
-
-def reference(kind, feedback=1.0, steps=STEPS):
-    """SGD on the mean of what four workers send, with error feedback."""
-    model = matrix()
-    sent = sent_by(kind, lambda step: step * (1 << 16) + 1)
-    errors = [torch.zeros(model.weight.numel()) for _ in range(WORKERS)]
-    error_of_sum = torch.zeros(model.weight.numel())
-    for step in range(steps):
-        total = torch.zeros(model.weight.numel())
-        for worker in range(WORKERS):
-            model.zero_grad()
-            loss_of(model, model, step, worker).backward()
-            vector = model.weight.grad.flatten() / WORKERS + feedback * errors[worker]
-            payload = sent(vector, step)
-            errors[worker] = vector - payload
-            total += payload
-        if kind.is_quantised:
-            total += feedback * error_of_sum
-            payload = sent(total, step)
-            error_of_sum = total - payload
-            total = payload
-        model.weight.data -= RATE * total.view(SHAPE)
-    return model.weight.detach()
-
-
-@pytest.mark.parametrize("text", ["sign", "topk:64", "topk:16:2bit", "threshold:2", "random:8"])
-@pytest.mark.parametrize("feedback", [1.0, 0.5])
-def test_a_compressed_training_follows_the_reference(ranks, text, feedback):
-    plan = f"dp={WORKERS},compress={text}" + (f",feedback={feedback}" if feedback != 1 else "")
-    results = ranks.run(compressed_training, WORKERS, plan)
-    expected = reference(Compression.parse(text), feedback)
-    for values, _ in results:
-        assert torch.equal(values, results[0][0])
-    torch.testing.assert_close(results[0][0], expected, rtol=0, atol=2e-6)  # sums in another order
 
 
 KINDS = ["int8", "int4", "fp8", "sign", "topk:64", "random:8", "powersgd:3"]
@@ -312,13 +245,29 @@ def test_rounds_merge_every_fragment_once_and_grow_as_the_rate_falls():
     assert [each for each in merged if each is not None] == [0, 1, 2, 3]
     assert merged[:2] == [None, None]
     assert rounds.is_at_end
-    rounds.share_of_peak(1.0)
-    rounds.begin(rounds.share_of_peak(0.6))  # 1 / 0.6^2 is 2.8
+    for rate in (1.0, 0.6):
+        rounds.note(rate)
+    rounds.begin()  # 1 / 0.6^2 is 2.8
     assert sum(rounds.advance() is not None for _ in range(16)) == 4
     assert rounds.is_at_end
-    rounds.begin(rounds.share_of_peak(0.1))  # at most three times as long
-    for _ in range(17):
-        rounds.advance()
-        assert not rounds.is_at_end
-    rounds.advance()
-    assert rounds.is_at_end
+    rounds.note(0.1)
+    rounds.begin()  # at most three times as long
+    resumed = Rounds(Plan.parse("dp=2,exchange=local,every=6,fragments=4,stretch=3,dense=2").exchanged)
+    resumed.set_step(rounds.step, rounds.rates)
+    for each in (rounds, resumed):
+        for _ in range(17):
+            each.advance()
+            assert not each.is_at_end
+        each.advance()
+        assert each.is_at_end
+
+
+@pytest.mark.parametrize(
+    ("compress", "usual"),
+    [("", (0.7, 0.9)), ("int8", (0.7, 0.9)), ("topk:8:2bit", (1.0, 0.5)), ("powersgd:2", (1.0, 0.5))],
+)
+def test_outer_settings_are_those_that_are_given_or_work_with_the_compression(compress, usual):
+    exchange = Plan.parse(f"dp=2,exchange=local{compress and ',compress='}{compress}").exchanged
+    assert outer_settings(exchange) == usual
+    assert outer_settings(exchange, 0.3) == (0.3, usual[1])
+    assert outer_settings(exchange, momentum=0.0) == (usual[0], 0.0)

@@ -66,6 +66,8 @@ def train(
     outer: tuple[float, float] | None = None,
     compress: str = "none",
     clip: float | None = None,
+    model: Callable[[], nn.Module] = make_model,
+    loss: Callable[[Any, int], torch.Tensor] = loss_of,
     before: Callable[[int, int, Sequence[Server]], object] = lambda worker, share, servers: None,
     change: Callable[[int, Servers], object] = lambda worker, way: None,
 ) -> Trained:
@@ -84,7 +86,7 @@ def train(
         way = Servers([server.address for server in here], "word", mirrored=mirrored, timeout=20)
         change(number, way)
         try:
-            parallel = parallelize(make_model(), Plan())
+            parallel = parallelize(model(), Plan())
             updates = ServedUpdates(
                 parallel,
                 make(parallel.parameters()),
@@ -97,8 +99,9 @@ def train(
             )
             while (share := updates.share()) is not None:
                 before(number, share, here)
-                loss_of(parallel, share).backward()
-                updates.step()
+                updates.loss = loss(parallel, share)
+                updates.loss.backward()
+                updates.step() if updates.loss.isfinite() else updates.pass_over()
                 updates.zero_grad()
                 trained.steps.append((number, share, updates.staleness))
             if updates.leads:

@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -57,6 +58,58 @@ def test_a_worker_that_others_wait_for_too_long_is_taken_for_lost():
     assert decisions[0].shares == (1,)  # what the lost one had
 
 
+@pytest.mark.parametrize("through_copy", [False, True])
+def test_if_the_worker_that_saves_is_lost_at_the_end_the_next_one_saves(through_copy):
+    kept = []
+    board = Board(Terms(workers=3, shares=3, patience=20), keep=kept.append)
+    for _ in range(3):
+        board.join()
+    decisions, threads = arrive_together(board, [0, 1, 2], 0)
+    for thread in threads:
+        thread.join(10)
+    assert [decisions[worker].shares for worker in range(3)] == [(), (), ()]
+    assert [decisions[worker].leads for worker in range(3)] == [True, False, False]
+    if through_copy:
+        board = Board.of(json.loads(json.dumps(kept[-1])), keep=kept.append)
+    saves = {}
+    threads = [
+        threading.Thread(target=lambda worker=worker: saves.update({worker: board.retire(worker)}))
+        for worker in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.02)
+    assert not saves  # worker 0 may still save
+    board.leave(0)  # its connection ended
+    threads[0].join(10)
+    assert saves == {1: True}
+    last = threading.Thread(target=lambda: board.leave(1, is_last=True))
+    last.start()
+    threads[1].join(10)
+    assert saves == {1: True, 2: False}
+    time.sleep(0.02)
+    assert last.is_alive()  # it ends the servers once the others are gone
+    board.leave(2)
+    last.join(10)
+    assert board.is_over
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_bound_counts_from_the_beginning_of_workers_that_have_not_come(comes):
+    """Until they are given up."""
+    board = Board(Terms(workers=2, shares=9, staleness=1, patience=20 if comes else 0.05))
+    board.join()
+    board.arrive(0, 0, 1.0)
+    decisions, (thread,) = arrive_together(board, [0], 1)
+    if comes:
+        thread.join(0.02)
+        assert not decisions
+        board.join()
+        board.arrive(1, 0, 1.0)
+    thread.join(10)
+    assert decisions[0].shares
+
+
 @pytest.mark.parametrize("staleness", [0, math.inf])
 def test_a_worker_is_told_the_mean_loss_of_what_came_since_its_last_answer(staleness):
     board = Board(Terms(workers=2, shares=9, staleness=staleness, quorum=0 if staleness else 1, grace=0.0))
@@ -68,7 +121,8 @@ def test_a_worker_is_told_the_mean_loss_of_what_came_since_its_last_answer(stale
     assert board.arrive(0, 3, 0.0, math.nan).loss == 9.0  # one that left its step out is not counted
 
 
-@settings(max_examples=40)
+@mock.patch("shoal.server.guard._LEAST", 2)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),
     workers=st.integers(1, 4),
@@ -76,10 +130,10 @@ def test_a_worker_is_told_the_mean_loss_of_what_came_since_its_last_answer(stale
     every=st.integers(1, 3),
 )
 def test_each_share_is_finished_once_whoever_leaves_and_joins(seed, workers, staleness, every):
-    """Also after a copy has gone on from the kept state, as text."""
+    """Also where rounds take the place of a bound for a while, and after a copy has gone on."""
     chance = random.Random(seed)
     kept = []
-    terms = Terms(workers=workers, shares=24, staleness=staleness, every=every, patience=20)
+    terms = Terms(workers=workers, shares=24, staleness=staleness, every=every, patience=20, guard=True)
     board = Board(terms, keep=lambda state: kept.append(json.dumps(state)))
     finished = []
 
@@ -89,7 +143,8 @@ def test_each_share_is_finished_once_whoever_leaves_and_joins(seed, workers, sta
             if lifetime == 0:
                 board.leave(worker)
                 return
-            decision = board.arrive(worker, clock, 1.0)
+            failed = chance.choice(["", "", "the step is too large"])
+            decision = board.arrive(worker, clock, 1.0, 0.0, failed)
             finished.extend(shares)
             clock, shares, lifetime = clock + 1, decision.shares, lifetime - 1
 

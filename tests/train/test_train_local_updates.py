@@ -8,6 +8,7 @@ from train_stand_ins import (
     make_trainer,
     resume_half_way,
     save_half_way,
+    weights,
     with_and_without_interruption,
 )
 
@@ -36,6 +37,36 @@ def test_a_resumed_run_is_bitwise_the_one_that_went_on(ranks, tmp_path, plan):
         ours, theirs = resumed.pop("weights"), without.pop("weights")
         assert resumed == without
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def stretched(folder):
+    """The weights with rounds that grow as the learning rate falls: without an interruption, and with one."""
+
+    def make():
+        optimizer = OptimizerConfig(warmup=0, learning_rate=1e-2)
+        return make_trainer("dp=2,exchange=local,every=1,stretch=4", steps=8, optimizer=optimizer)
+
+    trainer, resumed = make(), None
+    for step in range(8):
+        if step == 5:
+            resumed = make()
+            resumed.load(trainer.save(folder, {}))
+        trainer.step()
+    while resumed.step_count < 7:
+        resumed.step()
+    before_last = weights(resumed)
+    resumed.step()
+    for each in (trainer, resumed):
+        each.close()
+    return weights(trainer), weights(resumed), before_last
+
+
+def test_a_resumed_run_knows_the_highest_learning_rate(ranks, tmp_path):
+    """At step 5 it has fallen to 0.45 of it, and rounds have four steps: the last one is the next merge."""
+    one, other = ranks.run(stretched, 2, tmp_path)
+    for without, resumed, _ in (one, other):
+        assert all(torch.equal(without[name], resumed[name]) for name in without)
+    assert any(not torch.equal(value, other[2][name]) for name, value in one[2].items())
 
 
 @pytest.mark.parametrize(("first", "second"), [(LOCAL, "dp=1"), ("dp=1", f"{LOCAL},compress=int8")])

@@ -27,23 +27,34 @@ class CompressedBucket:
         bucket: The bucket.
 
     Attributes:
-        sum: The sum over replicas, if it is compressed.
         scatter: The sum over shards, if it is compressed.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._step = self._exchanges = 0
-        self.sum: CompressedSum | None = None
         self.scatter: CompressedScatter | None = None
-        compressing, family = bucket.compressing, bucket.family
-        if compressing is None or not bucket.trains:
+        self._sum: CompressedSum | None = None
+        self._changes: int | None = None  # how often the compression had changed when the sum was made
+        compressing = bucket.compressing
+        if compressing is None or compressing.is_between_workers or not bucket.trains:
             return
-        compression, feedback = compressing.compression, compressing.feedback
-        if compressing.is_between_workers and family.summed.size > 1:
-            self.sum = sum_over(family.summed, compression, feedback, self._matrices)
-        elif not compressing.is_between_workers and family.reduce.size > 1:
-            self.scatter = CompressedScatter(family.reduce, compression, feedback)
+        if bucket.family.reduce.size > 1:
+            compression, feedback = compressing.compression, compressing.feedback
+            self.scatter = CompressedScatter(bucket.family.reduce, compression, feedback)
+
+    @property
+    def sum(self) -> CompressedSum | None:
+        """The sum over replicas, if it is compressed."""
+        compressing, family = self._bucket.compressing, self._bucket.family
+        if compressing is None or not compressing.is_between_workers or not self._bucket.trains:
+            return None
+        if self._changes != compressing.changes:
+            self._changes, self._sum = compressing.changes, None
+            compression, feedback = compressing.compression, compressing.feedback
+            if compression.kind != "none" and family.summed.size > 1:
+                self._sum = sum_over(family.summed, compression, feedback, self._matrices)
+        return self._sum
 
     @property
     def compresses_shards(self) -> bool:
@@ -53,7 +64,7 @@ class CompressedBucket:
     @property
     def compresses_replicas(self) -> bool:
         """Whether the sum over the bucket's replicas is compressed in this step."""
-        return self.sum is not None and self._is_on
+        return self._is_on and self.sum is not None
 
     @property
     def _is_on(self) -> bool:
@@ -77,9 +88,10 @@ class CompressedBucket:
         elements = layout.elements if is_whole else layout.packed_elements
         if is_whole:
             layout.clear_gaps(sums)
-        assert self.sum is not None
+        summed = self.sum
+        assert summed is not None
         vector, presence = sums[:elements], sums[elements:]
-        pending = self.sum.start(vector, bucket.name, self._number())
+        pending = summed.start(vector, bucket.name, self._number())
         return _Both([pending, bucket.family.summed.all_reduce(presence, f"{bucket.name} presence")])
 
     def reduce_scatter(self, buffer: torch.Tensor) -> Pending:

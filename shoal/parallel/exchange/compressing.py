@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.plan import Compression, Plan
+from shoal.plan import Compression, Exchange, Plan
 
 __all__ = ["Compressing"]
 
 
 @dataclass(slots=True)
 class Compressing:
-    """What the exchanges of a strategy's gradients have in common.
+    """What the exchanges of a strategy's gradients have in common; with exchange=auto it changes.
 
     Attributes:
         compression: What is sent in place of a vector.
@@ -20,6 +20,7 @@ class Compressing:
         is_between_workers: Whether the sums over replicas are compressed. If not, the plan has one worker,
             and its ranks compress what they send each other.
         step: Steps made.
+        changes: How often another exchange was to be followed.
     """
 
     compression: Compression
@@ -27,16 +28,23 @@ class Compressing:
     dense: int
     is_between_workers: bool
     step: int = 0
+    changes: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Compressing | None:
         """Return the compression of gradients under a Plan; None if they are sent whole."""
         exchange = plan.exchanged
-        if not exchange.compresses or exchange.merges:
+        if exchange.merges or not (exchange.compresses or (exchange.is_chosen and plan.replicas > 1)):
             return None
         return cls(exchange.compression, exchange.feedback, exchange.dense, plan.replicas > 1)
+
+    def follow(self, exchange: Exchange) -> None:
+        """Compress as an exchange says from the next step on; what was left out before is dropped."""
+        self.compression = Compression() if exchange.merges else exchange.compression
+        self.feedback, self.dense = exchange.feedback, 0
+        self.changes += 1
 
     @property
     def is_on(self) -> bool:
         """Whether this step's gradients are compressed."""
-        return self.step >= self.dense
+        return self.compression.kind != "none" and self.step >= self.dense

@@ -24,8 +24,9 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
-from shoal.parallel.communication import Axis, Pending, new_buffer
+from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.exchange.fragments import Fragment, fragments_of
+from shoal.parallel.exchange.mean_gradient import average_gradients
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.rounds import Rounds
 from shoal.parallel.exchange.sums import CompressedSum, sum_over
@@ -39,8 +40,27 @@ from shoal.parallel.optimizer.composed import (
 )
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
+from shoal.plan import Exchange
 
-__all__ = ["LocalUpdates"]
+__all__ = ["LocalUpdates", "outer_settings"]
+
+_OUTER = 0.7, 0.9  # rate and momentum (Douillard et al.)
+_SPARSE_OUTER = 1.0, 0.5  # what a merge leaves out comes with later ones, as momentum does
+
+
+def outer_settings(
+    exchange: Exchange, rate: float | None = None, momentum: float | None = None
+) -> tuple[float, float]:
+    """Return the learning rate and the Nesterov momentum of the outer gradient.
+
+    Args:
+        exchange: How workers merge.
+        rate, momentum: What is asked for; None for 0.7 and 0.9, or with compression that leaves elements out
+            for 1 and 0.5.
+    """
+    leaves_out = exchange.compresses and not exchange.compression.is_quantised
+    usual = _SPARSE_OUTER if leaves_out else _OUTER
+    return usual[0] if rate is None else rate, usual[1] if momentum is None else momentum
 
 
 @final
@@ -52,20 +72,26 @@ class LocalUpdates(Composed):
     All workers call `step` or `pass_over` equally often.
 
     Args:
-        parallel: The model; its Plan has `exchange=local`.
+        parallel: The model; its Plan has `exchange=local` or `auto`.
         optimizer: The optimizer of each worker.
-        rate: Learning rate of the outer gradient.
-        momentum: Nesterov momentum of the outer gradient.
+        rate, momentum: Learning rate and Nesterov momentum of the outer gradient; None: see `outer_settings`.
+        exchange: When and how workers merge; None for what the Plan says.
     """
 
     def __init__(
-        self, parallel: Parallel, optimizer: Optimizer, *, rate: float = 0.7, momentum: float = 0.9
+        self,
+        parallel: Parallel,
+        optimizer: Optimizer,
+        *,
+        rate: float | None = None,
+        momentum: float | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
-        exchange = parallel.plan.exchanged
+        exchange = parallel.plan.exchanged if exchange is None else exchange
         self._parallel = parallel
         self._inner = optimizer
-        self._rate, self._momentum = rate, momentum
+        self._rate, self._momentum = outer_settings(exchange, rate, momentum)
         self._axis: Axis = parallel.axes.workers
         self._rounds = Rounds(exchange)
         self._fragments = fragments_of(parallel.owned, exchange.fragments)
@@ -77,6 +103,7 @@ class LocalUpdates(Composed):
             for fragment in self._fragments
         ]
         self._under_way: _Merge | None = None
+        self._moved = torch.zeros(2, dtype=torch.float64, device=parallel.device)
         self._remember()
 
     @property
@@ -94,22 +121,30 @@ class LocalUpdates(Composed):
         """Whether all workers have equal values: after a dense step, and after the last merge of a round."""
         return self._rounds.is_at_start and self._under_way is None
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The learning rate of the last step, and the highest so far: `stretch` depends on them."""
+        return self._rounds.rates
+
     def average_gradients(self) -> None:
         """Average the gradients over the workers; all ranks call it together."""
-        if self._axis.size == 1:
-            return
-        graded = [gradient for each in self._parallel.owned if (gradient := each.gradient) is not None]
-        packed = new_buffer(
-            sum(each.numel() for each in graded), dtype=torch.float32, device=self._parallel.device
-        )
-        parts = [
-            part.view(each.shape)
-            for part, each in zip(packed.split([each.numel() for each in graded]), graded, strict=True)
-        ]
-        torch._foreach_copy_(parts, graded)
-        self._axis.all_reduce(packed, "gradients").wait()
-        packed.div_(self._axis.size)
-        torch._foreach_copy_(graded, parts)
+        average_gradients(self._parallel)
+
+    def take_moved(self) -> torch.Tensor:
+        """Return how far workers moved since the last call, on this rank's parts, `[2]`, fp64.
+
+        The first number is the sum of squares of what this worker changed between merges, the second one that
+        of the mean over workers, as it was sent. If workers moved alike they are equal; if each moved another
+        way, the second is the first over the number of workers. Compression that leaves elements out makes
+        the second one smaller.
+        """
+        moved, self._moved = self._moved, torch.zeros_like(self._moved)
+        return moved
+
+    def left_out(self) -> torch.Tensor:
+        """Return the sum of squares of what compression left out on this rank, a scalar."""
+        sums = [each for each in self._sums if each is not None]
+        return sum([each.left_out() for each in sums], torch.zeros((), device=self._parallel.device))
 
     def agree(self, flags: torch.Tensor) -> torch.Tensor:
         """Return the sum of a small tensor over the workers if they have merged in this step; else zeros.
@@ -148,15 +183,15 @@ class LocalUpdates(Composed):
             for number in range(len(self._fragments)):
                 self._start(number)
                 self._finish()
-            self._rounds.begin(self._peak_share())
+            self._rounds.begin()
         self._average_states()
         self._parallel.changed()
         self.show()
 
     @torch.no_grad()
-    def set_step(self, steps: int) -> None:
-        """Go on after this many steps, with the state that was loaded."""
-        self._rounds.set_step(steps)
+    def set_step(self, steps: int, rates: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Go on after this many steps, with the state that was loaded, and what `rates` was then."""
+        self._rounds.set_step(steps, rates)
         self._remember()
         for fragment, summed in zip(self._fragments, self._sums, strict=True):
             errors = [error for each in fragment.owned if (error := self._outer.error(each)) is not None]
@@ -197,6 +232,7 @@ class LocalUpdates(Composed):
     def _advance(self) -> None:
         """Count a step, end the merge that is due to end, and begin the one that is due to begin."""
         was_dense = self._rounds.is_dense
+        self._rounds.note(float(self.param_groups[0]["lr"]))
         due = self._rounds.advance()
         if was_dense:
             self._remember()
@@ -209,17 +245,13 @@ class LocalUpdates(Composed):
             if self._under_way is not None and self._under_way.ends == self._rounds.step:
                 self._finish()
         if self._rounds.is_at_end:
-            self._rounds.begin(self._peak_share())
+            self._rounds.begin()
 
     @torch.no_grad()
     def _remember(self) -> None:
         """Take the present values, which are equal on all workers, for those after the last merge."""
         for owned in self._parallel.owned:
             self._outer.anchor(owned).copy_(owned.local)
-
-    def _peak_share(self) -> float:
-        """Return the learning rate as a share of the highest so far."""
-        return self._rounds.share_of_peak(float(self.param_groups[0]["lr"]))
 
     def _start(self, number: int) -> None:
         """Begin to merge a fragment."""
@@ -228,6 +260,7 @@ class LocalUpdates(Composed):
         views = fragment.views(vector)
         for owned, view in zip(fragment.owned, views, strict=True):
             torch.sub(self._outer.anchor(owned), owned.local, out=view)
+        self._moved[0] += vector.square().sum()
         given = vector.clone() if self._rounds.delay else None
         vector.div_(self._axis.size)
         name = f"fragment {number}"
@@ -244,6 +277,7 @@ class LocalUpdates(Composed):
         if merge is None:
             return
         merge.pending.wait()
+        self._moved[1] += merge.vector.square().sum()
         mean = merge.fragment.views(merge.vector)
         given = mean if merge.given is None else merge.fragment.views(merge.given)
         for owned, outer, own in zip(merge.fragment.owned, mean, given, strict=True):

@@ -29,6 +29,10 @@ class Pushes:
         self._memory = ErrorMemory(feedback)
         self._contents: list[torch.Tensor] = []
 
+    def forget(self) -> None:
+        """Forget what was left out: the values that it would have changed are gone."""
+        self._memory.left = None
+
     def parts(self, vector: torch.Tensor, windows: Sequence[slice], seed: int) -> list[torch.Tensor]:
         """Return what each server gets; valid until the next call.
 

@@ -30,7 +30,7 @@ class Rounds:
         self._exchange = exchange
         self._first = 0  # steps made when the round began
         self._length = exchange.every
-        self._peak = 0.0
+        self._rate = self._peak = 0.0
         self.step = 0
         self.delay = exchange.delay
 
@@ -61,17 +61,24 @@ class Rounds:
         made = self.step - self._first
         return ends.index(made) if made in ends else None
 
-    def begin(self, share_of_peak: float) -> None:
-        """Begin a round; the learning rate is this share of the highest."""
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The learning rate of the last step, and the highest of all: what the next round depends on."""
+        return self._rate, self._peak
+
+    def note(self, rate: float) -> None:
+        """Take note of the learning rate of a step."""
+        self._rate, self._peak = rate, max(self._peak, rate)
+
+    def begin(self) -> None:
+        """Begin a round, the longer the lower the learning rate of the last step is."""
         self._first = self.step
-        grown = self._exchange.every / max(share_of_peak, 1e-6) ** 2
+        share = self._rate / self._peak if self._peak > 0 else 1.0
+        grown = self._exchange.every / max(share, 1e-6) ** 2
         self._length = int(min(grown, self._exchange.every * self._exchange.stretch))
 
-    def share_of_peak(self, rate: float) -> float:
-        """Return a learning rate as a share of the highest that was given so far."""
-        self._peak = max(self._peak, rate)
-        return rate / self._peak if self._peak > 0 else 1.0
-
-    def set_step(self, steps: int) -> None:
-        """Go on after this many steps, at the start of a round."""
-        self.step = self._first = steps
+    def set_step(self, steps: int, rates: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Go on after this many steps, at the start of a round, with what `rates` was then."""
+        self.step = steps
+        self._rate, self._peak = rates
+        self.begin()

@@ -19,6 +19,7 @@ from torch.optim import SGD, Optimizer
 from shoal.checkpoint import Coordinator
 from shoal.collectives import codec_of
 from shoal.errors import LayoutError
+from shoal.parallel.exchange.flat import pack, unpack
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.pushes import Pushes
 from shoal.parallel.exchange.served_state import give_state, take_state
@@ -28,7 +29,7 @@ from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Compression
 from shoal.record import NullRecorder, Recorder
-from shoal.server import Blueprint, Decision, Servers, Terms
+from shoal.server import Blueprint, Decision, Mode, Servers, Terms
 from shoal.timeline import Kind, Lane, Purpose
 
 __all__ = ["ServedUpdates"]
@@ -55,8 +56,8 @@ class ServedUpdates(Composed):
         outer: Learning rate and Nesterov momentum of the outer gradient, for workers that make steps by
             themselves; None for workers that send each gradient.
         first: The first share of the training.
-        clip: Norm to which the mean gradient of a round is scaled down; None for none. Without rounds, and
-            with an outer gradient, nothing is.
+        clip: Norm to which the mean gradient of a round is scaled down; None for none. With an outer gradient
+            nothing is.
         compression: What is sent in place of gradients, and of values.
         feedback: Share of what was left out of one push that is added to the next.
         recorder: Recorder of spans.
@@ -73,6 +74,8 @@ class ServedUpdates(Composed):
         counted: Those of `finished` that this worker's caller has taken note of.
         loss: Loss of the samples of the next step, which other workers are told; None if it is not known.
         norm: Norm of the mean gradient of this worker's last round, if it is clipped.
+        mode: How its next contribution is applied.
+        failed: Why this worker finds stale gradients harmful, of which the others are told next; "" if not.
     """
 
     def __init__(
@@ -137,7 +140,9 @@ class ServedUpdates(Composed):
         self.decision: Decision | None = None
         self.loss: torch.Tensor | None = None
         self.norm: float | None = None
-        self._clip = clip if terms.has_rounds and outer is None else None
+        self.mode = Mode(in_rounds=terms.has_rounds)
+        self.failed = ""
+        self._clip = clip if outer is None else None
         self._copies = [(each.local.numel(), each.family.copies) for each in parallel.owned]
 
     @property
@@ -163,7 +168,12 @@ class ServedUpdates(Composed):
     @property
     def clips(self) -> bool:
         """Whether servers clip the mean gradient, so that workers do not clip their own."""
-        return self._clip is not None
+        return self._clip is not None and self.mode.in_rounds
+
+    @property
+    def steps_along_gradients(self) -> bool:
+        """Whether servers make steps of plain gradient descent: SGD without momentum."""
+        return type(self._stepped) is SGD and not any(group["momentum"] for group in self.param_groups)
 
     @property
     def is_over(self) -> bool:
@@ -216,6 +226,17 @@ class ServedUpdates(Composed):
         self._parallel.changed()
         self.show()
 
+    def retire(self) -> bool:
+        """Wait until the worker that leads has saved the end of the training; return whether it was lost.
+
+        Then this worker leads, and has to save in its place.
+        """
+        if self.worker < 0 or self.leads or not self.is_over:
+            return False
+        leads = self._servers.retire(self.worker) if self._ranks.rank == 0 else False
+        self.leads = self._ranks.all_gather_object(leads)[0]
+        return self.leads
+
     def leave(self) -> None:
         """Leave the training. The last worker ends the servers, after it has saved."""
         if self.worker >= 0 and self._ranks.rank == 0:
@@ -254,14 +275,14 @@ class ServedUpdates(Composed):
         ticket = self._servers.join(self._terms, self.first) if self._ranks.rank == 0 else None
         ticket = self._ranks.all_gather_object(ticket)[0]
         assert ticket is not None
-        self.worker, self._clock = ticket.worker, ticket.clock
+        self.worker, self._clock, self.mode = ticket.worker, ticket.clock, ticket.mode
         self._take_shares(ticket.shares)
         self.leads, self.finished, self.counted = ticket.leads, ticket.finished, ticket.finished
-        self._pack([each.local for each in self._parallel.owned], self._values)
+        pack(self._parallel.owned, [each.local for each in self._parallel.owned], self._values)
         windows = self._servers.windows(self._blueprint.elements)
         states = self._states_to_give(windows)
         self._servers.begin(self._ranks.rank, self._blueprint, self._values, states, self._compression)
-        self._pull(Decision(ticket.shares, 0, 0, self.leads))
+        self._pull(Decision(ticket.shares, 0, 0, self.leads, mode=self.mode))
 
     def _states_to_give(self, windows: Sequence[slice]) -> Any:
         if self._is_local:
@@ -277,15 +298,18 @@ class ServedUpdates(Composed):
             return
         self._push()
         decision = None
-        told = self._ranks.all_gather_object(self.staleness)  # all ranks have pushed
+        stale = self._ranks.all_gather_object(self.staleness)  # all ranks have pushed
         if self._ranks.rank == 0:
             with self._talking("arrive", 0):
-                loss = self.loss.item() if self._made and self.loss is not None else 0.0
-                decision = self._servers.arrive(self.worker, self._clock, float(self._made), loss)
+                loss = self.loss.item() if self.loss is not None else 0.0
+                loss = loss if self._made else math.nan
+                told = self.worker, self._clock, float(self._made), loss, self.failed
+                decision = self._servers.arrive(*told)
         decision = self._ranks.all_gather_object(decision)[0]
         assert decision is not None
-        self._note(decision, max(told))
-        factor = self._clipping(decision, self._clip) if self._clip is not None else 1.0
+        self._note(decision, max(stale))
+        limit = self._clip if decision.members else None
+        factor = self._clipping(decision, limit) if limit is not None else 1.0
         with self._talking("pull:values", self._nbytes):
             self._pull(decision, factor)
 
@@ -302,6 +326,7 @@ class ServedUpdates(Composed):
 
     def _pull(self, decision: Decision, factor: float = 1.0) -> None:
         """Take the servers' values, or the view of them that all workers have."""
+        returns = self._servers.returns
         self._versions = self._servers.pull(
             self._ranks.rank,
             self._values,
@@ -311,6 +336,8 @@ class ServedUpdates(Composed):
             codec=self._codec,
             base=self._versions,
         )
+        if self._servers.returns > returns:
+            self._pushes.forget()
         self._unpack(self._values)
 
     def _push(self) -> None:
@@ -319,7 +346,7 @@ class ServedUpdates(Composed):
             return
         owned = self._parallel.owned
         if self._is_local:
-            self._pack([each.local for each in owned], self._sent)
+            pack(owned, [each.local for each in owned], self._sent)
             torch.sub(self._values, self._sent, out=self._sent)
             rates = [group["lr"] for group in self._stepped.param_groups]
         else:
@@ -328,7 +355,7 @@ class ServedUpdates(Composed):
                 torch.zeros_like(each.local) if one is None else one
                 for each, one in zip(owned, gradients, strict=True)
             ]
-            self._pack(zeros, self._sent)
+            pack(owned, zeros, self._sent)
             rates = [group["lr"] for group in self.param_groups]
         seed = seed_of(self._clock, self.worker * self._ranks.size + self._ranks.rank)
         parts = self._pushes.parts(self._sent, self._servers.windows(len(self._sent)), seed)
@@ -340,7 +367,7 @@ class ServedUpdates(Composed):
                 rates,
                 worker=self.worker,
                 clock=self._clock,
-                base=None if self._terms.has_rounds else self._versions,
+                base=None if self.mode.in_rounds else self._versions,
                 share=self._first_of_shares,
                 complete=self.complete,
                 seed=seed,
@@ -353,7 +380,8 @@ class ServedUpdates(Composed):
         if self.worker in workers:
             staleness = decision.staleness[workers.index(self.worker)]
         self.staleness = staleness
-        self.decision, self.leads = decision, decision.leads
+        self.decision, self.leads, self.mode = decision, decision.leads, decision.mode
+        self.failed, self.norm = "", None
         self.finished, self.complete = decision.finished, decision.complete
         self._take_shares(decision.shares)
         self._clock += 1
@@ -363,19 +391,11 @@ class ServedUpdates(Composed):
         self._shares = list(shares)
         self._first_of_shares = min(shares, default=self._first_of_shares)
 
-    def _pack(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
-        torch._foreach_copy_(self._views(vector), list(tensors))
-
     def _unpack(self, vector: torch.Tensor) -> None:
-        locals_ = [each.local for each in self._parallel.owned]
-        torch._foreach_copy_(locals_, self._views(vector))
+        unpack(self._parallel.owned, vector)
         if self._is_local:
             for owned in self._parallel.owned:
                 self._outer.anchor(owned).copy_(owned.local)
-
-    def _views(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        parts = vector.split([each.local.numel() for each in self._parallel.owned])
-        return [part.view(each.local.shape) for part, each in zip(parts, self._parallel.owned, strict=True)]
 
     @contextmanager
     def _talking(self, name: str, bytes: int) -> Iterator[None]:

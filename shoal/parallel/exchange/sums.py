@@ -52,6 +52,11 @@ class CompressedSum(ABC):
         for number, (_, memory) in enumerate(self.memories):
             memory.left = kept.get(f"error {number}")
 
+    def left_out(self) -> torch.Tensor:
+        """Return the sum of squares of what this rank left out of earlier exchanges, a scalar."""
+        lefts = [memory.left.square().sum() for _, memory in self.memories if memory.left is not None]
+        return torch.stack(lefts).sum() if lefts else torch.zeros(())
+
     def give_up(self, elements: int) -> torch.Tensor | None:
         """Return the sum of what this rank left out, `[elements]`, and forget it; None if it is nothing."""
         lefts = [(place, memory.left) for place, memory in self.memories if memory.left is not None]

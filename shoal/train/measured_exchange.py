@@ -1,0 +1,146 @@
+"""What a training with exchange=auto measures: seconds of links and codecs, and what gradients are like."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+
+from shoal.checkpoint import Coordinator
+from shoal.collectives import codec_of
+from shoal.parallel import Axis
+from shoal.parallel.communication import new_buffer
+from shoal.plan import Compression
+from shoal.planner import CodecMeasure, Conditions
+
+__all__ = ["Link", "OwnGradient", "conditions_of", "measure_codecs", "measure_link"]
+
+_SMALL, _LARGE = 1 << 12, 1 << 17  # elements of the all-reduces that are timed
+_ROUNDS = 3
+_MOST_NOISE = 1e3
+
+
+class Link(NamedTuple):
+    """The time of an all-reduce between workers: `latency`, and `per_byte` of its vector, in seconds."""
+
+    latency: float
+    per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class OwnGradient:
+    """A gradient before the workers averaged it, and after.
+
+    Attributes:
+        own: Square of the norm of this worker's gradient.
+        mean: Square of the norm of the workers' mean.
+        compute: Seconds of the step without the average between workers.
+    """
+
+    own: float
+    mean: float
+    compute: float
+
+
+def measure_link(axis: Axis, device: torch.device, coordinator: Coordinator) -> Link:
+    """Return the time of an all-reduce between workers, on the slowest; all ranks call it together."""
+    seconds = []
+    for elements in (_SMALL, _LARGE):
+        vector = new_buffer(elements, dtype=torch.float32, device=device).zero_()
+        taken = []
+        for _ in range(_ROUNDS + 1):
+            began = _now(device)
+            axis.all_reduce(vector, "link").wait()
+            taken.append(_now(device) - began)
+        seconds.append(max(coordinator.all_gather_object(median(taken[1:]))))
+    per_byte = max(0.0, seconds[1] - seconds[0]) / (4 * (_LARGE - _SMALL))
+    return Link(max(0.0, seconds[0] - 4 * _SMALL * per_byte), per_byte)
+
+
+def measure_codecs(gradient: torch.Tensor, texts: Sequence[str]) -> dict[str, CodecMeasure]:
+    """Return what codecs keep of a gradient on this rank, and their seconds for an element.
+
+    Args:
+        gradient: A part of the gradient, `[elements]`, fp32.
+        texts: Texts of compressions.
+    """
+    found = {}
+    for text in texts:
+        codec = codec_of(Compression.parse(text))
+        payload = torch.empty(codec.payload(len(gradient)), dtype=torch.uint8, device=gradient.device)
+        rest, decoded = torch.empty_like(gradient), torch.zeros_like(gradient)
+        times = []
+        for seed in range(2):  # the first one also brings memory into reach
+            began = _now(gradient.device)
+            codec.encode(gradient, payload, seed=seed, residual=rest)
+            between = _now(gradient.device)
+            codec.decode_add(payload, decoded, seed=seed)
+            times = [between - began, _now(gradient.device) - between]
+        square = float(gradient.square().sum())
+        kept = 1 - float(rest.square().sum()) / square if square > 0 else 1.0
+        encode, decode = (each / max(1, len(gradient)) for each in times)
+        found[text] = CodecMeasure(min(1.0, max(kept, 1e-3)), encode, decode)
+    return found
+
+
+def conditions_of(
+    gradients: Sequence[OwnGradient],
+    codecs: Mapping[str, CodecMeasure],
+    dense: Sequence[float],
+    link: Link,
+    *,
+    workers: int,
+    elements: int,
+    coordinator: Coordinator,
+) -> Conditions:
+    """Return what all ranks measured together; all call it, and get equal values.
+
+    The gradient noise scale over the batch follows from the mean square of the workers' gradients and the
+    square of their mean (McCandlish et al., arXiv:1812.06162, appendix A).
+
+    Args:
+        gradients: This rank's, of several steps.
+        codecs: This rank's codecs, by the text of their compression.
+        dense: Seconds of several steps that averaged whole gradients.
+        link: The time of an all-reduce.
+        workers: Number of workers.
+        elements: Elements of which this rank exchanges gradients.
+        coordinator: All ranks.
+    """
+    own, mean = fmean(each.own for each in gradients), fmean(each.mean for each in gradients)
+    told = (median(each.compute for each in gradients), median(dense), own, mean, elements, dict(codecs))
+    ranks = coordinator.all_gather_object(told)
+    compute, whole = max(each[0] for each in ranks), max(each[1] for each in ranks)
+    own, mean = fmean(each[2] for each in ranks), fmean(each[3] for each in ranks)
+    most = max(each[4] for each in ranks)
+    signal = workers * mean - own
+    noise = min(_MOST_NOISE, (own - mean) / signal) if signal > 0 else _MOST_NOISE
+    exchanged = link.latency + 4 * most * link.per_byte
+    return Conditions(
+        workers=workers,
+        elements=most,
+        compute=compute,
+        dense=whole,
+        latency=link.latency,
+        per_byte=link.per_byte,
+        hidden=max(0.0, compute + exchanged - whole),
+        noise=max(0.0, noise),
+        codecs={
+            text: CodecMeasure(
+                fmean(each[5][text].kept for each in ranks),
+                max(each[5][text].encode for each in ranks),
+                max(each[5][text].decode for each in ranks),
+            )
+            for text in codecs
+        },
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
