@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from slow_links_loss import measure_loss
+from slow_links_loss import STEPS, measure_loss
 from slow_links_speed import NETWORKS, measure_speed
 
 from shoal.errors import UserError
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--methods", default="", metavar="TEXT,...", help="methods with one of these names")
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--seeds", default="0,1,2", help="of the losses; default 0,1,2")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the losses; default {STEPS}")
     parser.add_argument(
         "--speeds", type=Path, help="what --only speed --json wrote, for losses in equal time"
     )
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             measure_speed(options.networks.split(","), only, options.rounds, options.json)
         else:
             seeds = [int(each) for each in options.seeds.split(",")]
-            measure_loss(seeds, only, options.speeds, options.json)
+            measure_loss(seeds, options.steps, only, options.speeds, options.json)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,15 +26,20 @@ import shoal
 from shoal.data import DataConfig, Loader, TokenSamples, prepare
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.plan import Plan, SettledPlan
+from shoal.run import Decision
+from shoal.server import Servers
 from shoal.train import OptimizerConfig
 
 __all__ = [
     "ALONE",
+    "AUTO",
     "DENSE",
     "MODEL",
     "NEVER",
     "SEQUENCES",
+    "TOKEN",
     "Method",
+    "Search",
     "Seat",
     "Step",
     "make_trainer",
@@ -70,6 +77,9 @@ NEVER = "exchange=local,every=100000"
 DENSE = "bucketed"
 """Shoal's exchange of whole gradients in every step."""
 
+AUTO = "exchange=auto"
+"""Shoal measures, tries and chooses among others; its turns come after its first choice."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -78,12 +88,14 @@ class Seat:
     Attributes:
         rank, workers: This rank, and the number of ranks; each is a worker.
         address, first_address: The IP addresses of this rank's host, and of the first rank's.
+        servers: Addresses and ports of the method's parameter servers.
     """
 
     rank: int
     workers: int
     address: str = "127.0.0.1"
     first_address: str = "127.0.0.1"
+    servers: tuple[tuple[str, int], ...] = ()
 
     @property
     def batch(self) -> int:
@@ -109,6 +121,25 @@ class Method:
     exchange: str | None = None
     package: str | None = None
 
+    @property
+    def servers(self) -> int:
+        """Number of parameter servers, each on a host of its own."""
+        return 0 if self.exchange is None else plan_of(self.exchange, 2).exchanged.processes
+
+
+class Search(NamedTuple):
+    """How exchange=auto came to its first choice.
+
+    Attributes:
+        steps: Steps of the training until then.
+        seconds: Seconds until then, with those of the trials.
+        chosen: The exchange.
+    """
+
+    steps: int
+    seconds: float
+    chosen: str
+
 
 def plan_of(exchange: str, workers: int) -> SettledPlan:
     """Return the Plan of one of Shoal's methods."""
@@ -130,11 +161,13 @@ def methods(torchft: bool) -> list[Method]:
         *([Method("torchft DiLoCo, every=20", _torchft, round=20, package="torchft")] if torchft else []),
         _shoal(DENSE, ""),
         *(_shoal(f"compress={each}", f"compress={each}") for each in COMPRESSIONS),
-        *(_shoal(text, text) for text in LOCAL),
+        *(_shoal(text, text) for text in (*LOCAL, *SERVED)),
+        Method(AUTO, _guided, round=20),
     ]
 
 
-COMPRESSIONS = ("int8", "int4", "sign", "topk:64", "topk:64:2bit", "random:64", "powersgd:2")
+COMPRESSIONS = ("int8", "int4", "fp8", "sign", "topk:64", "topk:64:2bit", "random:64", "threshold:3")
+COMPRESSIONS += ("powersgd:2",)
 """What is sent in place of gradients."""
 
 LOCAL = (
@@ -144,6 +177,15 @@ LOCAL = (
     "exchange=local,every=30,compress=topk:64:2bit,feedback=0.95",
 )
 """Local updates."""
+
+SERVED = (
+    "exchange=server,servers=2",
+    "exchange=server,servers=2,compress=int8",
+    "exchange=local,every=20,servers=2",
+)
+"""Parameter servers, on hosts beside those of the workers."""
+
+TOKEN = "slow links"  # that connections to servers begin with
 
 
 def why_absent(package: str) -> str:
@@ -156,8 +198,11 @@ def why_absent(package: str) -> str:
 # -- Shoal ----------------------------------------------------------------------------------------------
 
 
-def make_trainer(exchange: str, seat: Seat) -> shoal.Trainer:
-    """Return a Trainer that does what the peers' loops do, in the default process group."""
+def make_trainer(
+    exchange: str, seat: Seat, decided: Callable[[Decision], object] | None = None
+) -> shoal.Trainer:
+    """Return a Trainer that does what the peers' loops do, in the default process group if there is one."""
+    servers = Servers(seat.servers, TOKEN) if seat.servers else None
     return shoal.Trainer(
         _model(),
         samples(),
@@ -174,6 +219,8 @@ def make_trainer(exchange: str, seat: Seat) -> shoal.Trainer:
             warmup=0,
             decay=0.0,
         ),
+        servers=servers,
+        on_decision=decided,
     )
 
 
@@ -190,6 +237,26 @@ def _shoal(name: str, exchange: str, round: int | None = None) -> Method:
 
 def _train(exchange: str, seat: Seat) -> Step:
     return make_trainer(exchange, seat).step
+
+
+def _guided(seat: Seat) -> Step:
+    """Return the step of a training that has chosen an exchange."""
+    decisions: list[Decision] = []
+
+    def decided(decision: Decision) -> None:
+        decisions.append(decision)
+        if seat.rank == 0:
+            told = ", ".join(f"{name} {value:.3g}" for name, value in decision.numbers.items())
+            print(f"{decision} {told}", file=sys.stderr, flush=True)
+
+    trainer = make_trainer(AUTO, seat, decided)
+    start = time.perf_counter()
+    while not decisions or decisions[-1].numbers:  # of what was measured and tried; a choice has none
+        trainer.step()
+    seconds, chosen = time.perf_counter() - start, decisions[-1]
+    step = partial(trainer.step)
+    step.__dict__["search"] = Search(chosen.step, seconds, chosen.exchange)
+    return step
 
 
 # -- peers ----------------------------------------------------------------------------------------------

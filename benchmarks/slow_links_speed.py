@@ -1,7 +1,7 @@
 """Tokens a second and bytes of a step over slow links, beside what the cost model says of both.
 
-The Cluster of the prediction is measured in the same run: `shoal probe` of this machine gives the device;
-alpha and beta of the links are those of a small and a large all-reduce, which have a turn in every round; and
+The Cluster of the prediction is measured in the same run: the probe of this machine gives the device; alpha
+and beta of the links are those of a small and a large all-reduce, which have a turn in every round; and
 all rates of the device are multiplied by one factor, so that a step of workers that do not exchange takes as
 long as the steps of such workers just before and after the turn that is predicted: what else runs on the
 machine changes from minute to minute. No method takes part in its own prediction.
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
+import torch.distributed as dist
 from rounds import Spread
 from slow_links_hosts import Turn, Workers
 from slow_links_methods import (
@@ -29,30 +28,36 @@ from slow_links_methods import (
     NEVER,
     SEQUENCES,
     Method,
+    Search,
     methods,
     plan_of,
     why_absent,
 )
 
 from shoal.bench import describe
+from shoal.bench.world import Ranks
 from shoal.cluster import Cluster, Level
 from shoal.cost import Costs
 from shoal.cost.collectives import collective_seconds
 from shoal.cost.outlook.changed_rates import with_all_rates
 from shoal.cost.time import workload_on
-from shoal.cost.time.wire import SUM_WIDTH, Wire, compressed_sums, low_rank_share
+from shoal.cost.time.wire import SUM_WIDTH, Wire, compressed_sums, low_rank_share, payload_bytes
 from shoal.plan import Group
+from shoal.probe import QUICK, Place, fitted, measure_device, read_sheet
 from shoal.simulate import played_seconds
 from shoal.testing.hosts import Hosts
+from shoal.testing.ranks import RankPool
 from shoal.workload import Workload, transformer_shape
 
 __all__ = ["NETWORKS", "formula_bytes", "measure_speed", "predicted_seconds", "with_compute"]
 
 NETWORKS = "4@0.1"
 _TURN_SECONDS = 1.0
+_PROBE_TIMEOUT = 400.0  # seconds
 _PACES = 6  # steps of workers that do not exchange, around each turn
 _SMALL, _SMALLS, _LARGE = 256, 20, 8 << 20  # bytes of all-reduces that tell alpha and beta; turns of small
 _LAPTOP = Cluster.preset("laptop")
+_LONG = 10_000  # steps of a training that a search is a part of
 _HALVINGS = 20  # of the search for the rate of compute
 _START = time.perf_counter()
 _SENT = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
@@ -69,6 +74,7 @@ class _Row:
         turns: Its turns.
         alone: Seconds of a step of workers that do not exchange, around each turn.
         predicted: Seconds of a step that are predicted for each turn; empty for peers.
+        search: How the method came to its exchange, if it searched.
     """
 
     method: Method
@@ -76,6 +82,7 @@ class _Row:
     turns: list[Turn] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
+    search: Search | None = None
 
     @property
     def rates(self) -> list[float]:
@@ -107,17 +114,23 @@ def measure_speed(networks: Sequence[str], only: Sequence[str], rounds: int, out
     found: dict[str, object] = {}
     for text in networks:
         workers, rate = int(text.partition("@")[0]), float(text.partition("@")[2]) * 1e9
-        with Hosts(workers, rate) as hosts, Workers(hosts, chosen) as ranks:
+        servers = max(each.servers for each in chosen)
+        with Hosts(workers + servers, rate) as hosts, Workers(hosts, workers, chosen) as ranks:
             rows, link = _measured(ranks, chosen, rounds)
         level = link.level(workers)
         for row in rows:
             row.predict(probed.replace(levels=(level,)), workers)
         print(f"### {workers} workers, {rate / 1e9:g} Gbit/s\n")
         print(f"{level.bandwidth / 1e6:.1f} MB/s, {level.latency * 1e6:.0f} us a step.\n")
+        loads = [turn.load for row in rows for turn in row.turns]
+        print(f"Load average {min(loads):.1f} to {max(loads):.1f}, median {median(loads):.1f}.\n")
         print(_table(rows, workers), end="\n\n", flush=True)
+        for row in rows:
+            if row.search is not None:
+                print(_searched(row, rows), end="\n\n", flush=True)
         found[text] = {row.method.name: _figures(row, workers) for row in rows}
-    if out is not None:
-        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        if out is not None:
+            out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def predicted_seconds(exchange: str, workers: int, cluster: Cluster) -> float:
@@ -127,11 +140,18 @@ def predicted_seconds(exchange: str, workers: int, cluster: Cluster) -> float:
 
 
 def formula_bytes(exchange: str, workers: int) -> float:
-    """Return the bytes that a worker sends in a mean step, by the cost model's formulas."""
+    """Return the bytes that the busiest host sends in a mean step, by the cost model's formulas.
+
+    With servers that is a server, if it has more workers than each worker has servers.
+    """
     cluster = _LAPTOP.with_devices(workers)
     plan, workload = plan_of(exchange, workers), _workload(cluster)
     group, elements = Group(workers), float(workload.parameters)
     settings = plan.exchanged
+    if settings.is_served:
+        busiest = max(1.0, workers / settings.processes)
+        steps = settings.every if settings.merges else 1
+        return busiest * payload_bytes(settings.compression, elements) / steps
     if settings.merges and settings.compresses:
         share = low_rank_share(settings.compression, workload)
         sums = compressed_sums(elements, settings.compression, share, group, cluster)
@@ -170,12 +190,17 @@ class _Link:
 
 
 def _probed(workers: int) -> Cluster:
-    """Return what `shoal probe` finds of this machine, with as many ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "probed.toml"
-        command = [sys.executable, "-m", "shoal.cli.main", "probe", "--quick", f"--ranks={workers}"]
-        subprocess.run([*command, f"--out={file}"], check=True, stdout=subprocess.DEVNULL)
-        return Cluster.read(file)
+    """Return what the probe finds of this machine without links, with as many ranks."""
+    with RankPool() as pool:
+        return pool.run(_probe, workers, workers, timeout=_PROBE_TIMEOUT)[0]
+
+
+def _probe(workers: int) -> Cluster:
+    """Probe as one of the ranks."""
+    rank = dist.get_rank()
+    place = Place.find(Ranks(rank, workers, rank), "shoal")
+    measured = measure_device(place, QUICK, lambda _: None)
+    return fitted(measured, read_sheet(place), "slow-links").cluster
 
 
 def with_compute(cluster: Cluster, workers: int, seconds: float) -> Cluster:
@@ -192,7 +217,7 @@ def _measured(ranks: Workers, chosen: Sequence[Method], rounds: int) -> tuple[li
     rows, link = [_Row(method) for method in chosen], _Link()
     for index, row in enumerate(rows):
         _say(f"building {row.method.name}")
-        ranks.build(index)
+        row.search = ranks.build(index)
         whole = row.method.round
         ranks.run(index, whole if whole > 1 else 2)
         took = ranks.run(index, whole).seconds * whole
@@ -242,6 +267,21 @@ def _line(row: _Row, dense: _Row, workers: int) -> list[str]:
     ]
 
 
+def _searched(row: _Row, rows: Sequence[_Row]) -> str:
+    """Tell what was chosen, beside the fixed exchange with most tokens a second."""
+    assert row.search is not None
+    steps, seconds, chosen = row.search
+    fixed = [each for each in rows if each.method.exchange is not None and each.method.name != ALONE]
+    best = max(fixed, key=lambda each: median(each.rates))
+    after = Spread.of([own / other for own, other in zip(row.rates, best.rates, strict=True)])
+    whole = _LONG / median(best.rates) / (seconds + (_LONG - steps) / median(row.rates))
+    return (
+        f"`{row.method.name}` chose `{chosen}` after {steps} steps and {seconds:.0f} s. Since then it made "
+        f"{after.median:.2f} ({after.low:.2f} to {after.high:.2f}) of the tokens/s of "
+        f"`{best.method.name}`, the quickest fixed one; over {_LONG:,} steps with the search, {whole:.2f}."
+    )
+
+
 def _error(row: _Row) -> float:
     """Return the error of the predicted tokens a second: the median over the rounds."""
     pairs = zip(row.predicted, row.turns, strict=True)
@@ -252,6 +292,7 @@ def _figures(row: _Row, workers: int) -> Mapping[str, object]:
     return {
         "tokens a second": [SEQUENCES * MODEL.seq * workers * each for each in row.rates],
         "bytes sent": [turn.sent for turn in row.turns],
+        "load": [turn.load for turn in row.turns],
         "steps": row.steps,
         "predicted seconds": row.predicted,
         "seconds alone": row.alone,
