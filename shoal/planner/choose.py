@@ -63,6 +63,7 @@ def choose(
     margin: float = 0.1,
     limit: int = 5,
     precision: str | None = None,
+    fork: bool = False,
 ) -> Choice:
     """Choose among all legal Plans.
 
@@ -75,6 +76,7 @@ def choose(
         limit: The most Plans to return.
         precision: The precision of all Plans; None for the type of 16 bits or more in which the device
             computes fastest. fp8 is never chosen without being asked for, as it trains with coarser numbers.
+        fork: Whether a second process may be forked to search beside this one, which finds the same.
 
     Raises:
         ConfigError: The objective, the margin, the limit or the precision is not possible.
@@ -103,6 +105,8 @@ def choose(
         search = cheapest(workload, cluster, batch, margin=margin, precision=precision)
     else:
         search = Search(workload, cluster, batch, margin=margin, precision=precision)
+    if fork:
+        search.fork()
     ranking = search.best(max(limit, ROWS))
     if not ranking.candidates:
         raise refusal(search)
@@ -111,13 +115,16 @@ def choose(
 
 def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
     """Return the Plans, best first; the first ROWS of them get the touches of `shoal.planner.polish`."""
-    touched = sorted(
-        (with_found_schedule(search, polished(search, each)) for each in found[:ROWS]),
-        key=lambda each: each.seconds,
-    )
+    rows = found[:ROWS]
+    touched = search.each(_touched, rows, [search.helps(Degrees.of(each.plan)) for each in rows])
+    touched = sorted(touched, key=lambda each: each.seconds)
     best = simplest(search, touched[0])
     others = [each for each in (*touched, *found[ROWS:]) if Degrees.of(each.plan) != Degrees.of(best.plan)]
     return [search.candidate(each) for each in (best, *sorted(others, key=lambda each: each.seconds))]
+
+
+def _touched(search: Search, found: Fitted) -> Fitted:
+    return with_found_schedule(search, polished(search, found))
 
 
 def _require(holds: bool, name: str, value: object, possible: str) -> None:
