@@ -34,6 +34,7 @@ from shoal.planner.tree import Tree
 __all__ = ["Helper", "can_help"]
 
 _BATCH = 16  # branches of a message
+_LEAST = 100  # degrees of a search that takes a second; in a small one both would do much that none needs
 
 T = TypeVar("T")
 
@@ -86,9 +87,9 @@ class _Answer(NamedTuple):
     least: Key
 
 
-def can_help() -> bool:
-    """Return whether a process may be forked, and has a core to run on."""
-    if sys.platform != "linux":  # where system libraries may not survive a fork
+def can_help(degrees: int) -> bool:
+    """Return whether a process may be forked, has a core to run on, and gains time with so many degrees."""
+    if degrees < _LEAST or sys.platform != "linux":  # elsewhere system libraries may not survive a fork
         return False
     return len(os.sched_getaffinity(0)) > 1 and threading.active_count() == 1
 

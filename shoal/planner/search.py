@@ -102,8 +102,8 @@ class Search:
         self._helper: Helper | None = None
 
     def fork(self) -> None:
-        """Let a second process search half of the degrees, if a core is free; results stay the same."""
-        if can_help():
+        """Let a second process search half of the degrees, where it pays; results stay the same."""
+        if can_help(len(self.tree.degrees)):
             self._helper = Helper(self)
 
     def on(self, cluster: Cluster) -> Search:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 @pytest.fixture(autouse=True)
 def _always_helps(monkeypatch):
-    monkeypatch.setattr(planner_search, "can_help", lambda: True)
+    monkeypatch.setattr(planner_search, "can_help", lambda degrees: True)
 
 
 def searches(shape, **changes):
@@ -81,12 +81,17 @@ def test_a_helper_ends_with_its_search():
         os.kill(pid, 0)
 
 
-def test_no_process_is_forked_beside_threads_or_on_one_core(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
-    assert not can_help()
+def test_no_process_is_forked_beside_threads_or_on_one_core_or_for_a_small_search(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+    monkeypatch.setattr("sys.platform", "linux")
+    assert can_help(1000)
+    assert not can_help(10)
     monkeypatch.setattr("threading.active_count", lambda: 2)
-    assert not can_help()
+    assert not can_help(1000)
+    monkeypatch.setattr("threading.active_count", lambda: 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
+    assert not can_help(1000)
 
 
 def _twice(search, number):
