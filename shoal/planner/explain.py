@@ -69,8 +69,9 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
 
 def _compute(search: Search, winner: Candidate) -> Mapping[str, float]:
     """Return what the compute of the rank that waits least is made of, in seconds of a step."""
-    plan, costs = winner.plan, search.shared.costs
-    count = plan.microbatches_of(winner.batch)
+    alike = search.shared.costs.alike(winner.plan, winner.batch)
+    costs, plan, batch, *_ = max(alike, key=lambda each: each.costs.least(each.plan, each.batch))
+    count = plan.microbatches_of(batch)
     held: list[list[Block]] = [[] for _ in range(plan.pp)]
     placement = plan.placement if plan.pp > 1 else (0,)
     for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):

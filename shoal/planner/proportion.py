@@ -22,7 +22,7 @@ from shoal.planner.search import LOOSE, Search
 from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees
 
-__all__ = ["in_proportion", "with_shares"]
+__all__ = ["in_proportion", "proportional", "with_shares"]
 
 
 def with_shares(
@@ -91,24 +91,25 @@ def in_proportion(seconds: Sequence[float], total: int) -> list[int] | None:
     return numbers
 
 
+def proportional(search: Search, plan: SettledPlan) -> SettledPlan | None:
+    """Return a Plan without pp and ep with shares by the speed of its devices; None if all are equal."""
+    kinds = Kinds(search.cluster).of_replicas(plan)
+    every = [sum(stage.total for stage in each.stages(plan, 1)) for each in search.shared.costs.all_at()]
+    seconds = [max(every[kind] for kind in at) for at in kinds]
+    numbers = in_proportion(seconds, search.batch // plan.microbatch)
+    if numbers is None or len(set(numbers)) == 1:
+        return None
+    return changed(plan, search.batch, shares=str(Shares.of(numbers)))
+
+
 def _tried(search: Search, plan: SettledPlan) -> Iterator[SettledPlan]:
     """Yield the Plan with shares, for each size of micro-batches up to its own, with each sharding."""
-    batch, kinds = search.batch, Kinds(search.cluster).of_replicas(plan)
-    if len(set(kinds)) == 1:
-        return
-    for microbatch in divisors(batch):
+    shardings = [each for each in SHARDINGS.values() if not each.communicates_each_micro_batch]
+    for microbatch in divisors(search.batch):
         if microbatch > plan.microbatch or math.gcd(microbatch, plan.cp) > 1:
             continue
-        sized = plan.replace(microbatch=microbatch)
-        every = [
-            sum(stage.total for stage in costs.stages(sized, 1)) for costs in search.shared.costs.all_at()
-        ]
-        numbers = in_proportion([max(every[kind] for kind in at) for at in kinds], batch // microbatch)
-        if numbers is None or len(set(numbers)) == 1:
-            continue
-        for sharding in SHARDINGS.values():
-            if not sharding.communicates_each_micro_batch:
-                changes = {} if sharding is plan.sharding else {"shard": sharding.name, "replicate": 1}
-                found = changed(sized, batch, **changes, shares=str(Shares.of(numbers)))
-                if found is not None:
-                    yield found
+        for sharding in shardings:
+            changes = {} if sharding is plan.sharding else {"shard": sharding.name, "replicate": 1}
+            found = proportional(search, plan.replace(microbatch=microbatch, **changes))
+            if found is not None:
+                yield found

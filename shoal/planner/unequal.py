@@ -125,7 +125,7 @@ def unequal(search: Search, winner: Candidate) -> Unequal | None:
         slower,
         tuple((tuple(names[kind] for kind in at), number) for at, number in zip(places, layers, strict=True)),
         tuple(names[kind] for kind in sorted(waited)),
-        _best(search, cluster, shares=0) if plan.shared is not None else None,
+        None if plan.shared is None else _even(search, plan.precision),
     )
 
 
@@ -134,23 +134,25 @@ def _seconds(costs: Costs, plan: SettledPlan) -> float:
     return sum(stage.total for stage in costs.stages(plan, 1))
 
 
-def _best(
-    search: Search, cluster: Cluster | None, known: Sequence[SettledPlan] = (), *, shares: int = 1
-) -> Candidate | None:
-    """Return the best Plan on a Cluster, of those that a search finds and those that are known.
+def _even(search: Search, precision: str) -> Candidate | None:
+    """Return the quickest Plan without shares that fits, of those that were played."""
+    shared = search.shared
+    for plan, seconds in sorted(shared.known.items(), key=lambda each: each[1]):
+        if plan.shared is None and plan.precision == precision:
+            memory = shared.fullest(plan)
+            if memory.required <= search.room:
+                return search.candidate(Fitted(plan, memory, seconds))
+    return None
 
-    Args:
-        search: The search of the training.
-        cluster: The Cluster; None returns None.
-        known: The Plans that are known.
-        shares: Number of degrees for which Plans with shares are tried.
-    """
+
+def _best(search: Search, cluster: Cluster | None, known: Sequence[SettledPlan] = ()) -> Candidate | None:
+    """Return the best Plan on another Cluster, of those that a search finds and those that are known."""
     if cluster is None:
         return None
     other = Search(
         search.workload, cluster, search.batch, margin=search.margin, precision=search.shared.space.precision
     )
-    found = [polished(other, each) for each in other.best(1).found] + with_shares(other, shares)
+    found = [polished(other, each) for each in other.best(1).found] + with_shares(other, 1)
     memories = ((plan, other.shared.fullest(plan)) for plan in known)
     found += [
         Fitted(plan, memory, other.shared.played(plan))

@@ -97,6 +97,7 @@ def test_the_planner_takes_shares_where_they_are_quickest_and_says_what_is_lost_
     text = " ".join(told.sentences())
     assert f"without shares the best Plan is {even.seconds / best.seconds - 1:.1%} slower" in text
     assert "get equal work" not in text
+    assert sum(told.compute.values()) <= best.parts["compute"] * (1 + 1e-9)
 
 
 def test_equal_devices_in_parts_have_no_shares():
