@@ -3,51 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from shoal.cli import (
-    aggregate,
-    bench,
-    calibrate,
-    check,
-    checkpoint,
-    cluster,
-    completion,
-    plan,
-    probe,
-    report,
-    sample,
-    scale,
-    schedule,
-    simulate,
-    train,
-    validate,
-)
 from shoal.cli.version import PrintVersion
 from shoal.errors import ShoalError, WorkerError
 
 __all__ = ["main"]
 
 _COMMANDS = (
-    train,
-    sample,
-    report,
-    check,
-    schedule,
-    plan,
-    scale,
-    simulate,
-    checkpoint,
-    bench,
-    aggregate,
-    cluster,
-    probe,
-    calibrate,
-    validate,
-    completion,
+    *("train", "sample", "report", "check", "schedule", "plan", "scale", "simulate", "checkpoint", "bench"),
+    *("aggregate", "cluster", "probe", "calibrate", "validate", "completion"),
 )
+"""Each is also the name of its module."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,8 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=PrintVersion)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    _add_commands(commands, sys.argv[1:] if arguments is None else arguments)
     parser.set_defaults(program=parser)  # one command prints a script for the parser
     parsed = parser.parse_args(arguments)
     parsed.is_program = arguments is None  # else the caller may have threads
@@ -86,6 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _add_commands(commands: argparse._SubParsersAction, arguments: Sequence[str]) -> None:
+    """Add the command that is asked for, or all: to import them takes as long as to run a short one."""
+    first = arguments[0] if arguments else ""
+    is_enough = first in _COMMANDS and first != "completion"
+    gc.disable()  # a collection goes through all modules, and finds nothing
+    for command in [first] if is_enough else _COMMANDS:
+        import_module(f"shoal.cli.{command}").add_parser(commands)
+    gc.enable()
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
             margin=args.margin,
             limit=args.top,
             precision=args.precision,
+            fork=args.is_program,
         )
         explanation = choice.explain()
     if args.write is not None:

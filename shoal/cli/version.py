@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,15 @@ class PrintVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
         """Print and exit, as argparse calls it."""
+        from importlib.metadata import version
+
         print(f"shoal {version('shoal')}\n{_core()}")
         parser.exit()
 
 
 def _core() -> str:
+    import ctypes
+
     path = Path(__file__).parent.parent / "collectives" / "_core.so"
     if not path.exists():
         return "native core: not built; ranks on CPUs communicate through gloo"

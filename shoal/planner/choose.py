@@ -64,6 +64,7 @@ def choose(
     margin: float = 0.1,
     limit: int = 5,
     precision: str | None = None,
+    fork: bool = False,
 ) -> Choice:
     """Choose among all legal Plans.
 
@@ -76,6 +77,7 @@ def choose(
         limit: The most Plans to return.
         precision: The precision of all Plans; None for the type of 16 bits or more in which the device
             computes fastest. fp8 is never chosen without being asked for, as it trains with coarser numbers.
+        fork: Whether a second process may be forked to search beside this one, which finds the same.
 
     Raises:
         ConfigError: The objective, the margin, the limit or the precision is not possible.
@@ -104,6 +106,8 @@ def choose(
         search = cheapest(workload, cluster, batch, margin=margin, precision=precision)
     else:
         search = Search(workload, cluster, batch, margin=margin, precision=precision)
+    if fork:
+        search.fork()
     ranking = search.best(max(limit, ROWS))
     if not ranking.candidates:
         raise refusal(search)
@@ -112,7 +116,8 @@ def choose(
 
 def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
     """Return the Plans, best first; the first ROWS of them get the touches of `shoal.planner.polish`."""
-    touched = [with_found_schedule(search, polished(search, each)) for each in found[:ROWS]]
+    rows = found[:ROWS]
+    touched = list(search.each(_touched, rows, [search.helps(Degrees.of(each.plan)) for each in rows]))
     touched += with_shares(search, ROWS)
     best = simplest(search, min(touched, key=_seconds))
     quickest = {Degrees.of(best.plan): best}
@@ -123,6 +128,10 @@ def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
 
 def _seconds(found: Fitted) -> float:
     return found.seconds
+
+
+def _touched(search: Search, found: Fitted) -> Fitted:
+    return with_found_schedule(search, polished(search, found))
 
 
 def _require(holds: bool, name: str, value: object, possible: str) -> None:

@@ -128,7 +128,13 @@ def _changes(search: Search, winner: Candidate) -> list[Change]:
     near = (plan for plan in neighbours(space, winner.plan) if plan.pp == 1 or plan.split != "cost")
     pool = dict.fromkeys((winner.plan, *shared.known, *near))
     fitting = [plan for plan in pool if shared.fullest(plan).required <= search.room]
-    changes = [Change(name, _best_on(search, cluster, fitting)) for name, cluster in _doubled(search.cluster)]
+    machines = dict(_doubled(search.cluster))
+    asked = [(cluster, fitting) for cluster in machines.values()]
+    found = search.each(_best_on, asked, [bool(number % 2) for number in range(len(asked))])
+    changes = [
+        Change(name, search.on(cluster).candidate(best))
+        for (name, cluster), best in zip(machines.items(), found, strict=True)
+    ]
     changes.append(Change("the memory", _roomier(search, winner, 2 * search.room)))
     return sorted(changes, key=lambda change: change.best.seconds)
 
@@ -144,16 +150,16 @@ def _roomier(search: Search, winner: Candidate, room: float) -> Candidate:
     return winner if best is None or best.seconds >= winner.seconds else best
 
 
-def _best_on(search: Search, cluster: Cluster, plans: Sequence[SettledPlan]) -> Candidate:
+def _best_on(search: Search, asked: tuple[Cluster, Sequence[SettledPlan]]) -> Fitted:
     """Return the best on another machine with equal memory: of the first Plan and those of least bounds."""
-    other = search.on(cluster)
-    costs, batch = other.shared.costs, search.batch
-    bounded = sorted((costs.least(plan, batch), str(plan), plan) for plan in plans[1:])
-    best, seconds = plans[0], other.shared.played(plans[0])
+    cluster, plans = asked
+    other = search.on(cluster).shared
+    bounded = sorted((other.costs.least(plan, search.batch), str(plan), plan) for plan in plans[1:])
+    best, seconds = plans[0], other.played(plans[0])
     for least, _, plan in bounded[:_MOST_PLAYED]:
-        if least < (1 - LOOSE) * seconds and other.shared.played(plan) < seconds:
-            best, seconds = plan, other.shared.played(plan)
-    return other.candidate(Fitted(best, search.shared.fullest(best), seconds))
+        if least < (1 - LOOSE) * seconds and other.played(plan) < seconds:
+            best, seconds = plan, other.played(plan)
+    return Fitted(best, search.shared.fullest(best), seconds)
 
 
 def _doubled(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:

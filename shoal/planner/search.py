@@ -1,10 +1,11 @@
 """The search: the best Plans of a space, without a look at most of them.
 
-It goes best first through the tree of `shoal.planner.tree`, with one heap. It takes out the branch with the
+It goes best first through the tree of `shoal.planner.tree`, with a heap. It takes out the branch with the
 least bound, and puts in the branches that grow from it, except those that cannot fit. When a Plan is
-taken out whose memory is known to fit, its step is played.
+taken out whose memory is known to fit, its step is played. A second process may have a heap with half of the
+degrees (`shoal.planner.helper`); what comes out of both is taken in the order of the bounds.
 
-Every Plan that is still in the heap takes at least the bound at its top. So when this bound reaches the
+Every Plan that is still in a heap takes at least the bound at its top. So when this bound reaches the
 played seconds of the best Plan of some degrees, less a slack, no other Plan of these degrees is quicker by
 more than that: they are done. The search ends with as many degrees done as were asked for. It looks at the
 same Plans in the same order however many those are, so that the best Plan does not depend on their number. A
@@ -15,19 +16,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from shoal.cluster import Cluster
 from shoal.cost.memory import too_large
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
+from shoal.planner.frontier import Frontier, Key, Takes
+from shoal.planner.helper import Helper, can_help
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.shared import Shared
-from shoal.planner.sized import Fitted, Piped
+from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees, leanest_sharding
-from shoal.planner.tree import Branch, Tree
+from shoal.planner.tree import Tree
 from shoal.workload import Workload
 
 __all__ = ["LOOSE", "SLACK", "Ranking", "Search"]
@@ -37,6 +41,10 @@ SLACK = 0.004
 
 LOOSE = 0.03
 """The same for Plans that only stand beside the best: those of other degrees, or of another machine."""
+
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,12 @@ class Search:
         self.precision = precision
         self.shared = Shared(workload, cluster, batch, least_memory, precision)
         self.tree = Tree(self.shared)
+        self._helper: Helper | None = None
+
+    def fork(self) -> None:
+        """Let a second process search half of the degrees, where it pays; results stay the same."""
+        if can_help(len(self.tree.degrees)):
+            self._helper = Helper(self)
 
     def on(self, cluster: Cluster) -> Search:
         """Return a search of this workload on other links or quicker devices, with equal memory."""
@@ -126,41 +140,92 @@ class Search:
         """
         room = self.room if room is None else room
         accepted = list(filter(accept, self.tree.degrees))
+        if self._helper is not None:
+            try:
+                halves = self._helper.halves(accepted, room, limit)
+                found = self._best_of(limit, accepted, halves, slack)
+                self._helper.stop()
+                return found
+            except BrokenPipeError:
+                self._helper = None
+        return self._best_of(limit, accepted, [Frontier(self.tree, enumerate(accepted), room, limit)], slack)
+
+    def _best_of(
+        self, limit: int, accepted: Sequence[Degrees], frontiers: Sequence[Takes], slack: float
+    ) -> Ranking:
+        """Return the best Plans; the frontiers are those of the accepted degrees, by their numbers."""
         order = itertools.count()  # equal times of played Plans keep their order
-        # Equal bounds come in the order of the tree, whatever the bounds of the branches that they grew from.
-        heap: list[tuple[float, tuple[int, ...], Branch]] = []
-
-        def put(branches: Iterable[Branch], place: tuple[int, ...] = ()) -> None:
-            for number, branch in enumerate(branches):
-                seconds = branch.seconds(room)
-                if seconds < math.inf:
-                    heapq.heappush(heap, (seconds, (*place, number), branch))
-
-        put(itertools.chain.from_iterable(map(self.tree.portions, accepted)))
         best: dict[Degrees, Fitted] = {}
         waiting: list[tuple[float, int, Degrees]] = []  # played Plans whose degrees are not done
         done: dict[Degrees, Fitted] = {}
         looked = 0
-        while len(done) < limit and (heap or waiting):
-            least = heap[0][0] if heap else math.inf
+        while len(done) < limit:
+            frontier = min(frontiers, key=_top)
+            least, place = frontier.top
             if waiting and (1 - (LOOSE if done else slack)) * waiting[0][0] <= least:
                 seconds, _, degrees = heapq.heappop(waiting)
                 if degrees not in done and best[degrees].seconds == seconds:
                     done[degrees] = best[degrees]
                 continue
-            _, place, branch = heapq.heappop(heap)
-            if branch.degrees in done:
+            if not place:  # nothing is left
+                break
+            degrees = accepted[place[0]]
+            if degrees in done:
+                frontier.drop()
                 continue
-            if not isinstance(branch, Piped):
-                put(branch.branches, place)
+            look = frontier.take()
+            if look is None:
                 continue
             looked += 1
-            fitted, before = branch.fitted(room), best.get(branch.degrees)
-            if fitted is not None and (before is None or fitted.seconds < before.seconds):
-                best[branch.degrees] = fitted
-                heapq.heappush(waiting, (fitted.seconds, next(order), branch.degrees))
+            fitted, before = look.fitted, best.get(degrees)
+            if fitted is None:
+                continue
+            self.shared.learn({fitted.plan: fitted.seconds})
+            if before is None or fitted.seconds < before.seconds:
+                best[degrees] = fitted
+                heapq.heappush(waiting, (fitted.seconds, next(order), degrees))
         legal = sum(map(self.tree.count, accepted))
         return Ranking(tuple(map(self.candidate, done.values())), tuple(done.values()), legal, looked)
+
+    def each(
+        self, task: Callable[[Search, T], R], arguments: Sequence[T], helped: Sequence[bool]
+    ) -> Sequence[R]:
+        """Return task(search, argument) for each argument.
+
+        Args:
+            task: A function of a module. It may play Plans, and does not ask which ones are known.
+            arguments: The arguments.
+            helped: Whether the helper, if there is one, does each.
+        """
+        if self._helper is not None and any(helped):
+            try:
+                return self._each_with(self._helper, task, arguments, helped)
+            except BrokenPipeError:
+                self._helper = None
+        return [task(self, argument) for argument in arguments]
+
+    def _each_with(
+        self, helper: Helper, task: Callable[[Search, T], R], arguments: Sequence[T], helped: Sequence[bool]
+    ) -> list[R]:
+        sorted_out = list(zip(arguments, helped, strict=True))
+        helper.ask(task, [argument for argument, is_helped in sorted_out if is_helped])
+        mine = iter(
+            [
+                self.shared.noting(partial(task, self, argument))
+                for argument, is_helped in sorted_out
+                if not is_helped
+            ]
+        )
+        theirs, found = helper.answers(), []
+        for is_helped in helped:
+            result, played = next(theirs if is_helped else mine)
+            self.shared.learn(played)
+            found.append(result)
+        return found
+
+    def helps(self, degrees: Degrees) -> bool:
+        """Return whether the helper has these degrees in its half; False if there is none."""
+        return self._helper is not None and self._helper.helps(degrees)
 
     def candidate(self, fitted: Fitted) -> Candidate:
         """Return the candidate of a Plan that fits."""
@@ -183,3 +248,7 @@ class Search:
             return None
         plan = min(lean, key=lambda each: each[0])[1]
         return plan, too_large(self.shared.memories.fullest(plan, self.batch), self.cluster, self.margin)
+
+
+def _top(frontier: Takes) -> Key:
+    return frontier.top

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout, Memories, RankMemory
@@ -20,6 +21,8 @@ from shoal.simulate import played_passes, played_seconds
 from shoal.workload import Workload
 
 __all__ = ["Shared"]
+
+R = TypeVar("R")
 
 
 class Shared:
@@ -57,6 +60,7 @@ class Shared:
         self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
         self._fullest: dict[SettledPlan, RankMemory] = {}
         self._played: dict[SettledPlan, float] = {}
+        self._known: dict[SettledPlan, float] = {}
         self._passes: dict[tuple[object, ...], float] = {}
 
     @property
@@ -101,11 +105,29 @@ class Shared:
         return found
 
     def played(self, plan: SettledPlan) -> float:
+        """Return the seconds of a step under a Plan, played; the Plan is known from now on."""
+        found = self._known[plan] = self.seconds(plan)
+        return found
+
+    def seconds(self, plan: SettledPlan) -> float:
         """Return the seconds of a step under a Plan, played."""
         found = self._played.get(plan)
         if found is None:
             found = self._played[plan] = played_seconds(self.costs, plan, self.space.batch)
         return found
+
+    def learn(self, played: Mapping[SettledPlan, float]) -> None:
+        """Add Plans that were played elsewhere."""
+        self._known.update(played)
+        self._played.update(played)
+
+    def noting(self, work: Callable[[], R]) -> tuple[R, Mapping[SettledPlan, float]]:
+        """Return what some work gives, and the Plans that it played, which do not become known here."""
+        before, self._known = self._known, {}
+        try:
+            return work(), self._known
+        finally:
+            self._known = before
 
     def played_passes(self, plan: SettledPlan) -> float:
         """Return the seconds of a Plan's forwards and backwards, played; 0 without a pipeline."""
@@ -121,7 +143,7 @@ class Shared:
     @property
     def known(self) -> Mapping[SettledPlan, float]:
         """The Plans that were played, with their seconds."""
-        return self._played
+        return self._known
 
     def plan(
         self, variant: Variant, sharding: HybridSharding, split: Sequence[int], bucket: int | None = None

@@ -87,7 +87,7 @@ class Piped:
         plan = self._fitting(room)
         if plan is None:
             return None
-        return Fitted(plan, self._shared.fullest(plan), self._shared.played(plan))
+        return Fitted(plan, self._shared.fullest(plan), self._shared.seconds(plan))
 
     def _fitting(self, room: float) -> SettledPlan | None:
         """Return the Plan with the size of the least bound that fits.
