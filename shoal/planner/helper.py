@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from shoal.planner.frontier import NONE_LEFT, Frontier, Key, Look, Taken
@@ -31,7 +32,7 @@ from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Tree
 
-__all__ = ["Helper", "can_help"]
+__all__ = ["Helper", "can_help", "running"]
 
 _BATCH = 16  # branches of a message
 _LEAST = 100  # degrees of a search that takes a second; in a small one both would do much that none needs
@@ -91,7 +92,13 @@ def can_help(degrees: int) -> bool:
     """Return whether a process may be forked, has a core to run on, and gains time with so many degrees."""
     if degrees < _LEAST or sys.platform != "linux":  # elsewhere system libraries may not survive a fork
         return False
-    return len(os.sched_getaffinity(0)) > 1 and threading.active_count() == 1
+    cores = len(os.sched_getaffinity(0))
+    return cores > 1 and threading.active_count() == 1 and running() < cores
+
+
+def running() -> int:
+    """Return the number of this machine's threads that run or could, this one among them."""
+    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
 class Helper:

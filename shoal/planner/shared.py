@@ -133,7 +133,8 @@ class Shared:
         """Return the seconds of a Plan's forwards and backwards, played; 0 without a pipeline."""
         if plan.pp == 1:
             return 0.0
-        key = Layout.of(plan), plan.dp, plan.pp, plan.schedule, plan.virtual, plan.split, plan.order
+        table = plan.schedule, plan.virtual, plan.activations, plan.split
+        key = Layout.of(plan), plan.dp, plan.pp, table, plan.order
         found = self._passes.get(key)
         if found is None:
             count = plan.microbatches_of(self.space.batch)

@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 
 import pytest
 from test_planner_search import EXPERTS, SHAPE, UNLIKE, cluster
@@ -10,7 +11,7 @@ from test_planner_search import EXPERTS, SHAPE, UNLIKE, cluster
 import shoal.planner.search as planner_search
 from shoal.cluster import Cluster
 from shoal.planner import Search, choose
-from shoal.planner.helper import can_help
+from shoal.planner.helper import can_help, running
 from shoal.workload import shape, workload_of
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -81,17 +82,27 @@ def test_a_helper_ends_with_its_search():
         os.kill(pid, 0)
 
 
-def test_no_process_is_forked_beside_threads_or_on_one_core_or_for_a_small_search(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
-    monkeypatch.setattr("threading.active_count", lambda: 1)
+def test_no_process_is_forked_beside_threads_or_without_a_free_core_or_for_a_small_search(monkeypatch):
+    def can(degrees=1000, cores=2, threads=1, busy=1):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        monkeypatch.setattr("threading.active_count", lambda: threads)
+        monkeypatch.setattr("shoal.planner.helper.running", lambda: busy)
+        return can_help(degrees)
+
     monkeypatch.setattr("sys.platform", "linux")
-    assert can_help(1000)
-    assert not can_help(10)
-    monkeypatch.setattr("threading.active_count", lambda: 2)
-    assert not can_help(1000)
-    monkeypatch.setattr("threading.active_count", lambda: 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
-    assert not can_help(1000)
+    assert can()
+    assert can(cores=4, busy=3)
+    assert not can(degrees=10)
+    assert not can(cores=1)
+    assert not can(threads=2)
+    assert not can(busy=2)
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert not can()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_runs_includes_this_process():
+    assert running() >= 1
 
 
 def _twice(search, number):

@@ -9,7 +9,8 @@ from random_plans import ORDERS, random_cluster, random_plan
 from shoal.cost import Costs
 from shoal.cost.time import straggler_share
 from shoal.errors import PlanError
-from shoal.plan.schedules import FOUND, NAMES, Times, make, search
+from shoal.plan.schedules import FOUND, NAMES, Action, Times, make, search
+from shoal.plan.schedules.received import received_makespan
 from shoal.simulate.common_order import common_order_of
 from shoal.simulate.course import course_of
 from shoal.simulate.engine import play_steps
@@ -88,6 +89,20 @@ def test_passes_alone_take_as_long_as_ranks_that_exchange_nothing(schedule):
         assert alone.end == pytest.approx(play.end, rel=ROUNDING)
         for starts, others in zip(alone.starts, play.starts, strict=True):
             assert starts == pytest.approx(others, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("schedule", [*NAMES, FOUND])
+def test_the_makespan_as_ranks_receive_is_that_of_played_passes(schedule):
+    chance = random.Random(schedule)
+    for _ in range(6):
+        _, table = drawn(chance, schedule)
+        forward, input, weight = (tuple(chance.uniform(1, 2) for _ in range(table.stages)) for _ in range(3))
+        send = chance.uniform(0, 2)
+        times = Times(forward, input, weight, (send,) * (table.stages - 1))
+        order = common_order_of(table)
+        slots = [times.of(Action(slot.work, slot.stage, 0)) for slot in order.slots]
+        played = passes_in_order(order, slots, [send] * len(order.pairs), lateness=0.0)
+        assert received_makespan(table, times) == pytest.approx(played.end, rel=ROUNDING)
 
 
 def test_a_table_that_can_never_end_has_no_common_order():

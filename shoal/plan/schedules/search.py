@@ -16,6 +16,7 @@ from shoal.plan.schedules.improve import improve, peak
 from shoal.plan.schedules.kinds import NAMES, make, require_numbers
 from shoal.plan.schedules.play import Times, require_times_of
 from shoal.plan.schedules.precedence import Precedence
+from shoal.plan.schedules.received import received_makespan
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 
 __all__ = ["search"]
@@ -28,6 +29,10 @@ _IMPROVED_ACTIONS = 1_200_000
 """Number of actions that may be played in total to improve the best candidates."""
 _IMPROVED = 3
 """Number of the best candidates that are improved."""
+_EQUAL = 1e-12
+"""Share by which rounding may tell equal makespans apart."""
+_RECEIVED_ACTIONS = 20_000
+"""Number of actions that may be played in total to tell tables with equal makespans apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +70,8 @@ def search(
 
     The candidates are list schedules of several rules and placements, and the named schedules within the
     limit, as they are and with every backward in two halves. The best are improved by local changes. So the
-    result is never worse than a named schedule with an allowed placement. Equal arguments give an equal
-    schedule on every machine.
+    result is never worse than a named schedule with an allowed placement. Among equal makespans, the one that
+    is shorter as ranks receive counts. Equal arguments give an equal schedule on every machine.
 
     Args:
         times: Times of all ranks x virtual stages.
@@ -94,18 +99,28 @@ def search(
     most = virtual * microbatches if limit is None else min(limit, virtual * microbatches)
     placements = _placements(ranks, virtual, placement)
     bound = _least_makespan(times, placements, ranks, microbatches)
+
+    def received(candidate: _Candidate) -> float:
+        return received_makespan(_schedule(candidate, ranks, virtual, microbatches), times)
+
     candidates: list[_Candidate] = []
     for candidate in _candidates(times, placements, ranks, virtual, microbatches, most):
         candidates.append(candidate)
-        if candidate.makespan <= bound:
+        if candidate.makespan <= bound and received(candidate) <= bound * (1 + _EQUAL):
             break
     candidates.sort(key=lambda each: (each.makespan, each.peak))
     if candidates[0].makespan > bound:
         actions = sum(map(len, candidates[0].rows))
         attempts = _IMPROVED_ACTIONS // actions // _IMPROVED
-        candidates = [_improved(each, most, attempts) for each in candidates[:_IMPROVED]]
-    best = min(candidates, key=lambda each: (each.makespan, each.peak))
-    return _schedule(best, ranks, virtual, microbatches)
+        improved = [_improved(each, most, attempts) for each in candidates[:_IMPROVED]]
+        candidates = [*improved, *candidates[_IMPROVED:]]
+    least = min(each.makespan for each in candidates)
+    equal = [each for each in candidates if each.makespan <= least * (1 + _EQUAL)]
+    if len(equal) > 1:
+        equal.sort(key=lambda each: each.peak)
+        allowed = max(1, _RECEIVED_ACTIONS // sum(map(len, equal[0].rows)))
+        equal = sorted(equal[:allowed], key=received)
+    return _schedule(equal[0], ranks, virtual, microbatches)
 
 
 def _placements(ranks: int, virtual: int, asked: tuple[int, ...] | None) -> list[tuple[int, ...]]:
