@@ -323,8 +323,8 @@ class ServedUpdates(Composed):
         """Take the servers' values, or the view of them that all workers have."""
         returns = self._servers.returns
         given = self._ranks.rank, self._values, decision, self._terms.patience
-        known = {"factor": factor, "codec": self._codec, "base": self._versions}
-        self._versions = self._servers.pull(*given, **known)
+        base, codec = self._versions, self._codec
+        self._versions = self._servers.pull(*given, factor=factor, codec=codec, base=base)
         if self._servers.returns > returns:
             self._pushes.forget()
         self._unpack(self._values)
