@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from slow_links_methods import TOKEN, Method, Search, Seat, Step
+from slow_links_small import Timed, train_for
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import WorkerError
@@ -66,7 +67,7 @@ class Workers:
         self._count = workers
         addresses, self._processes = hosts.addresses, list[multiprocessing.process.BaseProcess]()
         self._members: dict[bool, list[Connection]] = {False: [], True: []}  # by whether servers join them
-        for number in range(max(each.servers for each in methods)):
+        for number in range(max((each.servers for each in methods), default=0)):
             place = workers + number
             self._start(_keep_servers, number, addresses[place], hosts.process(place), self._methods)
         for is_served in {bool(each.servers) for each in methods} | {False}:
@@ -85,6 +86,11 @@ class Workers:
     def build(self, index: int) -> Search | None:
         """Build a method, by its number; return how it searched if it did."""
         found: list[Search | None] = self._ask(bool(self._methods[index].servers), "build", index)
+        return found[0]
+
+    def train(self, exchange: str, seconds: float, seed: int) -> Timed:
+        """Train the small model for some seconds with an exchange without servers."""
+        found: list[Timed] = self._ask(False, "train", exchange, seconds, seed)
         return found[0]
 
     def run(self, index: int, steps: int) -> Turn:
@@ -195,6 +201,8 @@ def _answer(connection: Connection, seat: Seat, servers: Sequence[str], methods:
                     ports = tuple((each, _SERVER_PORT + index) for each in servers[: method.servers])
                     steps[index] = method.build(replace(seat, servers=ports))
                     answer = getattr(steps[index], "search", None)
+                case ("train", exchange, seconds, seed):
+                    answer = train_for(exchange, seat.workers, seconds, seed)
                 case ("run", index, count):
                     answer = _run(steps[index], count)
             connection.send(("", answer))

@@ -24,30 +24,19 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from slow_links_small import HELD_OUT, held_out, small_trainer
 from slow_links_speed import formula_bytes
 
-import shoal
 from shoal.bench import describe
-from shoal.data import DataConfig, prepare
-from shoal.models import Transformer, TransformerConfig
 from shoal.parallel import outer_settings
 from shoal.plan import Plan
 from shoal.testing.ranks import RankPool
-from shoal.train import OptimizerConfig
 
 __all__ = ["STEPS", "Loss", "Run", "at_equal_time", "measure_loss", "runs_of", "table"]
 
 WORKERS = 4
-SEQUENCES = 8  # of a worker in a step
 STEPS = 1200
-MODEL = TransformerConfig(
-    vocab_size=256, layers=2, hidden=64, heads=4, kv_heads=4, ffn=176, seq=64, tie_embeddings=True
-)
-"""116 thousand parameters, so that 1,200 steps of four workers take a minute on two cores."""
-
 _EVERY = 200  # steps between two points of a course
-_HELD_OUT = 512  # samples
-_RATE = 4e-3  # of 3e-3, 4e-3 and 6e-3 the best for dense steps
 _TIMEOUT = 900.0
 
 
@@ -99,7 +88,7 @@ class Loss:
     """
 
     final: float
-    course: Mapping[int, float]
+    course: Mapping[float, float]
 
 
 _UNBIASED = ("int8", "int4", "fp8")
@@ -164,8 +153,8 @@ def _loss(kept: Sequence[Any]) -> Loss:
     return Loss(final, {int(steps): loss for steps, loss in course.items()})
 
 
-def at_equal_time(course: Mapping[int, float], steps: float) -> float:
-    """Return the loss of a course after this many steps, linear between its points."""
+def at_equal_time(course: Mapping[float, float], steps: float) -> float:
+    """Return the loss of a course after this many steps, or seconds, linear between its points."""
     points = sorted(course.items())
     before = max((point for point in points if point[0] <= steps), default=points[0])
     after = min((point for point in points if point[0] > steps), default=points[-1])
@@ -234,26 +223,11 @@ def _rates(speeds: Path) -> dict[str, float]:
 
 def _train(run: Run, seed: int) -> Loss:
     """Train on one rank of the default group."""
-    model = Transformer(MODEL)
-    model.initialize(seed)
-    data = prepare(DataConfig())
-    trainer = shoal.Trainer(
-        model,
-        data.samples("train", MODEL.seq),
-        Plan.parse(run.plan),
-        batch=WORKERS * SEQUENCES,
-        steps=run.steps,
-        optimizer=OptimizerConfig(
-            learning_rate=_RATE,
-            warmup=50,
-        ),
-        seed=seed,
-    )
-    held_out = data.samples("validation", MODEL.seq)
-    course = {}
+    trainer = small_trainer(run.plan, WORKERS, run.steps, seed)
+    samples, course = held_out(), dict[float, float]()
     for step in range(1, run.steps + 1):
         trainer.step()
         if step % _EVERY == 0:
-            course[step] = trainer.validate(held_out, _HELD_OUT)
+            course[step] = trainer.validate(samples, HELD_OUT)
     trainer.close()
     return Loss(course[run.steps], course)

@@ -1,11 +1,15 @@
 """Training with a worker that is slower than the others, or absent for a while: measured beside predicted.
 
-    python benchmarks/slow_worker.py [--rounds 5] [--slower 3]
+    python benchmarks/slow_worker.py [--rounds 5] [--slower 3] [--absent 3]
 
 Four workers train a small model, one process each. A worker's loss waits for the time of a share, as a host
 waits for its device, so that this machine's cores are not the limit. Measured first, with one worker each:
 the seconds of a share, and of an exchange with a server. From these `shoal.simulate.course_of` predicts the
 shares a second of every way of exchange. Ways are measured in turns; prints Markdown.
+
+Then all workers are equally fast, and one is lost: it is killed, and begins anew after some seconds. Servers
+go on with the others. Without servers all need it: there it is stopped for these seconds, which is less than
+what a restart from a checkpoint takes.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -37,6 +42,7 @@ WORKERS = 4
 SHARE = 0.04  # seconds of a share of a worker that is not slow
 WIDTH = 256
 EVERY = 10
+LOST = 1.0  # seconds after the beginning, at which a worker is lost
 
 WAYS = {
     "in each step": "dp=4",
@@ -73,7 +79,7 @@ class Waiting:
 def work(
     plan: str, number: int, steps: int, seconds: float, address: Any, port: int, ready: Any, told: Any
 ) -> None:
-    """Train as one worker; tell when it began and ended, and its shares."""
+    """Train as one worker; tell when it ended."""
     torch.set_num_threads(1)
     workers = Plan.parse(plan).dp
     if address is None and workers > 1:
@@ -92,11 +98,9 @@ def work(
         servers=servers,
     )
     ready.wait()
-    began, shares = time.time(), 0
     while trainer.step_count < steps:
         trainer.step()
-        shares += 1
-    told.put((number, began, time.time(), shares))
+    told.put(time.time())
     trainer.workers.leave()
     trainer.close()
 
@@ -108,11 +112,18 @@ def serve(told: Any) -> None:
     server.run()
 
 
-def measured(plan: str, speeds: Sequence[float], steps: int) -> float:
-    """Return the shares a second of workers that take these seconds for a share."""
+def measured(plan: str, speeds: Sequence[float], steps: int, absent: float = 0.0) -> float:
+    """Return the shares a second of workers that take these seconds for a share.
+
+    Args:
+        plan: The Plan.
+        speeds: Seconds of a share, by worker.
+        steps: Steps of the training.
+        absent: Seconds for which worker 0 is absent.
+    """
     context = multiprocessing.get_context("fork")
     told, addresses = context.Queue(), context.Queue()
-    ready = context.Barrier(len(speeds))
+    ready = context.Barrier(len(speeds) + 1)
     processes, address = [], None
     if Plan.parse(plan).exchanged.is_served:
         processes.append(context.Process(target=serve, args=(addresses,)))
@@ -124,11 +135,23 @@ def measured(plan: str, speeds: Sequence[float], steps: int) -> float:
         arguments = (plan, number, steps, each, address, port, ready, told)
         processes.append(context.Process(target=work, args=arguments))
         processes[-1].start()
-    came: list[tuple[int, float, float, int]] = [told.get(timeout=300) for _ in speeds]
+    ready.wait()
+    began = time.time()
+    if absent:
+        first = processes[-len(speeds)]
+        time.sleep(LOST)
+        os.kill(first.pid, signal.SIGSTOP if address is None else signal.SIGKILL)
+        time.sleep(absent)
+        if address is None:
+            os.kill(first.pid, signal.SIGCONT)
+        else:
+            arguments = (plan, 0, steps, speeds[0], address, port, context.Barrier(1), told)
+            processes.append(context.Process(target=work, args=arguments))
+            processes[-1].start()
+    ends: list[float] = [told.get(timeout=300) for _ in speeds]
     for process in processes:
         process.join(30)
-    seconds = max(end for _, _, end, _ in came) - min(begin for _, begin, _, _ in came)
-    return sum(shares for _, _, _, shares in came) / seconds
+    return steps * len(speeds) / (max(ends) - began)
 
 
 def meeting_under(plan: str, exchange: float, average: float) -> Meeting:
@@ -151,36 +174,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--slower", type=float, default=3.0, help="factor of worker 0; default 3")
     parser.add_argument("--steps", type=int, default=60, help="steps of a training; default 60")
+    parser.add_argument("--absent", type=float, default=3.0, help="seconds that worker 0 is lost; default 3")
     options = parser.parse_args(arguments)
     alone = partial(measured, speeds=[SHARE], steps=options.steps)
     share = 1 / alone("dp=1")
     exchange = 1 / alone("dp=1,exchange=server") - share
     average = WORKERS / measured("dp=4", [SHARE] * WORKERS, options.steps) - share
     extra = share - SHARE
-    speeds = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)]
+    slow, equal = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)], [SHARE] * WORKERS
     found: dict[str, list[float]] = {way: [] for way in WAYS}
+    lost: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
         for way in WAYS if turn % 2 == 0 else reversed(WAYS):
-            found[way].append(measured(WAYS[way], speeds, options.steps))
+            found[way].append(measured(WAYS[way], slow, options.steps))
+            lost[way].append(measured(WAYS[way], equal, options.steps, options.absent))
     print(
         f"{describe()}\n\nA share takes {share * 1e3:.1f} ms, an exchange with a server "
         f"{exchange * 1e3:.1f} ms, an average {average * 1e3:.1f} ms. {WORKERS} workers, one of which takes "
         f"{options.slower:g} times as long for what is waited for in a share; {options.steps} steps; "
-        f"median and range of {options.rounds} rounds.\n\n| way | shares/s | predicted | error | "
-        "against each step, measured | predicted |\n| --- | --- | --- | --- | --- | --- |"
+        f"median and range of {options.rounds} rounds."
     )
-    base: tuple[float, float] | None = None
-    for way, rates in found.items():
-        meeting = meeting_under(WAYS[way], exchange, average)
-        each = [seconds + extra for seconds in speeds]
-        predicted = course_of(meeting, each, WORKERS * options.steps).rate
-        rate = median(rates)
-        base = base or (rate, predicted)
-        print(
-            f"| {way} | {rate:.1f} ({min(rates):.1f} to {max(rates):.1f}) | {predicted:.1f} | "
-            f"{predicted / rate - 1:+.1%} | {rate / base[0]:.2f} | {predicted / base[1]:.2f} |"
-        )
+
+    def predicted(way: str, seconds: Sequence[float], absent: float) -> float:
+        meeting, each = meeting_under(WAYS[way], exchange, average), [one + extra for one in seconds]
+        shares, is_served = WORKERS * options.steps, Plan.parse(WAYS[way]).exchanged.is_served
+        if is_served and absent:
+            return course_of(meeting, each, shares, {0: (LOST, LOST + absent)}).rate
+        return shares / (course_of(meeting, each, shares).seconds + absent)
+
+    print(table("One slow worker", found, {way: predicted(way, slow, 0.0) for way in WAYS}))
+    lost_for = f"One worker lost for {options.absent:g} s, and back"
+    print(table(lost_for, lost, {way: predicted(way, equal, options.absent) for way in WAYS}))
     return 0
+
+
+def table(title: str, found: Mapping[str, Sequence[float]], predicted: Mapping[str, float]) -> str:
+    """Return a section in Markdown: shares a second, by way of exchange, beside those predicted."""
+    first = next(iter(found))
+    base = median(found[first]), predicted[first]
+    lines = [
+        f"\n## {title}\n",
+        "| way | shares/s | predicted | error | against each step, measured | predicted |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for way, rates in found.items():
+        rate, expected = median(rates), predicted[way]
+        lines.append(
+            f"| {way} | {rate:.1f} ({min(rates):.1f} to {max(rates):.1f}) | {expected:.1f} | "
+            f"{expected / rate - 1:+.1%} | {rate / base[0]:.2f} | {expected / base[1]:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ __all__ = ["MODELLED", "ROOT", "pages", "render"]
 ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELLED = (
-    "kinds",
+    *("kinds", "alike"),
     "collectives.network",
     *("time.products", "time.attention", "time.passes", "time.compute"),
     *("time.block", "time.buckets", "time.crowding", "time.data_parallel", "time.joins"),
@@ -158,6 +158,8 @@ def _plan() -> str:
         values = ", ".join(f"`{value}`" for value in CHOICES.get(field.name, ())) or "1 or more"
         if field.name == "split":
             values = "`cost`, `count`, or numbers such as `6-7-7-4`"
+        elif field.name == "shares":
+            values = "`equal`, or numbers such as `3x24-2x8`"
         elif field.name == "order":
             values = "any order of `pp`, `dp`, `cp`, `tp`, such as `dp-pp-cp-tp`"
         rows.append(

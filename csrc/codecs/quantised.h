@@ -4,8 +4,10 @@
 //   bits                          of an element
 //   scale_of(values, count)       of a block
 //   has_zero_codes(scale)         whether the scale is 0 or NaN: all codes are those of 0
-//   codes(values, scale, random)  a vector of codes, in the lowest bits of its lanes
-//   decoded(codes, scale)
+//   Coded                         a vector of codes; it may know more of them, for what they are decoded to
+//   coded(values, scale, random)
+//   codes(coded)                  in the lowest bits of their lanes
+//   decoded(coded or codes, scale)
 //   write(to, at, codes)          packs the codes of the elements from `at` on, in order
 //   read(from, at)                unpacks them
 #pragma once
@@ -40,10 +42,12 @@ struct ScaledByPeak {
 
 template <class U, int largest, int zero>
 struct Integers : ScaledByPeak<U, largest> {
-  static typename U::Int codes(typename U::Float values, float scale, RandomVectors<U>& random) {
+  using Coded = typename U::Int;
+  static Coded coded(typename U::Float values, float scale, RandomVectors<U>& random) {
     const typename U::Int rounded = U::floor(values / scale + uniform<U>(random.next()));
     return U::smaller(U::larger(rounded, all<typename U::Int>(-largest)), all<typename U::Int>(largest)) + zero;
   }
+  static typename U::Int codes(Coded coded) { return coded; }
   static typename U::Float decoded(typename U::Int codes, float scale) {
     return __builtin_convertvector(codes - zero, typename U::Float) * scale;
   }
@@ -79,20 +83,40 @@ struct Fp8 : ScaledByPeak<U, 448> {
   static constexpr size_t bits = 8;
   static constexpr uint32_t rebias = (127 - 7) << 3;
 
-  static typename U::Int codes(typename U::Float values, float scale, RandomVectors<U>& random) {
+  static constexpr uint32_t below_mantissa = 0xfffff;
+
+  // The bits of rounded magnitudes, of which those below the mantissa do not count, are decoded in fewer operations
+  // than codes.
+  struct Coded {
+    typename U::Int magnitudes, rounded;
+    typename U::Bits signs;
+  };
+  static Coded coded(typename U::Float values, float scale, RandomVectors<U>& random) {
     using Int = typename U::Int;
+    using Float = typename U::Float;
     using Bits = typename U::Bits;
     const auto grid = bits_as<Bits>(values / scale);
     const Bits magnitude = grid & magnitude_bits;
     const Bits drawn = random.next();
-    auto code = bits_as<Int>(((magnitude + (drawn >> 12)) >> 20) - rebias);
-    const auto size = bits_as<typename U::Float>(magnitude);
+    const auto most = all<Int>(static_cast<int32_t>(bits_of(448.0f) | below_mantissa));
+    Int rounded = U::smaller(bits_as<Int>(magnitude + (drawn >> 12)), most);
+    Int code = (rounded >> 20) - static_cast<int32_t>(rebias);
+    const auto size = bits_as<Float>(magnitude);
     const Int is_subnormal = size < 0x1p-6f;
     if (has_negative<U>(is_subnormal)) {  // seldom
       const Int subnormal = U::floor(size * 0x1p9f + uniform<U>(drawn));
       code = is_subnormal ? subnormal : code;
+      const auto decoded = bits_as<Int>(__builtin_convertvector(subnormal, Float) * 0x1p-9f);
+      rounded = is_subnormal ? decoded : rounded;
     }
-    return U::smaller(code, all<Int>(0x7e)) | bits_as<Int>((grid >> 24) & 0x80);
+    return {code, rounded, grid & ~magnitude_bits};
+  }
+  static typename U::Int codes(const Coded& coded) {
+    return coded.magnitudes | bits_as<typename U::Int>(coded.signs >> 24);
+  }
+  static typename U::Float decoded(const Coded& coded, float scale) {
+    const auto sizes = bits_as<typename U::Bits>(coded.rounded) & ~below_mantissa;
+    return bits_as<typename U::Float>(sizes | coded.signs) * scale;
   }
   static typename U::Float decoded(typename U::Int codes, float scale) {
     using Float = typename U::Float;
@@ -123,9 +147,11 @@ struct Sign {
     return magnitude_of(mean) >= infinity_bits ? float_of(nan_bits) : mean;
   }
   static bool has_zero_codes(float) { return false; }
-  static typename U::Int codes(typename U::Float values, float, RandomVectors<U>&) {
+  using Coded = typename U::Int;
+  static Coded coded(typename U::Float values, float, RandomVectors<U>&) {
     return bits_as<typename U::Int>(values < 0.0f) & static_cast<int32_t>(~magnitude_bits);
   }
+  static typename U::Int codes(Coded coded) { return coded; }
   static typename U::Float decoded(typename U::Int codes, float scale) {
     return bits_as<typename U::Float>(bits_as<typename U::Bits>(codes) ^ bits_of(scale));
   }
@@ -155,11 +181,11 @@ void encode_block(const float* values, float scale, RandomKeys keys, size_t inde
   for (size_t at = 0; at < codec_block; at += U::lanes) {
     if (at % line_elements == 0) fetch(values + at + block_ahead);
     const typename U::Float vector = U::read(values + at);
-    const typename U::Int codes =
-        is_zero ? Format::codes(typename U::Float{}, 1.0f, random) : Format::codes(vector, scale, random);
-    Format::write(to, at, codes);
+    const typename Format::Coded coded =
+        is_zero ? Format::coded(typename U::Float{}, 1.0f, random) : Format::coded(vector, scale, random);
+    Format::write(to, at, Format::codes(coded));
     if (residual == nullptr) continue;
-    const typename U::Float rest = vector - Format::decoded(codes, scale);
+    const typename U::Float rest = vector - Format::decoded(coded, scale);
     if constexpr (streamed)
       U::stream(residual + at, rest);
     else

@@ -183,11 +183,12 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
         gradients[:] = [gradient_of(owned).detach().clone() for owned in parallel.owned]
 
     trainer.optimizer.register_step_pre_hook(note)
-    accumulation = trainer.plan.microbatches_of(batch)
+    shares = trainer.plan.shared
+    own = trainer.plan.microbatches_of(batch) if shares is None else shares.of_rank(parallel.axes.dp.index)
     steps = []
     for number in range(trainer.steps):
         result = trainer.step()
-        consumed = asked[number * accumulation : (number + 1) * accumulation]
+        consumed = asked[number * own : (number + 1) * own]
         steps.append(
             RankStep(
                 loss=result.loss,

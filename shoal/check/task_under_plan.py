@@ -38,17 +38,18 @@ def _steps(
 ) -> Iterator[RankStep]:
     groups = groups_by_decay(parallel.owned, OPTIMIZER.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    dp, data = parallel.axes.dp, parallel.axes.data
-    size = trial.batch // dp.size
+    data = parallel.axes.data
     for number in range(trial.steps):
         rate = learning_rate(OPTIMIZER, step=number, steps=trial.steps, batch=trial.batch)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        own = trial.batch_of(number)[dp.index * size : (dp.index + 1) * size]
-        micro = [own[start : start + microbatch] for start in range(0, size, microbatch)]
+        own = parallel.local(torch.tensor(trial.batch_of(number))).tolist()
+        micro = [own[start : start + microbatch] for start in range(0, len(own), microbatch)]
         parallel.set_micro_batches(len(micro))
         forwards = (partial(_loss, samples, chosen, parallel, device) for chosen in micro)
-        total = run_one_by_one(forwards, len(micro), parallel.accumulate)
+        total = run_one_by_one(
+            forwards, len(micro), parallel.accumulate, mean_of=parallel.mean_of(len(micro))
+        )
         data.all_reduce(total, "loss").wait()
         gradients = [fragment_of(owned, gradient_of(owned)) for owned in parallel.owned]
         norm = parallel.clip_gradients(CLIP)

@@ -171,7 +171,8 @@ def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
         ranks = 2 if ranks is None else ranks
         unit = max(1, ranks)
     else:
-        unit = plan.dp * plan.pp * (plan.microbatch or 1)
+        shares = plan.shared
+        unit = (plan.dp * plan.pp if shares is None else shares.total) * (plan.microbatch or 1)
     model = args.model.replace("zoo:", _ZOO, 1) if args.model.startswith("zoo:") else args.model
     trial = trial_of(
         model,

@@ -19,11 +19,13 @@ from shoal.cli.breakdown import (
     ranks_text,
     words,
 )
+from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
 from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import table_of
 from shoal.cluster import Cluster
 from shoal.errors import RunError, UserError
+from shoal.plan import Plan
 from shoal.run import Run, json_number, tokens_per_second
 from shoal.simulate import StageTimes, measured_timeline, recorded_cluster, stage_times
 from shoal.timeline import Breakdown, Timeline, explain, write_chrome_trace
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.rank is not None:
         _require_rank(opened, breakdown, args.rank)
     summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
+    summary["exchanged"] = _exchanged(summary, timeline)
     if breakdown is not None:
         summary |= _predicted(opened, args.cluster, timeline)
     if args.trace is not None:
@@ -97,6 +100,13 @@ def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, A
         print(f"not predicted: {error.given}", file=sys.stderr)
         return {}
     return {"cluster": found.name, "kinds": kinds_compared(predicted, measured)}
+
+
+def _exchanged(summary: Mapping[str, Any], timeline: Timeline) -> dict[str, float] | None:
+    parameters = (summary["model"] or {}).get("parameters")
+    if not (summary["plan"] and parameters):
+        return None
+    return exchanged_summary(Plan.parse(summary["plan"]), timeline, parameters)
 
 
 def summarise(
@@ -247,6 +257,8 @@ def _heading(summary: Mapping[str, Any]) -> str:
         rows.append(("servers", f"{served['contributions']} contributions applied: {of_workers}"))
         mean, most = served["staleness"]["mean"], served["staleness"]["most"]
         rows.append(("staleness", f"{mean:.2f} updates in the mean, {most} at most"))
+    if summary.get("exchanged") is not None:
+        rows.append(("sent", exchanged_text(summary["exchanged"])))
     for each in summary["decisions"] or ():
         rows.append(("exchange", f"after step {each['step']}, {each['exchange']}: {each['reason']}"))
     if summary["tokens_per_second"] is not None:

@@ -8,6 +8,7 @@ names. The choice of algorithm in shoal/collectives, the simulator, the planner 
 package.
 """
 
+from shoal.cost.alike import Alike
 from shoal.cost.collectives.algorithm import Algorithm, AlphaBeta
 from shoal.cost.collectives.algorithms import (
     ALGORITHMS,
@@ -30,6 +31,7 @@ __all__ = [
     "COLLECTIVES",
     "LEVELS",
     "Algorithm",
+    "Alike",
     "AlphaBeta",
     "Calibration",
     "Costs",

@@ -7,7 +7,7 @@ all blocks bound it, and those with the least memory limit it. The optimizer wai
 slowest with it. Each place costs what it would cost on a Cluster of such devices alone.
 
 Links are those of the Cluster's levels, whichever parts they join. Each replica of the model counts as if it
-had the slowest devices of every place.
+had the slowest devices of every place, unless a Plan gives replicas shares of their own (`alike.py`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Kinds:
             self._bounds.append((devices.index(part.at_pace), begin, begin + part.devices))
             begin += part.devices
         self._known: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
+        self._of_replicas: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
 
     def by_place(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
         """Return the kinds of each place along the pipeline of a Plan."""
@@ -74,6 +75,21 @@ class Kinds:
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = tuple(self._of_place(place, *key) for place in range(pp))
+        return found
+
+    def of_replicas(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
+        """Return the kinds of the ranks at each index along dp, for a Plan without a pipeline."""
+        mesh = plan.replicas, plan.shards, plan.cp, plan.tp, plan.order
+        found = self._of_replicas.get(mesh)
+        if found is None:
+            sets: list[set[int]] = [set() for _ in range(plan.dp)]
+            strides = strides_of(plan.order, dict(zip(AXES, (1, *mesh[:-1]), strict=True)))
+            for number, (kind, begin, end) in enumerate(self._bounds):
+                stop = plan.ranks if number == len(self._bounds) - 1 else min(end, plan.ranks)
+                for rank in range(begin, stop):
+                    replica = rank // strides["replicate"] % plan.replicas
+                    sets[replica * plan.shards + rank // strides["shard"] % plan.shards].add(kind)
+            found = self._of_replicas[mesh] = tuple(tuple(sorted(each)) for each in sets)
         return found
 
     def tightness(self, kinds: Sequence[int]) -> float:
@@ -101,10 +117,13 @@ class ByKind(Generic[T]):
         kinds: Where the kinds are.
         costs: The costs on each kind.
         seconds: Function that gives the seconds of a micro-batch of all blocks, by these costs.
+
+    Attributes:
+        kinds: Where the kinds are.
     """
 
     def __init__(self, kinds: Kinds, costs: Sequence[T], seconds: Callable[[T, Layout], float]) -> None:
-        self._kinds = kinds
+        self.kinds = kinds
         self._costs = tuple(costs)
         self._seconds = seconds
         self._known: dict[Layout, list[float]] = {}
@@ -114,12 +133,12 @@ class ByKind(Generic[T]):
         return (
             self._costs
             if plan is None
-            else tuple(self._costs[kind] for kind in self._kinds.by_place(plan)[place])
+            else tuple(self._costs[kind] for kind in self.kinds.by_place(plan)[place])
         )
 
     def at(self, plan: SettledPlan, place: int) -> T:
         """Return the costs on those devices at a place that take longest."""
-        return self.longest(Layout.of(plan), self._kinds.by_place(plan)[place])
+        return self.longest(Layout.of(plan), self.kinds.by_place(plan)[place])
 
     def longest(self, layout: Layout, kinds: tuple[int, ...] | None = None) -> T:
         """Return the costs on the kind, of these or of all, that takes longest under a layout."""
@@ -129,7 +148,7 @@ class ByKind(Generic[T]):
     def paces(self, plan: SettledPlan) -> list[float]:
         """Return, by place, the seconds of a micro-batch there over those on the first kind."""
         seconds = self._seconds_of(Layout.of(plan))
-        return [max(seconds[kind] for kind in kinds) / seconds[0] for kinds in self._kinds.by_place(plan)]
+        return [max(seconds[kind] for kind in kinds) / seconds[0] for kinds in self.kinds.by_place(plan)]
 
     def _seconds_of(self, layout: Layout) -> list[float]:
         """Return the seconds of a micro-batch of all blocks on each kind."""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from shoal.data.loader import Loader
 from shoal.data.prefetch import Prefetcher
 from shoal.data.samples import is_deterministic
+from shoal.plan import Shares
 
 __all__ = ["Feed", "open_feed"]
 
@@ -48,6 +49,7 @@ def open_feed(
     ranks: int,
     microbatch: int,
     *,
+    shares: Shares | None = None,
     ahead: int = 2,
     workers: int = 0,
 ) -> Feed[Item]:
@@ -59,16 +61,17 @@ def open_feed(
         rank: This rank's place along the data-parallel axis.
         ranks: The whole data-parallel degree.
         microbatch: Samples that one forward sees on one rank.
+        shares: The micro-batches of each rank; None if all take equally many.
         ahead: Number of micro-batches that may wait to be taken.
         workers: Number of processes that make them; 0 for none. `DataLoader` starts these processes.
 
     Raises:
-        PlanError: The batch size is not a multiple of `ranks * microbatch`.
+        PlanError: The batch does not divide into these micro-batches.
         ValueError: `rank` is not in `range(ranks)`, or `ahead` is not positive.
     """
     if workers > 0:
-        return _Workers(loader, (position, rank, ranks, microbatch), ahead, workers)
-    stream = loader.stream(position, rank, ranks, microbatch)
+        return _Workers(loader, (position, rank, ranks, microbatch, shares), ahead, workers)
+    stream = loader.stream(position, rank, ranks, microbatch, shares)
     return Prefetcher(stream, depth=ahead) if is_deterministic(loader.samples) else _Direct(stream)
 
 
@@ -94,15 +97,15 @@ class _Workers(Generic[Item]):
     """Makes whole micro-batches in processes, which torch's DataLoader starts, feeds and ends."""
 
     def __init__(
-        self, loader: Loader[Item], place: tuple[int, int, int, int], ahead: int, workers: int
+        self, loader: Loader[Item], place: tuple[int, int, int, int, Shares | None], ahead: int, workers: int
     ) -> None:
-        position, rank, ranks, microbatch = place
-        loader.accumulation(ranks, microbatch)
+        _, rank, ranks, microbatch, shares = place
+        loader.number(rank, ranks, microbatch, shares)  # raises
         self._iterator: Iterator[Any] | None = iter(
             DataLoader(
                 _MicroBatches(loader, microbatch),
                 batch_size=None,
-                sampler=_starts(loader, position, rank, ranks, microbatch),  # type: ignore[arg-type]
+                sampler=_starts(loader, *place),  # type: ignore[arg-type]
                 num_workers=workers,
                 collate_fn=_as_it_is,
                 prefetch_factor=max(2, -(-ahead // workers)),
@@ -135,10 +138,12 @@ class _MicroBatches(Dataset[Any]):
         return self._loader.fetch(start, self._microbatch)
 
 
-def _starts(loader: Loader[Any], position: int, rank: int, ranks: int, microbatch: int) -> Iterator[int]:
+def _starts(
+    loader: Loader[Any], position: int, rank: int, ranks: int, microbatch: int, shares: Shares | None
+) -> Iterator[int]:
     while True:
-        for number in range(loader.accumulation(ranks, microbatch)):
-            yield loader.start(position, number, rank, ranks, microbatch)
+        for number in range(loader.number(rank, ranks, microbatch, shares)):
+            yield loader.start(position, number, rank, ranks, microbatch, shares)
         position += loader.batch_size
 
 

@@ -12,6 +12,7 @@ from shoal.data.generators import key_of
 from shoal.data.permutation import order
 from shoal.data.samples import Samples, fetch
 from shoal.errors import ConfigError, DataError, PlanError
+from shoal.plan import Shares
 
 __all__ = ["Loader"]
 
@@ -117,27 +118,50 @@ class Loader(Generic[Batch]):
             )
         return whole
 
-    def microbatches(self, position: int, rank: int, ranks: int, microbatch: int) -> Iterator[Batch]:
+    def number(self, rank: int, ranks: int, microbatch: int, shares: Shares | None = None) -> int:
+        """Return the number of micro-batches that one rank takes for one batch.
+
+        Args:
+            rank: This rank's place along the data-parallel axis.
+            ranks: The whole data-parallel degree.
+            microbatch: Samples that one forward sees on one rank.
+            shares: The micro-batches of each rank; None if all take equally many.
+
+        Raises:
+            PlanError: The batch does not divide into these micro-batches.
+        """
+        if shares is None:
+            return self.accumulation(ranks, microbatch)
+        shares.require_batch(self.batch_size, microbatch)
+        return shares.of_rank(rank)
+
+    def microbatches(
+        self, position: int, rank: int, ranks: int, microbatch: int, shares: Shares | None = None
+    ) -> Iterator[Batch]:
         """Yield the micro-batches that one rank takes from the batch that starts at `position`, in order.
 
         Micro-batch `j` holds the positions `position + (j * ranks + rank) * microbatch + [0, microbatch)`.
+        With shares, round `j` counts only the ranks that take a micro-batch `j`: see `shoal.plan.shares`.
 
         Args:
             position: The global position at which the batch starts.
             rank: This rank's place along the data-parallel axis.
             ranks: The whole data-parallel degree.
             microbatch: Samples that one forward sees on one rank.
+            shares: The micro-batches of each rank; None if all take equally many.
 
         Raises:
-            PlanError: The batch size is not a multiple of `ranks * microbatch`.
+            PlanError: The batch does not divide into these micro-batches.
             ValueError: `rank` is not in `range(ranks)`.
         """
-        accumulation = self.accumulation(ranks, microbatch)
-        starts = [self.start(position, j, rank, ranks, microbatch) for j in range(accumulation)]
+        number = self.number(rank, ranks, microbatch, shares)
+        starts = [self.start(position, j, rank, ranks, microbatch, shares) for j in range(number)]
         return (self.fetch(start, microbatch) for start in starts)
 
     @staticmethod
-    def start(position: int, number: int, rank: int, ranks: int, microbatch: int) -> int:
+    def start(
+        position: int, number: int, rank: int, ranks: int, microbatch: int, shares: Shares | None = None
+    ) -> int:
         """Return the global position at which micro-batch `number` of a rank starts; see `microbatches`.
 
         Raises:
@@ -145,14 +169,17 @@ class Loader(Generic[Batch]):
         """
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not in range({ranks})")
-        return position + (number * ranks + rank) * microbatch
+        before = number * ranks + rank if shares is None else shares.before(rank, number)
+        return position + before * microbatch
 
-    def stream(self, position: int, rank: int, ranks: int, microbatch: int) -> Iterator[Batch]:
+    def stream(
+        self, position: int, rank: int, ranks: int, microbatch: int, shares: Shares | None = None
+    ) -> Iterator[Batch]:
         """Yield the micro-batches of one rank, batch after batch from `position` on, without end.
 
         A Prefetcher reads this, so that it continues across batches. Arguments and errors are those of
         `microbatches`.
         """
         while True:
-            yield from self.microbatches(position, rank, ranks, microbatch)
+            yield from self.microbatches(position, rank, ranks, microbatch, shares)
             position += self.batch_size

@@ -1,4 +1,4 @@
-"""The loop over the micro-batches of a step, without a pipeline."""
+"""A rank's rows of a batch, and the loop over the micro-batches of a step, without a pipeline."""
 
 from __future__ import annotations
 
@@ -7,10 +7,26 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from shoal.parallel.communication import Axis
+from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 
-__all__ = ["run_one_by_one"]
+__all__ = ["own_rows", "run_one_by_one"]
+
+
+def own_rows(batch: torch.Tensor, plan: Plan, dp: Axis) -> torch.Tensor:
+    """Return a rank's rows of a batch `[batch, ...]`: in the order of ranks, with the Plan's `shares`.
+
+    Raises:
+        PlanError: The batch does not divide.
+    """
+    if (shares := plan.shared) is None:
+        SettledPlan.of(Plan(dp=dp.size), len(batch))  # raises
+        return batch.chunk(dp.size)[dp.index]
+    shares.require_batch(len(batch), None)
+    size = len(batch) // shares.total
+    return torch.split(batch, [size * shares.of_rank(rank) for rank in range(dp.size)])[dp.index]
 
 
 def run_one_by_one(
@@ -18,6 +34,7 @@ def run_one_by_one(
     count: int,
     accumulate: Callable[[], AbstractContextManager[None]],
     *,
+    mean_of: float | None = None,
     recorder: Recorder | None = None,
     before_last: Callable[[torch.Tensor], object] = lambda total: None,
 ) -> torch.Tensor:
@@ -28,13 +45,17 @@ def run_one_by_one(
         count: Number of micro-batches to run.
         accumulate: Context for all backwards but the last: gradients are kept, to combine with the last
             one's.
+        mean_of: Number of micro-batches over which losses and gradients are averaged; `count` by default.
+            Ranks with other numbers of micro-batches average over the mean of these, so that the mean over
+            ranks is the mean over all micro-batches.
         recorder: Recorder of spans.
-        before_last: Called with the mean loss before the last backward; communication that it starts runs
+        before_last: Called with what is returned, before the last backward; communication that it starts runs
             beside it.
 
     Returns:
-        The mean loss of all micro-batches.
+        The sum of all losses over `mean_of`.
     """
+    mean_of = count if mean_of is None else mean_of
     recorder = NullRecorder() if recorder is None else recorder
     total: torch.Tensor | None = None
     coming = iter(forwards)
@@ -42,7 +63,7 @@ def run_one_by_one(
         is_last = number + 1 == count
         forward = next(coming)
         with recorder.span(Kind.FORWARD):
-            loss = forward() / count
+            loss = forward() / mean_of
             del forward  # its batch is freed before backward
             total = loss.detach() if total is None else total + loss.detach()
         if is_last:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NoReturn, final
 
@@ -19,14 +19,14 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence, residual_positions
 from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.layout import Cut
-from shoal.parallel.micro_batches import run_one_by_one
+from shoal.parallel.micro_batches import own_rows, run_one_by_one
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
 from shoal.parallel.owned import fixed_parameters
 from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from shoal.parallel.state import State
 from shoal.parallel.whole import Whole
-from shoal.plan import Plan, SettledPlan
+from shoal.plan import Plan
 
 __all__ = ["Parallel"]
 
@@ -124,7 +124,7 @@ class Parallel(nn.Module):
             prepare: Called before each forward with the micro-batch's number and the model's inputs.
 
         Returns:
-            The mean loss of this rank's micro-batches; in a pipeline 0 except on the last stage's rank.
+            The sum of its losses over `mean_of(count)`; in a pipeline 0 except on the last stage's rank.
         """
         self.set_micro_batches(count)
         if self._pipeline is not None:
@@ -135,7 +135,7 @@ class Parallel(nn.Module):
             return loss(self(inputs), targets)
 
         forwards = (partial(forward, number, *pair) for number, pair in enumerate(micro_batches))
-        return run_one_by_one(forwards, count, self.accumulate)
+        return run_one_by_one(forwards, count, self.accumulate, mean_of=self.mean_of(count))
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -266,33 +266,30 @@ class Parallel(nn.Module):
         """Return the buffers that this rank saves."""
         return {name: each for name, each in self.saved_buffers().items() if name in self._whole.mine}
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def unchanged(self) -> AbstractContextManager[None]:
         """Promise not to change weights within it, so that several forwards need not gather them anew."""
-        with ExitStack() as stack:
-            for strategy in self.strategies:
-                stack.enter_context(strategy.unchanged())
-            yield
+        return _in_all(strategy.unchanged() for strategy in self.strategies)
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Make backward add to the gradients; use it for all micro-batches of a step except the last.
 
         Replicated data parallel and ZeRO-1 communicate nothing within it.
         """
-        with ExitStack() as stack:
-            for strategy in self.strategies:
-                stack.enter_context(strategy.accumulate())
-            yield
+        return _in_all(strategy.accumulate() for strategy in self.strategies)
+
+    def mean_of(self, number: int) -> float:
+        """Return what to divide the sum of `number` losses of a step by; with shares, the mean over ranks."""
+        shares = self.plan.shared
+        return number if shares is None else shares.mean_of(self.axes.dp.index, number)
 
     def set_micro_batches(self, number: int) -> None:
-        """Set the number of micro-batches over which the caller averages the loss of a step; initially 1.
+        """Set the number of micro-batches that this rank makes in a step; initially 1.
 
-        A model's auxiliary losses, such as a router's, begin their own backward, and are scaled by this
-        number too. If tensor parallelism splits the sequence, each rank adds its part of a sum to them.
+        A model's auxiliary losses, such as a router's, begin their own backward, and are divided by
+        `mean_of(number)` too. If tensor parallelism splits the sequence, each rank adds its part of a sum.
         """
         split = self.axes.sequence.size // self.axes.cp.size
-        set_auxiliary_scale(self.module, 1 / (number * split))
+        set_auxiliary_scale(self.module, 1 / (self.mean_of(number) * split))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a step that was abandoned between its micro-batches.
@@ -307,16 +304,12 @@ class Parallel(nn.Module):
         for owned in self.owned:
             owned.give(None)
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """Keep every parameter of `module` up to date while it lasts, and whole, except what tp and ep cut.
 
         All ranks enter it together.
         """
-        with ExitStack() as stack:
-            for strategy in self.strategies:
-                stack.enter_context(strategy.gathered())
-            yield
+        return _in_all(strategy.gathered() for strategy in self.strategies)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole model, named as in `module.state_dict()`, under any Plan; all ranks call it.
@@ -354,8 +347,7 @@ class Parallel(nn.Module):
         Raises:
             PlanError: The batch does not divide.
         """
-        SettledPlan.of(self.plan.replace(microbatch=None), len(batch))
-        return batch.chunk(self.axes.dp.size)[self.axes.dp.index]
+        return own_rows(batch, self.plan, self.axes.dp)
 
     def local_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of `[batch, seq, ...]` along the sequence, as context parallelism cuts it.
@@ -398,3 +390,11 @@ class Parallel(nn.Module):
 
     def _stale(self) -> str | None:
         return next((each.stale for each in self.strategies if each.stale is not None), None)
+
+
+@contextmanager
+def _in_all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield

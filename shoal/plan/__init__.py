@@ -2,9 +2,9 @@
 
 Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fixed micro-batch), Mesh (the
     place of each rank), Groups (which ranks communicate), Boundary (which ranks send to those of another
-    stage), Sharding (which states data parallelism cuts), Exchange (how workers exchange what they learn),
-    Compression (what they send in place of a vector). Made by the user or the planner, executed by
-    `shoal.parallel`, timed by the simulator. Imports no torch.
+    stage), Sharding (which states data parallelism cuts), Shares (micro-batches of each data-parallel rank),
+    Exchange (how workers exchange what they learn), Compression (what they send in place of a vector). Made
+    by the user or the planner, executed by `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
 from shoal.plan.boundary import Boundary
@@ -19,6 +19,7 @@ from shoal.plan.order import AXES, DEFAULT_ORDER
 from shoal.plan.plan import Plan, divisors, element_bytes, parse_settings
 from shoal.plan.settled import SettledPlan
 from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding
+from shoal.plan.shares import EQUAL, Shares
 
 __all__ = [
     "AXES",
@@ -27,6 +28,7 @@ __all__ = [
     "CHUNK",
     "DEFAULT_ORDER",
     "DEGREES",
+    "EQUAL",
     "FULLY_SHARDED",
     "SHARDINGS",
     "SYNCHRONOUS",
@@ -42,6 +44,7 @@ __all__ = [
     "Plan",
     "SettledPlan",
     "Sharding",
+    "Shares",
     "divisors",
     "element_bytes",
     "legal_plans",

@@ -80,6 +80,10 @@ class Group:
         ranges = [range(0, number * stride, stride) for number, stride in self.dims]
         return tuple(first + sum(offsets) for offsets in itertools.product(*ranges))
 
+    def around(self, rank: int) -> tuple[int, ...]:
+        """Return the global ranks of the group that this rank belongs to, ascending."""
+        return self.ranks(rank - sum(rank // stride % number * stride for number, stride in self.dims))
+
     def tile(self, ranks: int) -> list[tuple[int, ...]]:
         """Return all groups of this pattern among `ranks` ranks: every rank is in exactly one."""
         dims = self.dims

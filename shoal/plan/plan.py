@@ -12,6 +12,7 @@ from typing import Any, Self
 from shoal.errors import PlanError
 from shoal.plan.choices import CHOICES, DEGREES, WHOLE, require_choice, require_whole
 from shoal.plan.compression import Compression
+from shoal.plan.degrees import divisors, require_degrees
 from shoal.plan.exchange import SETTINGS, SYNCHRONOUS, Exchange
 from shoal.plan.group import split_dims
 from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, require_order, strides_of
@@ -25,6 +26,7 @@ from shoal.plan.schedules import (
     search,
 )
 from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
+from shoal.plan.shares import EQUAL, Shares
 from shoal.plan.text import read_number, settings_of
 from shoal.units import format_bytes
 
@@ -63,6 +65,9 @@ class Plan:
             number for each stage, such as 6-7-7-4.
         microbatch: Sequences in one forward of one rank. None for the whole of the rank's batch; with pp > 1,
             for the largest that makes four micro-batches for each stage, or as many as possible.
+        shares: The micro-batches of each rank along dp in a step: equally many (equal), or a number for each,
+            such as 3x24-2x8, three on each of 24 ranks and two on each of 8, so that ranks on slow devices do
+            less. Needs shard=none or zero1, pp=1 and ep=1.
         exchange: How workers exchange what they learn; a worker is one replica of the model. They average
             gradients in buckets that overlap with backward (bucketed), or one by one after it (naive, the
             reference); they make steps by themselves, and then average what these changed (local); they send
@@ -112,6 +117,7 @@ class Plan:
     activations: int | None = None
     split: str = "cost"
     microbatch: int | None = None
+    shares: str = EQUAL
     exchange: str = "bucketed"
     every: int = 20
     fragments: int = 1
@@ -143,32 +149,7 @@ class Plan:
         for name, values in CHOICES.items():
             if getattr(self, name) not in values:
                 require_choice(name, getattr(self, name))
-        if self.replicate > 1 and not self.sharding.cuts_optimizer:
-            raise PlanError(
-                f"replicate={self.replicate} was given, but shard=none keeps a whole replica on every rank",
-                possible="replicate divides dp for hybrid sharding, with shard="
-                + " or ".join(each.name for each in SHARDINGS.values() if each.cuts_optimizer),
-                change=f"add shard=zero3, or leave out replicate={self.replicate}",
-            )
-        if self.dp % self.replicate:
-            raise PlanError(
-                f"replicate={self.replicate} does not divide dp={self.dp}",
-                possible=f"replicate is one of {', '.join(map(str, divisors(self.dp)))}",
-                change="choose one of these, or another dp",
-            )
-        if (self.dp * self.cp) % self.ep:
-            raise PlanError(
-                f"ep={self.ep} does not divide dp x cp = {self.dp * self.cp}",
-                possible=f"ep is one of {', '.join(map(str, divisors(self.dp * self.cp)))}",
-                change="choose one of these, or another dp",
-            )
-        if self.sharding.cuts_optimizer and (self.shards * self.cp) % self.ep:
-            raise PlanError(
-                f"ep={self.ep} does not divide the {self.shards * self.cp} ranks "
-                f"over which shard={self.shard} shards a state",
-                possible=f"ep is one of {', '.join(map(str, divisors(self.shards * self.cp)))}",
-                change="choose one of these, a smaller replicate, or shard=none",
-            )
+        require_degrees(self.sharding, dp=self.dp, cp=self.cp, ep=self.ep, replicate=self.replicate)
         if self.order != DEFAULT_ORDER:
             self._require_order()
         if self.activations is not None and self.schedule != FOUND:
@@ -196,6 +177,8 @@ class Plan:
                 change="leave out exchange=naive",
             )
 
+        if self.shares != EQUAL:
+            object.__setattr__(self, "shares", str(self._require_shares()))
         degrees = {"dp": self.dp, "cp": self.cp, "ep": self.ep, "copies": self.tp * self.pp}
         self.exchanged.require(self.sharding, replicas=self.replicas, **degrees)
 
@@ -215,6 +198,13 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, possible))}",
                 change="choose one of these, or an order in which dp and cp follow each other",
             )
+
+    def _require_shares(self) -> Shares:
+        """Return `shares`, checked as far as possible without a batch."""
+        shares = Shares.parse(self.shares)
+        degrees = {"dp": self.dp, "pp": self.pp, "ep": self.ep}
+        shares.require(self.sharding, **degrees, exchange=self.exchange, compress=self.compress)
+        return shares
 
     def _require_stages(self) -> None:
         """Check `virtual`, `activations` and `split`, as far as possible without a model or a batch."""
@@ -304,6 +294,11 @@ class Plan:
         return self.replace(dp=self.dp // self.replicas, replicate=1, **alone)
 
     @property
+    def shared(self) -> Shares | None:
+        """The micro-batches of each rank along dp; None if all make equally many."""
+        return None if self.shares == EQUAL else Shares.parse(self.shares)
+
+    @property
     def exchanged(self) -> Exchange:
         """How workers exchange what they learn."""
         return _exchange_of(self.exchange, self.compress, tuple([getattr(self, name) for name in SETTINGS]))
@@ -372,6 +367,7 @@ def _exchange_of(kind: str, compress: str, settings: tuple[Any, ...]) -> Exchang
     return Exchange(kind=kind, compression=Compression.parse(compress), **named)
 
 
+_TEXTS = ("split", "shares", "order", "compress")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Plan))
 _VALUES = attrgetter(*_FIELDS)
 
@@ -390,11 +386,5 @@ def element_bytes(precision: str) -> int:
     return 4 if precision in ("fp32", "tf32") else 2
 
 
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a positive number, ascending."""
-    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
-    return small + [number // each for each in reversed(small) if each * each != number]
-
-
 def _read(name: str, value: str) -> int | float | str:
-    return value if name in CHOICES or name in ("split", "order", "compress") else read_number(name, value)
+    return value if name in CHOICES or name in _TEXTS else read_number(name, value)

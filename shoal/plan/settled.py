@@ -37,6 +37,10 @@ class SettledPlan(Plan):
         Raises:
             PlanError: The batch does not divide into the Plan's micro-batches.
         """
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
+        if (shares := plan.shared) is not None:
+            shares.require_batch(batch, plan.microbatch)
+            return cls(**{**fields, "microbatch": batch // shares.total})
         if batch < 1 or batch % plan.dp:
             lower, upper = batch // plan.dp * plan.dp, (batch // plan.dp + 1) * plan.dp
             raise PlanError(
@@ -55,11 +59,12 @@ class SettledPlan(Plan):
             )
         if plan.pp > 1:
             _require_schedule_takes(plan, batch, microbatch)
-        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
         return cls(**{**fields, "microbatch": microbatch})
 
     def microbatches_of(self, batch: int) -> int:
-        """Return the number of micro-batches that each replica makes of a batch."""
+        """Return the number of micro-batches that each replica makes of a batch; with shares, the most."""
+        if (shares := self.shared) is not None:
+            return shares.most
         return batch // self.dp // self.microbatch
 
 

@@ -13,6 +13,7 @@ from shoal.planner.explain import explain
 from shoal.planner.explanation import Explanation
 from shoal.planner.money import cheapest
 from shoal.planner.polish import polished, simplest, with_found_schedule
+from shoal.planner.proportion import with_shares
 from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
@@ -116,11 +117,17 @@ def choose(
 def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
     """Return the Plans, best first; the first ROWS of them get the touches of `shoal.planner.polish`."""
     rows = found[:ROWS]
-    touched = search.each(_touched, rows, [search.helps(Degrees.of(each.plan)) for each in rows])
-    touched = sorted(touched, key=lambda each: each.seconds)
-    best = simplest(search, touched[0])
-    others = [each for each in (*touched, *found[ROWS:]) if Degrees.of(each.plan) != Degrees.of(best.plan)]
-    return [search.candidate(each) for each in (best, *sorted(others, key=lambda each: each.seconds))]
+    touched = list(search.each(_touched, rows, [search.helps(Degrees.of(each.plan)) for each in rows]))
+    touched += with_shares(search, ROWS)
+    best = simplest(search, min(touched, key=_seconds))
+    quickest = {Degrees.of(best.plan): best}
+    for each in sorted((*touched, *found[ROWS:]), key=_seconds):
+        quickest.setdefault(Degrees.of(each.plan), each)
+    return [search.candidate(each) for each in quickest.values()]
+
+
+def _seconds(found: Fitted) -> float:
+    return found.seconds
 
 
 def _touched(search: Search, found: Fitted) -> Fitted:

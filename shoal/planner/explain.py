@@ -21,6 +21,7 @@ from shoal.planner.candidate import Candidate
 from shoal.planner.explanation import Change, Explanation, Neighbour
 from shoal.planner.neighbours import half_and_twice, moved, neighbours
 from shoal.planner.polish import simplest
+from shoal.planner.proportion import with_shares
 from shoal.planner.search import LOOSE, Search
 from shoal.planner.sized import Fitted
 from shoal.planner.sizes import sizes_of
@@ -68,8 +69,9 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
 
 def _compute(search: Search, winner: Candidate) -> Mapping[str, float]:
     """Return what the compute of the rank that waits least is made of, in seconds of a step."""
-    plan, costs = winner.plan, search.shared.costs
-    count = plan.microbatches_of(winner.batch)
+    alike = search.shared.costs.alike(winner.plan, winner.batch)
+    costs, plan, batch, *_ = max(alike, key=lambda each: each.costs.least(each.plan, each.batch))
+    count = plan.microbatches_of(batch)
     held: list[list[Block]] = [[] for _ in range(plan.pp)]
     placement = plan.placement if plan.pp > 1 else (0,)
     for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
@@ -113,8 +115,10 @@ def _neighbours(search: Search, winner: Candidate) -> Iterator[Neighbour]:
             wanted = {degrees for degrees in near if getattr(degrees, name) == other}
             if wanted:
                 ranking = search.best(1, wanted.__contains__, slack=LOOSE)
+                found = [*ranking.found, *with_shares(search, 1, wanted.__contains__)]
                 if ranking.legal:
-                    yield Neighbour(name, other, ranking.best)
+                    best = min(found, key=lambda each: each.seconds, default=None)
+                    yield Neighbour(name, other, None if best is None else search.candidate(best))
 
 
 def _changes(search: Search, winner: Candidate) -> list[Change]:

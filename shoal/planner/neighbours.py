@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, SettledPlan, divisors
+from shoal.plan import CHOICES, EQUAL, SettledPlan, divisors
 from shoal.plan.order import DEFAULT_ORDER
 from shoal.plan.schedules import KINDS, NAMES, kind_of
 from shoal.planner.bucket import ALL_SIZES
@@ -16,6 +16,7 @@ from shoal.planner.space import RECOMPUTES, Space
 __all__ = ["changed", "half_and_twice", "moved", "neighbours", "orders"]
 
 _DEGREES = ("dp", "tp", "pp", "cp")
+_KEEPING_SHARES = {"bucket", "recompute", "context", "tensor"}
 
 
 def neighbours(space: Space, plan: SettledPlan) -> Iterator[SettledPlan]:
@@ -85,7 +86,12 @@ def _in_settings(space: Space, plan: SettledPlan) -> Iterator[SettledPlan]:
 
 
 def changed(plan: SettledPlan, batch: int, **changes: Any) -> SettledPlan | None:
-    """Return the Plan with some settings changed; None if it is not legal for a batch of so many samples."""
+    """Return the Plan with some settings changed; None if it is not legal for a batch of so many samples.
+
+    Shares suit a micro-batch and a mesh: where these change, all ranks get equally many micro-batches.
+    """
+    if plan.shared is not None and "shares" not in changes and not _KEEPING_SHARES.issuperset(changes):
+        changes["shares"] = EQUAL
     try:
         found = SettledPlan.of(plan.replace(**changes), batch)
         if found.pp > 1:

@@ -92,7 +92,7 @@ def _complexity(plan: SettledPlan) -> tuple[int, ...]:
     degrees = sum(getattr(plan, name) > 1 for name in ("tp", "pp", "cp", "ep"))
     schedule = _PLAINNESS.get(plan.schedule, len(_PLAINNESS) + (plan.schedule not in NAMES))
     plain = plan.tensor == "async", plan.replicate > 1, plan.recompute != "none", plan.context == "ulysses"
-    return degrees, schedule, sum(plain)
+    return degrees, schedule, sum(plain) + (plan.shared is not None)
 
 
 def _with_searched(search: Search, best: Fitted) -> Iterator[Fitted]:

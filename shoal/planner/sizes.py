@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.neighbours import changed, half_and_twice
+from shoal.planner.proportion import proportional
 from shoal.planner.search import Search
 
 __all__ = ["Size", "sizes_of"]
@@ -46,6 +47,8 @@ def sizes_of(search: Search, winner: Candidate) -> Iterator[Size]:
         value = getattr(winner.plan, setting)
         for other in half_and_twice(value):
             plan = changed(winner.plan, winner.batch, **{setting: other})
+            if plan is not None and winner.plan.shared is not None and plan.shared is None:
+                plan = proportional(search, plan) or plan
             if plan is not None:
                 memory = search.shared.fullest(plan)
                 slower = search.shared.played(plan) / winner.seconds - 1

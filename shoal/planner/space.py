@@ -187,7 +187,7 @@ class Space:
         layers, experts = len(self.workload.layers), self.workload.experts
         return (
             plan.ranks == self.cluster.devices
-            and self.batch % (plan.dp * plan.microbatch) == 0
+            and (plan.shared is not None or self.batch % (plan.dp * plan.microbatch) == 0)
             and plan.stages <= layers
             and self._splits_heads(plan.tp)
             and plan.context in self._contexts(plan.tp, plan.cp)

@@ -15,6 +15,7 @@ from shoal.errors import ClusterError
 from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.polish import polished
+from shoal.planner.proportion import with_shares
 from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
 
@@ -48,6 +49,7 @@ class Unequal:
         slower: The other kinds, in the order of ranks.
         layers: By place along the pipeline, the kinds that are there and the number of layers.
         waits: The kinds that others at their place wait for: all get equal work.
+        even: The best Plan without shares, if the Plan has some; otherwise None.
     """
 
     counts: dict[str, int]
@@ -55,6 +57,7 @@ class Unequal:
     slower: tuple[Slower, ...]
     layers: tuple[tuple[tuple[str, ...], int], ...]
     waits: tuple[str, ...]
+    even: Candidate | None = None
 
     def sentences(self, winner: Candidate) -> Iterator[str]:
         """Yield what is to be said about devices that differ, under the best Plan."""
@@ -63,7 +66,13 @@ class Unequal:
             yield _cost(each, self.quickest, winner)
         if winner.plan.pp > 1:
             yield f"Stages have layers by the devices that they sit on: {_listed(list(self._places()))}."
-        if self.waits:
+        if self.even is not None:
+            slower = self.even.seconds / winner.seconds - 1
+            yield (
+                f"Ranks along dp make micro-batches by the speed of their devices: without shares "
+                f"the best Plan is {slower:.1%} slower ({self.even.degrees_text})."
+            )
+        elif self.waits:
             yield (
                 f"Ranks of one stage get equal work, also along dp: where they differ, "
                 f"{_listed(list(self.waits))} bounds the step, and quicker devices wait."
@@ -116,12 +125,24 @@ def unequal(search: Search, winner: Candidate) -> Unequal | None:
         slower,
         tuple((tuple(names[kind] for kind in at), number) for at, number in zip(places, layers, strict=True)),
         tuple(names[kind] for kind in sorted(waited)),
+        None if plan.shared is None else _even(search, plan.precision),
     )
 
 
 def _seconds(costs: Costs, plan: SettledPlan) -> float:
     """Return the seconds of a micro-batch of the whole model, as if all devices were of these costs."""
     return sum(stage.total for stage in costs.stages(plan, 1))
+
+
+def _even(search: Search, precision: str) -> Candidate | None:
+    """Return the quickest Plan without shares that fits, of those that were played."""
+    shared = search.shared
+    for plan, seconds in sorted(shared.known.items(), key=lambda each: each[1]):
+        if plan.shared is None and plan.precision == precision:
+            memory = shared.fullest(plan)
+            if memory.required <= search.room:
+                return search.candidate(Fitted(plan, memory, seconds))
+    return None
 
 
 def _best(search: Search, cluster: Cluster | None, known: Sequence[SettledPlan] = ()) -> Candidate | None:
@@ -131,7 +152,7 @@ def _best(search: Search, cluster: Cluster | None, known: Sequence[SettledPlan] 
     other = Search(
         search.workload, cluster, search.batch, margin=search.margin, precision=search.shared.space.precision
     )
-    found = [polished(other, each) for each in other.best(1).found]
+    found = [polished(other, each) for each in other.best(1).found] + with_shares(other, 1)
     memories = ((plan, other.shared.fullest(plan)) for plan in known)
     found += [
         Fitted(plan, memory, other.shared.played(plan))

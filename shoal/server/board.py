@@ -5,8 +5,7 @@ it made of its share arrives at the board, waits until it may go on, and gets it
 trained on once, however many workers there are and however fast each is; the share of a worker that is lost
 is handed out again.
 
-    rounds    all present workers arrive, and what they sent is averaged: one update. With a quorum, a round
-    is
+    rounds    all present workers arrive, and what they sent is averaged: one update. With a quorum, it is
               closed `grace` seconds after that many have arrived; who comes later is in the next round
     bound s   what a worker sends is applied at once. It may be s clocks ahead of the slowest worker (stale
               synchronous: Ho et al., NIPS 2013), and ahead of those of the first workers that have not come
@@ -156,13 +155,14 @@ class Board:
         Args:
             worker: The worker, which was told that no share is left.
         """
+        state = self._state
+
+        def is_first() -> bool:
+            return min(state.leaving, default=worker) == worker
+
         with self._changed:
-            state = self._state
-            self._changed.wait_for(
-                lambda: state.has_saved or min(state.leaving, default=worker) == worker,
-                timeout=self.terms.patience,
-            )
-            return not state.has_saved and min(state.leaving, default=worker) == worker
+            self._changed.wait_for(lambda: state.has_saved or is_first(), timeout=self.terms.patience)
+            return is_first() and not state.has_saved
 
     def arrive(self, worker: int, clock: int, weight: float, loss: float = 0.0, failed: str = "") -> Decision:
         """Wait until a worker that has sent its contribution may go on.
@@ -225,12 +225,8 @@ class Board:
         """Whether all shares are finished and all members have left."""
         with self._changed:
             state = self._state
-            return (
-                state.joined > 0
-                and not state.members
-                and not state.idle
-                and self._finished >= self.terms.shares
-            )
+            have_left = state.joined > 0 and not (state.members or state.idle)
+            return have_left and self._finished >= self.terms.shares
 
     @property
     def _finished(self) -> int:
@@ -276,14 +272,11 @@ class Board:
     def _give_up_slow(self) -> None:
         """Take those for lost that the others wait for."""
         state, in_rounds = self._state, self._guard.mode.in_rounds
-        if not in_rounds and state.joined < self.terms.workers:
-            state.joined = self.terms.workers  # who has not come by now is not waited for
-            self._note()
-            return
-        slowest = min(each.clock for each in state.members.values())
-        for worker, member in list(state.members.items()):
-            if member.weight is None if in_rounds else member.clock == slowest:
-                self._lose(worker)
+        if in_rounds or state.joined >= self.terms.workers:
+            slowest = min(each.clock for each in state.members.values())
+            for worker, member in list(state.members.items()):
+                if member.weight is None if in_rounds else member.clock == slowest:
+                    self._lose(worker)
         state.joined = max(state.joined, self.terms.workers)  # who has not come by now is not waited for
         self._close_if_due()
         self._wake_idle()

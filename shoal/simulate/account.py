@@ -132,13 +132,16 @@ class Account:
     exposed: Mapping[int, Mapping[str, float]]
 
 
-def account_of(journal: Journal, bubbles: Iterable[Span], pace: float = 1.0) -> Account:
+def account_of(
+    journal: Journal, bubbles: Iterable[Span], pace: float = 1.0, numbers: Mapping[int, int] | None = None
+) -> Account:
     """Sum up the journal of played steps.
 
     Args:
         journal: The journal of the steps.
         bubbles: The bubble spans of the steps; those of one rank in order of time.
         pace: A factor on all times that the journal holds.
+        numbers: How many ranks each played rank stands for in means; as many as any other if it is not named.
     """
     ranks = _ranks_of(journal)
     _add_passages(journal, ranks)
@@ -153,7 +156,7 @@ def account_of(journal: Journal, bubbles: Iterable[Span], pace: float = 1.0) -> 
     for rank in ranks.values():
         _add_waits(rank)
     exposed = {number: _exposed(rank, pace) for number, rank in ranks.items()}
-    return Account(_breakdown(ranks, pace), exposed)
+    return Account(_breakdown(ranks, pace, numbers or {}), exposed)
 
 
 def _ranks_of(journal: Journal) -> dict[int, _Rank]:
@@ -232,7 +235,7 @@ def _exposed(rank: _Rank, pace: float) -> dict[str, float]:
     return {purpose: pace * fmean(step.purposes[purpose] for step in rank.steps) for purpose in Purpose}
 
 
-def _breakdown(ranks: dict[int, _Rank], pace: float) -> Breakdown:
+def _breakdown(ranks: dict[int, _Rank], pace: float, numbers: Mapping[int, int]) -> Breakdown:
     told = []
     for number, rank in ranks.items():
         parts = {index: step.parts(pace) for index, step in enumerate(rank.steps)}
@@ -245,8 +248,9 @@ def _breakdown(ranks: dict[int, _Rank], pace: float) -> Breakdown:
                 collectives=mean_by_operation([step.collectives(pace) for step in rank.steps]),
             )
         )
+    every = [each for each in told for _ in range(numbers.get(each.rank, 1))]
     return Breakdown(
         ranks=tuple(told),
-        parts=mean([each.parts for each in told]),
-        collectives=mean_by_operation([each.collectives for each in told]),
+        parts=mean([each.parts for each in every]),
+        collectives=mean_by_operation([each.collectives for each in every]),
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.cost import Costs
+from shoal.cost import Alike, Costs
 from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import FOUND
@@ -45,8 +45,7 @@ def played_seconds(costs: Costs, plan: SettledPlan, batch: int) -> float:
     """
     if costs.cluster.crowding > 1 and plan.pp > 1:
         return simulate(costs.workload, costs.cluster, plan, batch).seconds
-    count = plan.microbatches_of(batch)
-    return _played_step(costs, plan, alike_programs(plan, costs, count), count).seconds
+    return max(_played_step(each).seconds for each in costs.alike(plan, batch))
 
 
 def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
@@ -65,10 +64,9 @@ def played_parts(costs: Costs, plan: SettledPlan, batch: int) -> dict[str, float
     wait for the slowest rank), "bubble" (waits for a rank along the pipeline that has not sent yet) and
     "optimizer". Their sum is the step. The arguments are those of `played_seconds`.
     """
-    count = plan.microbatches_of(batch)
-    stages = alike_programs(plan, costs, count)
-    played = _played_step(costs, plan, stages, count)
-    waits, update = played.waits(), _updates(costs, plan, stages, count)
+    every = [(_played_step(each), each) for each in costs.alike(plan, batch)]
+    played, slowest = max(every, key=lambda each: each[0].seconds)
+    waits, update = played.waits(), _updates(*slowest[:3])
     place = min(range(len(waits)), key=lambda each: sum(waits[each].values()) + update[each])
     parts = {"optimizer": update[place], **waits[place]}
     return {"compute": played.seconds - sum(parts.values()), **parts}
@@ -103,8 +101,11 @@ class _Played:
         ]
 
 
-def _played_step(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> _Played:
-    """Play a step."""
+def _played_step(alike: Alike[Costs]) -> _Played:
+    """Play a step of ranks that are alike."""
+    costs, plan, batch, *_ = alike
+    count = plan.microbatches_of(batch)
+    stages = alike_programs(plan, costs, count)
     return _played(plan, count, straggler_share(plan, costs.cluster), partial(_play, costs, plan, stages))
 
 
@@ -130,7 +131,9 @@ def _played(
     return _Played(whole.end, whole, 0, partial(play, count))
 
 
-def _updates(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> list[float]:
+def _updates(costs: Costs, plan: SettledPlan, batch: int) -> list[float]:
+    count = plan.microbatches_of(batch)
+    stages = alike_programs(plan, costs, count)
     placement = plan.placement if plan.pp > 1 else (0,)
     held = [Parameters()] * plan.pp
     for stage, place in zip(stages, placement, strict=True):

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache, partial
 
 from shoal.cost import Costs, Layout
-from shoal.cost.collectives import collective_seconds
-from shoal.cost.time import message_bytes, parameters_on_rank
+from shoal.cost.collectives import collective_seconds, message_bytes
+from shoal.cost.time import parameters_on_rank
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group, Groups
 from shoal.plan.schedules import Schedule, Times, Work
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 
-def stage_programs(plan: SettledPlan, costs: Costs, count: int) -> list[StageProgram]:
-    """Make the programs of all stages, for this many micro-batches."""
+def stage_programs(plan: SettledPlan, costs: Costs, count: int, rank: int = 0) -> list[StageProgram]:
+    """Make the programs of all stages, for this many micro-batches; `rank` is the one at the first place."""
     placement = plan.placement if plan.pp > 1 else (0,)
-    first = Groups.of(plan).pp.ranks(0)
+    first = Groups.of(plan).pp.ranks(rank)
     return [
         StageProgram(
-            plan, costs.at(plan, place), stage, blocks, cache(partial(Group.ranks, first=first[place]))
+            plan, costs.at(plan, place), stage, blocks, cache(partial(Group.around, rank=first[place]))
         )
         for stage, (place, blocks) in enumerate(zip(placement, costs.blocks_of(plan, count), strict=True))
     ]
@@ -91,6 +91,7 @@ def rank_programs(
     schedule: Schedule,
     stages: Sequence[StageProgram],
     *,
+    rank: int = 0,
     is_named: bool = True,
 ) -> list[RankProgram]:
     """Make the program of one rank at each place along the pipeline.
@@ -100,10 +101,11 @@ def rank_programs(
         costs: Costs of the Plan's workload on its cluster.
         schedule: The schedule's table.
         stages: The programs of all stages.
+        rank: The rank at the first place.
         is_named: Whether each communication needs its ranks, for a Timeline.
     """
-    first = Groups.of(plan).pp.ranks(0)
-    norm = norm_of(plan, costs, is_named=is_named)
+    first = Groups.of(plan).pp.ranks(rank)
+    norm = norm_of(plan, costs, rank, is_named=is_named)
     held = [
         _held([stages[number] for number in schedule.stages_of(place)]) for place in range(schedule.ranks)
     ]
@@ -144,14 +146,14 @@ def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -
     return [Collective("all_reduce:embedding", seconds, nbytes, ends, Purpose.PIPELINE)]
 
 
-def norm_of(plan: SettledPlan, costs: Costs, *, is_named: bool = True) -> Collective | None:
+def norm_of(plan: SettledPlan, costs: Costs, rank: int = 0, *, is_named: bool = True) -> Collective | None:
     """Return the all-reduce of the squared gradient norm, if ranks hold different gradients."""
     groups = Groups.of(plan)
     if groups.parts.size == 1:
         return None
     seconds = collective_seconds("all_reduce", 8, groups.parts, costs.cluster)
     played = groups.pp if plan.pp > 1 else groups.parts
-    ranks = played.ranks(0) if is_named else ()
+    ranks = played.around(rank) if is_named else ()
     return Collective("all_reduce:gradient norm", seconds, 8, ranks, Purpose.CONTROL)
 
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shoal.cluster import Cluster, peak_of_all
-from shoal.cost import Costs
+from shoal.cost import Alike, Costs
 from shoal.cost.time import crowded_seconds, straggler_share
 from shoal.plan import Groups, Plan, SettledPlan
-from shoal.plan.schedules import Played, make
+from shoal.plan.schedules import Played, Schedule, Times, make
 from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
-from shoal.simulate.course import course_of
-from shoal.simulate.engine import play_steps
+from shoal.simulate.course import Course, course_of
+from shoal.simulate.engine import Link, Play, RankProgram, play_steps
 from shoal.simulate.journal import Journal
 from shoal.simulate.programs import (
     links_of,
@@ -56,6 +56,7 @@ class Simulation:
     played: Played
     _actions: Sequence[Sequence[Sequence[tuple[float, float]]]]
     _journal: Journal
+    _numbers: Mapping[int, int]  # ranks along dp that a played rank stands for, if they are not all alike
     _pace: float = 1.0
 
     @property
@@ -82,7 +83,8 @@ class Simulation:
     def timeline(self) -> Timeline:
         """Return the Timeline that a run of these steps would record.
 
-        It has one rank for each place along the pipeline. Ranks have the numbers that they have in the mesh.
+        It has one rank for each place along the pipeline; with shares, the first of each group of ranks that
+        are alike. Ranks have the numbers that they have in the mesh.
         """
         spans = [*self._journal.spans(), *self._bubbles]
         return Timeline(spans if self._pace == 1 else [_at_pace(span, self._pace) for span in spans])
@@ -102,7 +104,7 @@ class Simulation:
 
     @cached_property
     def _account(self) -> Account:
-        return account_of(self._journal, self._bubbles, self._pace)
+        return account_of(self._journal, self._bubbles, self._pace, self._numbers)
 
     @cached_property
     def _bubbles(self) -> list[Span]:
@@ -143,23 +145,18 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     plan.require_ranks(cluster.devices)
     plan = SettledPlan.of(plan, batch)
     peak_of_all(cluster, plan.precision)  # raises
-    costs = Costs(workload, cluster)
-    count = plan.microbatches_of(batch)
-    stages = stage_programs(plan, costs, count)
-    times = undisturbed_times(stages, costs.sends(plan))
-    schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
-    course, journal = course_of(schedule), Journal()
-    play = play_steps(
-        course,
-        rank_programs(plan, costs, schedule, stages),
-        links_of(plan, costs, course.pairs),
-        lateness=straggler_share(plan, cluster),
-        steps=steps,
-        journal=journal,
-    )
+    costs, late, journal = Costs(workload, cluster), straggler_share(plan, cluster), Journal()
+    alike = [_Course.of(each) for each in costs.alike(plan, batch)]
+    ends = [each.play(late).end for each in alike] if len(alike) > 1 else [0.0]
+    plays = [
+        each.play(each.lateness(late, end, max(ends)), steps, journal)
+        for each, end in zip(alike, ends, strict=True)
+    ]
+    slowest = ends.index(max(ends))
+    play, course = plays[slowest], alike[slowest]
     played = Played(
-        schedule,
-        times,
+        course.schedule,
+        course.times,
         tuple(tuple(start for start, _ in row) for row in play.actions[0]),
         tuple(tuple(stop for _, stop in row) for row in play.actions[0]),
     )
@@ -173,8 +170,65 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         played=played,
         _actions=play.actions,
         _journal=journal,
+        _numbers={each.rank: each.number for each in alike} if len(alike) > 1 else {},
     )
     return simulation if cluster.crowding == 1 or plan.pp == 1 else _with_lent_cores(simulation)
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What one rank at each place along the pipeline does; with shares, a rank of one group that is alike.
+
+    Attributes:
+        rank: The rank at the first place.
+        number: Ranks along dp that do the same.
+        schedule: The schedule's table.
+        times: Times of the stages without communication beside them.
+        programs: The programs of the ranks.
+        lists: The lists of the ranks.
+        links: The links between them.
+    """
+
+    rank: int
+    number: int
+    schedule: Schedule
+    times: Times
+    programs: Sequence[RankProgram]
+    lists: Course
+    links: Mapping[tuple[int, int], Link]
+
+    @classmethod
+    def of(cls, alike: Alike[Costs]) -> _Course:
+        """Return the course of the ranks of one group."""
+        costs, plan, batch, first, number = alike
+        rank, count = Groups.of(plan).dp.ranks(0)[first], plan.microbatches_of(batch)
+        stages = stage_programs(plan, costs, count, rank)
+        times = undisturbed_times(stages, costs.sends(plan))
+        schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
+        lists = course_of(schedule)
+        programs = rank_programs(plan, costs, schedule, stages, rank=rank)
+        links = links_of(plan, costs, lists.pairs)
+        return cls(rank, number, schedule, times, programs, lists, links)
+
+    def play(self, lateness: float, steps: int = 1, journal: Journal | None = None) -> Play:
+        """Play steps."""
+        return play_steps(
+            self.lists, self.programs, self.links, lateness=lateness, steps=steps, journal=journal
+        )
+
+    def lateness(self, late: float, end: float, last: float) -> float:
+        """Return the wait at a step's end as a share of what was before, if a step takes `last` seconds.
+
+        Args:
+            late: The share where ranks wait for none but their like.
+            end: Seconds of a step then.
+            last: Seconds of a step of the slowest ranks.
+        """
+        if end == last:
+            return late
+        (program,) = self.programs
+        after = program.update + (0.0 if program.norm is None else program.norm.seconds)
+        return (last - after) / (end - after) * (1 + late) - 1
 
 
 def _with_lent_cores(simulation: Simulation) -> Simulation:

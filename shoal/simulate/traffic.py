@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout
-from shoal.cost.collectives import algorithm_seconds, joining_level
-from shoal.cost.time import message_bytes
+from shoal.cost import Alike, Costs, Layout
+from shoal.cost.collectives import algorithm_seconds, joining_level, message_bytes
 from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.groups import Group
 from shoal.plan.schedules import Work
@@ -83,19 +82,25 @@ def traffic_of(workload: Workload, cluster: Cluster, plan: SettledPlan, batch: i
         plan: The Plan that it runs under, with a fixed micro-batch.
         batch: Samples of a step.
     """
-    costs = Costs(workload, cluster)
-    count = plan.microbatches_of(batch)
-    by_place: dict[int, list[tuple[int, StageProgram]]] = {}
-    placement = plan.placement if plan.pp > 1 else (0,)
-    for number, stage in enumerate(stage_programs(plan, costs, count)):
-        by_place.setdefault(placement[number], []).append((number, stage))
-    place, held = max(by_place.items(), key=lambda each: _seconds(each[1]))
+    every = [_busiest(each) for each in Costs(workload, cluster).alike(plan, batch)]
+    rank, held, (costs, plan, batch, *_) = max(every, key=lambda each: each[2].batch * _seconds(each[1]))
     found: dict[tuple[str, int, str, str], Communication] = {}
-    for each in _all(plan, costs, count, held):
+    for each in _all(plan, costs, plan.microbatches_of(batch), held):
         key = each.name, each.ranks, each.level, each.algorithm
         found[key] = _together(found[key], each) if key in found else each
     longest_first = sorted(found.values(), key=lambda each: -each.total)
-    return Traffic(Groups.of(plan).pp.ranks(0)[place], tuple(longest_first))
+    return Traffic(rank, tuple(longest_first))
+
+
+def _busiest(alike: Alike[Costs]) -> tuple[int, list[tuple[int, StageProgram]], Alike[Costs]]:
+    """Return the rank whose forwards and backwards take longest, of ranks that are alike, and its stages."""
+    costs, plan, batch, index, _ = alike
+    by_place: dict[int, list[tuple[int, StageProgram]]] = {}
+    placement, first = plan.placement if plan.pp > 1 else (0,), Groups.of(plan).dp.ranks(0)[index]
+    for number, stage in enumerate(stage_programs(plan, costs, plan.microbatches_of(batch), first)):
+        by_place.setdefault(placement[number], []).append((number, stage))
+    place, held = max(by_place.items(), key=lambda each: _seconds(each[1]))
+    return Groups.of(plan).pp.ranks(first)[place], held, alike
 
 
 def _seconds(held: Iterable[tuple[int, StageProgram]]) -> float:

@@ -44,6 +44,13 @@ def uneven_course(simulation: Simulation, slower: Mapping[int, float]) -> Uneven
     """
     plan = simulation.plan
     workers = plan.replicas
+    if plan.shared is not None:
+        raise PlanError(
+            f"slower workers were given with shares={plan.shares}, and workers that differ already are not "
+            "compared",
+            possible="--slow with equal shares, or slower devices as [[parts]] of the cluster",
+            change="leave out shares, or describe the slow nodes in the cluster",
+        )
     if wrong := [worker for worker in slower if not 0 <= worker < workers]:
         raise PlanError(
             f"worker {wrong[0]} was said to be slower, and the Plan {plan} has {workers} workers",

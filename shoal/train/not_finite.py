@@ -105,13 +105,12 @@ def explain_not_finite(
     else:
         finite = torch.isfinite(step.norm.parts).tolist()
         gradients = [name for name, held in zip(step.norm.names, finite, strict=True) if not held]
-    dp = parallel.axes.dp
+    dp, shares = parallel.axes.dp, parallel.plan.shared
     suspects: list[int] = []
     for number, loss in step.losses.items():
         if not torch.isfinite(loss).all():
-            suspects += _suspects(
-                loader, loader.start(step.position, number, dp.index, dp.size, microbatch), microbatch
-            )
+            start = loader.start(step.position, number, dp.index, dp.size, microbatch, shares)
+            suspects += _suspects(loader, start, microbatch)
     weights = [owned.name for owned in parallel.owned if not _is_finite(owned.parameter)]
     told = coordinator.all_gather_object((suspects, gradients, weights))
     place = {name: number for number, name in enumerate(names)}

@@ -29,13 +29,13 @@ class Passed:
     Attributes:
         loss: Mean over all elements of the batch that count, a scalar; NaN if none does.
         stop: Number of ranks that asked to stop, a scalar.
-        tokens: Elements of the inputs, on this rank.
+        tokens: Elements of the inputs on this rank; with a Plan's `shares`, on a mean rank.
         losses: For each micro-batch that counts, its mean loss, if this rank computed it.
     """
 
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     stop: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    tokens: int = 0
+    tokens: float = 0
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
@@ -53,7 +53,7 @@ class Passes:
         device: Device on which this rank computes.
 
     Raises:
-        PlanError: The batch cannot be shared evenly.
+        PlanError: The batch does not divide into the ranks' micro-batches.
     """
 
     def __init__(
@@ -75,7 +75,10 @@ class Passes:
         self._device = device
         self._inputs = Inputs(device, recorder)
         self._microbatch = microbatch
-        self._count = loader.accumulation(parallel.axes.dp.size, self._microbatch)
+        self._shares = parallel.plan.shared
+        dp = parallel.axes.dp
+        self._count = loader.number(dp.index, dp.size, microbatch, self._shares)
+        self._mean_of = parallel.mean_of(self._count)
         self._all_count = all_targets_count(loader.samples)
         self._feed: Feed[Any] | None = None
         self._follows: int | None = None  # position after the last batch
@@ -116,6 +119,7 @@ class Passes:
                 dp.index,
                 dp.size,
                 self._microbatch,
+                shares=self._shares,
                 ahead=max(2, self._count),  # a step may take all of its micro-batches at once
                 workers=self._workers,
             )
@@ -130,7 +134,7 @@ class Passes:
                     read = self._reader.read(
                         next(feed), self._parallel, self._microbatch, all_count=self._all_count
                     )
-                passed.tokens += read.tokens
+                passed.tokens += read.tokens * self._mean_of / self._count
                 yield read
 
         coming = micro_batches()
@@ -139,7 +143,7 @@ class Passes:
         if not first.may_differ:
             return _joined([first], coming), None
         held = [first, *coming]
-        return iter(held), Weights([each.counted for each in held], averaged, self._device)
+        return iter(held), Weights([each.counted for each in held], self._mean_of, averaged, self._device)
 
     def _one_by_one(
         self,
@@ -166,7 +170,12 @@ class Passes:
             for number, micro_batch in enumerate(micro_batches)
         )
         run_one_by_one(
-            forwards, self._count, self._parallel.accumulate, recorder=self._recorder, before_last=report
+            forwards,
+            self._count,
+            self._parallel.accumulate,
+            mean_of=self._mean_of,
+            recorder=self._recorder,
+            before_last=report,
         )
         ((told, pending),) = sent
         pending.wait()
@@ -216,7 +225,7 @@ class Passes:
         if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
             return
         dp = self._parallel.axes.dp
-        first = position + (number * dp.size + dp.index) * self._microbatch
+        first = self._loader.start(position, number, dp.index, dp.size, self._microbatch, self._shares)
         samples = torch.arange(first, first + self._microbatch, device=self._device)
         self._parallel.set_dropout(self._loader.seed, samples, inputs)
 

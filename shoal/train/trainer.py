@@ -265,7 +265,7 @@ class Trainer:
             self.workers.norm(made.norm.whole),
             passed.stop,
             learning_rate=made.rate,
-            tokens=passed.tokens * self.parallel.axes.data.size * made.progress.shares,
+            tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),
             seconds=made.seconds,
         )
         before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, made.norm)

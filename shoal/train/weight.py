@@ -2,9 +2,9 @@
 
 The loss of a batch is the mean over all its elements that count, in all micro-batches, on all ranks with
 other data. Each micro-batch gives the mean over its own elements. Gradients are averaged over micro-batches
-and ranks, so a micro-batch's mean is multiplied by `its count x micro-batches x ranks / the count of all`:
-exactly 1 if all counts are equal. The counts are summed in one all-reduce of a number, which runs during the
-first forward.
+and ranks, so a micro-batch's mean is multiplied by `its count x micro-batches of all ranks / the count of
+all`: exactly 1 if all counts are equal. One all-reduce of a number, which runs during the first forward, sums
+the counts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class Weights:
 
     Args:
         counts: Counts of this rank's micro-batches.
+        mean_of: Number of micro-batches over which this rank averages.
         data: The ranks with other data, each of which makes a Weights.
         device: Device of the losses.
     """
 
-    def __init__(self, counts: Sequence[float], data: Axis, device: torch.device) -> None:
+    def __init__(self, counts: Sequence[float], mean_of: float, data: Axis, device: torch.device) -> None:
         self._counts = counts
-        self._means = len(counts) * data.size
+        self._means = mean_of * data.size
         self._total = torch.full((), float(sum(counts)), dtype=torch.float64, device=device)
         self._pending = data.all_reduce(self._total, "counted")
         self._is_there = False

@@ -38,6 +38,7 @@ def test_an_entry_of_the_zoo_is_measured_on_one_device(entry):
         ("lora", "dp=4,replicate=2,shard=zero3"),
         ("recompute", "dp=2,shard=zero3"),
         ("spectral_norm", "dp=2,shard=zero1,microbatch=4"),
+        ("spectral_norm", "dp=2,shard=zero1,shares=1-3"),
         ("one_rank_parameters", "dp=2,shard=zero2,microbatch=4"),
     ],
 )

@@ -48,13 +48,15 @@ def test_every_data_parallel_plan_computes_what_one_device_does(ranks, count):
         "tp=2,shard=zero1",
         "cp=2,shard=zero3",
         "dp=2,tp=2,tensor=plain",
+        "dp=4,shares=3-1-3-1",
+        "dp=2,cp=2,shard=zero1,shares=1-3",
     ],
 )
 def test_other_choices_of_a_plan_do_too(ranks, plan):
     assert verdict_of(ranks, plan).outcome == "passed"
 
 
-@pytest.mark.parametrize("plan", ["dp=2,microbatch=2", "dp=2,ep=2,shard=zero3"])
+@pytest.mark.parametrize("plan", ["dp=2,microbatch=2", "dp=2,ep=2,shard=zero3", "dp=2,shares=1-3"])
 def test_experts_and_their_balance_are_part_of_what_is_compared(ranks, plan):
     shape = {**SHAPE, "experts": 4, "experts_per_token": 2, "balance_weight": 0.1}
     verdict = verdict_of(ranks, plan, model="tiny-experts", model_options=shape)

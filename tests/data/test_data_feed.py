@@ -11,6 +11,7 @@ import torch
 
 from shoal.data import Loader, MapSamples, Prefetcher, open_feed
 from shoal.errors import DataError
+from shoal.plan import Shares
 
 PLACE = (0, 1, 2, 2)  # position, rank, ranks, micro-batch
 
@@ -43,6 +44,15 @@ def test_random_data_is_the_same_in_this_thread_and_in_processes_and_new_in_each
             drawn.setdefault(index, []).append(tuple(row))
     assert max(map(len, drawn.values())) > 1
     assert all(len(set(seen)) == len(seen) for seen in drawn.values())
+
+
+def test_ranks_with_other_numbers_of_micro_batches_have_the_same_in_processes_and_here():
+    loader, shares = loader_of(MapSamples(Noisy())), Shares.of([1, 3])
+    for rank in range(2):
+        place = (0, rank, 2, 2)
+        here = taken(open_feed(loader, *place, shares=shares), 9)
+        assert taken(open_feed(loader, *place, shares=shares, workers=2), 9) == here
+        assert here[shares.of_rank(rank)] == taken(open_feed(loader, 8, rank, 2, 2, shares=shares), 1)[0]
 
 
 def test_what_training_draws_does_not_depend_on_the_data():

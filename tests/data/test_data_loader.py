@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 
 from shoal.data import Loader, order
 from shoal.errors import ConfigError, DataError, PlanError
+from shoal.plan import Shares
 
 
 class IndexSamples:
@@ -23,10 +26,12 @@ class IndexSamples:
         return indices
 
 
-def deal(loader: Loader, position: int, ranks: int, microbatch: int) -> NDArray[np.int64]:
+def deal(
+    loader: Loader, position: int, ranks: int, microbatch: int, shares: Shares | None = None
+) -> NDArray[np.int64]:
     """One batch as all ranks together take it, micro-batch after micro-batch, rank after rank."""
-    parts = [list(loader.microbatches(position, rank, ranks, microbatch)) for rank in range(ranks)]
-    return np.concatenate([part for step in zip(*parts, strict=True) for part in step])
+    parts = [list(loader.microbatches(position, rank, ranks, microbatch, shares)) for rank in range(ranks)]
+    return np.concatenate([part for step in zip_longest(*parts) for part in step if part is not None])
 
 
 @given(
@@ -64,16 +69,32 @@ def test_a_batch_is_the_same_whatever_the_ranks_and_the_micro_batch(
     count=st.integers(1, 80),
     seed=st.integers(0, 2**64 - 1),
     layouts=st.lists(
-        st.sampled_from([(1, 12), (2, 3), (3, 4), (4, 1), (6, 2), (12, 1)]), min_size=10, max_size=20
+        st.sampled_from(
+            [
+                (1, 12),
+                (2, 3),
+                (3, 4),
+                (4, 1),
+                (6, 2),
+                (12, 1),
+                (2, 1, "7-5"),
+                (3, 2, "1-4-1"),
+                (6, 1, "3-1x3-3x2"),
+            ]
+        ),
+        min_size=10,
+        max_size=20,
     ),
 )
 def test_a_sample_is_seen_once_an_epoch_also_when_each_batch_resumes_on_other_ranks(
-    count: int, seed: int, layouts: list[tuple[int, int]]
+    count: int, seed: int, layouts: list[tuple[int, int] | tuple[int, int, str]]
 ) -> None:
     seen: list[int] = []
-    for ranks, microbatch in layouts:
+    for ranks, microbatch, *shares in layouts:
         loader = Loader(IndexSamples(count), seed=seed, batch_size=12)  # a new process each time
-        seen.extend(deal(loader, len(seen), ranks, microbatch).tolist())
+        dealt = deal(loader, len(seen), ranks, microbatch, *map(Shares.parse, shares))
+        assert dealt.tolist() == loader.indices(len(seen), 12).tolist()
+        seen.extend(dealt.tolist())
     for start in range(0, len(seen) - count + 1, count):
         assert sorted(seen[start : start + count]) == list(range(count))
 

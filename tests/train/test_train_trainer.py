@@ -49,7 +49,14 @@ WITHIN_LAYERS = ["tp=2", "cp=2,shard=zero2", "dp=2,tp=2,shard=zero3,tensor=plain
 
 
 @pytest.mark.parametrize(
-    "plan", [*LAYOUTS, HYBRID, "dp=2,shard=zero3,precision=bf16,recompute=full", *WITHIN_LAYERS]
+    "plan",
+    [
+        *LAYOUTS,
+        HYBRID,
+        "dp=2,shard=zero1,shares=3-1",
+        "dp=2,shard=zero3,precision=bf16,recompute=full",
+        *WITHIN_LAYERS,
+    ],
 )
 def test_a_resumed_run_is_bitwise_the_one_that_was_not_interrupted(ranks, tmp_path, plan):
     for resumed, uninterrupted in ranks.run(with_and_without_interruption, ranks_of(plan), plan, tmp_path):
@@ -68,6 +75,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_interrupted(ranks, tmp_pa
         ("dp=4,shard=zero2,microbatch=1", "dp=2"),
         ("dp=2,shard=zero3-once,microbatch=1", "dp=4,replicate=2,shard=zero3-once"),
         ("dp=2,exchange=naive", "dp=2,shard=zero3"),
+        ("dp=3,shares=1-4-3", "dp=2,shard=zero1,shares=1-3"),
     ],
 )
 def test_a_run_goes_on_under_another_layout_and_sees_each_sample_once(ranks, tmp_path, plain, first, second):
@@ -102,7 +110,7 @@ def test_accumulating_micro_batches_does_not_change_the_losses(ranks, plain, pla
         assert losses == pytest.approx(plain, **CLOSE)
 
 
-@pytest.mark.parametrize("plan", ["dp=1,microbatch=2", "dp=2,microbatch=2"])
+@pytest.mark.parametrize("plan", ["dp=1,microbatch=2", "dp=2,microbatch=2", "dp=2,shares=1-3"])
 def test_the_masks_of_dropout_depend_on_neither_ranks_nor_micro_batches(ranks, plan):
     wanted = losses_of("dp=1", 3, 0.2)
     for losses in ranks.run(losses_of, ranks_of(plan), plan, 3, 0.2):

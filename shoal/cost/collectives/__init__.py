@@ -5,12 +5,13 @@ from shoal.cost.collectives.network import (
     collective_load,
     collective_seconds,
 )
-from shoal.cost.collectives.places import joining_level, message_seconds
+from shoal.cost.collectives.places import joining_level, message_bytes, message_seconds
 
 __all__ = [
     "algorithm_seconds",
     "collective_load",
     "collective_seconds",
     "joining_level",
+    "message_bytes",
     "message_seconds",
 ]

@@ -11,9 +11,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 from shoal.cluster import Cluster, Level
+from shoal.cost.layout import Layout
 from shoal.plan import Boundary, Plan
+from shoal.workload import Workload
 
-__all__ = ["alike_boundaries", "joining_level", "message_seconds"]
+__all__ = ["alike_boundaries", "joining_level", "message_bytes", "message_seconds"]
 
 
 @lru_cache(maxsize=1 << 14)
@@ -59,3 +61,9 @@ def _way_of(boundary: Boundary, cluster: Cluster) -> tuple[Level, bool]:
     """Return the links that join the ranks, and whether bytes pass those in the sender's node before."""
     level = joining_level(boundary, cluster)
     return level, level.rails and boundary.distance % cluster.levels[0].devices > 0
+
+
+def message_bytes(layout: Layout, workload: Workload) -> float:
+    """Return the bytes of hidden state that one rank sends to the next stage for a micro-batch."""
+    nbytes = float(layout.width) * layout.microbatch * workload.length / layout.cp * workload.hidden
+    return nbytes if layout.tensor == "plain" else nbytes / layout.tp

@@ -256,7 +256,7 @@ class Memories:
         pieces = self._pieces.get(layout)
         if pieces is None:
             pieces = self._pieces[layout] = Pieces(self.workload, layout)
-        microbatches = batch // plan.dp // layout.microbatch
+        microbatches = plan.microbatches_of(batch)
         paces = tuple if self._costs is None else partial(self._costs.paces, plan)
         costs = partial(self._piece_costs, layout)
         stages = pieces_by_stage(self.workload, plan, microbatches, costs, paces)

@@ -55,6 +55,7 @@ from shoal.cost.outlook.changed_rates import (
 from shoal.cost.outlook.observation import SENDS, Observation, Transfer
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.step import Costs
+from shoal.errors import ConfigError
 from shoal.plan import Boundary, Group
 
 __all__ = ["Calibration", "Correction", "calibrate"]
@@ -115,7 +116,15 @@ def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibrat
 
     Raises:
         ClusterError: The Cluster cannot have as many devices as a run had ranks.
+        ConfigError: A run's ranks did unequal work, by the Plan's `shares`: quantities are means over ranks.
     """
+    for each in observations:
+        if each.plan.shared is not None:
+            raise ConfigError(
+                f"a run of the Plan {each.plan} was given, whose ranks do unequal work",
+                possible="runs without shares",
+                change="make some steps without shares, and give that run",
+            )
     quantities: list[tuple[_Quantity, _WithRate]] = (
         [(_COMPUTE, with_all_rates), (_OPTIMIZER, with_stream_rate)]
         if cluster.cores

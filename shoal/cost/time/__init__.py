@@ -22,7 +22,6 @@ from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
 from shoal.cost.time.passes import pass_seconds, stream_seconds
 from shoal.cost.time.products import depth_of, product_seconds
 from shoal.cost.time.served import ServedTimes, served_times
-from shoal.cost.time.step import message_bytes
 from shoal.cost.time.suited import workload_on
 from shoal.cost.time.synchronisations import behind_the_mean
 from shoal.cost.time.wire import Sum, Wire, payload_bytes
@@ -49,7 +48,6 @@ __all__ = [
     "families_over",
     "gather_seconds",
     "lognormal_maximum",
-    "message_bytes",
     "normal_maximum",
     "parameters_on_rank",
     "pass_seconds",

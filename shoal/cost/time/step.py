@@ -31,8 +31,9 @@ from functools import partial
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
+from shoal.cost.alike import Alike, alike_of
 from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.collectives.places import alike_boundaries, message_seconds
+from shoal.cost.collectives.places import alike_boundaries, message_bytes, message_seconds
 from shoal.cost.kinds import ByKind, Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
@@ -49,7 +50,7 @@ from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
-__all__ = ["Costs", "StageCost", "message_bytes"]
+__all__ = ["Costs", "StageCost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,10 @@ class Costs:
         """Return the costs on each kind of device, of all or of those at a place along the pipeline."""
         return (self,) if self._by_kind is None else self._by_kind.all_at(plan, place)
 
+    def alike(self, plan: SettledPlan, batch: int) -> list[Alike[Costs]]:
+        """Return the groups of ranks that have equal devices and make equally many micro-batches."""
+        return alike_of(self, self._by_kind, plan, batch)
+
     def paces(self, plan: SettledPlan) -> Sequence[float]:
         """Return, by place, how many times `piece_costs` a piece takes there; empty if devices are equal."""
         return () if self._by_kind is None else self._by_kind.paces(plan)
@@ -151,11 +156,12 @@ class Costs:
             batch: Samples of the step.
             passes: A lower bound on the seconds until the slowest rank has done its forwards and backwards.
         """
-        return self._least(plan, batch, passes)
+        return max(each.costs._least(each.plan, each.batch, passes) for each in self.alike(plan, batch))
 
     def least_of_sizes(self, plan: SettledPlan, batch: int) -> float:
         """Return a lower bound on the seconds of a step, with buckets of the Plan's size or smaller ones."""
-        return self._least(plan, batch, smaller=True)
+        alike = self.alike(plan, batch)
+        return max(each.costs._least(each.plan, each.batch, smaller=True) for each in alike)
 
     def _least(self, plan: SettledPlan, batch: int, passes: float = 0.0, *, smaller: bool = False) -> float:
         count = plan.microbatches_of(batch)
@@ -392,9 +398,3 @@ def _by_stage(plan: SettledPlan, stages: Sequence[StageCost]) -> list[StageWork]
 def _back(plan: SettledPlan, work: StageWork) -> float:
     """Return the seconds of the part of a stage's backward that the stage before waits for."""
     return work.backward - work.weight if plan.has_halves else work.backward
-
-
-def message_bytes(layout: Layout, workload: Workload) -> float:
-    """Return the bytes of hidden state that one rank sends to the next stage for a micro-batch."""
-    nbytes = float(layout.width) * layout.microbatch * workload.length / layout.cp * workload.hidden
-    return nbytes if layout.tensor == "plain" else nbytes / layout.tp

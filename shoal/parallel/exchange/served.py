@@ -101,13 +101,8 @@ class ServedUpdates(Composed):
                 possible="optimizers that update each element by itself: adamw, sgd, lion",
                 change="choose one of these, or exchange=local without servers",
             )
-        self._parallel, self._inner, self._servers, self._terms, self._ranks = (
-            parallel,
-            optimizer,
-            servers,
-            terms,
-            ranks,
-        )
+        self._parallel, self._inner, self._servers = parallel, optimizer, servers
+        self._terms, self._ranks = terms, ranks
         self._recorder = recorder if recorder is not None else NullRecorder()
         self._is_local = outer is not None
         self._outer = OuterState(parallel.owned)
@@ -327,15 +322,9 @@ class ServedUpdates(Composed):
     def _pull(self, decision: Decision, factor: float = 1.0) -> None:
         """Take the servers' values, or the view of them that all workers have."""
         returns = self._servers.returns
-        self._versions = self._servers.pull(
-            self._ranks.rank,
-            self._values,
-            decision,
-            self._terms.patience,
-            factor=factor,
-            codec=self._codec,
-            base=self._versions,
-        )
+        given = self._ranks.rank, self._values, decision, self._terms.patience
+        base, codec = self._versions, self._codec
+        self._versions = self._servers.pull(*given, factor=factor, codec=codec, base=base)
         if self._servers.returns > returns:
             self._pushes.forget()
         self._unpack(self._values)
