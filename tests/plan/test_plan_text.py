@@ -25,6 +25,8 @@ def plans(draw):
     )
     shards, cp = draw(st.integers(1, 8)), draw(st.integers(1, 4))
     ep = draw(st.sampled_from(divisors(shards * cp)))
+    apart = () if cp * ep == 1 else ("local", "auto")  # without shards, a worker is one rank
+    exchanges = [each for each in CHOICES["exchange"] if each not in apart] if naive else ["bucketed"]
     return Plan(
         dp=replicate * shards,
         tp=tp,
@@ -40,7 +42,7 @@ def plans(draw):
         replicate=replicate,
         shard=shard,
         microbatch=draw(st.none() | st.integers(1, 64)),
-        exchange=draw(st.sampled_from(CHOICES["exchange"] if naive else ("bucketed",))),
+        exchange=draw(st.sampled_from(exchanges)),
         bucket=draw(st.integers(1, 1023)) << draw(st.sampled_from([0, 10, 20])),
         recompute=draw(st.sampled_from(CHOICES["recompute"])),
         precision=precision,
