@@ -4,8 +4,8 @@ Searches: for each case the legal Plans, those that had to be timed, the process
 five best degrees and for the best alone, legal Plans a second, and Plans a second where each one is timed and
 its memory looked at in full, with nothing decided by a bound. As in `shoal plan` nothing looks for garbage.
 
-Commands: the seconds of `shoal plan --json` as a process of its own, from start to end, and its processor
-seconds. `--beside CHECKOUT` takes turns with the command of another checkout, such as the commit before, and
+Commands: the seconds of `shoal plan --json` from start to end, and the processor seconds of its processes: on
+cores that are free there are two. `--beside CHECKOUT` takes turns with the command of another checkout, such as the commit before, and
 says whether both print the same bytes.
 """
 
