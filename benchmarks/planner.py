@@ -5,8 +5,8 @@ five best degrees and for the best alone, legal Plans a second, and Plans a seco
 its memory looked at in full, with nothing decided by a bound. As in `shoal plan` nothing looks for garbage.
 
 Commands: the seconds of `shoal plan --json` from start to end, and the processor seconds of its processes: on
-cores that are free there are two. `--beside CHECKOUT` takes turns with the command of another checkout, such as
-the commit before, and says whether both print the same bytes.
+cores that are free there are two. `--beside CHECKOUT` takes turns with the command of another checkout, such
+as the commit before, and says whether both print the same bytes.
 """
 
 from __future__ import annotations
