@@ -36,6 +36,7 @@ from slow_links_methods import (
 
 from shoal.bench import describe
 from shoal.bench.world import Ranks
+from shoal.cli.exchanged import sent_bytes
 from shoal.cluster import Cluster, Level
 from shoal.cost import Costs
 from shoal.cost.collectives import collective_seconds
@@ -60,8 +61,6 @@ _LAPTOP = Cluster.preset("laptop")
 _LONG = 10_000  # steps of a training that a search is a part of
 _HALVINGS = 20  # of the search for the rate of compute
 _START = time.perf_counter()
-_SENT = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
-"""Bytes that a rank sends of n ranks, over (n - 1) / n of the bytes that a collective is counted with."""
 
 
 @dataclass(slots=True)
@@ -161,7 +160,7 @@ def formula_bytes(exchange: str, workers: int) -> float:
     else:
         found = Wire.of(plan, workload).sums(elements, Group(1), group, cluster)
         sent = [(each.operation, each.nbytes) for each in found]
-    return sum(_SENT[name] * nbytes for name, nbytes in sent) * (workers - 1) / workers
+    return sum(sent_bytes(name, nbytes, workers) for name, nbytes in sent)
 
 
 def _workload(cluster: Cluster) -> Workload:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from shoal.plan import Groups, Plan
 from shoal.timeline import Kind, Purpose, Span, Timeline
 
-__all__ = ["exchanged_summary", "exchanged_text"]
+__all__ = ["exchanged_summary", "exchanged_text", "sent_bytes"]
 
 _SENT = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
 """Bytes that each of n ranks sends, over (n - 1) / n of the bytes that its span is counted with."""
@@ -54,6 +54,17 @@ def exchanged_text(summary: Mapping[str, float]) -> str:
     return f"{text}, 1/{whole / sent:,.1f} of whole gradients" if sent > 0 else text
 
 
+def sent_bytes(operation: str, nbytes: float, ranks: int) -> float:
+    """Return the bytes that each rank of a collective sends; 0 for one that sums or gathers nothing.
+
+    Args:
+        operation: Its name, such as "all_reduce".
+        nbytes: Its bytes, counted as in nccl-tests' algbw.
+        ranks: Number of ranks.
+    """
+    return _SENT.get(operation, 0.0) * nbytes * (ranks - 1) / ranks
+
+
 def _sent(span: Span, groups: set[tuple[int, ...]]) -> float:
     """Return the bytes that a rank sent in a span, or exchanged with servers; 0 if not between workers."""
     if span.kind != Kind.COLLECTIVE or span.purpose != Purpose.DATA:
@@ -61,5 +72,4 @@ def _sent(span: Span, groups: set[tuple[int, ...]]) -> float:
     operation = span.name.partition(":")[0]
     if operation in _SERVED:
         return float(span.bytes)
-    size = len(span.group)
-    return _SENT.get(operation, 0.0) * span.bytes * (size - 1) / size if span.group in groups else 0.0
+    return sent_bytes(operation, span.bytes, len(span.group)) if span.group in groups else 0.0
