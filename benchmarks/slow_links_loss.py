@@ -191,7 +191,7 @@ def table(losses: Mapping[Run, Sequence[Loss]], rates: Mapping[str, float]) -> s
             [
                 f"`{run.exchange or 'bucketed'}`",
                 str(run.dense) if run.exchange else "all",
-                "{:g}, {:g}".format(*outer_settings(Plan.parse(run.plan).exchanged)) if local else "",
+                "{:g}, {:g}".format(*outer_settings(Plan.parse(run.plan).exchanged)[:2]) if local else "",
                 f"{run.fewer:,.0f}",
                 f"{run.fewer_in_all:.1f}",
                 f"{fmean(finals):.4f} ({min(finals):.4f} to {max(finals):.4f})",

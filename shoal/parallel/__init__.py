@@ -11,7 +11,8 @@ from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.exchange.guided_updates import GuidedUpdates
-from shoal.parallel.exchange.local_updates import LocalUpdates, outer_settings
+from shoal.parallel.exchange.local_updates import LocalUpdates
+from shoal.parallel.exchange.outer_settings import Outer, outer_settings
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.served import ServedUpdates
 from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
@@ -35,6 +36,7 @@ __all__ = [
     "GradientNorm",
     "GuidedUpdates",
     "LocalUpdates",
+    "Outer",
     "OuterState",
     "Owned",
     "Parallel",

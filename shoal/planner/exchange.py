@@ -67,7 +67,8 @@ class Conditions:
         dense: Seconds of a step that averages whole gradients.
         latency: Seconds of an all-reduce between workers of no bytes.
         per_byte: Seconds that it takes longer for each byte of its vector.
-        hidden: Seconds of the all-reduce that a dense step hides beside its backward.
+        hidden: Seconds of the all-reduce that a dense step hides beside its backward; below 0 if it takes
+            longer there.
         noise: Gradient noise scale over the batch.
         codecs: Codecs by the text of their compression.
     """

@@ -109,11 +109,17 @@ class Blueprint:
         assert isinstance(optimizer, Optimizer)
         return optimizer
 
-    def rates_of(self, optimizer: Optimizer, rates: Sequence[float]) -> None:
-        """Give the groups of an optimizer from `build` these learning rates, one for each of `groups`."""
+    def set_groups(self, optimizer: Optimizer, settings: Sequence[Mapping[str, float]], scale: float) -> None:
+        """Set what changes in the groups of an optimizer from `build`.
+
+        Args:
+            optimizer: The optimizer.
+            settings: For each of `groups`, the learning rate `lr`, and what else changes.
+            scale: Factor on the learning rates.
+        """
         used = [at for at in range(len(self.groups)) if any(group == at for group, _ in self.runs)]
         for group, at in zip(optimizer.param_groups, used, strict=True):
-            group["lr"] = rates[at]
+            group.update(settings[at], lr=settings[at]["lr"] * scale)
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object."""

@@ -165,7 +165,7 @@ class Servers:
         self,
         position: int,
         parts: Sequence[torch.Tensor],
-        rates: Sequence[float],
+        settings: Sequence[Mapping[str, float]],
         *,
         worker: int,
         clock: int,
@@ -180,7 +180,7 @@ class Servers:
             position: This rank's place in its worker.
             parts: For each server, its part of the vector, in fp32 or encoded, on the CPU; unchanged until
                 `pull` returns.
-            rates: Learning rate of each group.
+            settings: For each group of the optimizer, its learning rate `lr`, and what else changes.
             worker: The worker's number.
             clock: Arrivals that the worker has made before.
             base: Versions of the values that it was computed from, to be applied at once; None if it waits
@@ -195,7 +195,7 @@ class Servers:
 
         def one(shard: int, part: torch.Tensor) -> int | None:
             version = None if base is None else base[shard]
-            about = {"do": "push", "shard": shard, "position": position, "rates": list(rates)}
+            about = {"do": "push", "shard": shard, "position": position, "settings": list(settings)}
             head = {**about, "worker": worker, "clock": clock, "base": version}
             head |= {"share": share, "complete": complete, "seed": seed + shard}
             self._pushed[shard] = head, [part]

@@ -26,12 +26,12 @@ class Contribution:
 
     Attributes:
         vector: `[elements]`, fp32: a gradient, or what a worker's steps changed; or its payload, uint8.
-        rates: Learning rate of each group.
+        settings: For each group of the optimizer, its learning rate `lr`, and what else changes.
         seed: The seed of a payload.
     """
 
     vector: torch.Tensor
-    rates: Sequence[float]
+    settings: Sequence[Mapping[str, float]]
     seed: int = 0
 
 
@@ -99,20 +99,22 @@ class Shard:
         """Remember that the contribution of a share was applied by itself."""
         self._applied.add(share)
 
-    def received(self, body: torch.Tensor, rates: Sequence[float], seed: int) -> Contribution:
+    def received(
+        self, body: torch.Tensor, settings: Sequence[Mapping[str, float]], seed: int
+    ) -> Contribution:
         """Return the contribution that came as bytes.
 
         Raises:
             ServerError: It is not for this shard.
         """
         if self._codec is None:
-            return Contribution(body.view(torch.float32), rates)
+            return Contribution(body.view(torch.float32), settings)
         most = self._codec.payload(len(self.values))
         if len(body) > most or (self._codec.compression.has_fixed_size and len(body) != most):
             raise ServerError(
                 f"a shard of {len(self.values)} elements was sent a payload of {len(body)} bytes"
             )
-        return Contribution(body, rates, seed)
+        return Contribution(body, settings, seed)
 
     def decoded(self, contribution: Contribution) -> Contribution:
         """Return a contribution with its vector in fp32."""
@@ -120,7 +122,7 @@ class Shard:
             return contribution
         vector = torch.empty_like(self.values)
         self._codec.decode(contribution.vector, vector, seed=contribution.seed)
-        return Contribution(vector, contribution.rates)
+        return Contribution(vector, contribution.settings)
 
     def keep(self, worker: int, clock: int, contribution: Contribution) -> None:
         """Keep what a worker sent at its clock until its round is closed."""
@@ -196,14 +198,14 @@ class Shard:
         self.square = round, square
 
     def _mean(self, members: Sequence[tuple[int, int]], weights: Sequence[float]) -> Contribution:
-        total, rates = None, None
+        total, settings = None, None
         sum_of_weights = 0.0
         for (worker, clock), weight in zip(members, weights, strict=True):
             contribution = self._waiting.pop((worker, clock), None)
             if contribution is None or weight <= 0:
                 continue
             sum_of_weights += weight
-            rates = rates or contribution.rates
+            settings = settings or contribution.settings
             if self._codec is not None:
                 total = torch.zeros_like(self.values) if total is None else total
                 self._codec.decode_add(contribution.vector, total, factor=weight, seed=contribution.seed)
@@ -211,16 +213,16 @@ class Shard:
                 total = contribution.vector.mul_(weight)
             else:
                 total.add_(contribution.vector, alpha=weight)
-        if total is None or rates is None:
+        if total is None or settings is None:
             return Contribution(torch.zeros(0), [])
-        return Contribution(total.div_(sum_of_weights), rates)
+        return Contribution(total.div_(sum_of_weights), settings)
 
     @torch.no_grad()
     def update(self, contribution: Contribution, version: int, scale: float = 1.0) -> None:
         """Step the optimizer with a gradient, if there is one; go on to a version.
 
         Args:
-            contribution: The gradient and the learning rates.
+            contribution: The gradient and the groups' settings.
             version: The version after it.
             scale: Factor on the learning rates.
         """
@@ -233,7 +235,7 @@ class Shard:
 
     def _step(self, contribution: Contribution, scale: float) -> None:
         blueprint, optimizer = self._blueprint, self._optimizer
-        blueprint.rates_of(optimizer, [rate * scale for rate in contribution.rates])
+        blueprint.set_groups(optimizer, contribution.settings, scale)
         parts = contribution.vector.split([elements for _, elements in blueprint.runs])
         for parameter, part in zip(self._in_order(), parts, strict=True):
             parameter.grad = part

@@ -88,6 +88,8 @@ class OptimizerConfig(_Section):
     """Nesterov momentum of what workers changed between two merges; 0 is local SGD. It is 0.9 by default, and
     0.5 with compression that leaves elements out.
     """
+    outer_warmup: int = Field(default=20, ge=0)
+    """First rounds of the training, in which the momentum of what workers changed grows from 0."""
     skip: int = Field(default=10, ge=0)
     """Number of steps in a row that may be left out because the loss or the gradient is not finite; one more
     ends the training. 0 ends it at the first.
@@ -110,6 +112,11 @@ class OptimizerConfig(_Section):
         if name not in OPTIMIZERS and ":" not in name:
             raise ValueError(f"{', '.join(OPTIMIZERS)} or package.module:function")
         return name
+
+    @property
+    def outer(self) -> dict[str, Any]:
+        """Arguments of `shoal.parallel.outer_settings`."""
+        return {"rate": self.outer_rate, "momentum": self.outer_momentum, "warmup": self.outer_warmup}
 
 
 class ValidationConfig(_Section):

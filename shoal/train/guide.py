@@ -28,7 +28,7 @@ from shoal.plan import Exchange, Plan
 from shoal.planner import DENSE, Conditions, Expected, Tried, candidates, exchange_of, expected
 from shoal.run import Decision
 from shoal.train.guards import HeldOutValues, Watch, compared, stray_of
-from shoal.train.measured_exchange import OwnGradient, conditions_of, measure_codecs, measure_link
+from shoal.train.measured_exchange import Link, OwnGradient, conditions_of, measure_codecs, measure_link
 from shoal.train.snapshot import Snapshot
 from shoal.train.stepping import Made, Stepping
 
@@ -36,7 +36,7 @@ __all__ = ["Guide"]
 
 _WARM = 4  # first dense steps whose seconds tell nothing
 _TIMED = 4  # dense steps that are timed
-_MEASURED = 3  # steps that average gradients after their backward
+_MEASURED = 4  # steps that average gradients after their backward
 _AFTER = 4  # dense steps that end both sides of a trial; held-out values are taken after each
 _GAIN = 0.1  # share of the seconds by which another exchange must be quicker
 _CHANGED = 1.3  # factor by which an all-reduce takes longer or shorter on links that have changed
@@ -90,6 +90,7 @@ class Guide:
         self._followed = DENSE
         self._tried: dict[str, Tried] = {}
         self._conditions: Conditions | None = None
+        self._link = Link(0.0, 0.0)  # as it was when conditions were measured
         self._spread = 1.0  # square of a worker's gradient over that of the workers' mean
         self._measured = -_REVIEW  # the step after which the conditions were measured
         self._since = 0.0  # seconds of steps since the last trial
@@ -159,18 +160,20 @@ class Guide:
             assert averaged is not None
             own, mean = float(averaged.norm) ** 2, float(made.norm.whole) ** 2
             if math.isfinite(own + mean):
-                gradients.append(OwnGradient(own, mean, made.seconds - averaged.seconds))
+                taken = averaged.seconds
+                gradients.append(OwnGradient(own, mean, made.seconds - taken, taken))
         if not all(self._gather(bool(gradients))):
             self._decide("no measured step had a finite gradient")
             return
         assert averaged is not None
         compressions = {str(each.compression) for each in self._exchanges.values() if each.compresses}
         axes, device = self._parallel.axes, self._parallel.device
+        self._link = measure_link(axes.workers, device, self._coordinator)
         self._conditions = conditions_of(
             gradients,
             measure_codecs(averaged.sample, sorted(compressions)),
             seconds,
-            measure_link(axes.workers, device, self._coordinator),
+            self._link,
             workers=axes.workers.size,
             elements=sum(each.local.numel() for each in self._parallel.owned),
             coordinator=self._coordinator,
@@ -271,12 +274,13 @@ class Guide:
         """Measure the links anew, and take over the seconds of the steps that were watched."""
         if self._conditions is None:
             return
-        before = self._conditions
+        before, nbytes = self._conditions, 4 * self._conditions.elements
         link = measure_link(self._parallel.axes.workers, self._parallel.device, self._coordinator)
         longest = max(self._gather(seconds))
-        self._conditions = replace(before, latency=link.latency, per_byte=link.per_byte)
-        old, new = (each.all_reduce(4 * before.elements) for each in (before, self._conditions))
+        old, new = self._link.all_reduce(nbytes), link.all_reduce(nbytes)
         if not old <= new * _CHANGED or not new <= old * _CHANGED:
+            per_byte = before.per_byte * new / old if old > 0 else link.per_byte
+            self._conditions, self._link = replace(before, latency=link.latency, per_byte=per_byte), link
             self._decide("links have changed", _numbers_of(self._conditions))
             self._tried = {name: tried._replace(seconds=None) for name, tried in self._tried.items()}
         self._confirm()

@@ -30,6 +30,10 @@ class Link(NamedTuple):
     latency: float
     per_byte: float
 
+    def all_reduce(self, nbytes: float) -> float:
+        """Return the seconds of an all-reduce of a vector of this many bytes."""
+        return self.latency + nbytes * self.per_byte
+
 
 @dataclass(frozen=True, slots=True)
 class OwnGradient:
@@ -39,11 +43,13 @@ class OwnGradient:
         own: Square of the norm of this worker's gradient.
         mean: Square of the norm of the workers' mean.
         compute: Seconds of the step without the average between workers.
+        average: Seconds of the average, and of the wait for other workers.
     """
 
     own: float
     mean: float
     compute: float
+    average: float
 
 
 def measure_link(axis: Axis, device: torch.device, coordinator: Coordinator) -> Link:
@@ -102,8 +108,12 @@ def conditions_of(
     The gradient noise scale over the batch follows from the mean square of the workers' gradients and the
     square of their mean (McCandlish et al., arXiv:1812.06162, appendix A).
 
+    Seconds are the least of several steps, since other work only adds to them. An average takes as long as on
+    the worker that comes last, which waits for nobody. It tells the seconds a byte better than the few bytes
+    with which the link was timed, which buffers on the way may take in.
+
     Args:
-        gradients: This rank's, of several steps.
+        gradients: This rank's, of several steps; the first one's seconds do not count.
         codecs: This rank's codecs, by the text of their compression.
         dense: Seconds of several steps that averaged whole gradients.
         link: The time of an all-reduce.
@@ -112,28 +122,30 @@ def conditions_of(
         coordinator: All ranks.
     """
     own, mean = fmean(each.own for each in gradients), fmean(each.mean for each in gradients)
-    told = (median(each.compute for each in gradients), median(dense), own, mean, elements, dict(codecs))
-    ranks = coordinator.all_gather_object(told)
-    compute, whole = max(each[0] for each in ranks), max(each[1] for each in ranks)
-    own, mean = fmean(each[2] for each in ranks), fmean(each[3] for each in ranks)
-    most = max(each[4] for each in ranks)
+    timed = gradients[1:] or gradients
+    seconds = [each.compute for each in timed], [each.average for each in timed], dense
+    ranks = coordinator.all_gather_object((seconds, own, mean, elements, dict(codecs)))
+    computes, averages, steps = (list(zip(*(each[0][at] for each in ranks), strict=False)) for at in range(3))
+    whole = min(map(max, steps))
+    compute, exchanged = min(whole, *map(max, computes)), min(map(min, averages))
+    own, mean = fmean(each[1] for each in ranks), fmean(each[2] for each in ranks)
+    most = max(each[3] for each in ranks)
     signal = workers * mean - own
     noise = min(_MOST_NOISE, (own - mean) / signal) if signal > 0 else _MOST_NOISE
-    exchanged = link.latency + 4 * most * link.per_byte
     return Conditions(
         workers=workers,
         elements=most,
         compute=compute,
         dense=whole,
         latency=link.latency,
-        per_byte=link.per_byte,
-        hidden=max(0.0, compute + exchanged - whole),
+        per_byte=max(0.0, exchanged - link.latency) / (4 * max(1, most)),
+        hidden=compute + max(exchanged, link.latency) - whole,
         noise=max(0.0, noise),
         codecs={
             text: CodecMeasure(
-                fmean(each[5][text].kept for each in ranks),
-                max(each[5][text].encode for each in ranks),
-                max(each[5][text].decode for each in ranks),
+                fmean(each[4][text].kept for each in ranks),
+                max(each[4][text].encode for each in ranks),
+                max(each[4][text].decode for each in ranks),
             )
             for text in codecs
         },

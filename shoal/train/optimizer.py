@@ -19,6 +19,7 @@ from shoal.parallel import (
     TensorLayout,
     Together,
     WholeParameters,
+    outer_settings,
 )
 from shoal.train.config import OPTIMIZERS, OptimizerConfig
 from shoal.train.learning_rate import scaled_peak
@@ -87,10 +88,10 @@ def build_optimizer(
             possible="a class or a function that returns an optimizer",
             change="return the optimizer from it",
         )
-    outer: dict[str, Any] = {"rate": config.outer_rate, "momentum": config.outer_momentum}
-    if parallel.plan.exchanged.merges:
-        return LocalUpdates(parallel, optimizer, **outer)
-    if parallel.plan.exchanged.is_chosen and parallel.plan.replicas > 1:
+    outer, exchange = config.outer, parallel.plan.exchanged
+    if exchange.merges:
+        return LocalUpdates(parallel, optimizer, outer=outer_settings(exchange, **outer))
+    if exchange.is_chosen and parallel.plan.replicas > 1:
         return GuidedUpdates(parallel, optimizer, **outer)
     return optimizer
 

@@ -91,7 +91,7 @@ def serve_optimizer(
     """
     outer = None
     if plan.exchanged.merges:
-        outer = outer_settings(plan.exchanged, config.outer_rate, config.outer_momentum)
+        outer = outer_settings(plan.exchanged, **config.outer)
     terms = terms_of(plan, steps, servers.timeout, guard=config.guard)
     return ServedUpdates(
         parallel,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from reference_codecs import Vector, sent
 from torch import nn
 
-from shoal.parallel import LocalUpdates, parallelize
+from shoal.parallel import LocalUpdates, Outer, parallelize
 
 SHAPE, RATE, STEPS = (64, 100), 0.125, 10  # two chunks, seven blocks
 ELEMENTS = SHAPE[0] * SHAPE[1]
@@ -91,8 +91,8 @@ def local_trainings(plans: list[str], settings: dict[str, Any]) -> list[Any]:
         model = Quadratics(2)
         parallel = parallelize(model, text)
         inner = torch.optim.SGD(parallel.parameters(), lr=RATE)
-        outer = {"rate": settings["rate"], "momentum": settings["momentum"]}
-        optimizer = LocalUpdates(parallel, inner, **outer)
+        outer = Outer(settings["rate"], settings["momentum"], warmup=0)
+        optimizer = LocalUpdates(parallel, inner, outer=outer)
         values = []
         for step, rate in enumerate(settings["rates"]):
             optimizer.param_groups[0]["lr"] = rate

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.parallel import LocalUpdates, outer_settings, parallelize
+from shoal.parallel import LocalUpdates, Outer, outer_settings, parallelize
 from shoal.parallel.exchange.rounds import Rounds
 from shoal.plan import Plan
 
@@ -145,13 +145,14 @@ def compressed_values(text, steps):
 
 # -- local updates -----------------------------------------------------------------------------------
 
+WARMUP = 2  # rounds in which the outer momentum grows
+
 
 def local_training(text, steps, rate, momentum):
     like = layers()
     parallel = parallelize(like, text)
-    optimizer = LocalUpdates(
-        parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), rate=rate, momentum=momentum
-    )
+    outer = Outer(rate, momentum, WARMUP)
+    optimizer = LocalUpdates(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), outer=outer)
     worker = parallel.axes.workers.index
     for step in range(steps):
         loss_of(parallel, like, step, worker).backward()
@@ -189,8 +190,9 @@ def local_reference(exchange, workers, steps, rate, momentum, fragment_of):
                 if fragment_of[index] != number:
                     continue
                 outer = sum(each[index] for each in changed) / workers
-                momenta[index].mul_(momentum).add_(outer)
-                new = anchor - rate * (outer + momentum * momenta[index])
+                grown = momentum * min(1.0, step / (WARMUP * exchange.every))
+                momenta[index].mul_(grown).add_(outer)
+                new = anchor - rate * (outer + grown * momenta[index])
                 for model, own in zip(models, changed, strict=True):
                     sent = anchor - own[index]
                     list(model.parameters())[index].data.add_(new - sent)
@@ -268,6 +270,12 @@ def test_rounds_merge_every_fragment_once_and_grow_as_the_rate_falls():
 )
 def test_outer_settings_are_those_that_are_given_or_work_with_the_compression(compress, usual):
     exchange = Plan.parse(f"dp=2,exchange=local{compress and ',compress='}{compress}").exchanged
-    assert outer_settings(exchange) == usual
-    assert outer_settings(exchange, 0.3) == (0.3, usual[1])
-    assert outer_settings(exchange, momentum=0.0) == (usual[0], 0.0)
+    assert outer_settings(exchange) == (*usual, 20)
+    assert outer_settings(exchange, 0.3) == (0.3, usual[1], 20)
+    assert outer_settings(exchange, momentum=0.0, warmup=5) == (usual[0], 0.0, 5)
+
+
+def test_the_outer_momentum_grows_with_the_steps():
+    outer = Outer(0.7, 0.9, 5)
+    assert [outer.momentum_after(steps, 20) for steps in (0, 50, 100, 900)] == [0.0, 0.45, 0.9, 0.9]
+    assert outer._replace(warmup=0).momentum_after(0, 20) == 0.9

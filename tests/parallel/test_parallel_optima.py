@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.parallel import LocalUpdates, parallelize
+from shoal.parallel import LocalUpdates, Outer, parallelize
 from shoal.parallel.exchange.stability import contraction, measured_contraction
 from shoal.plan import Compression
 
@@ -45,7 +45,7 @@ def descend(plan, loss, first, steps, rate, outer=None):
     parallel = parallelize(model, plan)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=rate)
     if outer is not None:
-        optimizer = LocalUpdates(parallel, optimizer, rate=outer[0], momentum=outer[1])
+        optimizer = LocalUpdates(parallel, optimizer, outer=Outer(*outer))
     size, rank = dist.get_world_size(), dist.get_rank()
     reached, shares = [], [1.0]
     for step in range(steps):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import SingleProcess
-from shoal.parallel import ServedUpdates, parallelize
+from shoal.parallel import Outer, ServedUpdates, parallelize
 from shoal.plan import Compression, Plan
 from shoal.server import Server, Servers, Terms
 
@@ -63,7 +63,7 @@ def train(
     servers: int = 1,
     mirrored: bool = False,
     make: Callable[[Any], torch.optim.Optimizer] = adamw,
-    outer: tuple[float, float] | None = None,
+    outer: Outer | None = None,
     compress: str = "none",
     clip: float | None = None,
     model: Callable[[], nn.Module] = make_model,

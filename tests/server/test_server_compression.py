@@ -8,7 +8,7 @@ import torch
 from reference_codecs import sent
 from server_stand_ins import loss_of, make_model, train
 
-from shoal.parallel import parallelize
+from shoal.parallel import Outer, parallelize
 from shoal.parallel.exchange.sums import seed_of
 from shoal.plan import Compression, Plan
 from shoal.server import Servers, Terms
@@ -129,7 +129,8 @@ def test_a_dead_server_changes_no_bit_of_compressed_rounds(victim, compress):
 def test_local_steps_are_compressed_too():
     terms = Terms(workers=2, shares=2 * 4 * 5, every=4)
     whole, sent = (
-        train(terms, workers=2, make=sgd, outer=(1.0, 0.0), compress=each).values for each in ("none", "int8")
+        train(terms, workers=2, make=sgd, outer=Outer(1.0, 0.0), compress=each).values
+        for each in ("none", "int8")
     )
     first = list(make_model().parameters())
     for before, after, close in zip(first, whole, sent, strict=True):

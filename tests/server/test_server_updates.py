@@ -7,6 +7,7 @@ import pytest
 import torch
 from server_stand_ins import LostError, loss_of, make_model, reference, train
 
+from shoal.parallel import Outer
 from shoal.server import ServerError, Servers, Terms
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # sums of a few fp32 gradients in another order, after ten AdamW steps
@@ -164,7 +165,7 @@ def test_local_steps_are_merged_as_their_formula_says():
         workers=workers,
         servers=2,
         make=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-        outer=(0.7, 0.9),
+        outer=Outer(0.7, 0.9, warmup=3),
     )
     assert not trained.errors
     anchor = make_model()
@@ -180,10 +181,11 @@ def test_local_steps_are_merged_as_their_formula_says():
                 optimizer.step()
             for change, before, after in zip(changes, anchor.parameters(), model.parameters(), strict=True):
                 change += (before - after).detach() / workers
+        grown = 0.9 * min(1.0, (round + 1) / 3)
         with torch.no_grad():
             for each, change, momentum in zip(anchor.parameters(), changes, momenta, strict=True):
-                momentum.mul_(0.9).add_(change)
-                each -= 0.7 * (change + 0.9 * momentum)
+                momentum.mul_(grown).add_(change)
+                each -= 0.7 * (change + grown * momentum)
     for ours, theirs in zip(trained.values, anchor.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, **CLOSE)
 

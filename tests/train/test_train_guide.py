@@ -299,7 +299,7 @@ def with_a_task(plan):
     samples = [(torch.arange(12), torch.arange(12))] * 4
     held_out = HeldOut(samples, count=4, functions={"task": task})
     still = OptimizerConfig(learning_rate=1e-7)  # losses are equal
-    decisions, _, _ = guided(plan, 30, network=Clock(), held_out=held_out, optimizer=still)
+    decisions, _, _ = guided(plan, 40, network=Clock(), held_out=held_out, optimizer=still)
     return [each.reason for each in decisions]
 
 

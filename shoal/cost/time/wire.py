@@ -9,7 +9,7 @@ n elements over d ranks, with c bytes of a payload:
     sign                                                     decode 8 and the payload, twice
     sparse            all-gather of d c                      encode 28 and the payload, decode 12
     random            all-reduce of c                        32
-    powersgd          all-reduce of both factors             40
+    powersgd          all-reduce of both factors             48
 
 Encoding reads the error memory and the gradient, and writes the sum, the payload and the new error memory.
 With two ranks, all kinds but random and powersgd gather.
@@ -42,7 +42,7 @@ __all__ = [
 
 SUM_WIDTH = 4  # bytes of an element of a sum of gradients on a rank: fp32
 
-_ENCODE, _DECODE, _BY_VALUE, _LOW_RANK, _CLEAR = 28, 8, 32, 40, 4
+_ENCODE, _DECODE, _BY_VALUE, _LOW_RANK, _CLEAR = 28, 8, 32, 48, 4
 """Bytes of memory that passes move for each element; see above."""
 
 _LARGE = 1 << 22

@@ -11,15 +11,18 @@ from shoal.parallel.owned import Owned
 __all__ = ["pack", "unpack"]
 
 
-def pack(owned: Sequence[Owned], tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+def pack(owned: Sequence[Owned], tensors: Sequence[torch.Tensor | None], vector: torch.Tensor) -> None:
     """Copy a tensor for each part into a vector.
 
     Args:
         owned: The parts, in order.
-        tensors: For each part, a tensor like it.
+        tensors: For each part, a tensor like it; None for zeros.
         vector: `[elements]`, fp32.
     """
-    torch._foreach_copy_(_views(owned, vector), list(tensors))
+    given = [
+        torch.zeros_like(each.local) if one is None else one for each, one in zip(owned, tensors, strict=True)
+    ]
+    torch._foreach_copy_(_views(owned, vector), given)
 
 
 def unpack(owned: Sequence[Owned], vector: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.exchange.local_updates import LocalUpdates
 from shoal.parallel.exchange.mean_gradient import average_gradients
+from shoal.parallel.exchange.outer_settings import outer_settings
 from shoal.parallel.optimizer.composed import (
     Composed,
     OptimizerPart,
@@ -59,8 +60,7 @@ class GuidedUpdates(Composed):
     Args:
         parallel: The model; its Plan has `exchange=auto`.
         optimizer: The optimizer of each worker.
-        rate, momentum: Learning rate and Nesterov momentum of the outer gradient of local updates; None: see
-            `outer_settings`.
+        rate, momentum, warmup: Settings of the outer optimizer of local updates; None: see `outer_settings`.
 
     Attributes:
         steps: Steps made.
@@ -74,11 +74,12 @@ class GuidedUpdates(Composed):
         *,
         rate: float | None = None,
         momentum: float | None = None,
+        warmup: int | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
         self._parallel = parallel
         self._inner = optimizer
-        self._outer = {"rate": rate, "momentum": momentum}
+        self._outer = rate, momentum, warmup
         self._local: LocalUpdates | None = None
         self._is_dense = False
         self.steps = 0
@@ -211,7 +212,8 @@ class GuidedUpdates(Composed):
                 strategy.compressing.follow(exchange)
         self._local = None
         if exchange.merges:
-            self._local = LocalUpdates(self._parallel, self._inner, exchange=exchange, **self._outer)
+            outer = outer_settings(exchange, *self._outer)
+            self._local = LocalUpdates(self._parallel, self._inner, exchange=exchange, outer=outer)
             self._local.set_step(self.steps)
 
 

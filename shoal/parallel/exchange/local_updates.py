@@ -8,6 +8,8 @@ worker i now:
     x = x - rate (d + momentum m)
     y_i = x
 
+The momentum grows in the first rounds (`outer_settings.py`).
+
 It is DiLoCo (Douillard et al., arXiv:2311.08105), with SparseLoCo's compression (Sarfi et al.,
 arXiv:2508.15706). With rate 1 and momentum 0 it is local SGD (Stich, arXiv:1805.09767). Fragments are merged
 in different steps (Streaming DiLoCo: Douillard et al., arXiv:2501.18512). If a merge takes `delay` steps,
@@ -27,6 +29,7 @@ from torch.optim import Optimizer
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.exchange.fragments import Fragment, fragments_of
 from shoal.parallel.exchange.mean_gradient import average_gradients
+from shoal.parallel.exchange.outer_settings import Outer, outer_settings
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.rounds import Rounds
 from shoal.parallel.exchange.sums import CompressedSum, sum_over
@@ -42,25 +45,7 @@ from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Exchange
 
-__all__ = ["LocalUpdates", "outer_settings"]
-
-_OUTER = 0.7, 0.9  # rate and momentum (Douillard et al.)
-_SPARSE_OUTER = 1.0, 0.5  # what a merge leaves out comes with later ones, as momentum does
-
-
-def outer_settings(
-    exchange: Exchange, rate: float | None = None, momentum: float | None = None
-) -> tuple[float, float]:
-    """Return the learning rate and the Nesterov momentum of the outer gradient.
-
-    Args:
-        exchange: How workers merge.
-        rate, momentum: What is asked for; None for 0.7 and 0.9, or with compression that leaves elements out
-            for 1 and 0.5.
-    """
-    leaves_out = exchange.compresses and not exchange.compression.is_quantised
-    usual = _SPARSE_OUTER if leaves_out else _OUTER
-    return usual[0] if rate is None else rate, usual[1] if momentum is None else momentum
+__all__ = ["LocalUpdates"]
 
 
 @final
@@ -74,7 +59,7 @@ class LocalUpdates(Composed):
     Args:
         parallel: The model; its Plan has `exchange=local` or `auto`.
         optimizer: The optimizer of each worker.
-        rate, momentum: Learning rate and Nesterov momentum of the outer gradient; None: see `outer_settings`.
+        outer: Settings of the outer optimizer; None: see `outer_settings`.
         exchange: When and how workers merge; None for what the Plan says.
     """
 
@@ -83,15 +68,15 @@ class LocalUpdates(Composed):
         parallel: Parallel,
         optimizer: Optimizer,
         *,
-        rate: float | None = None,
-        momentum: float | None = None,
+        outer: Outer | None = None,
         exchange: Exchange | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
         exchange = parallel.plan.exchanged if exchange is None else exchange
         self._parallel = parallel
         self._inner = optimizer
-        self._rate, self._momentum = outer_settings(exchange, rate, momentum)
+        self._settings = outer_settings(exchange) if outer is None else outer
+        self._every = exchange.every
         self._axis: Axis = parallel.axes.workers
         self._rounds = Rounds(exchange)
         self._fragments = fragments_of(parallel.owned, exchange.fragments)
@@ -278,14 +263,15 @@ class LocalUpdates(Composed):
             return
         merge.pending.wait()
         self._moved[1] += merge.vector.square().sum()
+        rate, nesterov = self._settings.rate, self._settings.momentum_after(self._rounds.step, self._every)
         mean = merge.fragment.views(merge.vector)
         given = mean if merge.given is None else merge.fragment.views(merge.given)
         for owned, outer, own in zip(merge.fragment.owned, mean, given, strict=True):
             anchor, momentum = self._outer.anchor(owned), self._outer.momentum(owned)
-            momentum.mul_(self._momentum).add_(outer)
+            momentum.mul_(nesterov).add_(outer)
             if merge.given is not None:
                 owned.local.sub_(anchor).add_(own)  # what changed since the merge began
-            anchor.sub_(outer.add(momentum, alpha=self._momentum), alpha=self._rate)
+            anchor.sub_(outer.add(momentum, alpha=nesterov), alpha=rate)
             if merge.given is not None:
                 owned.local.add_(anchor)
             else:

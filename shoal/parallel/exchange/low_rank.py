@@ -93,7 +93,7 @@ class _Summing:
         sums = self._unpacked(sent, [tuple(factor.shape) for _, factor in self._pairs])
         for (tensor, factor), one, other in zip(self._pairs, left, sums, strict=True):
             factor.copy_(torch.where(other.isfinite().all(), other, factor))
-            tensor.copy_((one @ other.T).view(tensor.shape))
+            torch.mm(one, other.T, out=tensor.view(len(tensor), -1))
 
     def _packed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return copies of tensors, one after another."""

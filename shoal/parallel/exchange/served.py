@@ -20,6 +20,7 @@ from shoal.checkpoint import Coordinator
 from shoal.collectives import codec_of
 from shoal.errors import LayoutError
 from shoal.parallel.exchange.flat import pack, unpack
+from shoal.parallel.exchange.outer_settings import Outer
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.pushes import Pushes
 from shoal.parallel.exchange.served_state import give_state, take_state
@@ -53,8 +54,8 @@ class ServedUpdates(Composed):
         servers: The servers.
         terms: What the workers go by.
         ranks: The ranks of this worker.
-        outer: Learning rate and Nesterov momentum of the outer gradient, for workers that make steps by
-            themselves; None for workers that send each gradient.
+        outer: Settings of the outer optimizer, for workers that make steps by themselves; None for workers
+            that send each gradient.
         first: The first share of the training.
         clip: Norm to which the mean gradient of a round is scaled down; None for none. With an outer gradient
             nothing is.
@@ -86,7 +87,7 @@ class ServedUpdates(Composed):
         terms: Terms,
         ranks: Coordinator,
         *,
-        outer: tuple[float, float] | None = None,
+        outer: Outer | None = None,
         first: int = 0,
         clip: float | None = None,
         compression: Compression = _NONE,
@@ -106,11 +107,11 @@ class ServedUpdates(Composed):
         self._recorder = recorder if recorder is not None else NullRecorder()
         self._is_local = outer is not None
         self._outer = OuterState(parallel.owned)
-        self._rates_of_outer = outer
+        self._outer_settings = outer
         stepped: Optimizer = optimizer
         if outer is not None:
-            rate, momentum = outer
             parameters = [each.parameter for each in parallel.owned]
+            rate, momentum, _ = outer
             stepped = SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
         self._stepped = stepped  # what the servers step
         places = [(each.parameter, each.local.numel()) for each in parallel.owned]
@@ -337,15 +338,13 @@ class ServedUpdates(Composed):
         if self._is_local:
             pack(owned, [each.local for each in owned], self._sent)
             torch.sub(self._values, self._sent, out=self._sent)
-            rates = [group["lr"] for group in self._stepped.param_groups]
+            outer, terms = self._outer_settings, self._terms
+            assert outer is not None
+            steps = min(terms.shares, self.finished + terms.workers * terms.every) / terms.workers
+            settings = [{"lr": outer.rate, "momentum": outer.momentum_after(steps, terms.every)}]
         else:
-            gradients = [each.gradient for each in owned]
-            zeros = [
-                torch.zeros_like(each.local) if one is None else one
-                for each, one in zip(owned, gradients, strict=True)
-            ]
-            pack(owned, zeros, self._sent)
-            rates = [group["lr"] for group in self.param_groups]
+            pack(owned, [each.gradient for each in owned], self._sent)
+            settings = [{"lr": group["lr"]} for group in self.param_groups]
         seed = seed_of(self._clock, self.worker * self._ranks.size + self._ranks.rank)
         parts = self._pushes.parts(self._sent, self._servers.windows(len(self._sent)), seed)
         self._nbytes = sum(part.nbytes for part in parts)
@@ -353,7 +352,7 @@ class ServedUpdates(Composed):
             stale = self._servers.push(
                 self._ranks.rank,
                 parts,
-                rates,
+                settings,
                 worker=self.worker,
                 clock=self._clock,
                 base=None if self.mode.in_rounds else self._versions,
