@@ -98,17 +98,17 @@ _BIASED = ("sign", "topk:64", "topk:64:2bit", "random:64", "threshold:3", "power
 def runs_of(steps: int = STEPS) -> list[Run]:
     """Return what is trained for this many steps, dense first.
 
-    Kinds that err to one side have a tenth of dense steps, local updates a quarter.
+    Kinds that err to one side and local updates have a tenth of dense steps, sparse local updates a fifth.
     """
-    tenth, quarter = steps // 10, steps // 4
+    tenth, fifth = steps // 10, steps // 5
     return [
         Run(steps=steps),
         *(Run(f"compress={each}", steps=steps) for each in _UNBIASED),
         *(Run(f"compress={each}", tenth, steps=steps) for each in _BIASED),
-        Run("exchange=local,every=20", quarter, steps=steps),
-        Run("exchange=local,every=20,compress=int8", quarter, asked=0.01, steps=steps),
-        Run("exchange=local,every=20,compress=topk:8:2bit", quarter, asked=0.02, steps=steps),
-        Run("exchange=local,every=30,compress=topk:64:2bit,feedback=0.95", quarter, steps=steps),
+        Run("exchange=local,every=20", tenth, steps=steps),
+        Run("exchange=local,every=20,compress=int8", tenth, asked=0.01, steps=steps),
+        Run("exchange=local,every=20,compress=topk:8:2bit", fifth, asked=0.02, steps=steps),
+        Run("exchange=local,every=30,compress=topk:64:2bit,feedback=0.95", fifth, steps=steps),
     ]
 
 

@@ -160,8 +160,7 @@ class Guide:
             assert averaged is not None
             own, mean = float(averaged.norm) ** 2, float(made.norm.whole) ** 2
             if math.isfinite(own + mean):
-                taken = averaged.seconds
-                gradients.append(OwnGradient(own, mean, made.seconds - taken, taken))
+                gradients.append(OwnGradient(own, mean, made.seconds, averaged.seconds))
         if not all(self._gather(bool(gradients))):
             self._decide("no measured step had a finite gradient")
             return
@@ -276,7 +275,6 @@ class Guide:
             return
         before, nbytes = self._conditions, 4 * self._conditions.elements
         link = measure_link(self._parallel.axes.workers, self._parallel.device, self._coordinator)
-        longest = max(self._gather(seconds))
         old, new = self._link.all_reduce(nbytes), link.all_reduce(nbytes)
         if not old <= new * _CHANGED or not new <= old * _CHANGED:
             per_byte = before.per_byte * new / old if old > 0 else link.per_byte
@@ -285,7 +283,7 @@ class Guide:
             self._tried = {name: tried._replace(seconds=None) for name, tried in self._tried.items()}
         self._confirm()
         if text in self._tried:
-            self._tried[text] = self._tried[text]._replace(seconds=longest)
+            self._tried[text] = self._tried[text]._replace(seconds=max(self._gather(seconds)))
 
     def _expected(self, text: str) -> Expected:
         assert self._conditions is not None
@@ -335,7 +333,9 @@ class Guide:
 
     def _make_again(self, first: int, position: int, step: int) -> float:
         """Make a step of a trial again, without telling of it; return its seconds."""
-        return self._stepping.make(first + step, position + step * self._batch).seconds
+        made = self._stepping.make(first + step, position + step * self._batch)
+        self._parallel.zero_grad()
+        return made.seconds
 
     def _values(self, position: int) -> HeldOutValues:
         tasks = dict(self._evaluate(position))

@@ -42,13 +42,13 @@ class OwnGradient:
     Attributes:
         own: Square of the norm of this worker's gradient.
         mean: Square of the norm of the workers' mean.
-        compute: Seconds of the step without the average between workers.
-        average: Seconds of the average, and of the wait for other workers.
+        seconds: Seconds of the step.
+        average: Those of them for the average, and for the wait for other workers.
     """
 
     own: float
     mean: float
-    compute: float
+    seconds: float
     average: float
 
 
@@ -123,7 +123,7 @@ def conditions_of(
     """
     own, mean = fmean(each.own for each in gradients), fmean(each.mean for each in gradients)
     timed = gradients[1:] or gradients
-    seconds = [each.compute for each in timed], [each.average for each in timed], dense
+    seconds = [each.seconds - each.average for each in timed], [each.average for each in timed], dense
     ranks = coordinator.all_gather_object((seconds, own, mean, elements, dict(codecs)))
     computes, averages, steps = (list(zip(*(each[0][at] for each in ranks), strict=False)) for at in range(3))
     whole = min(map(max, steps))

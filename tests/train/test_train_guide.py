@@ -108,6 +108,24 @@ def test_trials_leave_no_trace(ranks, workers):
             assert torch.allclose(dense[name], values[name], rtol=0, atol=2e-5), name
 
 
+def trial_of_dense_steps(plan):
+    """What trials find if dense steps are made whatever is tried."""
+
+    def stay(trainer):
+        trainer.optimizer.follow = lambda exchange: None
+
+    decisions, _, _ = guided(plan, 40, network=Clock(), before_step=stay, dropout=0.1)
+    return [each.numbers for each in decisions if "a trial of" in each.reason]
+
+
+def test_a_trial_makes_the_same_steps_again(ranks):
+    for found in ranks.run(trial_of_dense_steps, 2, "dp=2,exchange=auto,every=4"):
+        assert found
+        for numbers in found:
+            assert numbers["worth"] == 1.0
+            assert numbers["its loss"] == numbers["dense loss"]
+
+
 def seconds_of_each(plan):
     """By exchange, the predicted seconds of a step, and those that the clock shows."""
     found = {}
