@@ -123,6 +123,11 @@ class Exchange:
         """Whether less is sent than the vectors themselves."""
         return self.compression.kind != "none"
 
+    @property
+    def leaves_out(self) -> bool:
+        """Whether what is sent leaves out elements, or directions, which wait for a later exchange."""
+        return self.compresses and not self.compression.is_quantised
+
     def require(self, sharding: Sharding, *, dp: int, cp: int, ep: int, replicas: int, copies: int) -> None:
         """Check that the settings fit each other and a Plan's degrees.
 

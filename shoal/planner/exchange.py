@@ -12,7 +12,7 @@ Steps. With B the batch and N the gradient noise scale, gradient descent takes `
 the second one is noise. What compression leaves out is fed back later. That slows the first one down by at
 most 1 / kept, with kept the share of a gradient's square that is sent, and leaves the second one as it is
 (Stich and Karimireddy, arXiv:1909.05350). So a compressed step is worth a dense one over
-`(1 / kept + N / B) / (1 + N / B)`. Local steps are taken to be worth a dense one until a trial tells,
+`(1 / kept + N / B) / (1 + N / B)`. Local steps are taken to be worth a dense one until a trial of some tells,
 whatever their compression.
 """
 
@@ -130,13 +130,16 @@ class Expected(NamedTuple):
 
 
 def candidates(every: int) -> Sequence[str]:
-    """Return the texts of the exchanges to choose from, with this many local steps between merges."""
+    """Return the texts of the exchanges to choose from, with this many local steps between merges.
+
+    Those that change gradients least come first.
+    """
     return (
         DENSE,
         "compress=int8",
-        "compress=topk:64",
         f"exchange=local,every={every}",
         f"exchange=local,every={every},compress=int8",
+        "compress=topk:64",
         f"exchange=local,every={every},compress=topk:64:2bit,feedback=0.95",
     )
 
@@ -149,7 +152,9 @@ def exchange_of(text: str, plan: Plan) -> Exchange:
     return plan.replace(**named).exchanged
 
 
-def expected(text: str, exchange: Exchange, conditions: Conditions, tried: Tried | None) -> Expected:
+def expected(
+    text: str, exchange: Exchange, conditions: Conditions, tried: Tried | None, worth: float = 1.0
+) -> Expected:
     """Return what is expected of an exchange.
 
     Args:
@@ -157,8 +162,9 @@ def expected(text: str, exchange: Exchange, conditions: Conditions, tried: Tried
         exchange: The same, read.
         conditions: What was measured.
         tried: The newest trial of it; None without one.
+        worth: Dense steps that a local step is taken to be worth without a trial.
     """
-    seconds, steps = _seconds(exchange, conditions), 1.0
+    seconds, steps = _seconds(exchange, conditions), 1 / worth if exchange.merges else 1.0
     if tried is not None:
         measured = tried.seconds or seconds
         return Expected(text, measured, 1 / tried.worth, is_measured=tried.seconds is not None)

@@ -138,7 +138,7 @@ class Watch:
     def __init__(self, exchange: Exchange) -> None:
         self._most = most_left_out(exchange)
         # A mean from which elements are left out is short, and would make workers look unlike.
-        self._is_whole = not exchange.compresses or exchange.compression.is_quantised
+        self._is_whole = not exchange.leaves_out
         self._least, self._largest, self._against = math.inf, 0.0, 0
 
     def look(self, loss: float, square: float, stray: Stray) -> str:

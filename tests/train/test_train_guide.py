@@ -1,6 +1,7 @@
 """exchange=auto: what it measures, what it chooses, and that guards bring dense steps back."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def trial_of_dense_steps(plan):
         trainer.optimizer.follow = lambda exchange: None
 
     decisions, _, _ = guided(plan, 40, network=Clock(), before_step=stay, dropout=0.1)
-    return [each.numbers for each in decisions if "a trial of" in each.reason]
+    return [each.numbers for each in decisions if "worth" in each.numbers]
 
 
 def test_a_trial_makes_the_same_steps_again(ranks):
@@ -131,14 +132,14 @@ def seconds_of_each(plan):
     found = {}
     with Clock():
         trainer = make_trainer(plan, steps=500)
-        while trainer._guide._conditions is None:
+        while trainer._guide._choices.conditions is None:
             trainer.step()
         the_guide, trainer._guide = trainer._guide, None
-        for text, exchange in the_guide._exchanges.items():
+        for text, exchange in the_guide._choices.exchanges.items():
             trainer.optimizer.follow(exchange)
             steps = [trainer.step().seconds for _ in range(2 * exchange.every)]
-            found[text] = the_guide._expected(text).seconds, sum(steps) / len(steps)
-        trainer.optimizer.follow(the_guide._exchanges[DENSE])
+            found[text] = the_guide._choices.expected(text).seconds, sum(steps) / len(steps)
+        trainer.optimizer.follow(the_guide._choices.exchanges[DENSE])
         trainer.close()
     return found
 
@@ -162,8 +163,9 @@ def on_links(plan, steps, first, last):
 def test_on_slow_links_it_follows_what_passed_a_trial(ranks):
     found = ranks.run(on_links, 2, "dp=2,exchange=auto,every=4", 150, 0, 1 << 30)
     for decisions, followed in found:
-        assert "exchange=local" in followed
-        assert any(f"a trial of {followed} over 8 steps passed" in reason for _, _, reason, _ in decisions)
+        assert followed != DENSE
+        trial = re.compile(f"a trial of {re.escape(followed)} over . steps passed")
+        assert any(trial.search(reason) for _, _, reason, _ in decisions)
         measured = decisions[0][3]
         # Between two workers a rank sends the bytes of a vector once.
         assert measured["seconds a byte"] == pytest.approx(SLOW)
@@ -185,7 +187,7 @@ def test_on_quick_links_steps_stay_dense(ranks):
 def test_when_links_become_quick_steps_become_dense_again(ranks):
     for decisions, followed in ranks.run(on_links, 2, "dp=2,exchange=auto,every=4", 270, 0, 140):
         exchanges = [exchange for _, exchange, _, _ in decisions]
-        assert any("exchange=local" in exchange for exchange in exchanges)
+        assert any(exchange != DENSE for exchange in exchanges)
         assert followed == DENSE
         assert any(reason == "links have changed" for _, _, reason, _ in decisions)
 
@@ -198,15 +200,14 @@ def with_a_bad_stretch(plan):
             trainer._stepping.rates._peaks[:] = [3.0 for _ in trainer._stepping.rates._peaks]
 
     decisions, _, trainer = guided(plan, 120, network=Clock(), before_step=disturb)
-    return [(each.exchange, each.reason) for each in decisions], trainer._guide._tried
+    return [(each.exchange, each.reason) for each in decisions], trainer._guide._choices.tried
 
 
 def test_a_followed_exchange_that_diverges_is_left_and_counts_as_failed(ranks):
     for decisions, tried in ranks.run(with_a_bad_stretch, 2, "dp=2,exchange=auto,every=4"):
-        (left,) = [
-            reason for exchange, reason in decisions if exchange == DENSE and "the loss rose" in reason
-        ]
-        assert "the loss rose" in tried[left.partition(" failed")[0]].failed
+        left = [reason for exchange, reason in decisions if exchange == DENSE and "the loss rose" in reason]
+        assert left
+        assert all("the loss rose" in tried[reason.partition(" failed")[0]].failed for reason in left)
 
 
 def resumed(plan, folder):

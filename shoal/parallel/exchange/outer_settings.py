@@ -50,8 +50,7 @@ def outer_settings(
         rate, momentum, warmup: What is asked for; None for 0.7, 0.9 and 20, or with compression that leaves
             elements out for 1, 0.5 and 20.
     """
-    leaves_out = exchange.compresses and not exchange.compression.is_quantised
-    usual = _SPARSE if leaves_out else _USUAL
+    usual = _SPARSE if exchange.leaves_out else _USUAL
     return Outer(
         usual[0] if rate is None else rate,
         usual[1] if momentum is None else momentum,
