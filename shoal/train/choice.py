@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
@@ -21,6 +22,9 @@ REVIEW = 100
 _GAIN = 0.1  # share of the seconds by which another exchange must be quicker
 _CHANGED = 1.3  # factor by which an all-reduce takes longer or shorter on links that have changed
 _OVERHEAD = 0.02  # share of the seconds that repeated trials of a followed exchange may take
+_STALLED_OVERHEAD = 0.1  # the same when the loss has stalled: then exact steps may gain most
+_STALL, _RISE = 0.01, 0.02  # shares of the loss by which it falls less, or rises, between two reviews
+_ERRORS = 3  # standard errors of the loss by which it must have risen beside
 
 
 @final
@@ -45,12 +49,15 @@ class Choices:
         self._steps = steps
         self._link = Link(0.0, 0.0)  # as it was when conditions were measured
         self._measured = -REVIEW  # the step after which they were
+        self._untimed = 0.0  # seconds of steps since the link was timed
         self.exchanges: Mapping[str, Exchange] = {
             text: exchange_of(text, plan) for text in candidates(plan.every)
         }
         self.followed = DENSE
         self.step = 0
         self.tried: dict[str, Tried] = {}
+        self._least = math.inf  # least mean loss of a review
+        self._has_stalled = False
         self.conditions: Conditions | None = None
         self.since = 0.0
 
@@ -63,14 +70,32 @@ class Choices:
         """Go on after a step with the trials of a checkpoint, and with whole gradients."""
         self.step, self.tried = step, dict(tried)
         self.followed, self.conditions, self._measured = DENSE, None, -REVIEW
+        self._least, self._has_stalled = math.inf, False
 
     def measured(self, conditions: Conditions, link: Link) -> None:
         """Take over conditions, and the link as it was timed beside them."""
         self.conditions, self._link, self._measured = conditions, link, self.step
+        self._untimed = 0.0
+
+    def should_time(self, seconds: float, step: float) -> bool:
+        """Return whether to time the link again: it takes little of the time since, or steps have changed.
+
+        Args:
+            seconds: Seconds of the steps since the last review.
+            step: Usual seconds of one of them.
+        """
+        assert self.conditions is not None
+        self._untimed += seconds
+        tried = self.tried.get(self.followed)
+        before = self.conditions.dense if tried is None else tried.seconds
+        if before is not None and not (step <= _CHANGED * before and before <= _CHANGED * step):
+            return True
+        return self._link.price < _OVERHEAD * self._untimed
 
     def timed(self, link: Link) -> bool:
         """Take over the link as it was timed again; return whether it has changed."""
         assert self.conditions is not None
+        self._untimed = 0.0
         nbytes = 4 * self.conditions.elements
         old, new = self._link.all_reduce(nbytes), link.all_reduce(nbytes)
         if old <= new * _CHANGED and new <= old * _CHANGED:
@@ -80,6 +105,19 @@ class Choices:
         self._link = link
         self.tried = {text: tried._replace(seconds=None) for text, tried in self.tried.items()}
         return True
+
+    def judge(self, loss: float, error: float) -> str:
+        """Take note of the loss since the last review; return why what is followed fails, or "".
+
+        Args:
+            loss: Mean training loss of all workers.
+            error: Its standard error.
+        """
+        least, self._least = self._least, min(self._least, loss)
+        self._has_stalled = not loss <= (1 - _STALL) * least
+        if self.followed != DENSE and loss > least + _RISE * abs(least) + _ERRORS * error:
+            return f"the loss rose slowly from {least:.4g} to {loss:.4g}"
+        return ""
 
     def note(self, text: str, seconds: float, worth: float, failed: str) -> None:
         """Remember a trial that was just made; see `Tried`."""
@@ -147,7 +185,8 @@ class Choices:
             return False
         now = self.expected(self.followed)
         fits = self._steps - self.step >= 2 * self.length(self.followed)
-        return fits and self._price(now, now) < _OVERHEAD * self.since
+        overhead = _STALLED_OVERHEAD if self._has_stalled else _OVERHEAD
+        return fits and self._price(now, now) < overhead * self.since
 
     def length(self, text: str) -> int:
         """Return the steps of a trial before the dense ones: a round, or two if elements wait for a merge."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.checkpoint import Coordinator
 from shoal.parallel import GuidedUpdates, Parallel
 from shoal.parallel.exchange.stability import contraction, error_bound
 from shoal.plan import Exchange
@@ -114,18 +113,22 @@ def most_left_out(exchange: Exchange) -> float:
     return 2 * error_bound(contraction(exchange.compression, _MANY), exchange.feedback)
 
 
-def stray_of(optimizer: GuidedUpdates, parallel: Parallel, coordinator: Coordinator) -> Stray:
-    """Return how far workers and compression stray; all ranks call it together, and get equal values."""
-    workers, local = parallel.axes.workers.size, optimizer.local
-    told = torch.zeros(3, dtype=torch.float64, device=parallel.device)
-    told[2] = optimizer.left_out() * workers**2  # what is sent is divided by the workers
+def stray_of(optimizer: GuidedUpdates, parallel: Parallel, loss: float) -> tuple[float, Stray]:
+    """Return the workers' mean of a loss, and how far workers and compression stray.
+
+    All ranks call it together, and get equal values.
+    """
+    workers, local, parts = parallel.axes.workers, optimizer.local, parallel.axes.parts
+    told = torch.zeros(4, dtype=torch.float64, device=parallel.device)
+    told[2] = optimizer.left_out() * workers.size**2  # what is sent is divided by the workers
+    told[3] = loss / parts.size
     if local is not None:
         told[:2] = local.take_moved()
-    parallel.axes.parts.all_reduce(told, "guard").wait()
-    ranks = coordinator.all_gather_object(told.tolist())
-    own, mean, left = (fmean(each) for each in zip(*ranks, strict=True))
-    likeness = (workers * mean / own - 1) / (workers - 1) if own > 0 else 1.0
-    return Stray(likeness, own, left)
+    parts.all_reduce(told, "guard").wait()
+    workers.all_reduce(told, "guard").wait()
+    own, mean, left, loss = told.div_(workers.size).tolist()
+    likeness = (workers.size * mean / own - 1) / (workers.size - 1) if own > 0 else 1.0
+    return loss, Stray(likeness, own, left)
 
 
 class Watch:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import Any, TypeVar, final
 
 from shoal.checkpoint import Coordinator
@@ -28,7 +28,7 @@ from shoal.planner import DENSE, Conditions, Tried
 from shoal.run import Decision
 from shoal.train.choice import AFTER, REVIEW, Choices
 from shoal.train.guards import HeldOutValues, Watch, compared, stray_of
-from shoal.train.measured_exchange import OwnGradient, conditions_of, measure_codecs, measure_link
+from shoal.train.measured_exchange import Link, OwnGradient, conditions_of, measure_codecs, measure_link
 from shoal.train.snapshot import Snapshot
 from shoal.train.stepping import Made, Stepping
 
@@ -156,15 +156,14 @@ class Guide:
             return
         assert averaged is not None
         compressions = {str(each.compression) for each in self._choices.exchanges.values() if each.compresses}
-        axes, device = self._parallel.axes, self._parallel.device
-        link = measure_link(axes.workers, device, self._coordinator)
+        link = self._measure_link()
         conditions = conditions_of(
             gradients,
             measure_codecs(averaged.sample, sorted(compressions)),
             seconds,
             link,
-            workers=axes.workers.size,
-            elements=sum(each.local.numel() for each in self._parallel.owned),
+            workers=self._parallel.axes.workers.size,
+            elements=self._elements,
             coordinator=self._coordinator,
         )
         own, mean = fmean(each.own for each in gradients), fmean(each.mean for each in gradients)
@@ -213,7 +212,7 @@ class Guide:
         every = exchange.every if exchange.merges else self._every
         watch = Watch(exchange)
         losses: list[float] = []
-        seconds = _Seconds()
+        seconds, looked = _Seconds(), 0
         largest = 0.0
         for number in range(1, max(REVIEW, 5 * every) + 1):
             made = yield
@@ -224,24 +223,40 @@ class Guide:
             is_due = self._optimizer.has_merged if exchange.merges else number % every == 0
             if text == DENSE or not is_due:
                 continue
-            mean = self._mean(fmean(losses) if losses else math.nan)
-            losses.clear()
-            stray = stray_of(self._optimizer, self._parallel, self._coordinator)
+            own = fmean(losses[looked:]) if losses[looked:] else math.nan
+            looked = len(losses)
+            mean, stray = stray_of(self._optimizer, self._parallel, own)
             if failed := watch.look(mean, largest, stray):
                 self._choices.fail(failed)
                 self._follow(DENSE, f"{text} failed: {failed}")
                 return
         self._choices.since += seconds.total
-        self._review(seconds.usual(exchange))
+        self._review(seconds, losses)
 
-    def _review(self, seconds: float) -> None:
-        """Measure the links anew, and take over the seconds of the steps that were watched."""
-        choices = self._choices
-        if choices.conditions is None:
+    def _review(self, seconds: _Seconds, losses: Sequence[float]) -> None:
+        """Judge the losses of the steps that were watched, and take over their seconds; time the link."""
+        choices, text = self._choices, self.followed
+        own = seconds.usual(choices.exchanges[text]), seconds.total
+        ranks = self._gather((*own, fmean(losses) if losses else math.nan, _error_of(losses)))
+        usual, total, _, error = map(max, zip(*ranks, strict=True))
+        loss = fmean(each[2] for each in ranks)
+        if failed := choices.judge(loss, error):
+            choices.fail(failed)
+            self._follow(DENSE, f"{text} failed: {failed}")
+        if failed or choices.conditions is None:
             return
-        if choices.timed(measure_link(self._parallel.axes.workers, self._parallel.device, self._coordinator)):
+        if choices.should_time(total, usual) and choices.timed(self._measure_link()):
             self._decide("links have changed", _numbers_of(choices.conditions))
-        choices.confirm(max(self._gather(seconds)))
+        choices.confirm(usual)
+
+    @property
+    def _elements(self) -> int:
+        """Elements of which this rank exchanges gradients."""
+        return sum(each.local.numel() for each in self._parallel.owned)
+
+    def _measure_link(self) -> Link:
+        workers, device = self._parallel.axes.workers, self._parallel.device
+        return measure_link(workers, device, self._coordinator, self._elements)
 
     def _make_again(self, first: int, position: int, step: int) -> float:
         """Make a step of a trial again, without telling of it; return its seconds."""
@@ -291,6 +306,11 @@ class _Seconds:
         """Return the usual seconds of a step of the exchange that was followed."""
         between, merging = (median(each) if each else 0.0 for each in (self._between, self._merging))
         return between if not exchange.merges else between + (merging - between) / exchange.every
+
+
+def _error_of(losses: Sequence[float]) -> float:
+    """Return the standard error of the mean of losses."""
+    return stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else 0.0
 
 
 def _means(side: str, values: Sequence[HeldOutValues]) -> dict[str, float]:

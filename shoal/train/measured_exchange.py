@@ -19,16 +19,23 @@ from shoal.planner import CodecMeasure, Conditions
 
 __all__ = ["Link", "OwnGradient", "conditions_of", "measure_codecs", "measure_link"]
 
-_SMALL, _LARGE = 1 << 12, 1 << 17  # elements of the all-reduces that are timed
+_SMALL, _LARGE = 1 << 10, 1 << 17  # elements of the all-reduces that are timed, at most
 _ROUNDS = 3
 _MOST_NOISE = 1e3
 
 
 class Link(NamedTuple):
-    """The time of an all-reduce between workers: `latency`, and `per_byte` of its vector, in seconds."""
+    """The time of an all-reduce between workers.
+
+    Attributes:
+        latency: Seconds of one of no bytes.
+        per_byte: Seconds that it takes longer for each byte of its vector.
+        price: Seconds that it took to measure both.
+    """
 
     latency: float
     per_byte: float
+    price: float = 0.0
 
     def all_reduce(self, nbytes: float) -> float:
         """Return the seconds of an all-reduce of a vector of this many bytes."""
@@ -52,10 +59,19 @@ class OwnGradient:
     average: float
 
 
-def measure_link(axis: Axis, device: torch.device, coordinator: Coordinator) -> Link:
-    """Return the time of an all-reduce between workers, on the slowest; all ranks call it together."""
+def measure_link(axis: Axis, device: torch.device, coordinator: Coordinator, elements: int) -> Link:
+    """Return the time of an all-reduce between workers, on the slowest; all ranks call it together.
+
+    Args:
+        axis: The workers.
+        device: This rank's device.
+        coordinator: All ranks.
+        elements: Elements of which this rank exchanges gradients.
+    """
+    most = max(coordinator.all_gather_object(elements))
+    sizes = _SMALL, min(_LARGE, max(4 * _SMALL, most))
     seconds = []
-    for elements in (_SMALL, _LARGE):
+    for elements in sizes:
         vector = new_buffer(elements, dtype=torch.float32, device=device).zero_()
         taken = []
         for _ in range(_ROUNDS + 1):
@@ -63,8 +79,9 @@ def measure_link(axis: Axis, device: torch.device, coordinator: Coordinator) -> 
             axis.all_reduce(vector, "link").wait()
             taken.append(_now(device) - began)
         seconds.append(max(coordinator.all_gather_object(median(taken[1:]))))
-    per_byte = max(0.0, seconds[1] - seconds[0]) / (4 * (_LARGE - _SMALL))
-    return Link(max(0.0, seconds[0] - 4 * _SMALL * per_byte), per_byte)
+    per_byte = max(0.0, seconds[1] - seconds[0]) / (4 * (sizes[1] - sizes[0]))
+    price = (_ROUNDS + 1) * sum(seconds)
+    return Link(max(0.0, seconds[0] - 4 * sizes[0] * per_byte), per_byte, price)
 
 
 def measure_codecs(gradient: torch.Tensor, texts: Sequence[str]) -> dict[str, CodecMeasure]:
