@@ -148,11 +148,7 @@ class Choices:
         """Return what is expected of an exchange."""
         assert self.conditions is not None
         tried = self.tried[text] if text == self.followed and text in self.tried else self._newest(text)
-        worths = [
-            each.worth
-            for name, each in self.tried.items()
-            if self.exchanges[name].merges and not self.exchanges[name].leaves_out
-        ]
+        worths = [self.tried[each].worth for each in self._whole_merges if each in self.tried]
         return expected(text, self.exchanges[text], self.conditions, tried, max(worths, default=1.0))
 
     def choose(self) -> tuple[str, str]:
@@ -193,15 +189,24 @@ class Choices:
         exchange = self.exchanges[text]
         return 2 * self._every if exchange.merges and exchange.leaves_out else self._every
 
+    @property
+    def _whole_merges(self) -> list[str]:
+        """The local updates that leave no element out."""
+        return [text for text, each in self.exchanges.items() if each.merges and not each.leaves_out]
+
     def _newest(self, text: str) -> Tried | None:
         """Return the newest trial of an exchange, if it still tells: training changes what it told."""
         tried = self.tried.get(text)
         return tried if tried and self.step < max(2 * tried.step, tried.step + REVIEW) else None
 
     def _has_failed(self, text: str) -> bool:
-        """Whether the newest trial of an exchange failed, or a guard since."""
-        tried = self._newest(text)
-        return tried is not None and tried.failed != ""
+        """Whether the newest trial of an exchange failed, or a guard since.
+
+        Where merges of all elements failed, those that leave some out need no trial.
+        """
+        exchange = self.exchanges[text]
+        alike = [text, *(self._whole_merges if exchange.merges and exchange.leaves_out else [])]
+        return any(tried is not None and tried.failed for tried in map(self._newest, alike))
 
     def _price(self, other: Expected, safe: Expected) -> float:
         """Return the seconds that a trial takes beyond those of the progress that it makes."""
