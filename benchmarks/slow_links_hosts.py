@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from slow_links_methods import TOKEN, Method, Search, Seat, Step
+from slow_links_methods import TOKEN, Method, Seat, Step
 from slow_links_small import Timed, train_for
 from torch._C._distributed_c10d import TCPStore
 
@@ -83,10 +83,9 @@ class Workers:
         seconds: list[float] = self._ask(False, "link", size, operations)
         return max(seconds) / operations
 
-    def build(self, index: int) -> Search | None:
-        """Build a method, by its number; return how it searched if it did."""
-        found: list[Search | None] = self._ask(bool(self._methods[index].servers), "build", index)
-        return found[0]
+    def build(self, index: int) -> None:
+        """Build a method, by its number."""
+        self._ask(bool(self._methods[index].servers), "build", index)
 
     def train(self, exchange: str, seconds: float, seed: int) -> Timed:
         """Train the small model for some seconds with an exchange without servers."""
@@ -200,7 +199,7 @@ def _answer(connection: Connection, seat: Seat, servers: Sequence[str], methods:
                     method = methods[index]
                     ports = tuple((each, _SERVER_PORT + index) for each in servers[: method.servers])
                     steps[index] = method.build(replace(seat, servers=ports))
-                    answer = getattr(steps[index], "search", None)
+                    answer = None
                 case ("train", exchange, seconds, seed):
                     answer = train_for(exchange, seat.workers, seconds, seed)
                 case ("run", index, count):

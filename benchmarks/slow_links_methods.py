@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import importlib.util
 import socket
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,20 +24,17 @@ import shoal
 from shoal.data import DataConfig, Loader, TokenSamples, prepare
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.plan import Plan, SettledPlan
-from shoal.run import Decision
 from shoal.server import Servers
 from shoal.train import OptimizerConfig
 
 __all__ = [
     "ALONE",
-    "AUTO",
     "DENSE",
     "MODEL",
     "NEVER",
     "SEQUENCES",
     "TOKEN",
     "Method",
-    "Search",
     "Seat",
     "Step",
     "make_trainer",
@@ -76,9 +71,6 @@ NEVER = "exchange=local,every=100000"
 
 DENSE = "bucketed"
 """Shoal's exchange of whole gradients in every step."""
-
-AUTO = "exchange=auto"
-"""Shoal measures, tries and chooses among others; its turns come after its first choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +119,6 @@ class Method:
         return 0 if self.exchange is None else plan_of(self.exchange, 2).exchanged.processes
 
 
-class Search(NamedTuple):
-    """How exchange=auto came to its first choice.
-
-    Attributes:
-        steps: Steps of the training until then.
-        seconds: Seconds until then, with those of the trials.
-        chosen: The exchange.
-    """
-
-    steps: int
-    seconds: float
-    chosen: str
-
-
 def plan_of(exchange: str, workers: int) -> SettledPlan:
     """Return the Plan of one of Shoal's methods."""
     return SettledPlan.of(
@@ -162,7 +140,6 @@ def methods(torchft: bool) -> list[Method]:
         _shoal(DENSE, ""),
         *(_shoal(f"compress={each}", f"compress={each}") for each in COMPRESSIONS),
         *(_shoal(text, text) for text in (*LOCAL, *SERVED)),
-        Method(AUTO, _guided, round=20),
     ]
 
 
@@ -198,9 +175,7 @@ def why_absent(package: str) -> str:
 # -- Shoal ----------------------------------------------------------------------------------------------
 
 
-def make_trainer(
-    exchange: str, seat: Seat, decided: Callable[[Decision], object] | None = None
-) -> shoal.Trainer:
+def make_trainer(exchange: str, seat: Seat) -> shoal.Trainer:
     """Return a Trainer that does what the peers' loops do, in the default process group if there is one."""
     servers = Servers(seat.servers, TOKEN) if seat.servers else None
     return shoal.Trainer(
@@ -220,7 +195,6 @@ def make_trainer(
             decay=0.0,
         ),
         servers=servers,
-        on_decision=decided,
     )
 
 
@@ -237,26 +211,6 @@ def _shoal(name: str, exchange: str, round: int | None = None) -> Method:
 
 def _train(exchange: str, seat: Seat) -> Step:
     return make_trainer(exchange, seat).step
-
-
-def _guided(seat: Seat) -> Step:
-    """Return the step of a training that has chosen an exchange."""
-    decisions: list[Decision] = []
-
-    def decided(decision: Decision) -> None:
-        decisions.append(decision)
-        if seat.rank == 0:
-            told = ", ".join(f"{name} {value:.3g}" for name, value in decision.numbers.items())
-            print(f"{decision} {told}", file=sys.stderr, flush=True)
-
-    trainer = make_trainer(AUTO, seat, decided)
-    start = time.perf_counter()
-    while not decisions or decisions[-1].numbers:  # of what was measured and tried; a choice has none
-        trainer.step()
-    seconds, chosen = time.perf_counter() - start, decisions[-1]
-    step = partial(trainer.step)
-    step.__dict__["search"] = Search(chosen.step, seconds, chosen.exchange)
-    return step
 
 
 # -- peers ----------------------------------------------------------------------------------------------

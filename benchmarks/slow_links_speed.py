@@ -28,7 +28,6 @@ from slow_links_methods import (
     NEVER,
     SEQUENCES,
     Method,
-    Search,
     methods,
     plan_of,
     why_absent,
@@ -58,7 +57,6 @@ _PROBE_TIMEOUT = 400.0  # seconds
 _PACES = 6  # steps of workers that do not exchange, around each turn
 _SMALL, _SMALLS, _LARGE = 256, 20, 8 << 20  # bytes of all-reduces that tell alpha and beta; turns of small
 _LAPTOP = Cluster.preset("laptop")
-_LONG = 10_000  # steps of a training that a search is a part of
 _HALVINGS = 20  # of the search for the rate of compute
 _START = time.perf_counter()
 
@@ -73,7 +71,6 @@ class _Row:
         turns: Its turns.
         alone: Seconds of a step of workers that do not exchange, around each turn.
         predicted: Seconds of a step that are predicted for each turn; empty for peers.
-        search: How the method came to its exchange, if it searched.
     """
 
     method: Method
@@ -81,7 +78,6 @@ class _Row:
     turns: list[Turn] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
-    search: Search | None = None
 
     @property
     def rates(self) -> list[float]:
@@ -124,9 +120,6 @@ def measure_speed(networks: Sequence[str], only: Sequence[str], rounds: int, out
         loads = [turn.load for row in rows for turn in row.turns]
         print(f"Load average {min(loads):.1f} to {max(loads):.1f}, median {median(loads):.1f}.\n")
         print(_table(rows, workers), end="\n\n", flush=True)
-        for row in rows:
-            if row.search is not None:
-                print(_searched(row, rows), end="\n\n", flush=True)
         found[text] = {row.method.name: _figures(row, workers) for row in rows}
         if out is not None:
             out.write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -216,7 +209,7 @@ def _measured(ranks: Workers, chosen: Sequence[Method], rounds: int) -> tuple[li
     rows, link = [_Row(method) for method in chosen], _Link()
     for index, row in enumerate(rows):
         _say(f"building {row.method.name}")
-        row.search = ranks.build(index)
+        ranks.build(index)
         whole = row.method.round
         ranks.run(index, whole if whole > 1 else 2)
         took = ranks.run(index, whole).seconds * whole
@@ -264,21 +257,6 @@ def _line(row: _Row, dense: _Row, workers: int) -> list[str]:
         f"{median(tokens / each for each in row.predicted):,.0f}" if is_known else "",
         f"{_error(row):+.1%}" if is_known else "",
     ]
-
-
-def _searched(row: _Row, rows: Sequence[_Row]) -> str:
-    """Tell what was chosen, beside the fixed exchange with most tokens a second."""
-    assert row.search is not None
-    steps, seconds, chosen = row.search
-    fixed = [each for each in rows if each.method.exchange is not None and each.method.name != ALONE]
-    best = max(fixed, key=lambda each: median(each.rates))
-    after = Spread.of([own / other for own, other in zip(row.rates, best.rates, strict=True)])
-    whole = _LONG / median(best.rates) / (seconds + (_LONG - steps) / median(row.rates))
-    return (
-        f"`{row.method.name}` chose `{chosen}` after {steps} steps and {seconds:.0f} s. Since then it made "
-        f"{after.median:.2f} ({after.low:.2f} to {after.high:.2f}) of the tokens/s of "
-        f"`{best.method.name}`, the quickest fixed one; over {_LONG:,} steps with the search, {whole:.2f}."
-    )
 
 
 def _error(row: _Row) -> float:
