@@ -2,9 +2,10 @@
 
 Nouns: Piece (an interval of a flattened tensor, or of a Region of it, on one rank), Manifest (the contents of
 a checkpoint, with the hash of every file), Coordinator (the ranks that save or load together), FileSystem
-(the operations on the disk). The trainer saves and loads, `shoal checkpoint` lists and verifies.
+(the operations on the disk). The trainer saves and loads, `shoal checkpoint` lists, verifies and compares.
 """
 
+from shoal.checkpoint.compare import Difference, compare
 from shoal.checkpoint.coordinator import Coordinator, ProcessGroupCoordinator, SingleProcess, attempt_together
 from shoal.checkpoint.directory import checkpoints, resolve, step_of
 from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
@@ -20,6 +21,7 @@ from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
 __all__ = [
     "REAL_FILES",
     "Coordinator",
+    "Difference",
     "FileRecord",
     "FileSystem",
     "Manifest",
@@ -33,6 +35,7 @@ __all__ = [
     "attempt_together",
     "check_sizes",
     "checkpoints",
+    "compare",
     "dtype_named",
     "latest",
     "load",

@@ -1,28 +1,34 @@
-"""`shoal checkpoint`: list the checkpoints of a run, and find out whether they are still what was written.
+"""`shoal checkpoint`: list the checkpoints of a run, find out whether they are sound, and compare two.
 
-Exit codes: 0, all are sound; 1, one is corrupt, or there is none; 2, the path does not exist.
+Exit codes: 0, all are sound, or both are equal; 1, one is corrupt, or there is none, or two differ; 2, a path
+does not exist.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import CorruptCheckpointError, RunError, nearest
 from shoal.units import format_bytes
 
-__all__ = ["add_parser", "run"]
+if TYPE_CHECKING:
+    from shoal.checkpoint import Difference
+
+__all__ = ["add_parser", "run", "run_diff"]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its subcommands to the program."""
     parser = commands.add_parser(
         "checkpoint",
-        help="list checkpoints, and verify them",
-        description="Lists the checkpoints of a run, newest first, and verifies them.",
+        help="list checkpoints, verify them, and compare two",
+        description="Lists the checkpoints of a run, newest first, verifies them, and compares two.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, path_help, text in (
@@ -41,7 +47,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action_parser = actions.add_parser(action, help=text.partition(".")[0], description=text)
         action_parser.add_argument("path", metavar="PATH", type=Path, help=path_help)
         action_parser.add_argument("--json", action="store_true", help="print a JSON array")
-    parser.set_defaults(run=run)
+        action_parser.set_defaults(run=run)
+    diff_parser = actions.add_parser(
+        "diff",
+        help="Name the tensors in which two checkpoints differ",
+        description="Names the tensors in which two checkpoints differ, those that differ most first. Any "
+        "numbers of ranks under any Plans may have saved them. A run means its newest checkpoint. Exit code "
+        "1 if they differ.",
+    )
+    for name in ("first", "second"):
+        diff_parser.add_argument(name, metavar=name.upper(), type=Path, help="a checkpoint, or a run")
+    diff_parser.add_argument("--weights", action="store_true", help="leave out the optimizer's state")
+    diff_parser.add_argument("--json", action="store_true", help="print a JSON array")
+    diff_parser.set_defaults(run=run_diff)
 
 
 @dataclass(frozen=True)
@@ -63,13 +81,7 @@ def run(args: argparse.Namespace) -> int:
         RunError: The path does not exist.
         CheckpointError: The path holds no checkpoint.
     """
-    if not args.path.exists():
-        beside = [each.name for each in args.path.parent.glob("*")]
-        raise RunError(
-            f"{args.path} does not exist{nearest(args.path.name, beside)}",
-            possible="a run, a directory of checkpoints, or one checkpoint: a step-N directory",
-            change="correct the path",
-        )
+    _require_path(args.path)
     # Imported here because it brings torch, which `--help` should not wait for.
     from shoal.checkpoint import check_sizes, resolve, verify
 
@@ -79,6 +91,67 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "verify" and not args.json:
         print(f"\n{_verdict(rows)}")
     return 1 if any(row.problem for row in rows) else 0
+
+
+def run_diff(args: argparse.Namespace) -> int:
+    """Print the tensors in which two checkpoints differ; return 1 if there are any.
+
+    Raises:
+        RunError: A path does not exist.
+        CheckpointError: A path holds no checkpoint, or one that cannot be read.
+    """
+    from shoal.checkpoint import compare, read_manifest, resolve
+
+    for path in (args.first, args.second):
+        _require_path(path)
+    first, second = (resolve(path)[0] for path in (args.first, args.second))
+    found = [each for each in compare(first, second) if not (args.weights and _is_of_optimizer(each.name))]
+    found.sort(key=lambda each: (not each.problem, -each.largest, each.name))
+    if args.json:
+        rows = [asdict(replace(each, largest=_as_json(each.largest))) for each in found]
+        print(json.dumps(rows, indent=2))
+        return 1 if found else 0
+    names = read_manifest(first).tensors.keys() | read_manifest(second).tensors.keys()
+    compared = [name for name in names if not (args.weights and _is_of_optimizer(name))]
+    number = sum(not name.startswith("rank/") for name in compared)
+    if found:
+        print(_differences(found), end="\n\n")
+    verdict = f"{len(found)} of {number} tensors differ" if found else f"EQUAL: all {number} tensors"
+    print(f"{verdict}, between {first} and {second}")
+    return 1 if found else 0
+
+
+def _require_path(path: Path) -> None:
+    if not path.exists():
+        beside = [each.name for each in path.parent.glob("*")]
+        raise RunError(
+            f"{path} does not exist{nearest(path.name, beside)}",
+            possible="a run, a directory of checkpoints, or one checkpoint: a step-N directory",
+            change="correct the path",
+        )
+
+
+def _as_json(number: float) -> Any:
+    """Return a number for JSON, which has no infinity: None in its place."""
+    return number if math.isfinite(number) else None
+
+
+def _is_of_optimizer(name: str) -> bool:
+    return name.startswith("optimizer")
+
+
+def _differences(found: Sequence[Difference]) -> str:
+    width = max(len("tensor"), *(len(each.name) for each in found))
+    lines = [f"{'tensor':<{width}}  {'differ':>11} {'of':>11}  {'largest difference':>18}  largest value"]
+    for each in found:
+        if each.problem:
+            lines.append(f"{each.name:<{width}}  {each.problem}")
+        else:
+            lines.append(
+                f"{each.name:<{width}}  {each.differing:>11,} {each.elements:>11,}  {each.largest:>18.3g}  "
+                f"{each.magnitude:.3g}"
+            )
+    return "\n".join(lines)
 
 
 def _row(path: Path, check: Callable[[Path], object]) -> _Row:

@@ -50,6 +50,7 @@ class Choices:
         self._link = Link(0.0, 0.0)  # as it was when conditions were measured
         self._measured = -REVIEW  # the step after which they were
         self._untimed = 0.0  # seconds of steps since the link was timed
+        self._usual: tuple[str, float] | None = None  # what was followed then, and the seconds of its steps
         self.exchanges: Mapping[str, Exchange] = {
             text: exchange_of(text, plan) for text in candidates(plan.every)
         }
@@ -86,11 +87,12 @@ class Choices:
         """
         assert self.conditions is not None
         self._untimed += seconds
-        tried = self.tried.get(self.followed)
-        before = self.conditions.dense if tried is None else tried.seconds
-        if before is not None and not (step <= _CHANGED * before and before <= _CHANGED * step):
-            return True
-        return self._link.price < _OVERHEAD * self._untimed
+        followed, before = self._usual or (self.followed, step)
+        has_changed = not (step <= _CHANGED * before and before <= _CHANGED * step)
+        is_due = self._link.price < _OVERHEAD * self._untimed
+        if self._usual is None or followed != self.followed or has_changed:
+            self._usual = self.followed, step
+        return is_due or (has_changed and followed == self.followed)
 
     def timed(self, link: Link) -> bool:
         """Take over the link as it was timed again; return whether it has changed."""
@@ -133,11 +135,13 @@ class Choices:
         """Let the trial of the followed exchange tell on, since no guard has failed.
 
         Args:
-            seconds: Seconds of a step since; None to leave those of the trial.
+            seconds: Seconds of a step since; None if they are not known. The least ones count while links are
+                as they were, since other work only adds to them.
         """
         if (tried := self.tried.get(self.followed)) is not None:
-            seconds = tried.seconds if seconds is None else seconds
-            self.tried[self.followed] = tried._replace(step=self.step, seconds=seconds)
+            known = [each for each in (tried.seconds, seconds) if each is not None]
+            least = min(known, default=None)
+            self.tried[self.followed] = tried._replace(step=self.step, seconds=least)
 
     def is_verified(self, text: str) -> bool:
         """Whether the newest trial of an exchange passed."""

@@ -159,6 +159,10 @@ class TrainConfig(_Section):
     """Folder in which modules of `package.module:function` are looked for first, for the model, the optimizer
     and the schedule: the folder that the run began in.
     """
+    init: str = ""
+    """Run, checkpoint or directory of checkpoints whose weights the run begins with: fine-tuning. Steps, data
+    and the optimizer begin anew.
+    """
     data: DataConfig = DataConfig()
     """The text to train on."""
     plan: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -17,18 +17,12 @@ from shoal.checkpoint import (
     Coordinator,
     ProcessGroupCoordinator,
     SingleProcess,
-    latest,
-    read_manifest,
     retain,
-    verify,
 )
 from shoal.data import Corpus, prepare
 from shoal.errors import (
     CheckpointError,
     ConfigError,
-    CorruptCheckpointError,
-    DataError,
-    ModelError,
     TrainingError,
 )
 from shoal.launch import EXIT_STOPPED, StopSignal, World, choose_device, join
@@ -47,14 +41,16 @@ from shoal.run import Decision, Run, write_decision
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
 from shoal.train.describe import describe, passed_over_text, since_step
+from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, next_token_accuracy
-from shoal.train.job import Job, Resume, nothing_left_to_do
+from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
 from shoal.train.randomness import compute_deterministically, nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
 from shoal.train.roles import Role, joined_role, serve, take_role
+from shoal.train.taking_up import go_on
 from shoal.train.trainer import Trainer
 from shoal.train.workers import Workers
 from shoal.units import format_count
@@ -282,10 +278,18 @@ class _Execution:
         return path
 
     def _take_up(self) -> None:
-        """Load the state that the job resumes from, if any, and describe the run as it is now."""
-        resume = self._job.resume
+        """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
+        resume, init = self._job.resume, self._config.init
         if resume is not None:
-            self._load_newest(resume)
+            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say)
+            begins = "there is no sound checkpoint: training starts from the beginning"
+            self._say(f"goes on from {path}" if path else begins)
+            if path and self._is_first:
+                changed = rate_change_of(resume.run, self._config, self._trainer.step_count)
+                self._say(changed) if changed else None
+        if init and self._trainer.step_count == 0:
+            begin_from(self._trainer, init)
+            self._say(f"begins from the weights of {init}")
         # Only now, so that a configuration that does not fit the run leaves it unchanged.
         if self._is_first:
             self._run.describe(self._resolved())
@@ -298,46 +302,6 @@ class _Execution:
         before = self._run.description
         since = since_step(before, now, self._trainer.step_count + 1)
         return {**now, "created": before["created"], "since_step": since}
-
-    def _load_newest(self, resume: Resume) -> None:
-        """Load the named checkpoint, or the newest sound one."""
-        path = resume.checkpoint
-        if path is None:
-            path = latest(resume.run.checkpoints, self._coordinator, self._say)
-        else:
-            verify(path, self._coordinator)
-        if path is None:
-            self._say("there is no sound checkpoint: training starts from the beginning")
-        else:
-            self._require_same_data(path)
-            self._load(path)
-            self._say(f"goes on from {path}")
-            if self._is_first and (
-                text := rate_change_of(resume.run, self._config, self._trainer.step_count)
-            ):
-                self._say(text)
-
-    def _load(self, path: Path) -> None:
-        try:
-            self._trainer.load(path)
-        except CorruptCheckpointError:
-            raise
-        except CheckpointError as error:
-            raise ModelError(
-                f"the model does not fit the state that is resumed: {error}",
-                possible="the model and model_options of the run that saved it",
-                change="give the model of that run, or start a new run",
-            ) from error
-
-    def _require_same_data(self, path: Path) -> None:
-        saved: Mapping[str, Any] = read_manifest(path).state["data"]
-        for name, value in self._data.items():
-            if saved[name] != value:
-                raise DataError(
-                    f"the run to resume has {name}={saved[name]} for its data, and now {name}={value}",
-                    possible="the same data, sequence and seed, so that no sample is skipped or repeated",
-                    change="give the data of that run, or start a new run",
-                )
 
     def _opening(self) -> str:
         model, device = self._described["model"], self._described["device"]

@@ -22,6 +22,7 @@ from shoal.run import Run, default_path
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.config import TrainConfig
+from shoal.train.first_weights import require_weights
 from shoal.train.located import build_model
 from shoal.train.optimizer import require_factories
 
@@ -284,6 +285,8 @@ def check(job: Job) -> Corpus:
         TensorBoardLogger(job.path / "log")
     model = build_model(config, "meta" if ":" not in config.model else "cpu")
     require_trainable(model)
+    if config.init and (job.resume is None or not checkpoints(job.resume.run.checkpoints)):
+        require_weights(config.init, model)
     require_factories(config.optimizer)
     require_layout(model, job.plan, config.sequence)
     if isinstance(model, Transformer):

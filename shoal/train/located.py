@@ -36,6 +36,7 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
             if config.model.startswith(_HUGGING_FACE)
             else config.model,
             "model_folder": _model_folder(config, before or {}),
+            "init": _absolute(config.init),
             "cluster": _absolute_cluster(config.cluster),
             "data": data.model_copy(
                 update={

@@ -97,6 +97,9 @@ def test_links_are_timed_seldom_unless_steps_change():
     known.followed = INT8
     assert not known.should_time(30.0, 0.05)
     assert known.should_time(30.0, 0.05)
+    known.confirm(0.08)
+    known.confirm(0.06)
+    assert known.expected(INT8).seconds == 0.05
     assert not known.timed(Link(0.0, known.conditions.per_byte, price=1.0))
     assert not known.should_time(5.0, 0.05)
     assert known.should_time(5.0, 0.03)

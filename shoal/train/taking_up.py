@@ -1,0 +1,71 @@
+"""The checkpoint from which a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import Coordinator, latest, read_manifest, verify
+from shoal.errors import CheckpointError, CorruptCheckpointError, DataError, ModelError
+from shoal.train.job import Resume
+from shoal.train.trainer import Trainer
+
+__all__ = ["go_on"]
+
+
+def go_on(
+    trainer: Trainer,
+    resume: Resume,
+    data: Mapping[str, Any],
+    coordinator: Coordinator,
+    say: Callable[[str], object],
+) -> Path | None:
+    """Load the named checkpoint, or the newest sound one; all ranks call it together.
+
+    Args:
+        trainer: What goes on.
+        resume: The checkpoint.
+        data: What has to be as it was, so that each sample is seen once an epoch.
+        coordinator: All ranks.
+        say: Told of corrupt checkpoints.
+
+    Returns:
+        The checkpoint that was loaded; None if none is sound.
+
+    Raises:
+        DataError: It was saved in a training on other data.
+        ModelError: It does not fit the model.
+        CorruptCheckpointError: The named checkpoint is corrupt.
+    """
+    path = resume.checkpoint
+    if path is None:
+        path = latest(resume.run.checkpoints, coordinator, say)
+    else:
+        verify(path, coordinator)
+    if path is None:
+        return None
+    _require_same_data(path, data)
+    try:
+        trainer.load(path)
+    except CorruptCheckpointError:
+        raise
+    except CheckpointError as error:
+        raise ModelError(
+            f"the model does not fit the state that is resumed: {error}",
+            possible="the model and model_options of the run that saved it",
+            change="give the model of that run, or start a new run",
+        ) from error
+    return path
+
+
+def _require_same_data(path: Path, data: Mapping[str, Any]) -> None:
+    saved: Mapping[str, Any] = read_manifest(path).state["data"]
+    for name, value in data.items():
+        if saved[name] != value:
+            raise DataError(
+                f"the run to resume has {name}={saved[name]} for its data, and now {name}={value}",
+                possible="the same data, sequence and seed, so that no sample is skipped or repeated",
+                change="give the data of that run, or start a new run from its weights: init=RUN in place of "
+                "--resume",
+            )
