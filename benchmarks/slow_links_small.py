@@ -23,8 +23,8 @@ MODEL = TransformerConfig(
 HELD_OUT = 512  # samples
 _RATE = 4e-3  # of 3e-3, 4e-3 and 6e-3 the best for dense steps
 _WARMUP = 50  # steps
-_EVERY = 100  # steps between two points of a course
-_STEPS = 5000  # of a training that is ended by the clock
+_EVERY = 50  # steps between two points of a course
+_MOST = 50  # steps in a second, at most: how many steps a training that the clock ends is told to make
 
 
 class Point(NamedTuple):
@@ -99,7 +99,8 @@ def train_for(exchange: str, workers: int, seconds: float, seed: int) -> Timed:
     decisions: list[Decision] = []
     constant = {"schedule": "constant-then-decay", "decay": 0.0}
     plan = f"dp={workers},{exchange}"
-    trainer = small_trainer(plan, workers, _STEPS, seed, decided=decisions.append, **constant)
+    steps = round(_MOST * seconds)
+    trainer = small_trainer(plan, workers, steps, seed, decided=decisions.append, **constant)
     samples = held_out()
     course = [Point(0.0, 0, trainer.validate(samples, HELD_OUT))]
     taken, is_over = 0.0, False
@@ -107,7 +108,7 @@ def train_for(exchange: str, workers: int, seconds: float, seed: int) -> Timed:
         began = time.perf_counter()
         result = trainer.step(stop=taken >= seconds)
         taken += time.perf_counter() - began
-        is_over = result.stop or trainer.step_count == _STEPS
+        is_over = result.stop or trainer.step_count == steps
         if is_over or trainer.step_count % _EVERY == 0:
             course.append(Point(taken, trainer.step_count, trainer.validate(samples, HELD_OUT)))
     trainer.close()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from slow_links_hosts import Workers
 from slow_links_loss import at_equal_time
-from slow_links_small import Timed
+from slow_links_small import Point, Timed
 
 from shoal.bench import describe
 from shoal.planner import candidates
@@ -29,6 +29,7 @@ __all__ = ["EXCHANGES", "Race", "measure_time", "table", "time_to"]
 AUTO = "exchange=auto"
 _LONGER = 1.25  # times as long as others that `auto` may train
 _EVERY = 20
+_SMOOTHED = 0.1  # share of the seconds over which losses are averaged
 
 EXCHANGES = (*candidates(_EVERY), AUTO)
 """What is trained; the last one chooses among the others."""
@@ -121,14 +122,29 @@ def verdict(race: Race) -> str:
 
 
 def loss_at(found: Timed, seconds: float) -> float:
-    """Return the loss after some seconds, linear between the points of the course."""
-    return at_equal_time({at.seconds: at.loss for at in found.course}, seconds)
+    """Return the loss after some seconds, linear between the points of the course, which are smoothed."""
+    return at_equal_time({at.seconds: at.loss for at in smoothed(found.course)}, seconds)
+
+
+def smoothed(course: Sequence[Point]) -> list[Point]:
+    """Return a course with the mean loss of the last points before each, over a tenth of its seconds.
+
+    With a constant learning rate held-out losses go up and down by some percent from point to point.
+    """
+    span = _SMOOTHED * course[-1].seconds
+    return [
+        at._replace(
+            loss=fmean(each.loss for each in course if at.seconds - span <= each.seconds <= at.seconds)
+        )
+        for at in course
+    ]
 
 
 def time_to(found: Timed, aim: float) -> float:
     """Return the seconds to a loss: the first time that the course crosses it; infinite if it does not."""
-    before = found.course[0]
-    for at in found.course:
+    course = smoothed(found.course)
+    before = course[0]
+    for at in course:
         if at.loss <= aim:
             if at is before or at.loss == before.loss:
                 return at.seconds

@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 _COMMANDS = (
     *("train", "sample", "report", "check", "schedule", "plan", "scale", "simulate", "checkpoint", "bench"),
-    *("aggregate", "cluster", "probe", "calibrate", "validate", "completion"),
+    *("aggregate", "cluster", "probe", "calibrate", "validate", "export", "completion"),
 )
 """Each is also the name of its module."""
 

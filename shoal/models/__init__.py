@@ -6,9 +6,11 @@ calls it, then trains on `next_token_loss`. A `Task` is a module with inputs and
 samples from what was trained. `trace` makes a Workload of any module, for the planner.
 """
 
+from shoal.models.as_llama import llama_config, llama_name
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
+from shoal.models.hugging_face import can_read_in_parts
 from shoal.models.loading import build, build_or_task, find_factory
 from shoal.models.loss import logits_of, next_token_loss
 from shoal.models.nested import map_tensors, tensors_in
@@ -30,9 +32,12 @@ __all__ = [
     "batch_normalizations",
     "build",
     "build_or_task",
+    "can_read_in_parts",
     "cast_module",
     "find_factory",
     "generate",
+    "llama_config",
+    "llama_name",
     "logits_of",
     "map_tensors",
     "next_token_loss",

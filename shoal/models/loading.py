@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.errors import MissingExtraError, ModelError, UserError, nearest
+from shoal.errors import ModelError, UserError, nearest
 from shoal.models.config import TransformerConfig
+from shoal.models.hugging_face import from_hugging_face
 from shoal.models.presets import preset
 from shoal.models.task import Task
 from shoal.models.transformer import Transformer
@@ -42,7 +42,8 @@ def build(
     ==========================  ==========================================  ==============================
 
     A preset gives a model without the weights that training starts from: call its `initialize`. A Hugging
-    Face folder that holds weights gives those, in fp32.
+    Face folder that holds weights gives those, in fp32. On the meta device the model's method
+    `initialize_parameter` reads them, one at a time.
 
     Args:
         spec: One of the above.
@@ -69,7 +70,7 @@ def build_or_task(
     """
     changes = dict(overrides or {})
     if spec.startswith("hf:"):
-        return _from_hugging_face(Path(spec.removeprefix("hf:")), changes, torch.device(device))
+        return from_hugging_face(Path(spec.removeprefix("hf:")), changes, torch.device(device))
     if ":" in spec:
         return _from_factory(spec, changes, torch.device(device))
     config = TransformerConfig(**(preset(spec).model_dump() | changes))
@@ -155,71 +156,3 @@ def _signature(factory: Callable[..., object]) -> str:
         return str(inspect.signature(factory))
     except ValueError:
         return "(...)"
-
-
-def _from_hugging_face(path: Path, changes: dict[str, Any], device: torch.device) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("a Hugging Face model", package="transformers", extra="hf") from error
-    if not (path / "config.json").is_file() and not path.is_file():
-        raise ModelError(
-            f"there is no Hugging Face configuration at {str(path)!r}",
-            possible="a folder that holds config.json, or such a file",
-            change="correct the path after hf:",
-        )
-    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
-    if has_weights and device.type == "meta":
-        raise ModelError(
-            f"the weights in {str(path)!r} cannot be loaded on the meta device, which holds no values",
-            possible="a real device, or the config.json alone to train from new weights",
-            change="build on a real device, or name the file: hf:" + str(path / "config.json"),
-        )
-    model: nn.Module
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        # Training never reads the cache of keys and values, but would pay for it.
-        config.use_cache = False
-        _change_config(config, changes)
-        if has_weights:
-            with _without_bars(transformers.utils.logging):
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, config=config, local_files_only=True, trust_remote_code=False
-                )
-        else:
-            with device:
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(
-            f"transformers cannot build {str(path)!r}: {type(error).__name__}: {error}",
-            possible="the configuration of a causal language model that the installed transformers knows",
-            change="correct the configuration, or what overrides it",
-        ) from error
-    # Published weights are often bf16, but the Plan chooses the precision of training.
-    return model.to(device=device, dtype=torch.float32).train()
-
-
-@contextlib.contextmanager
-def _without_bars(progress: Any) -> Iterator[None]:
-    """Turn off transformers' progress bars within the context, because every rank would draw its own."""
-    was_enabled = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            progress.enable_progress_bar()
-
-
-def _change_config(config: Any, changes: dict[str, Any]) -> None:
-    for name, value in changes.items():
-        if not hasattr(config, name):
-            names = list(config.to_dict())
-            raise ModelError(
-                f"the Hugging Face configuration has no entry {name!r}{nearest(name, names)}",
-                possible=", ".join(names),
-                change=f"correct or remove {name!r}",
-            )
-        setattr(config, name, value)

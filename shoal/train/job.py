@@ -23,7 +23,7 @@ from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.config import TrainConfig
 from shoal.train.first_weights import require_weights
-from shoal.train.located import build_model
+from shoal.train.located import shape_of
 from shoal.train.optimizer import require_factories
 
 __all__ = [
@@ -283,7 +283,7 @@ def check(job: Job) -> Corpus:
         corpus.samples(split, config.sequence)
     if config.record.tensorboard:
         TensorBoardLogger(job.path / "log")
-    model = build_model(config, "meta" if ":" not in config.model else "cpu")
+    model = shape_of(config)
     require_trainable(model)
     if config.init and (job.resume is None or not checkpoints(job.resume.run.checkpoints)):
         require_weights(config.init, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -11,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.models import build
+from shoal.errors import ModelError
+from shoal.models import build, can_read_in_parts
 from shoal.train.config import TrainConfig
 
-__all__ = ["build_model", "first_model", "located"]
+__all__ = ["build_model", "first_model", "located", "shape_of"]
 
 _HUGGING_FACE = "hf:"
 
@@ -62,11 +64,28 @@ def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
 
 
 def first_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """Build the model to train: presets without memory, which `parallelize` fills; others as makers do."""
-    if ":" in config.model:
-        torch.manual_seed(config.seed)
-        return build_model(config, device)
-    return build_model(config, "meta")
+    """Build the model to train: without memory if `parallelize` can fill it, otherwise as its maker does."""
+    empty = _without_memory(config)
+    if empty is not None:
+        return empty
+    torch.manual_seed(config.seed)
+    return build_model(config, device)
+
+
+def shape_of(config: TrainConfig) -> nn.Module:
+    """Build the model for its shape alone, without memory if that is possible."""
+    empty = _without_memory(config)
+    return build_model(config, "cpu") if empty is None else empty
+
+
+def _without_memory(config: TrainConfig) -> nn.Module | None:
+    """Return the model on the meta device if it can give each parameter its first values; else None."""
+    if ":" not in config.model:
+        return build_model(config, "meta")
+    if can_read_in_parts(Path(config.model.removeprefix(_HUGGING_FACE))):
+        with contextlib.suppress(ModelError):  # transformers may know weights with other names
+            return build_model(config, "meta")
+    return None
 
 
 def _model_folder(config: TrainConfig, before: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """What a spec builds, and what every spec that builds nothing says."""
 
 import builtins
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -176,9 +177,26 @@ def test_an_override_that_does_not_fit_the_weights_is_refused(llama: tuple[Path,
         build(f"hf:{llama[0]}", overrides={"hidden_size": 64})
 
 
-def test_weights_are_not_silently_dropped_on_meta(llama: tuple[Path, nn.Module]) -> None:
-    with pytest.raises(ModelError, match="cannot be loaded on the meta device"):
-        build(f"hf:{llama[0]}", device="meta")
+def test_on_meta_weights_are_read_one_by_one(llama: tuple[Path, nn.Module]) -> None:
+    folder, saved = llama
+    model = build(f"hf:{folder}", device="meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(buffer.is_meta for buffer in model.buffers())
+    for name, weight in saved.named_parameters():
+        read = torch.empty(weight.shape)
+        model.initialize_parameter(name, read, 0)  # type: ignore[operator]
+        assert torch.equal(read, weight.float())
+
+
+def test_weights_that_cannot_be_read_one_by_one_are_refused_on_meta(
+    llama: tuple[Path, nn.Module], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match="cannot be read one by one: .* in the shape"):
+        build(f"hf:{llama[0]}", device="meta", overrides={"hidden_size": 64})
+    shutil.copytree(llama[0], tmp_path / "damaged")
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelError, match="cannot be read: "):
+        build(f"hf:{tmp_path / 'damaged'}", device="meta")
 
 
 def test_a_missing_hugging_face_folder_is_refused(tmp_path: Path) -> None:

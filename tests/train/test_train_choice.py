@@ -79,11 +79,11 @@ def test_a_slow_rise_of_the_loss_is_refused_and_a_stall_brings_a_trial():
     known = choices(0.08)
     known.note(INT8, 0.022, 1.0, "")
     known.followed = INT8
-    known.since = 20.0  # seconds; a trial takes 2.8
+    known.since = 50.0  # seconds; a trial takes 2.8
     assert known.judge(2.0, 0.0) == known.judge(1.9, 0.0) == ""
     assert not known.is_due_again()
     assert known.judge(1.89, 0.0) == ""
-    known.since = 40.0
+    known.since = 80.0
     assert known.is_due_again()
     assert known.judge(1.93, 0.01) == ""  # may be chance
     assert "from 1.89 to 1.96" in known.judge(1.96, 0.01)

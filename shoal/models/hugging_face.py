@@ -1,0 +1,188 @@
+"""Builds Hugging Face's causal language models, and reads their weights, whole or one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from shoal.errors import MissingExtraError, ModelError, nearest
+
+__all__ = ["can_read_in_parts", "from_hugging_face"]
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def from_hugging_face(path: Path, changes: Mapping[str, Any], device: torch.device) -> nn.Module:
+    """Build the model of a folder, or of a `config.json`; see `shoal.models.build`.
+
+    Args:
+        path: The folder, or the file.
+        changes: Entries of the configuration to change.
+        device: Where it is built. On the meta device the model of a folder with weights gets a method
+            `initialize_parameter(name, tensor, seed)` that reads them.
+
+    Raises:
+        ModelError: There is no such model, or its weights cannot be read one by one for the meta device.
+        MissingExtraError: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError("a Hugging Face model", package="transformers", extra="hf") from error
+    if not (path / "config.json").is_file() and not path.is_file():
+        raise ModelError(
+            f"there is no Hugging Face configuration at {str(path)!r}",
+            possible="a folder that holds config.json, or such a file",
+            change="correct the path after hf:",
+        )
+    has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    model: nn.Module
+    try:
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        # Training never reads the cache of keys and values, but would pay for it.
+        config.use_cache = False
+        _change_config(config, changes)
+        if has_weights and device.type == "meta":
+            return _in_parts(path, _without_memory(config))
+        if has_weights:
+            with _without_bars(transformers.utils.logging):
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, config=config, local_files_only=True, trust_remote_code=False
+                )
+        else:
+            with device:
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"transformers cannot build {str(path)!r}: {type(error).__name__}: {error}",
+            possible="the configuration of a causal language model that the installed transformers knows",
+            change="correct the configuration, or what overrides it",
+        ) from error
+    # Published weights are often bf16, but the Plan chooses the precision of training.
+    return model.to(device=device, dtype=torch.float32).train()
+
+
+def can_read_in_parts(path: Path) -> bool:
+    """Return whether a folder has weights in safetensors, which can be read one by one."""
+    return (path / _ONE_FILE).is_file() or (path / _INDEX).is_file()
+
+
+def _without_memory(config: Any) -> nn.Module:
+    """Return a model whose parameters are on the meta device, and whose buffers have their values."""
+    import transformers
+
+    with _parameters_on_meta():
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    return model.to(dtype=torch.float32).train()
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device as soon as a module has it, within the context."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _in_parts(path: Path, model: nn.Module) -> nn.Module:
+    """Give a model without memory the method that reads its parameters from a folder.
+
+    Raises:
+        ModelError: The folder has no such weights, or not those of the model.
+    """
+    files = _files_of(path) if can_read_in_parts(path) else {}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    places: dict[str, tuple[Path, str]] = {}
+    for name, parameter in model.named_parameters():
+        stored = next((each for each in (name, name.removeprefix(prefix)) if each in files), None)
+        if stored is None or _shape_of(files[stored], stored) != tuple(parameter.shape):
+            raise ModelError(
+                f"the weights in {str(path)!r} cannot be read one by one: {name} is not among them in the "
+                f"shape {list(parameter.shape)}",
+                possible="safetensors with the names and shapes of the model's parameters",
+                change=f"build the model on a real device, or name the file: hf:{path / 'config.json'}",
+            )
+        places[name] = files[stored], stored
+
+    def initialize_parameter(name: str, tensor: torch.Tensor, seed: int) -> None:
+        file, stored = places[name]
+        with torch.no_grad(), safe_open(file, framework="pt") as opened:
+            tensor.copy_(opened.get_tensor(stored))
+
+    model.initialize_parameter = initialize_parameter  # type: ignore[assignment]
+    return model
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor, by its name.
+
+    Raises:
+        ModelError: The index or the file is damaged.
+    """
+    index = path / _INDEX
+    try:
+        if index.is_file():
+            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: path / file for name, file in placed.items()}
+        with safe_open(path / _ONE_FILE, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), path / _ONE_FILE)
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise _damaged(index if index.is_file() else path / _ONE_FILE, error) from error
+
+
+def _shape_of(file: Path, name: str) -> tuple[int, ...]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return tuple(opened.get_slice(name).get_shape())
+    except (OSError, SafetensorError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"the weights in {str(file)!r} cannot be read: {error}",
+        possible="the safetensors files that save_pretrained or a download wrote, all of them",
+        change="copy or download the file again",
+    )
+
+
+@contextlib.contextmanager
+def _without_bars(progress: Any) -> Iterator[None]:
+    """Turn off transformers' progress bars within the context, because every rank would draw its own."""
+    was_enabled = progress.is_progress_bar_enabled()
+    progress.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            progress.enable_progress_bar()
+
+
+def _change_config(config: Any, changes: dict[str, Any]) -> None:
+    for name, value in changes.items():
+        if not hasattr(config, name):
+            names = list(config.to_dict())
+            raise ModelError(
+                f"the Hugging Face configuration has no entry {name!r}{nearest(name, names)}",
+                possible=", ".join(names),
+                change=f"correct or remove {name!r}",
+            )
+        setattr(config, name, value)

@@ -1,0 +1,104 @@
+"""`shoal export`: what was trained, as Hugging Face's tools read it."""
+
+import json
+
+import pytest
+import torch
+from run_stand_ins import free_port, shoal, shoal_as_rank
+
+from shoal.cli.main import main
+from shoal.train import load_model
+from shoal.train.export import export
+
+transformers = pytest.importorskip("transformers")
+
+
+def train(ranks, words, folder, on=1):
+    if on == 1:
+        ended = ranks.run(shoal, 1, ["train", *words, "--nproc", "1"], folder)
+    else:
+        ended = ranks.run(shoal_as_rank, on, ["train", *words], folder, free_port())
+    assert [each[0] for each in ended] == [0] * on, ended[0][2]
+
+
+def logits_of(model, tokens):
+    with torch.no_grad():
+        made = model.eval()(tokens)
+    return getattr(made, "logits", made)
+
+
+@pytest.mark.parametrize(("tied", "plan"), [("false", "tp=2"), ("true", "dp=2,shard=zero3")])
+def test_a_preset_is_a_llama_with_equal_logits(ranks, tiny_run, tmp_path, tied, plan):
+    words = [*tiny_run, "--set", "steps=3", "--set", f"model_options.tie_embeddings={tied}"]
+    train(ranks, [*words, "--plan", plan, "--run", "run"], tmp_path, on=2)
+    made = export(tmp_path / "run", tmp_path / "out", shard_bytes=20_000)
+    assert made.files > 2
+    ours, _ = load_model(tmp_path / "run", print)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokens = torch.arange(60).view(2, 30) % 256
+    torch.testing.assert_close(logits_of(theirs, tokens), logits_of(ours, tokens), rtol=1e-4, atol=1e-5)
+
+
+CONFIGS = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen2": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": None},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+}
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        *((kind, "dp=1") for kind in CONFIGS),
+        *(("llama", plan) for plan in ("tp=2", "dp=2,shard=zero3", "pp=2")),
+    ],
+)
+def test_what_came_from_hugging_face_goes_back_exactly(ranks, tiny_run, tmp_path, kind, plan):
+    """One step that changes nothing: weights are those that were loaded, in their own dtype."""
+    torch.manual_seed(0)
+    common = COMMON if kind != "gpt2" else {"vocab_size": 256}
+    config = transformers.AutoConfig.for_model(kind, **common, **CONFIGS[kind])
+    source = transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    words = [
+        word
+        for option, setting in zip(tiny_run[::2], tiny_run[1::2], strict=True)
+        if not setting.startswith("model_options")
+        for word in (option, setting)
+    ]
+    settings = [f"model=hf:{tmp_path / 'source'}", "steps=1", "optimizer.learning_rate=1e-60"]
+    words += [word for each in settings for word in ("--set", each)]
+    train(ranks, [*words, "--plan", plan, "--run", "run"], tmp_path, on=1 if plan == "dp=1" else 2)
+    made = export(tmp_path / "run", tmp_path / "out")
+    assert made.dtype == "bfloat16"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    expected, found = source.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_the_command_tells_what_it_wrote_and_overwrites_nothing(ranks, tiny_run, tmp_path, capsys):
+    train(ranks, [*tiny_run, "--set", "steps=2", "--run", "run"], tmp_path)
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]
+    assert main(words) == 0
+    assert "tensors in bfloat16" in capsys.readouterr().out
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (content["model_type"], content["torch_dtype"]) == ("llama", "bfloat16")
+    assert main(words) == 2
+    assert "exists already" in capsys.readouterr().err
+    words = [*tiny_run, "--set", "steps=1", "--set", "model_options.experts=2", "--run", "experts"]
+    train(ranks, words, tmp_path)
+    assert main(["export", str(tmp_path / "experts"), str(tmp_path / "no")]) == 2
+    assert "has no form in Hugging Face's layout yet" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
