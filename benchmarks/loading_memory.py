@@ -1,6 +1,6 @@
-"""Memory of each rank while a model in Hugging Face's format is loaded, with weights read one by one and whole.
+"""Memory of each rank while a model in Hugging Face's format is loaded, one by one and whole.
 
-    python benchmarks/loading_memory.py [--preset 1b] [--plans dp=4,shard=zero3+tp=4] [--ranks 4]
+    python benchmarks/loading_memory.py [--preset 1b] [--plans dp=4,shard=zero3+tp=4] [--parts-only]
 
 A folder with random weights in bf16 is made first, in a temporary place. Each rank then builds the model and
 lays it out; a thread reads its anonymous memory (RssAnon) every few milliseconds. Pages of the mapped files
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--preset", default="1b", help="a preset without experts; default 1b")
     parser.add_argument("--plans", default="dp=4,shard=zero3+tp=4", help="Plans, with + between them")
     parser.add_argument("--ranks", type=int, default=4, help="default 4")
+    parser.add_argument("--parts-only", action="store_true", help="leave out loading it whole on each rank")
     options = parser.parse_args()
     print(describe(), end="\n\n")
     with tempfile.TemporaryDirectory() as folder:
@@ -63,7 +64,7 @@ def main() -> None:
         print("| plan | read | peak of a rank | its part | part and one tensor | peak over whole | s |")
         print("| --- | --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
         for plan in options.plans.split("+"):
-            for in_parts in (True, False):
+            for in_parts in (True,) if options.parts_only else (True, False):
                 # New processes for each: memory that one has freed would hide what another takes.
                 with RankPool("shoal") as pool:
                     found = pool.run(load, options.ranks, folder, plan, in_parts, timeout=900)

@@ -9,6 +9,7 @@ exchange has at the end.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -113,11 +114,11 @@ def table(race: Race) -> str:
 
 def verdict(race: Race) -> str:
     """Say how `auto` compares with the best fixed exchange, and what it followed."""
-    taken = race.times_as_long
-    followed = "; ".join(each.followed for each in race.trained[AUTO])
+    taken = [f"{each:.2f}" if math.isfinite(each) else f"above {_LONGER}" for each in race.times_as_long]
+    followed = "; ".join(f"`{each.followed}`" for each in race.trained[AUTO])
     return (
-        f"`{AUTO}` took {fmean(taken):.2f} ({min(taken):.2f} to {max(taken):.2f}) times as long to the loss "
-        f"of `{race.best}`, the best fixed exchange. At the end it followed {followed}."
+        f"`{AUTO}` took, by seed, {', '.join(taken)} times as long to the loss of `{race.best}`, the best fixed "
+        f"exchange. At the end it followed {followed}."
     )
 
 

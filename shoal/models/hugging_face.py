@@ -95,7 +95,7 @@ def _parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -176,7 +176,7 @@ def _without_bars(progress: Any) -> Iterator[None]:
             progress.enable_progress_bar()
 
 
-def _change_config(config: Any, changes: dict[str, Any]) -> None:
+def _change_config(config: Any, changes: Mapping[str, Any]) -> None:
     for name, value in changes.items():
         if not hasattr(config, name):
             names = list(config.to_dict())

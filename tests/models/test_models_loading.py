@@ -191,7 +191,7 @@ def test_on_meta_weights_are_read_one_by_one(llama: tuple[Path, nn.Module]) -> N
 def test_weights_that_cannot_be_read_one_by_one_are_refused_on_meta(
     llama: tuple[Path, nn.Module], tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError, match="cannot be read one by one: .* in the shape"):
+    with pytest.raises(ModelError, match="cannot be read one by one"):
         build(f"hf:{llama[0]}", device="meta", overrides={"hidden_size": 64})
     shutil.copytree(llama[0], tmp_path / "damaged")
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no weights")
