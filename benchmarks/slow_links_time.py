@@ -117,8 +117,8 @@ def verdict(race: Race) -> str:
     taken = [f"{each:.2f}" if math.isfinite(each) else f"above {_LONGER}" for each in race.times_as_long]
     followed = "; ".join(f"`{each.followed}`" for each in race.trained[AUTO])
     return (
-        f"`{AUTO}` took, by seed, {', '.join(taken)} times as long to the loss of `{race.best}`, the best fixed "
-        f"exchange. At the end it followed {followed}."
+        f"`{AUTO}` took, by seed, {', '.join(taken)} times as long to the loss of `{race.best}`, the best "
+        f"fixed exchange. At the end it followed {followed}."
     )
 
 

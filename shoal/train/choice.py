@@ -64,8 +64,8 @@ class Choices:
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether dense steps are made, and were not measured for a while."""
-        return self.followed == DENSE and self.step >= self._measured + REVIEW
+        """Whether dense steps are made, not measured in the last third of all steps nor in the last hundred."""
+        return self.followed == DENSE and self.step >= max(self._measured + REVIEW, 1.5 * self._measured)
 
     def restart(self, step: int, tried: Mapping[str, Tried]) -> None:
         """Go on after a step with the trials of a checkpoint, and with whole gradients."""

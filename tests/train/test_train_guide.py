@@ -189,8 +189,9 @@ def test_when_links_become_quick_steps_become_dense_again(ranks):
         exchanges = [exchange for _, exchange, _, _ in decisions]
         assert any(exchange != DENSE for exchange in exchanges)
         assert followed == DENSE
-        assert decisions[0][3]["dense seconds"] > 0.05
-        assert decisions[-2][3]["dense seconds"] == pytest.approx(COMPUTE, rel=0.01)
+        measured = [numbers["dense seconds"] for *_, numbers in decisions if "dense seconds" in numbers]
+        assert measured[0] > 0.05
+        assert measured[-1] == pytest.approx(COMPUTE, rel=0.01)
 
 
 def with_a_bad_stretch(plan):
