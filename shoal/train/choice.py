@@ -64,7 +64,7 @@ class Choices:
 
     @property
     def is_unmeasured(self) -> bool:
-        """Whether dense steps are made, not measured in the last third of all steps nor in the last hundred."""
+        """Whether dense steps are made, and not measured in the last third of all, nor in the last 100."""
         return self.followed == DENSE and self.step >= max(self._measured + REVIEW, 1.5 * self._measured)
 
     def restart(self, step: int, tried: Mapping[str, Tried]) -> None:
