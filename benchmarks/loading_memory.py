@@ -3,8 +3,8 @@
     python benchmarks/loading_memory.py [--preset 1b] [--plans dp=4,shard=zero3+tp=4] [--parts-only]
 
 A folder with random weights in bf16 is made first, in a temporary place. Each rank then builds the model and
-lays it out; a thread reads its anonymous memory (RssAnon) every few milliseconds. Pages of the mapped files
-are not counted: they are the page cache's, and all ranks share them. Prints Markdown.
+lays it out; a thread reads its own and its shared memory (RssAnon and RssShmem) every few milliseconds. Pages
+of the mapped files are not counted: they are the page cache's, and all ranks share them. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ def load(folder: str, plan: str, in_parts: bool) -> Loaded:
 
 @contextlib.contextmanager
 def _watched() -> Iterator[list[int]]:
-    """Watch this process's anonymous memory; the list's last entry is the most beyond the first."""
-    before, peaks, is_over = _anonymous(), [0], threading.Event()
+    """Watch this process's memory; the list's last entry is the most beyond the first."""
+    before, peaks, is_over = _own(), [0], threading.Event()
 
     def watch() -> None:
         while not is_over.wait(_EVERY):
-            peaks.append(max(peaks[-1], _anonymous() - before))
+            peaks.append(max(peaks[-1], _own() - before))
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
@@ -134,10 +134,9 @@ def _watched() -> Iterator[list[int]]:
         thread.join()
 
 
-def _anonymous() -> int:
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found is not None
-    return 1024 * int(found[1])
+def _own() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * sum(int(kilobytes) for kilobytes in re.findall(r"Rss(?:Anon|Shmem):\s+(\d+) kB", status))
 
 
 if __name__ == "__main__":
