@@ -89,3 +89,12 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
+
+
+def train(ranks, words, folder, on=1):
+    """Run `shoal train` in a folder on so many ranks; all of them have to end well."""
+    if on == 1:
+        ended = ranks.run(shoal, 1, ["train", *words, "--nproc", "1"], folder)
+    else:
+        ended = ranks.run(shoal_as_rank, on, ["train", *words], folder, free_port())
+    assert [each[0] for each in ended] == [0] * on, ended[0][2]

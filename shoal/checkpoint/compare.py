@@ -77,10 +77,7 @@ def _problem(ours: TensorRecord | None, theirs: TensorRecord | None) -> str:
 
 
 def _bytes_of(record: TensorRecord) -> int:
-    elements = 1
-    for length in record.shape:
-        elements *= length
-    return elements * dtype_named(record.dtype).itemsize
+    return torch.Size(record.shape).numel() * dtype_named(record.dtype).itemsize
 
 
 def _compared(

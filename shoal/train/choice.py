@@ -22,7 +22,7 @@ REVIEW = 100
 _GAIN = 0.1  # share of the seconds by which another exchange must be quicker
 _CHANGED = 1.3  # factor by which an all-reduce takes longer or shorter on links that have changed
 _OVERHEAD = 0.02  # share of the seconds that repeated trials of a followed exchange may take
-_STALLED_OVERHEAD = 0.05  # the same when the loss has stalled: then exact steps may gain most
+_STALLED_OVERHEAD = 0.05  # that share when the loss has stalled, since exact steps may gain most then
 _STALL, _RISE = 0.01, 0.02  # shares of the loss by which it falls less, or rises, between two reviews
 _ERRORS = 3  # standard errors of the loss by which it must have risen beside
 

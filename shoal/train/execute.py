@@ -285,8 +285,9 @@ class _Execution:
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {path}" if path else begins)
             if path and self._is_first:
-                changed = rate_change_of(resume.run, self._config, self._trainer.step_count)
-                self._say(changed) if changed else None
+                made = self._trainer.step_count
+                if text := rate_change_of(resume.run, self._config, made):
+                    self._say(text)
         if init and self._trainer.step_count == 0:
             begin_from(self._trainer, init)
             self._say(f"begins from the weights of {init}")

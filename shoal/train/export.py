@@ -23,15 +23,13 @@ from shoal.checkpoint import (
     SingleProcess,
     dtype_named,
     load,
-    newest_verified,
     read_manifest,
-    resolve,
 )
-from shoal.errors import CheckpointError, ModelError, RunError
+from shoal.errors import ModelError, RunError
 from shoal.models import Transformer, llama_config, llama_name
-from shoal.run import Run
-from shoal.train.config import TrainConfig, load_config
+from shoal.train.config import TrainConfig
 from shoal.train.located import build_model, shape_of
+from shoal.train.restore import newest_of
 
 __all__ = ["DTYPES", "Exported", "export"]
 
@@ -104,12 +102,7 @@ def export(
             possible="a path that does not exist yet",
             change="give another folder, or delete that one",
         )
-    is_checkpoint = (path / "manifest.json").is_file()
-    run = Run.open(path.resolve().parent.parent if is_checkpoint else path)
-    config = load_config(base=run.description["config"])
-    checkpoint = newest_verified(resolve(path), SingleProcess(), say)
-    if checkpoint is None:
-        raise CheckpointError(f"{path} has no sound checkpoint")
+    config, checkpoint = newest_of(path, say)
     layout = _layout_of(config)
     dtype = dtype or str(layout.config.get("dtype") or layout.config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:

@@ -4,21 +4,13 @@ import json
 
 import pytest
 import torch
-from run_stand_ins import free_port, shoal, shoal_as_rank
+from run_stand_ins import train
 
 from shoal.cli.main import main
 from shoal.train import load_model
 from shoal.train.export import export
 
 transformers = pytest.importorskip("transformers")
-
-
-def train(ranks, words, folder, on=1):
-    if on == 1:
-        ended = ranks.run(shoal, 1, ["train", *words, "--nproc", "1"], folder)
-    else:
-        ended = ranks.run(shoal_as_rank, on, ["train", *words], folder, free_port())
-    assert [each[0] for each in ended] == [0] * on, ended[0][2]
 
 
 def logits_of(model, tokens):

@@ -3,21 +3,11 @@
 import random
 
 import pytest
-from run_stand_ins import free_port, shoal, shoal_as_rank
+from run_stand_ins import train
 
 from shoal.checkpoint import compare, resolve
 from shoal.cli.main import main
 from shoal.run import Run
-
-
-def train(ranks, words, folder, on=1):
-    """Train in a folder, and return what was said."""
-    if on == 1:
-        ended = ranks.run(shoal, 1, ["train", *words, "--nproc", "1"], folder)
-    else:
-        ended = ranks.run(shoal_as_rank, on, ["train", *words], folder, free_port())
-    assert [each[0] for each in ended] == [0] * on, ended[0][2]
-    return ended[0]
 
 
 @pytest.fixture(scope="module")
