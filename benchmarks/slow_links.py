@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", choices=("speed", "loss", "time"), required=True, help="what to measure")
     parser.add_argument("--networks", default=NETWORKS, help=f"default {NETWORKS}")
-    parser.add_argument("--methods", default="", metavar="TEXT,...", help="methods with one of these names")
+    parser.add_argument(
+        "--methods", default="", metavar="TEXT,...", help="with one of these texts; of time, at their ends"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     parser.add_argument("--seeds", default="0,1,2", help="of the losses; default 0,1,2")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of the losses; default {STEPS}")
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only == "speed":
             measure_speed(networks, only, options.rounds, options.json)
         elif options.only == "time":
-            measure_time(networks, seeds, options.seconds, options.json)
+            measure_time(networks, seeds, options.seconds, only, options.json)
         else:
             measure_loss(seeds, options.steps, only, options.speeds, options.json)
     except UserError as error:

@@ -59,23 +59,27 @@ class Race(NamedTuple):
         return [time_to(each, aim) / self.seconds for each, aim in pairs]
 
 
-def measure_time(networks: Sequence[str], seeds: Sequence[int], seconds: float, out: Path | None) -> None:
+def measure_time(
+    networks: Sequence[str], seeds: Sequence[int], seconds: float, ends: Sequence[str], out: Path | None
+) -> None:
     """Train over every network with each exchange, and print a table of each.
 
     Args:
         networks: Texts such as `4@0.1`.
         seeds: Seeds of the first weights and the order of samples.
         seconds: Seconds of each training.
+        ends: Fixed exchanges whose texts end with one of these are trained.
         out: Where every figure goes.
     """
     print(describe(), end="\n\n", flush=True)
     kept: dict[str, Any] = {}
+    exchanges = [each for each in EXCHANGES if each == AUTO or each.endswith(tuple(ends))]
     for text in networks:
         workers, rate = int(text.partition("@")[0]), float(text.partition("@")[2])
-        trained: dict[str, list[Timed]] = {each: [] for each in EXCHANGES}
+        trained: dict[str, list[Timed]] = {each: [] for each in exchanges}
         with Hosts(workers, rate * 1e9) as hosts, Workers(hosts, workers, ()) as ranks:
             for number, seed in enumerate(seeds):
-                for exchange in EXCHANGES if number % 2 == 0 else reversed(EXCHANGES):
+                for exchange in exchanges if number % 2 == 0 else reversed(exchanges):
                     longer = _LONGER if exchange == AUTO else 1.0
                     found = ranks.train(exchange, longer * seconds, seed)
                     trained[exchange].append(found)
