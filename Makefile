@@ -29,7 +29,7 @@ train: $(VENV)/.ready
 test: lint
 	$(TESTING) $(BIN)/pytest -n $(JOBS) --dist loadfile
 
-test-long: lint
+test-long: lint $(VENV)/.ready-store
 	$(TESTING) $(BIN)/pytest -m long
 
 test-faults: $(VENV)/.ready-dev
@@ -53,6 +53,10 @@ CORE := setup.py $(foreach folder,$(FOLDERS),$(wildcard $(folder)/*.h $(folder)/
 $(VENV)/.ready: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	@echo "installing Shoal and PyTorch into $(VENV) (once, a minute or more)"
 	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/.ready-store: $(VENV)/.ready-dev
+	$(INSTALL) --editable '.[$(EXTRAS),store]' 'moto[server]>=5'
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python

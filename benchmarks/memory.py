@@ -2,13 +2,11 @@
 
     python benchmarks/memory.py [--layers 4] [--hidden 256] [--seq 512] [--microbatch 2]
 
-How it is measured. A dispatch mode sees what every operator returns, in forward, backward and optimizer, and
-keeps a weak reference to each storage. What is live is the sum of the sizes of the storages that still exist,
-so it does not matter which thread frees one, nor that a strategy empties one. The peak is read after every
-operator: what an operator allocates and frees within itself is not seen, nor what gloo holds, nor the random
-generator's state (5 KB) that recompute keeps for each block. The profiler's memory events would show the
-first, but they miss the free of each tensor that a thread of gloo is the last to hold. One step warms up and
-makes Adam's state; the next is measured. Of several ranks that with the highest peak
+How it is measured. `shoal.record.LiveStorages` counts the storages that operators return and that still
+exist, after every operator: what an operator allocates and frees within itself is not seen, nor what gloo
+holds, nor the random generator's state (5 KB) that recompute keeps for each block. The profiler's memory
+events would show the first, but they miss the free of each tensor that a thread of gloo is the last to hold.
+One step warms up and makes Adam's state; the next is measured. Of several ranks that with the highest peak
 counts; with ep, where ranks get unequal numbers of rows and formulas are of even ones, the mean over ranks.
 
     states    live after the optimizer's step, with gradients, less the batch
@@ -29,20 +27,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from memory_formulas import Case
 from torch import Tensor
-from torch._library.custom_ops import OPDEFS
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import shoal
 from shoal.models import Transformer, TransformerConfig, next_token_loss
-from shoal.parallel import local_part
 from shoal.plan import Plan
+from shoal.record import LiveStorages
 from shoal.testing import RankPool
 
 PLANS = (
@@ -80,60 +73,6 @@ class Memory:
     peak: int
     resident: int
     losses: tuple[float, ...]
-
-
-class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of the storages that operators made while it was entered, and that still exist.
-
-    Attributes:
-        peak: The most that was live after an operator, if that was more than the caller set it to.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, StorageWeakRef] = {}
-        self._sizes: dict[int, int] = {}
-        self._bound = 0  # what would be live if nothing had been freed since it was counted
-        self.peak = 0
-
-    def bytes(self) -> int:
-        """What is live now."""
-        found, sizes, places = {}, {}, []
-        for key, reference in self._storages.items():
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is not None:
-                found[key] = reference
-                sizes[key] = storage.nbytes()
-                places.append((storage.data_ptr(), sizes[key]))
-        self._storages, self._sizes = found, sizes
-        # A parameter's local tensor, through dlpack, has a storage that is a part of another one.
-        self._bound = reached = 0
-        for start, size in sorted(places):
-            self._bound += max(0, start + size - max(start, reached))
-            reached = max(reached, start + size)
-        return self._bound
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        """Calls the operator, and takes up the storages that it returns; looks into Shoal's own operators."""
-        if function.namespace == "shoal":
-            with self:
-                result = OPDEFS[function.name()]._init_fn(*arguments, **(named or {}))
-        else:
-            result = function(*arguments, **(named or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._take_up(local_part(leaf).untyped_storage())
-        if self._bound > self.peak:
-            self.peak = max(self.peak, self.bytes())
-        return result
-
-    def _take_up(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        # While a weak reference is held, no other storage gets its address.
-        if key not in self._storages:
-            self._storages[key] = StorageWeakRef(storage)
-        self._bound += size - self._sizes.get(key, 0)
-        self._sizes[key] = size
 
 
 def measure(text: str, shape: TransformerConfig, tokens: Tensor, steps: int = 2) -> Memory:

@@ -2,7 +2,8 @@
 
 Nouns: Piece (an interval of a flattened tensor, or of a Region of it, on one rank), Manifest (the contents of
 a checkpoint, with the hash of every file), Coordinator (the ranks that save or load together), FileSystem
-(the operations on the disk). The trainer saves and loads, `shoal checkpoint` lists, verifies and compares.
+(the operations on the disk), Store (a run in an object store). The trainer saves and loads,
+`shoal checkpoint` lists, verifies, compares and copies.
 """
 
 from shoal.checkpoint.compare import Difference, compare
@@ -16,6 +17,7 @@ from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
 from shoal.checkpoint.save import save
 from shoal.checkpoint.shard import dtype_named
+from shoal.checkpoint.store import Store, is_url
 from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "RealFiles",
     "Region",
     "SingleProcess",
+    "Store",
     "StoredPiece",
     "TensorRecord",
     "attempt_together",
@@ -37,6 +40,7 @@ __all__ = [
     "checkpoints",
     "compare",
     "dtype_named",
+    "is_url",
     "latest",
     "load",
     "newest_verified",

@@ -19,7 +19,7 @@ from pathlib import Path
 from shoal.checkpoint.files import FileSystem, remove_tree
 from shoal.errors import CheckpointError
 
-__all__ = ["checkpoints", "delete", "free_path", "resolve", "staging_path", "step_of", "sweep"]
+__all__ = ["age_of", "checkpoints", "delete", "free_path", "resolve", "staging_path", "step_of", "sweep"]
 
 _COMPLETE = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 _LEFT_OVER = re.compile(r"step-[0-9]+(?:\.[0-9]+)?\.(?:tmp|deleted)")
@@ -65,6 +65,15 @@ def step_of(path: Path) -> int:
     return _order(path)[0]
 
 
+def age_of(name: str) -> tuple[int, int] | None:
+    """Return step and revision, by which complete checkpoints are ordered; None for any other name.
+
+    The first save of a step is revision 0.
+    """
+    match = _COMPLETE.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2] or 0))
+
+
 def staging_path(directory: Path, step: int) -> Path:
     """Return the path where a checkpoint of `step` is written before it is complete."""
     return directory / f"{_name(step)}.tmp"
@@ -105,8 +114,8 @@ def _name(step: int) -> str:
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """Return step and revision; the first save of a step is revision 0."""
-    match = _COMPLETE.fullmatch(path.name)
-    if match is None:
+    """Return step and revision of a complete checkpoint."""
+    age = age_of(path.name)
+    if age is None:
         raise CheckpointError(f"{path} is not a checkpoint: the name of its directory must be step-N")
-    return int(match[1]), int(match[2] or 0)
+    return age

@@ -1,4 +1,4 @@
-"""`shoal checkpoint`: list the checkpoints of a run, find out whether they are sound, and compare two.
+"""`shoal checkpoint`: list the checkpoints of a run, verify, compare and copy them.
 
 Exit codes: 0, all are sound, or both are equal; 1, one is corrupt, or there is none, or two differ; 2, a path
 does not exist.
@@ -14,21 +14,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import CorruptCheckpointError, RunError, nearest
+from shoal.errors import ConfigError, CorruptCheckpointError, RunError, nearest
 from shoal.units import format_bytes
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Difference
 
-__all__ = ["add_parser", "run", "run_diff"]
+__all__ = ["add_parser", "run", "run_copy", "run_diff"]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its subcommands to the program."""
     parser = commands.add_parser(
         "checkpoint",
-        help="list checkpoints, verify them, and compare two",
-        description="Lists the checkpoints of a run, newest first, verifies them, and compares two.",
+        help="list, verify, compare and copy checkpoints",
+        description="Lists the checkpoints of a run, newest first, verifies and compares them, and copies "
+        "them to an object store and back.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, path_help, text in (
@@ -60,6 +61,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     diff_parser.add_argument("--weights", action="store_true", help="leave out the optimizer's state")
     diff_parser.add_argument("--json", action="store_true", help="print a JSON array")
     diff_parser.set_defaults(run=run_diff)
+    copy_parser = actions.add_parser(
+        "copy",
+        help="Copy a run's newest checkpoint to an object store, or from it",
+        description="Copies a checkpoint to an object store, or a store's newest one to a run's directory. "
+        "Compares every byte with its hash on the way. The run's run.json goes with it, so that the run goes "
+        "on elsewhere: shoal train --resume DIR. One of both is a URL, such as s3://bucket/runs/one.",
+    )
+    copy_parser.add_argument("source", metavar="SOURCE", help="a run, a checkpoint, or a URL")
+    copy_parser.add_argument("target", metavar="TARGET", help="a URL, or the directory of a run")
+    copy_parser.set_defaults(run=run_copy)
 
 
 @dataclass(frozen=True)
@@ -119,6 +130,33 @@ def run_diff(args: argparse.Namespace) -> int:
     verdict = f"{len(found)} of {number} tensors differ" if found else f"EQUAL: all {number} tensors"
     print(f"{verdict}, between {first} and {second}")
     return 1 if found else 0
+
+
+def run_copy(args: argparse.Namespace) -> int:
+    """Copy a checkpoint to an object store or from it.
+
+    Raises:
+        ConfigError: None of both is a URL, or both are; or the URL is of no kind that is known.
+        RunError: The path does not exist.
+        CheckpointError: There is no checkpoint, or one that is not sound, or the store or the disk fails.
+    """
+    from shoal.checkpoint import Store, is_url, resolve
+
+    if is_url(args.source) == is_url(args.target):
+        raise ConfigError(
+            f"a checkpoint cannot be copied from {args.source} to {args.target}",
+            possible="a run or a checkpoint, and a URL such as s3://bucket/runs/one, in either order",
+            change="give one URL and one path",
+        )
+    if is_url(args.source):
+        print(Store(args.source).get(Path(args.target)))
+        return 0
+    path = Path(args.source)
+    _require_path(path)
+    newest = resolve(path)[0]
+    Store(args.target).put(newest)
+    print(f"{args.target.rstrip('/')}/checkpoints/{newest.name}")
+    return 0
 
 
 def _require_path(path: Path) -> None:

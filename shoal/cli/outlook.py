@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.table import paragraph
+from shoal.cli.workload import with_memory
 from shoal.errors import ClusterError, ConfigError
 from shoal.units import format_bytes, format_count, format_seconds, parse_count
 
@@ -52,14 +53,16 @@ def add_outlook(parser: argparse.ArgumentParser) -> None:
 
 
 def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
-    """Return the Cluster with the jitter and at the price that were asked for.
+    """Return the Cluster with the memory and the jitter, and at the price, that were asked for.
 
     Raises:
-        ClusterError: The jitter is out of range, or there is no such price.
+        ConfigError: The memory cannot be read.
+        ClusterError: The jitter or the memory is out of range, or there is no such price.
     """
     from shoal.cluster import priced
 
-    asked = cluster if args.jitter is None else cluster.replace(jitter=args.jitter)
+    asked = with_memory(cluster, args.memory)
+    asked = asked if args.jitter is None else asked.replace(jitter=args.jitter)
     return asked if args.price is None else priced(asked, args.price)
 
 

@@ -3,12 +3,14 @@
 Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). The trainer and the parallel
     strategies call them. Neither ever stops training: a full disk costs only the record. `open_recorder`
     chooses the recorder of a device: by the host's clock, or by events on the device's streams.
+    `LiveStorages` and `spanned` count the bytes of tensors.
 """
 
 from shoal.record.append import AppendFile
 from shoal.record.device import DeviceEvents
 from shoal.record.device_recorder import DeviceRecorder
 from shoal.record.device_span import SpanBeside
+from shoal.record.live_storages import LiveStorages, spanned
 from shoal.record.metrics import Logger, Loggers, MetricsWriter, TensorBoardLogger
 from shoal.record.opening import open_recorder
 from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
@@ -18,6 +20,7 @@ __all__ = [
     "AppendFile",
     "DeviceEvents",
     "DeviceRecorder",
+    "LiveStorages",
     "Logger",
     "Loggers",
     "MetricsWriter",
@@ -29,4 +32,5 @@ __all__ = [
     "SpanRecorder",
     "TensorBoardLogger",
     "open_recorder",
+    "spanned",
 ]

@@ -3,6 +3,7 @@
 run.json                what ran: configuration, Plan, model, versions, seed; there once the run is made
 metrics.jsonl           one object a step
 timeline/rank-*.jsonl   the Timeline of each rank
+memory/rank-*.json      the memory of each rank in one step
 checkpoints/step-*/     saved states
 servers/server-*.jsonl  what each parameter server applied, with its staleness
 decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
@@ -22,6 +23,7 @@ from typing import Any, Self
 
 from shoal.errors import RunError, ShoalError, nearest
 from shoal.run.decisions import Decision, read_decisions
+from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
 from shoal.run.updates import Applied, read_updates
 
@@ -152,6 +154,14 @@ class Run:
     def timeline_file(self, rank: int) -> Path:
         """Return the timeline file of a rank."""
         return self.timeline / f"rank-{rank:05d}.jsonl"
+
+    def memory_file(self, rank: int) -> Path:
+        """Return the file of a rank's memory in one step."""
+        return self.path / "memory" / f"rank-{rank:05d}.json"
+
+    def memory(self) -> list[MeasuredMemory]:
+        """Return the memory of each rank in one step; empty if the run did not measure it."""
+        return read_memory(sorted((self.path / "memory").glob("rank-*.json")))
 
     def server_file(self, server: int) -> Path:
         """Return the file of what a parameter server applied."""

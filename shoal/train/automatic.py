@@ -20,7 +20,7 @@ from shoal.train.config import TrainConfig
 from shoal.train.located import build_model
 from shoal.workload import Workload, transformer_shape
 
-__all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan"]
+__all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan", "this_host", "workload_of_config"]
 
 AUTOMATIC = "auto"
 """The word in a configuration that stands for the planner's choice of a Plan."""
@@ -68,8 +68,8 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
         PlanError: No Plan for this many ranks is legal, or none fits.
     """
     model = build_model(config, "meta" if ":" not in config.model else "cpu")
-    found = _this_host(config, ranks) if cluster is None else cluster
-    choice = choose(_workload(config, model, found), found, config.batch, limit=_LOOKED_AT)
+    found = this_host(config, ranks) if cluster is None else cluster
+    choice = choose(workload_of_config(config, model, found), found, config.batch, limit=_LOOKED_AT)
     passed_over = []
     for candidate in choice.candidates:
         try:
@@ -82,7 +82,7 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
     return Resolved(plain, found, tuple(passed_over))
 
 
-def _workload(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Workload:
+def workload_of_config(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Workload:
     """Return the workload of the model: a Shoal transformer's from its shape, any other's from a trace.
 
     The trace uses the precision of Plans for the cluster: the one in which the device is fastest.
@@ -107,7 +107,12 @@ def _workload(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Worklo
         ) from error
 
 
-def _this_host(config: TrainConfig, ranks: int) -> Cluster:
+def this_host(config: TrainConfig, ranks: int) -> Cluster:
+    """Return this host's GPUs, if these are known, or a laptop with its cores, as a Cluster of so many ranks.
+
+    Raises:
+        ClusterError: The GPUs are unknown.
+    """
     if config.device != "cpu" and torch.cuda.is_available():
         node = min(ranks, torch.cuda.device_count())
         return Cluster.assemble(torch.cuda.get_device_name(), ranks, node, None)

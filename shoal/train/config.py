@@ -135,6 +135,10 @@ class CheckpointConfig(_Section):
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints to keep. The last one that verifies is never deleted."""
+    store: str = ""
+    """Object store that each checkpoint is copied to behind the training, such as s3://bucket/runs/one (extra
+    `store`); it keeps as many.
+    """
 
 
 class RecordConfig(_Section):
@@ -142,6 +146,8 @@ class RecordConfig(_Section):
 
     timeline: bool = True
     """Whether spans are recorded."""
+    memory: bool = True
+    """Whether the memory of the second step is measured, which makes that step slower."""
     tensorboard: bool = False
     """Whether scalars are written for TensorBoard too (extra `tensorboard`)."""
     live: int = Field(default=20, gt=0)

@@ -46,12 +46,15 @@ from shoal.train.held_out import HeldOut, next_token_accuracy
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
+from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
 from shoal.train.randomness import compute_deterministically, nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
 from shoal.train.roles import Role, joined_role, serve, take_role
+from shoal.train.step_memory import MemoryRecord
 from shoal.train.taking_up import go_on
 from shoal.train.trainer import Trainer
+from shoal.train.uploading import Uploading
 from shoal.train.workers import Workers
 from shoal.units import format_count
 
@@ -134,6 +137,7 @@ class _Execution:
         self._device = device
         self._coordinator = coordinator
         self._is_stopped = False  # whether a rank asked to stop
+        self._uploading: Uploading | None = None
         self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
@@ -149,6 +153,8 @@ class _Execution:
         self._run = Run.open(job.path)
         recorder = self._open_recorder(device)
         self._recorder = recorder
+        memory = self._run.memory_file(self._number) if self._config.record.memory else None
+        self._memory = MemoryRecord(memory, self._number, self._say)
         self._validation = corpus.samples("validation", self._config.sequence)
         self._trainer = Trainer(
             model,
@@ -210,6 +216,8 @@ class _Execution:
             self._recorder.close()
             self._loggers.close()
             self._compiling.close()
+            if self._uploading is not None:
+                self._uploading.close()
             if self._servers is not None:
                 self._servers.close()
 
@@ -217,13 +225,18 @@ class _Execution:
         """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
         self._compiling.begin_step()
         try:
-            self._trainer.step(stop=stop.received is not None)
+            self._make_step(stop=stop.received is not None)
             self._compiling.stepped(self._trainer.step_count)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
                 self._trainer.save(self._run.checkpoints, {"data": self._data})
             raise
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                given = self._config, self._trainer.plan, self._job.cluster, self._number
+                raise does_not_fit(*given, self._trainer.step_count + 1, error) from error
+            if not isinstance(error, RuntimeError):
+                raise
             if self._config.deterministic and (operator := nondeterministic_operator(error)):
                 raise ConfigError(
                     f"deterministic=true was given, and {operator} has no deterministic form on "
@@ -232,6 +245,11 @@ class _Execution:
                     change="leave out deterministic=true, or use another operator in the model",
                 ) from error
             raise
+
+    def _make_step(self, *, stop: bool) -> None:
+        trainer = self._trainer
+        with self._memory.step(trainer.parallel, trainer.optimizer, trainer.step_count + 1):
+            trainer.step(stop=stop)
 
     def _take_result(self, result: StepResult) -> None:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
@@ -275,7 +293,16 @@ class _Execution:
     def _save(self) -> Path:
         path = self._trainer.save(self._run.checkpoints, {"data": self._data})
         retain(self._run.checkpoints, self._config.checkpoint.keep, self._coordinator, self._say)
+        if self._is_first and self._config.checkpoint.store:
+            self._upload(path)
         return path
+
+    def _upload(self, checkpoint: Path) -> None:
+        """Copy a checkpoint to the object store, behind the training."""
+        if self._uploading is None:
+            kept = self._config.checkpoint
+            self._uploading = Uploading(kept.store, kept.keep, self._say)
+        self._uploading.saved(checkpoint)
 
     def _take_up(self) -> None:
         """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
@@ -330,8 +357,7 @@ class _Execution:
     def _open_recorder(self, device: torch.device) -> Recorder:
         if not self._config.record.timeline:
             return NullRecorder()
-        first = 0 if self._role is None else self._role.first_rank
-        rank = first + self._world.rank
+        rank, first = self._number, self._number - self._world.rank
         recorder = open_recorder(self._run.timeline_file(rank), rank, device, say=self._live.say)
         return ShiftedRecorder(recorder, first) if first else recorder
 
@@ -342,6 +368,11 @@ class _Execution:
         if self._config.record.tensorboard:
             return Loggers([*writers, TensorBoardLogger(self._run.log / "tensorboard")], say=self._live.say)
         return Loggers(writers, say=self._live.say)
+
+    @property
+    def _number(self) -> int:
+        """Number of this rank among those of all workers."""
+        return self._world.rank + (0 if self._role is None else self._role.first_rank)
 
     @property
     def _is_first(self) -> bool:

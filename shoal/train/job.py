@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import SingleProcess, checkpoints, newest_verified, step_of
+from shoal.checkpoint import SingleProcess, Store, checkpoints, newest_verified, step_of
 from shoal.cluster import Cluster
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
@@ -283,6 +283,8 @@ def check(job: Job) -> Corpus:
         corpus.samples(split, config.sequence)
     if config.record.tensorboard:
         TensorBoardLogger(job.path / "log")
+    if config.checkpoint.store:
+        Store(config.checkpoint.store)
     model = shape_of(config)
     require_trainable(model)
     if config.init and (job.resume is None or not checkpoints(job.resume.run.checkpoints)):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from shoal.errors import ConfigError
+from shoal.parallel import Parallel
 from shoal.run import Decision
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
@@ -40,6 +44,14 @@ class Listeners:
         """
         if self.record is not None:
             self.record.require_loaded()
+
+    def measured(
+        self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int
+    ) -> AbstractContextManager[None]:
+        """Return a context for a step, in which the Run may measure its memory."""
+        if self.record is None:
+            return nullcontext()
+        return self.record.memory.step(parallel, optimizer, step)
 
     def stepped(self, result: StepResult) -> None:
         """Report that a step was made or skipped."""

@@ -19,6 +19,7 @@ from shoal.models import Transformer
 from shoal.plan import Plan
 from shoal.record import MetricsWriter, Recorder, open_recorder
 from shoal.run import Decision, Run, write_decision
+from shoal.train.step_memory import MemoryRecord
 
 __all__ = ["RunRecord", "describe_device", "describe_versions"]
 
@@ -51,6 +52,7 @@ class RunRecord:
     Attributes:
         run: The Run.
         recorder: Recorder of spans.
+        memory: Measures one step.
 
     Raises:
         RunError: On all ranks: the directory holds something else, or cannot be made.
@@ -75,6 +77,7 @@ class RunRecord:
         self.recorder: Recorder = recorder or open_recorder(
             self.run.timeline_file(coordinator.rank), coordinator.rank, device, say=say
         )
+        self.memory = MemoryRecord(self.run.memory_file(coordinator.rank), coordinator.rank, say)
         self._metrics = MetricsWriter(self.run.metrics_file, say=say) if coordinator.rank == 0 else None
 
     def settle(self, plan: Plan) -> None:

@@ -257,7 +257,8 @@ class Trainer:
         """
         self._listeners.begin_step()
         began = time.perf_counter()
-        made = self._stepping.make(self.step_count, self.position, stop=stop)
+        with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
+            made = self._stepping.make(self.step_count, self.position, stop=stop)
         turn, passed = made.turn, made.passed
         result = StepResult(
             turn.step + 1,

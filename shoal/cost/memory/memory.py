@@ -147,7 +147,7 @@ class Memories:
             PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
         """
         plan = SettledPlan.of(plan, batch)
-        layout = self._layout(plan)
+        layout = self.layout(plan)
         ranks = (self._rank(plan, layout, outline) for outline in self._outlines(plan, layout, batch))
         return tuple(self._memory(plan, batch, rank) for rank in ranks)
 
@@ -163,7 +163,7 @@ class Memories:
         Raises:
             PlanError: The model does not divide into the Plan's stages.
         """
-        layout = self._layout(plan)
+        layout = self.layout(plan)
         cut: tuple[object, ...] = (layout,)
         if plan.pp > 1:
             cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
@@ -193,13 +193,24 @@ class Memories:
             For each rank its dense parameters, those of its experts, bytes of tensors at its peak, and its
             tightness.
         """
-        layout, tightness = self._layout(plan), self._tightness(plan)
+        layout, tightness = self.layout(plan), self._tightness(plan)
         places = {0, 1, plan.pp - 2, plan.pp - 1}
         outlines = _uncovered(self._outlines(plan, layout, batch, places), tightness)
         return [
             (each.dense, each.experts, rank.highest.whole + rank.messages, tightness[each.index])
             for each, rank in ((each, self._rank(plan, layout, each)) for each in outlines)
         ]
+
+    def stages(self, plan: SettledPlan, batch: int) -> tuple[range, ...]:
+        """Return the pieces of each pipeline stage: 0 is the embedding, the last one the end.
+
+        Raises:
+            PlanError: The model does not divide into the Plan's stages.
+        """
+        layout = self.layout(plan)
+        paces = tuple if self._costs is None else partial(self._costs.paces, plan)
+        costs = partial(self._piece_costs, layout)
+        return pieces_by_stage(self.workload, plan, plan.microbatches_of(batch), costs, paces)
 
     def _tensors(self, plan: SettledPlan, batch: int, rank: _Rank) -> float:
         """Return the bytes of a rank's tensors at its peak; as `required` where devices differ."""
@@ -256,10 +267,7 @@ class Memories:
         pieces = self._pieces.get(layout)
         if pieces is None:
             pieces = self._pieces[layout] = Pieces(self.workload, layout)
-        microbatches = plan.microbatches_of(batch)
-        paces = tuple if self._costs is None else partial(self._costs.paces, plan)
-        costs = partial(self._piece_costs, layout)
-        stages = pieces_by_stage(self.workload, plan, microbatches, costs, paces)
+        stages, microbatches = self.stages(plan, batch), plan.microbatches_of(batch)
         if plan.pp == 1:
             return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),), places)
         virtual = plan.stages // plan.pp
@@ -285,7 +293,7 @@ class Memories:
             return (1.0,) * plan.pp
         return [self._kinds.tightness(kinds) for kinds in self._kinds.by_place(plan)]
 
-    def _layout(self, plan: SettledPlan) -> Layout:
+    def layout(self, plan: SettledPlan) -> Layout:
         """Return the layout of a Plan, with compile=auto settled if the machines are known."""
         layout = Layout.of(plan)
         return layout if self._costs is None else self._costs.settled(layout)

@@ -1,0 +1,205 @@
+"""Copies of a run's checkpoints in an object store, through fsspec.
+
+    URL/run.json                  what the run is
+    URL/checkpoints/step-N/...    its checkpoints, with the names that they have on disk
+
+An object appears whole or not at all, and there is no rename. So the manifest of a checkpoint is written last
+and deleted first: a checkpoint is complete if its manifest is there. One process writes to a URL at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from shoal.checkpoint.directory import age_of, checkpoints, free_path, staging_path
+from shoal.checkpoint.files import REAL_FILES, remove_tree, write_file
+from shoal.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, MissingExtraError
+
+__all__ = ["Store", "is_url"]
+
+_DESCRIPTION = "run.json"
+_CHUNK_BYTES = 8 << 20
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text names an object store, such as s3://bucket/runs/one, and not a path."""
+    return "://" in text
+
+
+@final
+class Store:
+    """A run in an object store.
+
+    Args:
+        url: Where it is: a URL of any file system that fsspec knows, such as s3://bucket/runs/one.
+
+    Raises:
+        ConfigError: fsspec does not know such a URL.
+        MissingExtraError: The package for this kind of store is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs  # slow to import
+
+        self.url = url.rstrip("/")
+        try:
+            # Only the file system of this machine has folders, which have to be made.
+            options = {"auto_mkdir": True} if self.url.startswith("file://") else {}
+            self._files, self._root = url_to_fs(self.url, **options)
+        except ImportError as error:
+            kind = self.url.partition("://")[0]
+            package = "s3fs" if kind == "s3" else str(error)
+            raise MissingExtraError(
+                f"an object store of the kind {kind}", package=package, extra="store"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{url} is no object store that is known: {error}",
+                possible="a URL such as s3://bucket/runs/one, gs://bucket/one or file:///folder",
+                change="correct the URL",
+            ) from error
+
+    def steps(self) -> list[str]:
+        """Return the names of the complete checkpoints, newest first.
+
+        Raises:
+            CheckpointError: The store cannot be read.
+        """
+        with self._reported("cannot be listed"):
+            names = [name for name in self._folders() if self._files.exists(self._path(name, MANIFEST_NAME))]
+        return sorted(names, key=lambda name: age_of(name) or (), reverse=True)
+
+    def put(self, checkpoint: Path, keep: int | None = None) -> None:
+        """Copy a checkpoint into the store, and the description of its run if it belongs to one.
+
+        Its bytes are compared with its manifest on the way.
+
+        Args:
+            checkpoint: A complete checkpoint on disk.
+            keep: Number of newest checkpoints that stay in the store; None for all.
+
+        Raises:
+            CorruptCheckpointError: It is not what was written; then it is not complete in the store.
+            CheckpointError: It cannot be read, or the store cannot be written.
+        """
+        manifest = read_manifest(checkpoint)
+        with self._reported(f"cannot take {checkpoint.name}"):
+            self._remove([name for name in self._folders() if name not in self.steps()])
+            for name, record in manifest.files.items():
+                digest = hashlib.sha256()
+                place = self._path(checkpoint.name, name)
+                with (checkpoint / name).open("rb") as source, self._files.open(place, "wb") as target:
+                    while block := source.read(_CHUNK_BYTES):
+                        digest.update(block)
+                        target.write(block)
+                if digest.hexdigest() != record.sha256:
+                    raise CorruptCheckpointError(
+                        f"{checkpoint / name} was changed after it was written: its sha256 differs"
+                    )
+            description = checkpoint.parent.parent / _DESCRIPTION
+            if description.is_file():
+                self._files.pipe_file(f"{self._root}/{_DESCRIPTION}", description.read_bytes())
+            self._files.pipe_file(
+                self._path(checkpoint.name, MANIFEST_NAME), (checkpoint / MANIFEST_NAME).read_bytes()
+            )
+            if keep is not None:
+                self._remove(self.steps()[keep:])
+
+    def get(self, directory: Path) -> Path:
+        """Copy the newest checkpoint into a run's directory, which is made if it is not there.
+
+        Args:
+            directory: The directory of the run: its run.json, if there is none, comes from the store too.
+
+        Returns:
+            The checkpoint on disk. One that is there already with the same manifest is not copied again.
+
+        Raises:
+            CorruptCheckpointError: What the store has is not what was written.
+            CheckpointError: The store has no checkpoint or cannot be read, or the disk cannot be written.
+        """
+        names = self.steps()
+        if not names:
+            raise CheckpointError(f"{self.url} holds no complete checkpoint")
+        with self._reported("cannot be copied"):
+            name, target = names[0], directory / "checkpoints"
+            told = bytes(self._files.cat_file(self._path(name, MANIFEST_NAME)))
+            for path in checkpoints(target):
+                if (path / MANIFEST_NAME).read_bytes() == told:
+                    return path
+            try:
+                manifest = Manifest.from_json(told)
+            except CorruptCheckpointError as error:
+                raise CorruptCheckpointError(
+                    f"{self.url}/checkpoints/{name}/{MANIFEST_NAME} {error}"
+                ) from error
+            found = self._copy(name, manifest, told, target)
+            description = directory / _DESCRIPTION
+            if not description.exists() and self._files.exists(f"{self._root}/{_DESCRIPTION}"):
+                text = bytes(self._files.cat_file(f"{self._root}/{_DESCRIPTION}"))
+                write_file(description, iter([memoryview(text)]), REAL_FILES)
+        return found
+
+    def _copy(self, name: str, manifest: Manifest, told: bytes, target: Path) -> Path:
+        """Copy a checkpoint's files and then its manifest, as a save would write them."""
+        staging = staging_path(target, manifest.step)
+        REAL_FILES.make_directory(staging)
+        try:
+            for file, record in manifest.files.items():
+                with self._files.open(self._path(name, file), "rb") as source:
+                    size, sha256 = write_file(staging / file, _blocks(source), REAL_FILES)
+                if (size, sha256) != (record.size, record.sha256):
+                    raise CorruptCheckpointError(
+                        f"{self.url}/checkpoints/{name}/{file} is not what was written: its size or sha256 "
+                        "differs"
+                    )
+            write_file(staging / MANIFEST_NAME, iter([memoryview(told)]), REAL_FILES)
+            REAL_FILES.sync_directory(staging)
+            found = free_path(target, manifest.step)
+            REAL_FILES.rename(staging, found)
+            REAL_FILES.sync_directory(target)
+        except BaseException:
+            remove_tree(staging, REAL_FILES)
+            raise
+        return found
+
+    def _folders(self) -> list[str]:
+        """Return the names of all checkpoints, also of those that are not complete."""
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(f"{self._root}/checkpoints", detail=False)
+        except FileNotFoundError:
+            return []
+        names = [each.rstrip("/").rpartition("/")[2] for each in found]
+        return [name for name in names if age_of(name) is not None]
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            manifest = self._path(name, MANIFEST_NAME)
+            if self._files.exists(manifest):
+                self._files.rm_file(manifest)
+            self._files.rm(self._path(name), recursive=True)
+
+    def _path(self, *names: str) -> str:
+        return "/".join((self._root, "checkpoints", *names))
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Turn what a store's client raises into one error that names the store."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # clients of stores raise errors of many packages
+            raise CheckpointError(f"{self.url} {what}: {type(error).__name__}: {error}") from error
+
+
+def _blocks(source: io.BufferedIOBase) -> Iterator[memoryview]:
+    while block := source.read(_CHUNK_BYTES):
+        yield memoryview(block)

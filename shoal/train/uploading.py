@@ -1,0 +1,57 @@
+"""Copies each checkpoint that is saved to an object store, behind the training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+from shoal.checkpoint import Store
+from shoal.errors import CheckpointError
+
+__all__ = ["Uploading"]
+
+
+@final
+class Uploading:
+    """Copy checkpoints in a thread, one at a time.
+
+    Of those that are saved while one is copied, only the newest is copied after it. A failure is told, and
+    training goes on.
+
+    Args:
+        url: The object store, such as s3://bucket/runs/one.
+        keep: Number of newest checkpoints that stay there.
+        say: Called with one line for each failure.
+
+    Raises:
+        ConfigError: The URL is of no kind that is known.
+        MissingExtraError: The package for this kind of store is not installed.
+    """
+
+    def __init__(self, url: str, keep: int, say: Callable[[str], object]) -> None:
+        self._store = Store(url)
+        self._keep = keep
+        self._say = say
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploading")
+        self._newest: Path | None = None
+
+    def saved(self, checkpoint: Path) -> None:
+        """Copy a checkpoint that was just saved."""
+        self._newest = checkpoint
+        self._thread.submit(self._copy, checkpoint)
+
+    def close(self) -> None:
+        """Wait until the newest checkpoint is in the store, or has failed."""
+        self._thread.shutdown(wait=True)
+
+    def _copy(self, checkpoint: Path) -> None:
+        if checkpoint != self._newest:
+            return
+        try:
+            self._store.put(checkpoint, self._keep)
+        except CheckpointError as error:
+            self._say(
+                f"warning: {checkpoint.name} was not copied to {self._store.url}, training goes on: {error}"
+            )
