@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.prediction import Prediction
 from shoal.cli.table import paragraph, table_of
-from shoal.cli.workload import open_workload, with_memory
+from shoal.cli.workload import open_workload
 from shoal.errors import RunError, UserError
 from shoal.run import OUTSIDE
 from shoal.units import format_bytes
@@ -58,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--sequence", metavar="N", type=int, help="of a Plan: tokens in a sequence")
     parser.add_argument("--batch", metavar="N", type=int, help="of a Plan: sequences in a step")
     parser.add_argument(
-        "--memory", metavar="SIZE", help="of a Plan: memory that training may take of a device"
+        "--memory", metavar="SIZE", default="", help="of a Plan: memory that training may take of a device"
     )
     parser.add_argument("--rank", metavar="R", type=int, help="of a run: the rank whose blocks are shown")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_plan(args: argparse.Namespace) -> dict[str, Any]:
-    from shoal.cluster import Cluster
+    from shoal.cluster import Cluster, limited
     from shoal.cost import Memories
     from shoal.cost.memory import by_piece
     from shoal.plan import Plan, SettledPlan
@@ -97,7 +97,7 @@ def _of_plan(args: argparse.Namespace) -> dict[str, Any]:
             change=f"add {', '.join(missing)}",
         )
     plan = SettledPlan.of(Plan.parse(args.what), args.batch)
-    cluster = with_memory(Cluster.parse(args.cluster), args.memory)
+    cluster = limited(Cluster.parse(args.cluster), args.memory)
     if ":" not in args.cluster:
         cluster = cluster.with_devices(plan.ranks)
     workload = open_workload(args.model, args.sequence, cluster)

@@ -7,7 +7,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.table import paragraph
-from shoal.cli.workload import with_memory
 from shoal.errors import ClusterError, ConfigError
 from shoal.units import format_bytes, format_count, format_seconds, parse_count
 
@@ -59,9 +58,9 @@ def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
         ConfigError: The memory cannot be read.
         ClusterError: The jitter or the memory is out of range, or there is no such price.
     """
-    from shoal.cluster import priced
+    from shoal.cluster import limited, priced
 
-    asked = with_memory(cluster, args.memory)
+    asked = limited(cluster, args.memory)
     asked = asked if args.jitter is None else asked.replace(jitter=args.jitter)
     return asked if args.price is None else priced(asked, args.price)
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.errors import ConfigError, ModelError
-from shoal.units import parse_bytes
+from shoal.errors import ModelError
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
     from shoal.workload import Workload
 
-__all__ = ["MFU", "add_arguments", "add_margin", "open_workload", "with_memory"]
+__all__ = ["MFU", "add_arguments", "add_margin", "open_workload"]
 
 MFU = (
     "MFU counts three times the FLOP of the forward's matrix products, with attention over the whole square "
@@ -36,28 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="SIZE",
+        default="",
         help="memory of a device that training may take, such as 20GiB (default: all that it has)",
     )
-
-
-def with_memory(cluster: Cluster, text: str | None) -> Cluster:
-    """Return the Cluster whose devices have no more memory than was asked for.
-
-    Raises:
-        ConfigError: The size cannot be read.
-        ClusterError: It is less than what every device needs for contexts and libraries.
-    """
-    if text is None:
-        return cluster
-    try:
-        size = parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--memory {text} cannot be read: {error}",
-            possible="a size such as 512MiB or 20GiB",
-            change="write, for example, --memory 20GiB",
-        ) from error
-    return cluster.with_each_device(lambda device: replace(device, memory=min(device.memory, size)))
 
 
 def add_margin(parser: argparse.ArgumentParser) -> None:

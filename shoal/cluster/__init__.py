@@ -12,6 +12,7 @@ from shoal.cluster.device import Device, known_device, peak_flops
 from shoal.cluster.every_device import counts_of, devices_of, every_device, peak_of_all
 from shoal.cluster.host import Host
 from shoal.cluster.level import Level
+from shoal.cluster.limited import limited
 from shoal.cluster.money import dollars, kilowatt_hours, price_of, priced
 from shoal.cluster.part import Part
 from shoal.cluster.prices import KINDS_OF_PRICE, Power, Prices
@@ -33,6 +34,7 @@ __all__ = [
     "every_device",
     "kilowatt_hours",
     "known_device",
+    "limited",
     "peak_flops",
     "peak_of_all",
     "price_of",

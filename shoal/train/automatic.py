@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, limited
 from shoal.cost.time import workload_on
 from shoal.errors import ConfigError, ModelError, UserError
 from shoal.models import Transformer, next_token_loss
@@ -63,13 +63,14 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
         cluster: The machines; None for this host: its GPUs if these are known, or a laptop.
 
     Raises:
-        ConfigError: The model's work cannot be traced.
+        ConfigError: The model's work cannot be traced, or the limit of memory cannot be read.
         ClusterError: The host's GPUs are unknown.
         PlanError: No Plan for this many ranks is legal, or none fits.
     """
     model = build_model(config, "meta" if ":" not in config.model else "cpu")
     found = this_host(config, ranks) if cluster is None else cluster
-    choice = choose(workload_of_config(config, model, found), found, config.batch, limit=_LOOKED_AT)
+    workload, machines = workload_of_config(config, model, found), limited(found, config.memory)
+    choice = choose(workload, machines, config.batch, limit=_LOOKED_AT)
     passed_over = []
     for candidate in choice.candidates:
         try:

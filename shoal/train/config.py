@@ -179,6 +179,8 @@ class TrainConfig(_Section):
     """The machines: a preset or a file of `shoal probe`. plan = "auto" is chosen for them (for the nearest
     preset if empty), and `shoal report` predicts the run on them.
     """
+    memory: str = ""
+    """Memory of a device that plan = "auto" may use, such as 20GiB; all of it if empty."""
     batch: int = Field(default=16, gt=0)
     """Sequences in one optimizer step, over all ranks."""
     sequence: int = Field(default=256, gt=0)

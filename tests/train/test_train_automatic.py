@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
+from shoal.cost import memory_of
 from shoal.cost.time import workload_on
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.models import build
@@ -37,6 +38,23 @@ def test_the_ranks_are_those_of_a_run_without_a_plan():
 def test_the_cluster_can_be_named():
     config = TrainConfig(model="tiny", plan="auto", batch=8, cluster="dgx-h100", device="cpu")
     assert resolve(config, 2).plan.precision == "bf16"  # which is what that device is fastest in
+
+
+def test_the_plan_keeps_within_the_memory_that_it_may_take():
+    config = TrainConfig(model="125m", plan="auto", batch=16, sequence=1024, cluster="dgx-h100", device="cpu")
+    limit = 6 * 2**30
+    found = [resolve(each, 2) for each in (config, config.model_copy(update={"memory": "6GiB"}))]
+    assert found[0].cluster == found[1].cluster
+    work = workload_on(found[0].cluster, shape("125m").replace(seq=1024))
+    free, limited = (
+        max(rank.peak for rank in memory_of(work, each.plan, 16, each.cluster)) for each in found
+    )
+    assert limited <= limit < free
+
+
+def test_a_limit_of_memory_that_cannot_be_read_is_named():
+    with pytest.raises(ConfigError, match="the memory much cannot be read"):
+        resolve(TrainConfig(plan="auto", memory="much", device="cpu"), 1)
 
 
 def test_an_unknown_cluster_is_refused():
