@@ -15,6 +15,7 @@ what a restart from a checkpoint takes.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import signal
@@ -182,29 +183,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     average = WORKERS / measured("dp=4", [SHARE] * WORKERS, options.steps) - share
     extra = share - SHARE
     slow, equal = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)], [SHARE] * WORKERS
+    # Long enough that the others have not ended when the lost worker comes back.
+    longer = max(options.steps, math.ceil(2 * (LOST + options.absent) / SHARE))
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     lost: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
         for way in WAYS if turn % 2 == 0 else reversed(WAYS):
             found[way].append(measured(WAYS[way], slow, options.steps))
-            lost[way].append(measured(WAYS[way], equal, options.steps, options.absent))
+            lost[way].append(measured(WAYS[way], equal, longer, options.absent))
     print(
         f"{describe()}\n\nA share takes {share * 1e3:.1f} ms, an exchange with a server "
         f"{exchange * 1e3:.1f} ms, an average {average * 1e3:.1f} ms. {WORKERS} workers, one of which takes "
-        f"{options.slower:g} times as long for what is waited for in a share; {options.steps} steps; "
+        f"{options.slower:g} times as long for what is waited for in a share; {options.steps} steps, {longer} where one is lost; "
         f"median and range of {options.rounds} rounds."
     )
 
-    def predicted(way: str, seconds: Sequence[float], absent: float) -> float:
+    def predicted(way: str, seconds: Sequence[float], steps: int, absent: float = 0.0) -> float:
         meeting, each = meeting_under(WAYS[way], exchange, average), [one + extra for one in seconds]
-        shares, is_served = WORKERS * options.steps, Plan.parse(WAYS[way]).exchanged.is_served
+        shares, is_served = WORKERS * steps, Plan.parse(WAYS[way]).exchanged.is_served
         if is_served and absent:
             return course_of(meeting, each, shares, {0: (LOST, LOST + absent)}).rate
         return shares / (course_of(meeting, each, shares).seconds + absent)
 
-    print(table("One slow worker", found, {way: predicted(way, slow, 0.0) for way in WAYS}))
+    print(table("One slow worker", found, {way: predicted(way, slow, options.steps) for way in WAYS}))
     lost_for = f"One worker lost for {options.absent:g} s, and back"
-    print(table(lost_for, lost, {way: predicted(way, equal, options.absent) for way in WAYS}))
+    print(table(lost_for, lost, {way: predicted(way, equal, longer, options.absent) for way in WAYS}))
     return 0
 
 
