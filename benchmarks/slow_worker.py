@@ -194,7 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{describe()}\n\nA share takes {share * 1e3:.1f} ms, an exchange with a server "
         f"{exchange * 1e3:.1f} ms, an average {average * 1e3:.1f} ms. {WORKERS} workers, one of which takes "
-        f"{options.slower:g} times as long for what is waited for in a share; {options.steps} steps, {longer} where one is lost; "
+        f"{options.slower:g} times as long for what is waited for in a share; {options.steps} steps, "
+        f"{longer} where one is lost; "
         f"median and range of {options.rounds} rounds."
     )
 
