@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol
 
-__all__ = ["REAL_FILES", "FileSystem", "RealFiles", "remove_tree", "write_file"]
+__all__ = ["REAL_FILES", "FileSystem", "RealFiles", "digest_of", "hash_of_file", "remove_tree", "write_file"]
 
 _CHUNK_BYTES = 4 << 20
+_GATHERED_BYTES = 64 << 10  # small tensors are written together up to this
+_CHUNKS_AHEAD = 4  # chunks that writing may be ahead of hashing, which bounds what is in memory
 
 
 class FileSystem(Protocol):
@@ -42,6 +46,10 @@ class FileSystem(Protocol):
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename a directory, atomically, to a name that is free."""
+        ...
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, or raise OSError where that is not possible."""
         ...
 
     def remove_file(self, path: Path) -> None:
@@ -85,6 +93,10 @@ class RealFiles:
         """Rename a directory, atomically, to a name that is free."""
         source.rename(target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, or raise OSError where that is not possible."""
+        target.hardlink_to(source)
+
     def remove_file(self, path: Path) -> None:
         """Remove a file."""
         path.unlink()
@@ -98,28 +110,72 @@ REAL_FILES: Final = RealFiles()
 """The default FileSystem everywhere; it holds no state."""
 
 
-def write_file(path: Path, blocks: Iterator[memoryview], files: FileSystem) -> tuple[int, str]:
+def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> tuple[int, str]:
     """Write the bytes of `blocks` to a new file and wait until they are on the disk.
+
+    A second thread hashes each chunk while this one writes it.
 
     Args:
         path: The file.
-        blocks: Flat views of bytes, produced one at a time so that only one need be in memory.
+        blocks: Flat views of bytes, produced one at a time so that only few need be in memory.
         files: The FileSystem to write to.
 
     Returns:
         The file's size in bytes, and the SHA-256 of its content, in hexadecimal.
     """
     digest = hashlib.sha256()
+    hashing: deque[Future[None]] = deque()
     size = 0
-    with files.create(path) as file:
-        for block in blocks:
-            for first in range(0, len(block), _CHUNK_BYTES):
-                chunk = block[first : first + _CHUNK_BYTES]
-                files.write(file, chunk)
-                digest.update(chunk)
-            size += len(block)
+    with files.create(path) as file, ThreadPoolExecutor(1, "shoal hash") as thread:
+        for chunk in _chunks(blocks):
+            hashing.append(thread.submit(digest.update, chunk))
+            files.write(file, chunk)
+            size += len(chunk)
+            if len(hashing) > _CHUNKS_AHEAD:
+                hashing.popleft().result()
         files.sync(file)
     return size, digest.hexdigest()
+
+
+def digest_of(blocks: Iterable[memoryview]) -> str:
+    """Return the SHA-256 of the bytes of `blocks`, in hexadecimal."""
+    digest = hashlib.sha256()
+    for chunk in _chunks(blocks):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def hash_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal; a second thread hashes each chunk while this one reads.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    digest = hashlib.sha256()
+    chunk, other = memoryview(bytearray(_CHUNK_BYTES)), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "shoal hash") as thread:
+        hashing: Future[None] = thread.submit(digest.update, b"")
+        while count := file.readinto(chunk):
+            hashing.result()
+            hashing = thread.submit(digest.update, chunk[:count])
+            chunk, other = other, chunk
+    return digest.hexdigest()
+
+
+def _chunks(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes in chunks: long blocks are cut, and short ones put together."""
+    gathered = bytearray()
+    for block in blocks:
+        if len(gathered) + len(block) <= _GATHERED_BYTES:
+            gathered += block
+            continue
+        if gathered:
+            yield memoryview(gathered)
+            gathered = bytearray()
+        for first in range(0, len(block), _CHUNK_BYTES):
+            yield block[first : first + _CHUNK_BYTES]
+    if gathered:
+        yield memoryview(gathered)
 
 
 def remove_tree(path: Path, files: FileSystem) -> None:

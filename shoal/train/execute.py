@@ -6,7 +6,6 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -17,7 +16,6 @@ from shoal.checkpoint import (
     Coordinator,
     ProcessGroupCoordinator,
     SingleProcess,
-    retain,
 )
 from shoal.data import Corpus, prepare
 from shoal.errors import (
@@ -50,6 +48,7 @@ from shoal.train.randomness import compute_deterministically, nondeterministic_o
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
 from shoal.train.roles import Role, joined_role, serve, take_role
+from shoal.train.saving import Saving, is_due
 from shoal.train.taking_up import go_on
 from shoal.train.trainer import Trainer
 from shoal.train.workers import Workers
@@ -173,6 +172,14 @@ class _Execution:
             "sequence": self._config.sequence,
             "seed": self._config.seed,
         }
+        self._saving = Saving(
+            self._trainer,
+            self._config.checkpoint,
+            self._run.checkpoints,
+            {"data": self._data},
+            self._coordinator,
+            self._say,
+        )
         self._loggers = self._open_loggers()
         self._compiling = Compiling(self._say)
 
@@ -181,13 +188,14 @@ class _Execution:
         try:
             self._take_up()
             self._looked_at = self._trainer.step_count
+            self._saving.begin()
             stop.heed()
             self._say(self._opening())
             while self._trainer.step_count < self._config.steps:
                 self._step(stop)
                 if self._is_stopped and self._trainer.step_count < self._config.steps:
                     if self._trainer.workers.leads:
-                        path = self._save()
+                        path = self._saving.save_at_end()
                         self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
@@ -203,7 +211,7 @@ class _Execution:
                 with contextlib.suppress(
                     OSError
                 ):  # all is saved: if the reader of the output is gone, only the summary is lost
-                    print(summary(self._run), flush=True)
+                    print(summary(self._run, self._saving.summary()), flush=True)
             return 0
         finally:
             self._trainer.close()
@@ -236,6 +244,7 @@ class _Execution:
     def _take_result(self, result: StepResult) -> None:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
         self._is_stopped |= result.stop
+        self._saving.stepped(result.seconds)
         if not (self._is_savable or result.skipped):
             self._trainer.require_savable()
             self._is_savable = True
@@ -260,22 +269,14 @@ class _Execution:
         last = self._config.steps
         if not workers.leads:
             return
-        if step == last or _is_due(before, step, self._config.validation.every):
+        if step == last or is_due(before, step, self._config.validation.every):
             loss = self._trainer.validate(self._validation, self._config.validation.samples)
             self._loggers.log(step, {"validation_loss": loss})
             self._say(f"step {step}/{last}  validation loss {loss:.3f}")
         if step == last:
-            self._save()
-        elif _is_due(before, step, self._config.checkpoint.every):
-            try:
-                self._save()
-            except CheckpointError as error:
-                self._say(f"warning: step {step} was not saved, training goes on: {error}")
-
-    def _save(self) -> Path:
-        path = self._trainer.save(self._run.checkpoints, {"data": self._data})
-        retain(self._run.checkpoints, self._config.checkpoint.keep, self._coordinator, self._say)
-        return path
+            self._saving.save_at_end()
+        else:
+            self._saving.save_if_due(before)
 
     def _take_up(self) -> None:
         """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
@@ -357,8 +358,3 @@ class _Execution:
     def _say(self, text: str) -> None:
         if self._is_first:
             self._live.say(text)
-
-
-def _is_due(before: int, step: int, every: int) -> bool:
-    """Return whether a multiple of `every` is among the steps after `before`, up to `step`."""
-    return every > 0 and step // every > before // every
