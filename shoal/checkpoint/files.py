@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import itertools
+import mmap
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,11 +15,14 @@ from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
+
 __all__ = ["REAL_FILES", "FileSystem", "RealFiles", "digest_of", "hash_of_file", "remove_tree", "write_file"]
 
-_CHUNK_BYTES = 4 << 20
-_GATHERED_BYTES = 64 << 10  # small tensors are written together up to this
+_CHUNK_BYTES = 8 << 20
 _CHUNKS_AHEAD = 4  # chunks that writing may be ahead of hashing, which bounds what is in memory
+_ALIGNMENT = 4096  # bytes, of memory and file, that writing past the cache asks for
+_DIRECT = getattr(os, "O_DIRECT", 0)  # no such flag outside of Linux
 
 
 class FileSystem(Protocol):
@@ -69,13 +76,27 @@ class RealFiles:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> FileIO:
-        """Open a new, empty, unbuffered file for writing."""
+        """Open a new, empty, unbuffered file for writing, past the system's cache where that is possible."""
+        try:
+            return FileIO(path, "w", opener=lambda name, flags: os.open(name, flags | _DIRECT, 0o666))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
         return FileIO(path, "w")
 
     def write(self, file: FileIO, data: memoryview) -> None:
-        """Write all of `data`; the operating system may take it in several parts."""
+        """Write all of `data`; the operating system may take it in several parts.
+
+        What is not aligned, such as the end of a file, goes through the cache, and so does what follows it.
+        """
         while data:
-            data = data[file.write(data) :]
+            if not _is_aligned(data):
+                _write_through_cache(file)
+            try:
+                data = data[file.write(data) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _write_through_cache(file):
+                    raise
 
     def sync(self, file: FileIO) -> None:
         """Wait until the file's content is on the disk."""
@@ -110,6 +131,18 @@ REAL_FILES: Final = RealFiles()
 """The default FileSystem everywhere; it holds no state."""
 
 
+def _is_aligned(data: memoryview) -> bool:
+    return (np.frombuffer(data, np.uint8).ctypes.data | len(data)) % _ALIGNMENT == 0
+
+
+def _write_through_cache(file: FileIO) -> bool:
+    """Let a file be written through the system's cache; return whether it was not before."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if flags & _DIRECT:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
+
+
 def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> tuple[int, str]:
     """Write the bytes of `blocks` to a new file and wait until they are on the disk.
 
@@ -140,8 +173,8 @@ def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> t
 def digest_of(blocks: Iterable[memoryview]) -> str:
     """Return the SHA-256 of the bytes of `blocks`, in hexadecimal."""
     digest = hashlib.sha256()
-    for chunk in _chunks(blocks):
-        digest.update(chunk)
+    for block in blocks:
+        digest.update(block)
     return digest.hexdigest()
 
 
@@ -163,19 +196,21 @@ def hash_of_file(path: Path) -> str:
 
 
 def _chunks(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the same bytes in chunks: long blocks are cut, and short ones put together."""
-    gathered = bytearray()
+    """Yield the same bytes in equal, aligned chunks; a chunk's memory is used again some chunks later."""
+    memory = np.frombuffer(mmap.mmap(-1, (_CHUNKS_AHEAD + 2) * _CHUNK_BYTES), np.uint8)
+    free = itertools.cycle(memory.reshape(-1, _CHUNK_BYTES))
+    chunk, filled = next(free), 0
     for block in blocks:
-        if len(gathered) + len(block) <= _GATHERED_BYTES:
-            gathered += block
-            continue
-        if gathered:
-            yield memoryview(gathered)
-            gathered = bytearray()
-        for first in range(0, len(block), _CHUNK_BYTES):
-            yield block[first : first + _CHUNK_BYTES]
-    if gathered:
-        yield memoryview(gathered)
+        source = np.frombuffer(block, np.uint8)
+        while source.size:
+            count = min(source.size, _CHUNK_BYTES - filled)
+            np.copyto(chunk[filled : filled + count], source[:count])  # lets other threads run
+            source, filled = source[count:], filled + count
+            if filled == _CHUNK_BYTES:
+                yield chunk.data
+                chunk, filled = next(free), 0
+    if filled:
+        yield chunk[:filled].data
 
 
 def remove_tree(path: Path, files: FileSystem) -> None:

@@ -378,7 +378,7 @@ class Trainer:
         return state
 
     def close(self) -> None:
-        """Wait for the last save, end the processes that prepare data (a step restarts them); close the Run."""
+        """Wait for the last save, end processes that prepare data (a step restarts them), close the Run."""
         self._saves.close(sys.exc_info()[1])
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
